@@ -1,0 +1,112 @@
+"""Metadata, and the text form, of the graphs of every level.
+
+A node says where it belongs in ``node.meta``: :data:`STAGE` (int), :data:`MICROBATCH` (int),
+:data:`DEVICE` (``torch.device``), :data:`STREAM` (str such as ``"cuda:1/copy"``) and :data:`COST`
+(:class:`Cost`), beside fx's own keys (``val``, ``stack_trace``, ``nn_module_stack``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+STAGE = "stage"
+MICROBATCH = "microbatch"
+DEVICE = "device"
+STREAM = "stream"
+COST = "cost"
+VALUE = "val"  # fx's key: the fake (or example) value of a node
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a node, or a stage, costs for one mini-batch. Times in seconds, sizes in bytes."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    param_bytes: int = 0
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    flops: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in a value (any pytree; fake tensors count as real ones)."""
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def stage_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes that are work: everything but placeholders, ``get_attr`` and the output."""
+    return (n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
+
+
+def _target_name(node: fx.Node) -> str:
+    if node.op == "call_function":
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            return str(target)
+        return getattr(target, "__name__", str(target))
+    if node.op == "call_method":
+        return f".{node.target}"
+    return str(node.target)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, tuple):
+        inner = ", ".join(map(_text, value))
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, slice):
+        parts = ("" if p is None else _text(p) for p in (value.start, value.stop))
+        step = "" if value.step is None else f":{_text(value.step)}"
+        return ":".join(parts) + step
+    return repr(value)
+
+
+def format_node(node: fx.Node) -> str:
+    """One line: what the node computes, then where it belongs (``# stage 0, mb 1, cpu:0``)."""
+    if node.op == "output":
+        line = f"return {_text(node.args[0])}"
+    elif node.op == "placeholder":
+        default = f" = {node.args[0]!r}" if node.args else ""
+        line = f"{node.name}: input{default}"
+    elif node.op == "get_attr":
+        line = f"{node.name} = self.{node.target}"
+    elif node.op == "call_function" and _target_name(node) == "getitem":
+        line = f"{node.name} = {_text(node.args[0])}[{_text(node.args[1])}]"
+    else:
+        words = [_text(a) for a in node.args]
+        words += [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+        line = f"{node.name} = {_target_name(node)}({', '.join(words)})"
+    where = []
+    if STAGE in node.meta:
+        where.append(f"stage {node.meta[STAGE]}")
+    if MICROBATCH in node.meta:
+        where.append(f"mb {node.meta[MICROBATCH]}")
+    if STREAM in node.meta:
+        where.append(node.meta[STREAM])
+    return f"{line}  # {', '.join(where)}" if where else line
+
+
+def format_graph(graph: fx.GraphModule | fx.Graph) -> str:
+    """The graph as text, a node a line, the same for the same graph on every run."""
+    if isinstance(graph, fx.GraphModule):
+        graph = graph.graph
+    return "\n".join(map(format_node, graph.nodes)) + "\n"

@@ -1,0 +1,1 @@
+"""The passes of fxpipe: one file, one pass."""
