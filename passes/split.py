@@ -1,0 +1,145 @@
+"""Split: from the model graph to the stage graph.
+
+::
+
+    model graph (labelled)              stage graph
+    x ─ a(0) ─ b(0) ─ c(1) ─ d(2)       x ─ stage_0 ─[b]─ stage_1 ─ stage_2
+          └────────────────────┘               └─[a]──────────────────┘
+
+Every stage becomes one ``call_module``. What a stage takes and gives is in the order of the model
+graph, so the same labels always give the same stage graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxpipe.graph import STAGE, VALUE, stage_nodes
+
+
+class SplitError(ValueError):
+    """The labels of a model graph do not make stages."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Model graph, its nodes labelled ``meta["stage"]`` from 0 on → stage graph.
+
+    A parameter or buffer (``get_attr``) needs no label: it lives in every stage that uses it, as
+    the same object under the same name.
+
+    Raises :class:`SplitError` where a node has no label, a stage number is left out, or a value
+    flows from a later stage to an earlier one.
+    """
+
+    name: ClassVar[str] = "split"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        members = _members(gm.graph)
+        attributes: dict[str, Any] = {}  # of the stage graph, by name
+        top = fx.Graph()
+        at_top: dict[fx.Node, fx.Node] = {}
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                at_top[node] = top.node_copy(node, at_top.__getitem__)
+
+        for stage, nodes in enumerate(members):
+            takes, gives = _boundary(nodes)
+            name = f"stage_{stage}"
+            attributes[name] = _stage_module(gm, name, nodes, takes, gives)
+            call = top.call_module(name, tuple(at_top[n] for n in takes))
+            call.meta[STAGE] = stage
+            if len(gives) == 1:
+                at_top[gives[0]] = call
+                _keep_value(gives[0], call)
+            else:
+                for i, given in enumerate(gives):
+                    item = top.call_function(operator.getitem, (call, i))
+                    item.meta[STAGE] = stage
+                    at_top[given] = item
+                    _keep_value(given, item)
+
+        output = gm.graph.output_node()
+        for node in output.all_input_nodes:
+            if node.op == "get_attr":  # given out as it is: no stage uses it
+                attributes[str(node.target)] = operator.attrgetter(str(node.target))(gm)
+                at_top[node] = top.node_copy(node, at_top.__getitem__)
+        top.node_copy(output, at_top.__getitem__)
+        return fx.GraphModule(attributes, top)
+
+
+def _members(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The nodes of each stage, in graph order, with all labels and edges checked."""
+    work = list(stage_nodes(graph))
+    unlabelled = [n.name for n in work if STAGE not in n.meta]
+    if unlabelled:
+        raise SplitError(
+            f"node {unlabelled[0]!r} has no stage ({len(unlabelled)} such nodes); "
+            "label every node that is work before the split"
+        )
+    for node in work:
+        for source in node.all_input_nodes:
+            if source.op not in ("placeholder", "get_attr") and (
+                source.meta[STAGE] > node.meta[STAGE]
+            ):
+                raise SplitError(
+                    f"{node.name!r} in stage {node.meta[STAGE]} needs {source.name!r} from the "
+                    f"later stage {source.meta[STAGE]}; put {node.name!r} into stage "
+                    f"{source.meta[STAGE]} or later"
+                )
+    labels = {n.meta[STAGE] for n in work}
+    if labels != set(range(len(labels))):
+        raise SplitError(
+            f"stages must be numbered from 0 without gaps, got {sorted(labels)}; "
+            "give every stage at least one node"
+        )
+    members: list[list[fx.Node]] = [[] for _ in labels]
+    for node in work:
+        members[node.meta[STAGE]].append(node)
+    return members
+
+
+def _boundary(nodes: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What the nodes take from outside, in order of first use, and what they give to outside."""
+    nodes = list(nodes)
+    inside = set(nodes)
+    takes = dict.fromkeys(
+        source
+        for node in nodes
+        for source in node.all_input_nodes
+        if source not in inside and source.op != "get_attr"
+    )
+    gives = [node for node in nodes if any(user not in inside for user in node.users)]
+    return list(takes), gives
+
+
+def _stage_module(
+    gm: fx.GraphModule,
+    name: str,
+    nodes: list[fx.Node],
+    takes: list[fx.Node],
+    gives: list[fx.Node],
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    own: dict[fx.Node, fx.Node] = {}
+    for taken in takes:
+        own[taken] = graph.placeholder(taken.name)
+        _keep_value(taken, own[taken])
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in own:
+                own[source] = graph.node_copy(source, own.__getitem__)
+        own[node] = graph.node_copy(node, own.__getitem__)
+    results = tuple(own[node] for node in gives)
+    graph.output(results[0] if len(results) == 1 else results)
+    return fx.GraphModule(gm, graph, class_name=name)
+
+
+def _keep_value(source: fx.Node, target: fx.Node) -> None:
+    if VALUE in source.meta:
+        target.meta[VALUE] = source.meta[VALUE]
