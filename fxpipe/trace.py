@@ -1,0 +1,703 @@
+"""Front ends: from any model, called on example inputs, to the model graph.
+
+Two are tried in turn, and neither is believed. ``torch.fx``'s symbolic tracing comes first: it
+keeps the model's own modules and leaves every size symbolic. ``torch.export`` takes what it cannot.
+Each graph is then run beside the model, at the example's batch size and at others, since
+micro-batches are smaller; one that disagrees is thrown away. Tracing leaves the model, its buffers
+and the random number generators as they were.
+
+All graphs are called alike: with a value for each tensor among the inputs, in the order in which
+pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are part of the trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import operator
+import random
+import re
+import textwrap
+import traceback
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+# The pytree that torch.export and Hugging Face register their types with.
+from torch.utils import _pytree as pytree
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+BatchDims = Sequence[int | None]
+CustomTracer = Callable[[nn.Module, Args, Kwargs], fx.GraphModule]
+
+EXPORT_TOLERANCE = 1e-5  # relative: export decomposes some modules into other kernels
+GRADIENT_TOLERANCE = 1e-3  # of the largest: the small ones may be mere rounding errors
+
+
+class TraceError(RuntimeError):
+    """No front end can turn the model into a graph; the message says why, for each of them."""
+
+
+class _Refused(Exception):
+    """A front end's graph is not the model; the message says how it differs."""
+
+
+@dataclass
+class Traced:
+    """A model graph, and how to call it as the model is called."""
+
+    graph_module: fx.GraphModule
+    front_end: str  # "symbolic", "export" or "custom"
+    bind: Callable[[Args, Kwargs], list[Any]]
+    """The model's ``(args, kwargs)`` as placeholder values, in order."""
+    rebuild: Callable[[Any], Any]
+    """The graph's output as the model's own structure."""
+
+
+def canonical(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The same call, with each argument where the signature of ``model.forward`` puts it.
+
+    Raises TypeError, as the model would, for arguments that the model does not take.
+    """
+    bound = _bound(model, args, kwargs)
+    return bound.args, bound.kwargs
+
+
+def input_key(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    batch_dims: BatchDims | None = None,
+    shapes: bool = True,
+) -> Hashable:
+    """What a trace is specialised on: two calls with equal keys may share one.
+
+    That is the structure of the inputs, the values of those that are not tensors, the training flag
+    of every module and the autocast state. ``torch.export`` also fixes dtypes and all sizes but the
+    batch's; ``shapes=False`` leaves them out, which is right for a "symbolic" trace.
+    """
+    leaves, spec = pytree.tree_flatten(canonical(model, args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    constants = tuple(_constant_key(leaf) for leaf in leaves)
+    training = tuple(module.training for module in model.modules())
+    autocast = tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in sorted({tensor.device.type for tensor in tensors})
+    )
+    key = (spec, constants, training, autocast)
+    if not shapes:
+        return key
+    dims = _infer_batch_dims(tensors) if batch_dims is None else batch_dims
+    return (*key, tuple(_shape_key(t, dim) for t, dim in zip(tensors, dims, strict=True)))
+
+
+def trace(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs | None = None,
+    *,
+    tracer: str | CustomTracer = "auto",
+    batch_dims: BatchDims | None = None,
+) -> Traced:
+    """The model graph of ``model`` as called with ``args`` and ``kwargs``.
+
+    Args:
+        tracer: "auto" (symbolic, then export), "symbolic", "export", or a function
+            ``(model, args, kwargs) -> fx.GraphModule`` with a placeholder for each input tensor.
+        batch_dims: for each input tensor, in order, its batch dimension or None; by default the
+            first, of every tensor whose first dimension has the size most of them have.
+
+    Raises:
+        TraceError: if no front end gives a graph that computes what the model computes.
+        ValueError: for a tracer or ``batch_dims`` that is none.
+
+    What the model itself raises on these inputs is passed on as it is.
+    """
+    example = _Example.of(model, args, kwargs or {}, batch_dims)
+    front_ends = _front_ends(tracer)
+    _refuse_what_cannot_be_traced(model, example)
+    references = _references(example)
+
+    reasons = []
+    for name, front_end in front_ends.items():
+        try:
+            traced = front_end(example)
+            _check(example, references, traced, 0.0 if name == "symbolic" else EXPORT_TOLERANCE)
+            _check_gradients(example, references, traced)
+            return traced
+        except Exception as error:  # a front end runs the model's code: anything may come out
+            reasons.append(f"  {name}: {_sentence(error)}")
+            last = error
+    raise TraceError(
+        f"no front end can trace {type(model).__name__}:\n"
+        + "\n".join(reasons)
+        + "\nChange the model at the lines named, wrap what cannot be traced in a function marked "
+        "with torch.fx.wrap, or pass tracer=, a function (model, args, kwargs) -> fx.GraphModule."
+    ) from last
+
+
+# ------------------------------------------------------------------------------- the example inputs
+
+
+@dataclass(frozen=True)
+class _Example:
+    """One call of the model, taken apart: tensors, which vary, and constants, which do not."""
+
+    model: nn.Module
+    names: list[str]  # of the tensors
+    leaves: list[Any]  # of (args, kwargs), a constant or None where a tensor was
+    spec: pytree.TreeSpec
+    positions: list[int]  # of the tensors among the leaves
+    tensors: list[Tensor]
+    batch_dims: list[int | None]  # of the tensors
+
+    @staticmethod
+    def of(model: nn.Module, args: Args, kwargs: Kwargs, batch_dims: BatchDims | None) -> _Example:
+        bound = _bound(model, args, kwargs)
+        paths, _ = pytree.tree_flatten_with_path(dict(bound.arguments))
+        leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
+        positions = _tensor_positions(leaves)
+        tensors = [leaves[i].detach() for i in positions]
+        dims = _infer_batch_dims(tensors) if batch_dims is None else list(batch_dims)
+        if len(dims) != len(tensors):
+            raise ValueError(
+                f"batch_dims has {len(dims)} entries, but the inputs hold {len(tensors)} tensors: "
+                "give one, an int or None, for each"
+            )
+        constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        names = _identifiers([pytree.keystr(paths[i][0]) for i in positions])
+        return _Example(model, names, constants, spec, positions, tensors, dims)
+
+    @property
+    def batch(self) -> int | None:
+        """The size of the batch, None if no input has one."""
+        sizes = (
+            t.shape[d] for t, d in zip(self.tensors, self.batch_dims, strict=True) if d is not None
+        )
+        return next(sizes, None)
+
+    def resized(self, batch: int) -> list[Tensor]:
+        """The tensors at another batch size: the first rows, or all of them over and over."""
+        return [
+            tensor
+            if dim is None
+            else tensor.index_select(
+                dim, torch.arange(batch, device=tensor.device) % tensor.shape[dim]
+            )
+            for tensor, dim in zip(self.tensors, self.batch_dims, strict=True)
+        ]
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[Args, Kwargs]:
+        """The call ``(args, kwargs)`` with these in place of the tensors."""
+        leaves = list(self.leaves)
+        for position, tensor in zip(self.positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def binder(self) -> Callable[[Args, Kwargs], list[Any]]:
+        """``Traced.bind``; it does not keep the example's tensors alive."""
+        model, spec, positions = self.model, self.spec, self.positions
+
+        def bind(args: Args, kwargs: Kwargs) -> list[Any]:
+            leaves, other_spec = pytree.tree_flatten(canonical(model, args, kwargs))
+            if other_spec != spec or positions != _tensor_positions(leaves):
+                raise TypeError("these inputs are built otherwise than the model was traced with")
+            return [leaves[position] for position in positions]
+
+        return bind
+
+    def run(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> _Result:
+        """What the model, or its graph, does with these tensors; without effect on the model."""
+        clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
+        with _untouched(self.model), torch.no_grad():
+            # Cloned, since an output may be a buffer, and buffers are about to be restored.
+            output = pytree.tree_map_only(Tensor, torch.clone, self.call(clones, traced))
+            return _Result(output, {n: b.clone() for n, b in self.model.named_buffers()})
+
+    def gradients(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> list[Tensor]:
+        """The parameters' gradients, zero where there is none, of some scalar of the outputs."""
+        with _untouched(self.model), torch.inference_mode(False), torch.enable_grad():
+            output = self.call([tensor.clone() for tensor in tensors], traced)
+            outputs = [t for t in pytree.tree_leaves(output) if _has_gradient(t)]
+            # Not the sum: that of a softmax, or of a normalised tensor, has no gradient.
+            weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            if not outputs or not parameters:
+                return []
+            gradients = torch.autograd.grad(
+                outputs, parameters, weights, allow_unused=True, materialize_grads=True
+            )
+            return list(gradients)
+
+    def call(self, tensors: Sequence[Tensor], traced: Traced | None) -> Any:
+        """The output of the model, or of its graph."""
+        if traced is not None:
+            # Not called as a module, since fx then prints what goes wrong to stderr.
+            return traced.rebuild(traced.graph_module.forward(*tensors))
+        args, kwargs = self.arguments(tensors)
+        return self.model(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """All that a forward pass leaves behind."""
+
+    output: Any
+    buffers: dict[str, Tensor]
+
+
+def _bound(model: nn.Module, args: Args, kwargs: Kwargs) -> inspect.BoundArguments:
+    try:
+        return inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(model).__name__}.forward(): {error}") from None
+
+
+def _tensor_positions(leaves: Sequence[Any]) -> list[int]:
+    return [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
+
+
+def _infer_batch_dims(tensors: Sequence[Tensor]) -> list[int | None]:
+    sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.ndim)
+    batch = sizes.most_common(1)[0][0] if sizes else None
+    return [0 if tensor.ndim and tensor.shape[0] == batch else None for tensor in tensors]
+
+
+def _constant_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return Tensor
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf  # the type as well: 1 == 1.0 == True
+
+
+def _shape_key(tensor: Tensor, batch_dim: int | None) -> Hashable:
+    sizes: list[int | None] = list(tensor.shape)
+    if batch_dim is not None:
+        sizes[batch_dim] = None
+    return tensor.dtype, tuple(sizes)
+
+
+def _identifiers(paths: Sequence[str]) -> list[str]:
+    """Names for placeholders: the argument's, or the path of a tensor within one, ``ids_0``."""
+    names: list[str] = []
+    for path in paths:
+        name = re.sub(r"\W+", "_", path).strip("_")
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _refuse_what_cannot_be_traced(model: nn.Module, example: _Example) -> None:
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise TraceError(
+            f"{type(model).__name__} has parameters without a shape: run it once, so that its lazy "
+            "modules make theirs"
+        )
+    if example.batch == 0:
+        raise TraceError("the example batch is empty: give one with two rows or more")
+    for leaf in example.leaves:
+        # A graph would keep such tensors as constants, and repeat them at every call.
+        inner = getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, type) else ()
+        is_array = getattr(leaf, "ndim", 0) > 0
+        if is_array or any(isinstance(value, Tensor) for value in inner):
+            raise TraceError(
+                f"an input is a {type(leaf).__name__}, whose tensors a graph cannot see: pass "
+                "tensors, or make it known with torch.export.register_dataclass or as a pytree node"
+            )
+
+
+# -------------------------------------------------------------------------------------- front ends
+
+
+def _front_ends(tracer: str | CustomTracer) -> dict[str, Callable[[_Example], Traced]]:
+    known: dict[str, Callable[[_Example], Traced]] = {"symbolic": _symbolic, "export": _export}
+    if callable(tracer):
+        return {"custom": partial(_custom, tracer)}
+    if tracer == "auto":
+        return known
+    if tracer in known:
+        return {tracer: known[tracer]}
+    raise ValueError(
+        f'tracer is {tracer!r}: give "auto", "symbolic", "export", or a function '
+        "(model, args, kwargs) -> fx.GraphModule"
+    )
+
+
+class _SymbolicTracer(fx.Tracer):
+    """fx's tracer, with one placeholder for each tensor of the example, and all else a constant.
+
+    fx has a way of its own to fix arguments, ``concrete_args``; it leaves placeholders and
+    assertions behind for them.
+    """
+
+    proxy_buffer_attributes = True  # else what a model computes from a buffer is computed only once
+    record_stack_traces = True
+
+    def __init__(self, example: _Example) -> None:
+        super().__init__()
+        self.example = example
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        proxies = [self.create_proxy("placeholder", n, (), {}) for n in self.example.names]
+        args, kwargs = self.example.arguments(proxies)
+        return partial(self.example.model.forward, *args, **kwargs), []
+
+
+@contextmanager
+def _autograd_functions_as_nodes() -> Iterator[None]:
+    """Keep autograd Functions whole: fx would look into their forward, and lose their backward.
+
+    As with fx's own patches of ``nn.Module``, one model is traced at a time.
+    """
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(function: type, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return original.__get__(None, function)(*args, **kwargs)
+
+        proxy = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
+        if proxy is None:
+            return call(*args, **kwargs)
+        # The printed code then reads ``round_1 = my_model_Round(x)``.
+        call.__name__, call.__module__ = function.__name__, function.__module__
+        return proxy.tracer.create_proxy("call_function", call, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _symbolic(example: _Example) -> Traced:
+    model = example.model
+    # Untouched, since fx leaves its constants on the model.
+    with _untouched(model) as drew_random_numbers, _autograd_functions_as_nodes():
+        graph = _SymbolicTracer(example).trace(model)
+        if drew_random_numbers():
+            raise _Refused(
+                "it draws random numbers that do not depend on its inputs: fx freezes them"
+            )
+        graph_module = fx.GraphModule(model, graph, type(model).__name__)
+    return Traced(graph_module, "symbolic", example.binder(), lambda output: output)
+
+
+def _custom(tracer: CustomTracer, example: _Example) -> Traced:
+    args, kwargs = example.arguments(example.tensors)
+    with _untouched(example.model):
+        graph_module = tracer(example.model, args, kwargs)
+    if not isinstance(graph_module, fx.GraphModule):
+        raise _Refused(f"it returned a {type(graph_module).__name__}, not an fx.GraphModule")
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    if len(placeholders) != len(example.tensors):
+        raise _Refused(
+            f"its graph has {len(placeholders)} placeholders for {len(example.tensors)} "
+            f"input tensors ({', '.join(example.names)})"
+        )
+    graph_module.graph.set_codegen(fx.graph.CodeGen())
+    graph_module.recompile()
+    return Traced(graph_module, "custom", example.binder(), lambda output: output)
+
+
+class _OnTensors(nn.Module):
+    """The model as a function of its tensors alone: export needs to know of no other inputs."""
+
+    def __init__(self, example: _Example) -> None:
+        super().__init__()
+        self.model = example.model
+        self.training = example.model.training
+        self.arguments = example.arguments
+
+    def forward(self, *inputs: Tensor) -> Any:
+        args, kwargs = self.arguments(inputs)
+        return self.model(*args, **kwargs)
+
+
+_GUARDS = {
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
+
+
+def _export(example: _Example) -> Traced:
+    # Export takes sizes 0 and 1 for constants, so that a batch must have two rows to be symbolic.
+    tensors = example.tensors if example.batch != 1 else example.resized(2)
+    dynamic = tuple(
+        None if dim is None else {dim: torch.export.Dim.AUTO} for dim in example.batch_dims
+    )
+    # With gradients: under no_grad, modules may choose kernels that have no backward.
+    with _untouched(example.model), torch.inference_mode(False), torch.enable_grad():
+        program = torch.export.export(
+            _OnTensors(example),
+            tuple(tensor.clone() for tensor in tensors),
+            dynamic_shapes={"inputs": dynamic},
+            strict=False,
+        )
+    _refuse_a_bounded_batch(program)
+    exported = program.module(check_guards=False)
+    graph_module = _on_the_model(exported, example)
+    out_spec = program.call_spec.out_spec
+    assert out_spec is not None  # for mypy: a program that was exported has one
+    return Traced(
+        graph_module,
+        "export",
+        example.binder(),
+        lambda output: pytree.tree_unflatten(list(output), out_spec),
+    )
+
+
+def _refuse_a_bounded_batch(program: torch.export.ExportedProgram) -> None:
+    """A model that branches on its batch size is exported as one branch: for some sizes only."""
+    for symbol, sizes in program.range_constraints.items():
+        is_a_size = str(symbol).startswith("s")  # others, "u0", stand for values read from tensors
+        if is_a_size and (sizes.lower > 2 or sizes.upper < torch.iinfo(torch.int32).max):
+            raise _Refused(
+                "it branches on its batch size: "
+                f"the graph holds from {sizes.lower} to {sizes.upper} only"
+            )
+
+
+def _on_the_model(exported: fx.GraphModule, example: _Example) -> fx.GraphModule:
+    """The exported graph on the model's own tensors, by the model's own names, without guards."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    attributes: dict[str, Any] = {}
+    names = iter(example.names)
+    for node in sorted(exported.graph.nodes, key=lambda node: node.op != "placeholder"):
+        if node.target in _GUARDS:
+            continue
+        if node.op == "placeholder":
+            name = next(names)
+            copies[node] = graph.create_node("placeholder", name, name=name)
+        elif node.op == "get_attr":
+            target = str(node.target).removeprefix("model.")
+            try:
+                attributes[target] = operator.attrgetter(target)(example.model)
+            except AttributeError:  # a constant, or a no_grad region: made by export
+                attributes[target] = operator.attrgetter(str(node.target))(exported)
+            copies[node] = graph.create_node("get_attr", target, name=target.replace(".", "_"))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = _without_wrapper(node.meta)
+    graph.eliminate_dead_code()  # what guards looked at, and all but one name of tied parameters
+    return fx.GraphModule(attributes, graph, type(example.model).__name__)
+
+
+def _without_wrapper(meta: dict[str, Any]) -> dict[str, Any]:
+    """A node's metadata with the module names of the model, not of ``_OnTensors``."""
+    if not meta.get("nn_module_stack"):
+        return dict(meta)
+    stack = {
+        key: (path.removeprefix("model").removeprefix("."), kind)
+        for key, (path, kind) in meta["nn_module_stack"].items()
+        if path
+    }
+    return {**meta, "nn_module_stack": stack}
+
+
+# ---------------------------------------------------------------------------------- checks and care
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Run or trace the model without a trace: attributes, buffers and random states are put back.
+
+    Yields a function that says whether random numbers have been drawn since.
+    """
+    attributes = [vars(module) for module in model.modules()]
+    attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
+    saved_attributes = [(owner, dict(owner)) for owner in attributes]
+    tensors = [
+        value
+        for owner in attributes
+        for value in owner.values()
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    ]
+    saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    devices = {t.device for t in (*model.parameters(), *tensors) if t.device.type != "cpu"}
+    generators = [(torch.get_rng_state, torch.set_rng_state)]
+    for device in devices:
+        backend = torch.get_device_module(device)
+        generators.append(
+            (partial(backend.get_rng_state, device), partial(backend.set_rng_state, device=device))
+        )
+    states = [get() for get, _ in generators]
+    python_state = random.getstate()
+
+    def drew_random_numbers() -> bool:
+        same = all(torch.equal(get(), s) for (get, _), s in zip(generators, states, strict=True))
+        return not same or random.getstate() != python_state
+
+    try:
+        yield drew_random_numbers
+    finally:
+        for owner, saved in saved_attributes:
+            if owner.keys() != saved.keys() or any(owner[k] is not saved[k] for k in saved):
+                owner.clear()
+                owner.update(saved)
+        with torch.no_grad():
+            for tensor, value in saved_tensors:
+                # A write makes a backward fail that has the buffer saved: none without need.
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+        for (_, put), state in zip(generators, states, strict=True):
+            put(state)
+        random.setstate(python_state)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the model does at one batch size."""
+
+    tensors: list[Tensor]
+    result: _Result
+    where: str
+
+
+def _references(example: _Example) -> list[_Reference]:
+    """The model's own runs, at the example's batch size and at those others that it takes.
+
+    Raises what the model raises at the example's size.
+    """
+    batch = example.batch
+    references = [_Reference(example.tensors, example.run(example.tensors), "on the example")]
+    # Micro-batches are smaller, later batches may be larger; a size that got fixed shows at either.
+    sizes = set() if batch is None else {1, batch // 2, batch + 1} - {0, batch}
+    for size in sorted(sizes, reverse=True):
+        tensors = example.resized(size)
+        try:
+            result = example.run(tensors)
+        except Exception:  # it only takes some sizes, or this is no batch: nothing to compare
+            continue
+        references.append(_Reference(tensors, result, f"at batch size {size}"))
+    return references
+
+
+def _check(
+    example: _Example, references: list[_Reference], traced: Traced, tolerance: float
+) -> None:
+    """Raise ``_Refused`` unless the graph does what the model does, to its buffers too."""
+    for reference in references:
+        try:
+            result = example.run(reference.tensors, traced)
+        except Exception as error:
+            raise _Refused(f"its graph fails {reference.where}: {_first_line(error)}") from error
+        for name, expected, actual in (
+            ("output", reference.result.output, result.output),
+            ("buffers", reference.result.buffers, result.buffers),
+        ):
+            difference = _difference(expected, actual, tolerance)
+            if difference:
+                raise _Refused(f"its graph differs {reference.where}: {name}: {difference}")
+
+
+def _check_gradients(example: _Example, references: list[_Reference], traced: Traced) -> None:
+    """Raise ``_Refused`` if the graph has other gradients than the model.
+
+    A front end that looks into a ``torch.autograd.Function`` sees its forward only.
+    """
+    tensors = references[-1].tensors  # the smallest batch
+    try:
+        expected = example.gradients(tensors)
+    except Exception:  # a model without a backward: nothing to compare
+        return
+    actual = example.gradients(tensors, traced)
+    if len(expected) != len(actual):
+        raise _Refused("no gradient flows through its graph")
+    scale = max((g.abs().max().item() for g in expected if g.numel()), default=0.0)
+    names = [name for name, p in example.model.named_parameters() if p.requires_grad]
+    for name, gradient, other in zip(names, expected, actual, strict=False):
+        tolerance = max(GRADIENT_TOLERANCE, 32 * torch.finfo(gradient.dtype).eps) * scale
+        if gradient.numel() and (gradient - other).abs().max().item() > tolerance:
+            raise _Refused(f"its graph has another gradient for {name}")
+
+
+def _difference(expected: Any, actual: Any, tolerance: float) -> str | None:
+    """How two values of any structure differ; None if they do not."""
+    leaves, spec = pytree.tree_flatten(expected)
+    others, other_spec = pytree.tree_flatten(actual)
+    if spec != other_spec:
+        return f"{_structure(actual)} in place of {_structure(expected)}"
+    for leaf, other in zip(leaves, others, strict=True):
+        difference = _leaf_difference(leaf, other, tolerance)
+        if difference:
+            return difference
+    return None
+
+
+def _leaf_difference(expected: Any, actual: Any, tolerance: float) -> str | None:
+    if type(expected) is not type(actual):
+        return f"a {type(actual).__name__} in place of a {type(expected).__name__}"
+    if isinstance(expected, Tensor):
+        return _tensor_difference(expected, actual, tolerance)
+    if dataclasses.is_dataclass(expected):  # one that pytree does not know
+        return _difference(vars(expected), vars(actual), tolerance)
+    return None if expected == actual else f"{actual!r} in place of {expected!r}"
+
+
+def _tensor_difference(expected: Tensor, actual: Tensor, tolerance: float) -> str | None:
+    if expected.device.type != "cpu":
+        tolerance = max(tolerance, EXPORT_TOLERANCE)  # kernels there may not repeat themselves
+    scale = 0.0
+    if tolerance and expected.is_floating_point() and expected.numel():
+        tolerance = max(tolerance, 8 * torch.finfo(expected.dtype).eps)
+        scale = torch.nan_to_num(expected, posinf=0.0, neginf=0.0).abs().max().item()
+    try:
+        torch.testing.assert_close(
+            actual, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True
+        )
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def _structure(value: Any) -> str:
+    """A value's outermost type, with its keys or its length."""
+    name = type(value).__name__
+    if isinstance(value, dict):
+        return f"{name} of {', '.join(map(str, value))}"
+    return f"{name} of {len(value)}" if isinstance(value, list | tuple) else name
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = textwrap.shorten(lines[0], 240, placeholder=" ...") if lines else "(no message)"
+    return text if isinstance(error, _Refused) else f"{type(error).__name__}: {text}"
+
+
+def _sentence(error: BaseException) -> str:
+    """One line: what went wrong, and the last line of the model's code that was running then."""
+    not_the_model = (str(Path(torch.__file__).parent), __file__, "<")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(not_the_model) and frame.line
+    ]
+    text = _first_line(error)
+    if not frames:
+        return text
+    return f"{text} (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})"

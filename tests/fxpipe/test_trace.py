@@ -1,0 +1,447 @@
+"""Both front ends give graphs that do what the model does, and leave the model alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.trace import Traced, TraceError, canonical, input_key, trace
+
+BOTH = pytest.mark.parametrize("tracer", ["symbolic", "export"])
+
+
+def x(batch: int = 4, width: int = 8) -> Tensor:
+    return torch.randn(batch, width, generator=torch.Generator().manual_seed(batch))
+
+
+def run(traced: Traced, *args: Any, **kwargs: Any) -> Any:
+    return traced.rebuild(traced.graph_module(*traced.bind(args, kwargs)))
+
+
+def same(a: Any, b: Any) -> bool:
+    (xs, spec), (ys, other) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return spec == other and all(
+        torch.equal(p, q) if isinstance(p, Tensor) else p == q for p, q in zip(xs, ys, strict=True)
+    )
+
+
+def placeholders(traced: Traced) -> list[str]:
+    return [node.name for node in traced.graph_module.graph.nodes if node.op == "placeholder"]
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + 1
+
+
+class Options(nn.Module):
+    """Every kind of argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, flag: bool = True, *, scale: float = 2.0
+    ) -> dict[str, Any]:
+        h = self.linear(x) if flag else x
+        if mask is not None:
+            h = h * mask
+        return {"h": h * scale, "parts": [h, (h + 1, None)], "flag": flag}
+
+
+class Nested(nn.Module):
+    def forward(self, batch: dict[str, Any], *rest: Tensor) -> Tensor:
+        a, b = batch["ids"]
+        if batch["mask"] is None:
+            return a + b * len(rest)
+        return a + b * batch["mask"] + sum(rest)
+
+
+class Branch(nn.Module):
+    """Not for fx: control flow on a size. Export takes it, for the sizes do not vary."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[1] > 2 else x
+
+
+class BranchOnBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 2 else x
+
+
+class Noisy(nn.Module):
+    """All that a careless tracer disturbs: buffers, random states, plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.5)
+        self.constant = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(x)) + self.constant + torch.tensor(2.0)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+        self.b = nn.Linear(8, 8)
+        self.b.weight = self.a.weight
+        self.shift = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) + self.shift
+
+
+def test_symbolic_graph_is_the_model_bitwise_at_every_batch_size() -> None:
+    model = MLP()
+    traced = trace(model, (x(),))
+    assert traced.front_end == "symbolic"
+    assert placeholders(traced) == ["x"]
+    for batch in 1, 3, 16:
+        assert torch.equal(run(traced, x(batch)), model(x(batch)))
+
+
+@BOTH
+def test_nested_inputs_become_a_placeholder_for_each_tensor(tracer: str) -> None:
+    batch = {"ids": [x(), x(4)], "mask": x(4)}
+    traced = trace(Nested(), (batch, x(4), x(4)), tracer=tracer)
+    assert placeholders(traced) == ["batch_ids_0", "batch_ids_1", "batch_mask", "rest_0", "rest_1"]
+    assert same(run(traced, batch, x(4), x(4)), Nested()(batch, x(4), x(4)))
+
+
+@BOTH
+def test_none_within_a_structure_is_part_of_the_trace(tracer: str) -> None:
+    batch = {"ids": [x(), x(4)], "mask": None}
+    traced = trace(Nested(), (batch,), tracer=tracer)
+    assert placeholders(traced) == ["batch_ids_0", "batch_ids_1"]
+    assert same(run(traced, batch), Nested()(batch))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"mask": None}, {"mask": x()}, {"flag": False}, {"scale": 3.0, "mask": x(), "flag": True}],
+    ids=str,
+)
+def test_arguments_and_defaults_mean_what_they_mean_to_the_model(
+    tracer: str, kwargs: dict[str, Any]
+) -> None:
+    model = Options()
+    traced = trace(model, (x(),), kwargs, tracer=tracer)
+    assert placeholders(traced) == ["x", "mask"][: 1 + (kwargs.get("mask") is not None)]
+    assert same(run(traced, x=x(), **kwargs), model(x(), **kwargs))
+    targets = {str(node.target) for node in traced.graph_module.graph.nodes}
+    assert not any("assert" in target for target in targets)
+
+
+def test_equal_keys_share_a_trace_and_others_do_not() -> None:
+    model = Options()
+    key = input_key(model, (x(),), {})
+    assert key == input_key(model, (), {"x": x(9)})
+    assert key != input_key(model, (x(),), {"mask": None})
+    assert key != input_key(model, (x(),), {"mask": x()})
+    assert input_key(model, (x(),), {"flag": True}) != input_key(model, (x(),), {"flag": 1})
+    assert key != input_key(model, (x(4, 9),), {})
+    assert input_key(model, (x(),), {}, shapes=False) == input_key(
+        model, (x(4, 9),), {}, shapes=False
+    )
+    with torch.autocast("cpu"):
+        assert key != input_key(model, (x(),), {})
+    model.linear.eval()
+    assert key != input_key(model, (x(),), {})
+
+
+def test_canonical_puts_arguments_where_the_signature_does() -> None:
+    args, kwargs = canonical(Options(), (), {"scale": 1.0, "mask": 2, "x": 3})
+    assert (args, kwargs) == ((3, 2), {"scale": 1.0})
+    with pytest.raises(TypeError, match=r"Options.forward\(\): missing .* 'x'"):
+        canonical(Options(), (), {})
+
+
+def test_inputs_of_another_structure_are_refused() -> None:
+    traced = trace(Options(), (x(),))
+    with pytest.raises(TypeError, match="traced with"):
+        traced.bind((x(),), {"mask": x()})
+
+
+def test_control_flow_on_a_fixed_size_goes_to_export() -> None:
+    traced = trace(Branch(), (x(),))
+    assert traced.front_end == "export"
+    for batch in 1, 2, 7:
+        assert torch.equal(run(traced, x(batch)), x(batch) * 2)
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_control_flow_on_the_batch_size_is_refused(batch: int) -> None:
+    with pytest.raises(TraceError) as error:
+        trace(BranchOnBatch(), (x(batch),))
+    text = str(error.value)
+    assert "symbolic: TraceError: symbolically traced" in text
+    assert "test_trace.py" in text and "if x.shape[0] > 2" in text
+    assert "export: it branches on its batch size" in text or "export: its graph differs" in text
+    assert "tracer=" in text
+
+
+def test_a_batch_size_that_is_baked_in_is_refused_with_both_reasons() -> None:
+    class Loop(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([x[i] * i for i in range(x.shape[0])])
+
+    with pytest.raises(
+        TraceError, match=r"(?s)symbolic: .*range\(x.shape\[0\]\).*export: its graph"
+    ):
+        trace(Loop(), (x(),))
+
+
+def test_a_size_that_the_model_itself_fixes_is_kept() -> None:
+    class View(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(4, 8)
+
+    assert torch.equal(run(trace(View(), (x(),)), x()), x())
+
+
+def test_an_example_batch_of_one_serves_for_all() -> None:
+    traced = trace(MLP(), (x(1),), tracer="export")
+    assert run(traced, x(5)).shape == (5, 8)
+
+
+def test_batch_dims_say_which_dimension_is_the_batch() -> None:
+    class Across(nn.Module):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:
+            return x * 2 if x.shape[0] > 2 else table @ x
+
+    args = torch.randn(8, 4), torch.randn(8, 8)
+    traced = trace(Across(), args, tracer="export", batch_dims=[1, None])
+    assert run(traced, torch.randn(8, 6), args[1]).shape == (8, 6)
+    with pytest.raises(ValueError, match="1 entries, but the inputs hold 2"):
+        trace(Across(), args, batch_dims=[1])
+
+
+@BOTH
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_and_batch_norm_behave_as_in_the_model(tracer: str, training: bool) -> None:
+    model = Noisy().train(training)
+    traced = trace(model, (x(),), tracer=tracer)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def once(call: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        model.load_state_dict(before)
+        torch.manual_seed(0)
+        return call(), {k: v.clone() for k, v in model.state_dict().items()}
+
+    expected, state = once(lambda: model(x()))
+    actual, other = once(lambda: run(traced, x()))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(other, state)
+    assert state["norm.num_batches_tracked"] == training
+
+
+@BOTH
+def test_tracing_leaves_the_model_and_the_random_states_as_they_were(tracer: str) -> None:
+    model = Noisy()
+    attributes = {name: dict(vars(m)) for name, m in model.named_modules()}
+    buffers = [(b, b.clone(), b._version) for b in model.buffers()]
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    trace(model, (x(),), tracer=tracer)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == attributes
+    for buffer, (old, value, _) in zip(model.buffers(), buffers, strict=True):
+        assert buffer is old and torch.equal(buffer, value)
+
+
+@BOTH
+def test_what_the_model_stores_on_itself_is_put_back(tracer: str) -> None:
+    class Remembers(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x
+            return super().forward(x)
+
+    model = Remembers()
+    trace(model, (x(),), tracer=tracer)
+    assert not hasattr(model, "last")
+
+
+@BOTH
+def test_parameters_and_their_names_are_the_models(tracer: str) -> None:
+    model = Tied()
+    traced = trace(model, (x(),), tracer=tracer)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    names = dict(traced.graph_module.named_parameters(remove_duplicate=False))
+    assert names and all(own[name] is parameter for name, parameter in names.items())
+    assert {*map(id, names.values())} == {*map(id, own.values())}
+    if tracer == "symbolic":
+        assert traced.graph_module.b is model.b
+
+
+@BOTH
+def test_gradients_of_tied_parameters_are_the_models(tracer: str) -> None:
+    model = Tied()
+    traced = trace(model, (x(),), tracer=tracer)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(x()).square().sum(), parameters)
+    actual = torch.autograd.grad(run(traced, x()).square().sum(), parameters)
+    torch.testing.assert_close(actual, expected)
+
+
+@BOTH
+def test_nodes_know_their_module_and_line(tracer: str) -> None:
+    graph = trace(Tied(), (x(),), tracer=tracer).graph_module.graph
+    node = next(n for n in reversed(graph.nodes) if n.op == "call_function")
+    assert "+ self.shift" in node.meta["stack_trace"]
+    stacks = [list(node.meta.get("nn_module_stack", {}).values()) for node in graph.nodes]
+    assert {stack[-1][0] for stack in stacks if stack} >= {"a", "b"}
+
+
+def test_a_buffer_is_read_at_each_call() -> None:
+    class Scaled(nn.Module):
+        scale: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (self.scale * 2)
+
+    model = Scaled()
+    traced = trace(model, (x(),))
+    assert traced.front_end == "symbolic"
+    model.scale.fill_(3)
+    assert torch.equal(run(traced, x()), x() * 6)
+
+
+def test_frozen_random_numbers_are_refused() -> None:
+    class Jitter(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(8)
+
+    assert trace(Jitter(), (x(),)).front_end == "export"
+
+
+def test_an_error_of_the_model_is_passed_on() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        trace(MLP(), (x(4, 9),))
+
+
+def test_inputs_whose_tensors_are_hidden_are_refused() -> None:
+    class Box:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    class Unboxes(nn.Module):
+        def forward(self, box: Box) -> Tensor:
+            return box.value * 2
+
+    with pytest.raises(TraceError, match="an input is a Box"):
+        trace(Unboxes(), (Box(x()),))
+
+
+def test_a_lazy_model_is_refused() -> None:
+    with pytest.raises(TraceError, match="run it once"):
+        trace(nn.LazyLinear(4), (x(),))
+
+
+class Round(torch.autograd.Function):
+    """Rounds, and hands the gradient straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Quantized(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return Round.apply(super().forward(x))
+
+
+def test_an_autograd_function_keeps_its_backward() -> None:
+    model = Quantized()
+    traced = trace(model, (x(),))
+    assert traced.front_end == "symbolic"
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(x()).sum(), parameters)
+    assert same(torch.autograd.grad(run(traced, x()).sum(), parameters), expected)
+    assert expected[-1].any()
+
+
+def test_a_graph_that_lost_a_backward_is_refused() -> None:
+    with pytest.raises(TraceError, match="export: its graph has another gradient for layers"):
+        trace(Quantized(), (x(),), tracer="export")
+
+
+def test_a_custom_tracer_is_used_and_checked() -> None:
+    model = MLP()
+    traced = trace(model, (x(),), tracer=lambda m, args, kwargs: fx.symbolic_trace(m))
+    assert traced.front_end == "custom"
+    assert torch.equal(run(traced, x()), model(x()))
+
+    class Defaults(nn.Module):
+        def forward(self, x: Tensor, y: int = 3) -> Tensor:
+            return x * y
+
+    with pytest.raises(TraceError, match="2 placeholders for 1 input tensors"):
+        trace(Defaults(), (x(),), tracer=lambda m, args, kwargs: fx.symbolic_trace(m))
+    with pytest.raises(TraceError, match="differs on the example: output: Tensor-likes"):
+        trace(model, (x(),), tracer=lambda m, args, kwargs: fx.symbolic_trace(m.layers))
+    with pytest.raises(TraceError, match="returned a MLP"):
+        trace(model, (x(),), tracer=lambda m, args, kwargs: m)
+    with pytest.raises(ValueError, match="tracer is 'dynamo'"):
+        trace(model, (x(),), tracer="dynamo")
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Bert"])
+@pytest.mark.parametrize("training", [True, False])
+def test_hugging_face_models_are_traced(name: str, training: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = (
+        {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+        if name == "GPT2"
+        else {
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "max_position_embeddings": 16,
+        }
+    )
+    config = getattr(transformers, f"{name}Config")(vocab_size=32, use_cache=False, **sizes)
+    kind = "GPT2LMHeadModel" if name == "GPT2" else "BertForSequenceClassification"
+    model = getattr(transformers, kind)(config).train(training)
+    ids = torch.arange(32).view(4, 8) % 32
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    kwargs["labels"] = ids if name == "GPT2" else torch.tensor([0, 1, 0, 1])
+    traced = trace(model, (), kwargs)
+    for batch in 1, 2, 4:
+        part = {key: value[:batch] for key, value in kwargs.items()}
+        torch.manual_seed(0)
+        expected = model(**part)
+        torch.manual_seed(0)
+        actual = run(traced, **part)
+        assert type(actual) is type(expected)
+        torch.testing.assert_close(dict(actual), dict(expected))
+    own = dict(model.named_parameters(remove_duplicate=False))
+    for key, parameter in traced.graph_module.named_parameters(remove_duplicate=False):
+        assert own[key] is parameter
+    expected_grads = torch.autograd.grad(model.eval()(**kwargs).loss, list(model.parameters()))
+    traced = trace(model, (), kwargs)
+    actual_grads = torch.autograd.grad(run(traced, **kwargs).loss, list(model.parameters()))
+    torch.testing.assert_close(actual_grads, expected_grads)
