@@ -7,6 +7,8 @@ A node says where it belongs in ``node.meta``: :data:`STAGE` (int), :data:`MICRO
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,7 +22,11 @@ MICROBATCH = "microbatch"
 DEVICE = "device"
 STREAM = "stream"
 COST = "cost"
+ORIGIN = "origin"  # str: the value of the stage graph that a node of the pipeline graph stands for
 VALUE = "val"  # fx's key: the fake (or example) value of a node
+ALIAS = "alias"  # int: nodes with the same number have to stay in one stage
+WRITES = "writes"  # tuple[str, ...]: the nodes whose memory this one writes to
+RANDOM = "random"  # True where random numbers are drawn
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,18 @@ def tensor_bytes(value: Any) -> int:
     )
 
 
+def attribute(gm: fx.GraphModule, target: str) -> Any:
+    """What a ``get_attr`` or ``call_module`` node of that target stands for."""
+    return operator.attrgetter(target)(gm)
+
+
 def stage_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes that are work: everything but placeholders, ``get_attr`` and the output."""
     return (n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
 
 
-def _target_name(node: fx.Node) -> str:
+def operator_name(node: fx.Node) -> str:
+    """What a node calls: a function's name, ``.method`` or the path of a module."""
     if node.op == "call_function":
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
@@ -89,12 +101,16 @@ def format_node(node: fx.Node) -> str:
         line = f"{node.name}: input{default}"
     elif node.op == "get_attr":
         line = f"{node.name} = self.{node.target}"
-    elif node.op == "call_function" and _target_name(node) == "getitem":
+    elif node.op == "call_function" and operator_name(node) == "getitem":
         line = f"{node.name} = {_text(node.args[0])}[{_text(node.args[1])}]"
     else:
         words = [_text(a) for a in node.args]
         words += [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
-        line = f"{node.name} = {_target_name(node)}({', '.join(words)})"
+        line = f"{node.name} = {operator_name(node)}({', '.join(words)})"
+    return f"{line}{_where(node)}"
+
+
+def _where(node: fx.Node) -> str:
     where = []
     if STAGE in node.meta:
         where.append(f"stage {node.meta[STAGE]}")
@@ -102,7 +118,7 @@ def format_node(node: fx.Node) -> str:
         where.append(f"mb {node.meta[MICROBATCH]}")
     if STREAM in node.meta:
         where.append(node.meta[STREAM])
-    return f"{line}  # {', '.join(where)}" if where else line
+    return f"  # {', '.join(where)}" if where else ""
 
 
 def format_graph(graph: fx.GraphModule | fx.Graph) -> str:
@@ -110,3 +126,15 @@ def format_graph(graph: fx.GraphModule | fx.Graph) -> str:
     if isinstance(graph, fx.GraphModule):
         graph = graph.graph
     return "\n".join(map(format_node, graph.nodes)) + "\n"
+
+
+def format_code(gm: fx.GraphModule) -> str:
+    """The generated Python of a graph module, each line saying where its node belongs."""
+    nodes = {node.name: node for node in gm.graph.nodes}
+    lines = []
+    for line in gm.code.strip().splitlines():
+        assigned = re.match(r"\s+(\w+)(?: : [^=]+)? = (.*?)(;  .*)?$", line)
+        if assigned and assigned[1] in nodes:  # without fx's "x = None", which only frees memory
+            line = f"    {assigned[1]} = {assigned[2]}{_where(nodes[assigned[1]])}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"

@@ -220,14 +220,14 @@ class _Example:
     def run(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> _Result:
         """What the model, or its graph, does with these tensors; without effect on the model."""
         clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
-        with _untouched(self.model), torch.no_grad():
+        with untouched(self.model), torch.no_grad():
             # Cloned, since an output may be a buffer, and buffers are about to be restored.
             output = pytree.tree_map_only(Tensor, torch.clone, self.call(clones, traced))
             return _Result(output, {n: b.clone() for n, b in self.model.named_buffers()})
 
     def gradients(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> list[Tensor]:
         """The parameters' gradients, zero where there is none, of some scalar of the outputs."""
-        with _untouched(self.model), torch.inference_mode(False), torch.enable_grad():
+        with untouched(self.model), torch.inference_mode(False), torch.enable_grad():
             output = self.call([tensor.clone() for tensor in tensors], traced)
             outputs = [t for t in pytree.tree_leaves(output) if _has_gradient(t)]
             # Not the sum: that of a softmax, or of a normalised tensor, has no gradient.
@@ -393,7 +393,7 @@ def _autograd_functions_as_nodes() -> Iterator[None]:
 def _symbolic(example: _Example) -> Traced:
     model = example.model
     # Untouched, since fx leaves its constants on the model.
-    with _untouched(model) as drew_random_numbers, _autograd_functions_as_nodes():
+    with untouched(model) as drew_random_numbers, _autograd_functions_as_nodes():
         graph = _SymbolicTracer(example).trace(model)
         if drew_random_numbers():
             raise _Refused(
@@ -405,7 +405,7 @@ def _symbolic(example: _Example) -> Traced:
 
 def _custom(tracer: CustomTracer, example: _Example) -> Traced:
     args, kwargs = example.arguments(example.tensors)
-    with _untouched(example.model):
+    with untouched(example.model):
         graph_module = tracer(example.model, args, kwargs)
     if not isinstance(graph_module, fx.GraphModule):
         raise _Refused(f"it returned a {type(graph_module).__name__}, not an fx.GraphModule")
@@ -450,7 +450,7 @@ def _export(example: _Example) -> Traced:
         None if dim is None else {dim: torch.export.Dim.AUTO} for dim in example.batch_dims
     )
     # With gradients: under no_grad, modules may choose kernels that have no backward.
-    with _untouched(example.model), torch.inference_mode(False), torch.enable_grad():
+    with untouched(example.model), torch.inference_mode(False), torch.enable_grad():
         program = torch.export.export(
             _OnTensors(example),
             tuple(tensor.clone() for tensor in tensors),
@@ -523,7 +523,7 @@ def _without_wrapper(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
+def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
     """Run or trace the model without a trace: attributes, buffers and random states are put back.
 
     Yields a function that says whether random numbers have been drawn since.

@@ -1,1 +1,71 @@
-"""The passes of fxpipe: one file, one pass."""
+"""The passes of fxpipe: one file, one pass, from the model graph to the pipeline graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import fx
+
+from passes.alias import Alias
+from passes.checkpoint import Checkpoint
+from passes.copies import Copies
+from passes.cost import AnalyticCost
+from passes.dependencies import Dependencies
+from passes.microbatch import Dims, Microbatch
+from passes.partition import Partition, PartitionError
+from passes.portals import Portals
+from passes.split import Split, SplitError
+from passes.streams import Streams
+from passes.verify import Verify, VerifyError
+
+__all__ = [
+    "Alias",
+    "AnalyticCost",
+    "Checkpoint",
+    "Copies",
+    "Dependencies",
+    "Microbatch",
+    "Partition",
+    "PartitionError",
+    "Pass",
+    "Portals",
+    "Split",
+    "SplitError",
+    "Streams",
+    "Verify",
+    "VerifyError",
+    "default_passes",
+]
+
+
+class Pass(Protocol):
+    """A named function from a graph module to a graph module that computes the same."""
+
+    @property
+    def name(self) -> str:
+        """Under which it is listed."""
+
+    def __call__(self, gm: fx.GraphModule, /) -> fx.GraphModule:
+        """Rewrite. The module given may be changed in place and returned."""
+
+
+def default_passes(
+    *,
+    devices: Sequence[str],
+    chunks: int,
+    in_dims: Sequence[int | None],
+    out_dims: Sequence[Dims],
+    checkpoint: str = "never",
+) -> list[Pass]:
+    """From the stage graph to the pipeline graph, for so many micro-batches."""
+    names = tuple(devices)
+    return [
+        Microbatch(chunks, tuple(in_dims), tuple(out_dims)),
+        Portals(names),
+        Copies(names),
+        Streams(names),
+        Checkpoint(checkpoint),
+        Dependencies(),
+        Verify(),
+    ]

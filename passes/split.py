@@ -17,9 +17,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
-from fxpipe.graph import STAGE, VALUE, stage_nodes
+from fxpipe.graph import ORIGIN, STAGE, VALUE, WRITES, stage_nodes
 
 
 class SplitError(ValueError):
@@ -31,7 +32,8 @@ class Split:
     """Model graph, its nodes labelled ``meta["stage"]`` from 0 on → stage graph.
 
     A parameter or buffer (``get_attr``) needs no label: it lives in every stage that uses it, as
-    the same object under the same name.
+    the same object under the same name. A stage that writes to what another stage made writes to a
+    clone: what it receives may share memory with that stage.
 
     Raises :class:`SplitError` where a node has no label, a stage number is left out, or a value
     flows from a later stage to an earlier one.
@@ -56,13 +58,15 @@ class Split:
             call.meta[STAGE] = stage
             if len(gives) == 1:
                 at_top[gives[0]] = call
-                _keep_value(gives[0], call)
+                _describe(gives[0], call)
             else:
                 for i, given in enumerate(gives):
-                    item = top.call_function(operator.getitem, (call, i))
+                    item = top.create_node(
+                        "call_function", operator.getitem, (call, i), name=given.name
+                    )
                     item.meta[STAGE] = stage
                     at_top[given] = item
-                    _keep_value(given, item)
+                    _describe(given, item)
 
         output = gm.graph.output_node()
         for node in output.all_input_nodes:
@@ -129,7 +133,12 @@ def _stage_module(
     own: dict[fx.Node, fx.Node] = {}
     for taken in takes:
         own[taken] = graph.placeholder(taken.name)
-        _keep_value(taken, own[taken])
+        _describe(taken, own[taken])
+    written = {name for node in nodes for name in node.meta.get(WRITES, ())}
+    for taken in takes:
+        if taken.name in written and taken.op != "placeholder":
+            own[taken] = graph.call_function(torch.clone, (own[taken],))
+            _describe(taken, own[taken])
     for node in nodes:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in own:
@@ -140,6 +149,8 @@ def _stage_module(
     return fx.GraphModule(gm, graph, class_name=name)
 
 
-def _keep_value(source: fx.Node, target: fx.Node) -> None:
+def _describe(source: fx.Node, target: fx.Node) -> None:
+    """Which value of the model graph a node stands for."""
+    target.meta[ORIGIN] = source.name
     if VALUE in source.meta:
         target.meta[VALUE] = source.meta[VALUE]

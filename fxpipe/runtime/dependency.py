@@ -12,22 +12,41 @@ The autograd engine runs what is ready. To make the backward of ``a`` wait for t
 ``fork`` goes on only when the gradients of both its outputs are in, and that of the phony comes
 from ``join``: everything before ``a`` happens after everything behind ``b'``. The construction is
 that of torchgpipe (Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant
-Models", 2020, section 3.1); here both work on several tensors at once, which makes each of them a
-gate too: no tensor passes backwards before all gradients have arrived, so gradients are summed in
-one order.
+Models", 2020, section 3.1). Here both work on several values at once, which makes each of them a
+*gate* too: nothing passes backwards before all gradients have arrived, so that a stage's gradients
+are summed in one order, whatever the threads do.
+
+Values may be nested in any pytree; portals are pytrees of one phony, so a gate orders them as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 def carries_gradient(value: object) -> bool:
     """Whether the backward pass will go through this value."""
-    return torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+
+
+def gate(values: Any, apply: Callable[..., tuple[Tensor, ...]]) -> Any:
+    """The values, those that carry gradient replaced by what ``apply`` makes of them together.
+
+    All others pass untouched: an edge would give them a gradient. Without any, ``apply`` is not
+    called.
+    """
+    leaves, spec = pytree.tree_flatten(values)
+    where = [i for i, leaf in enumerate(leaves) if carries_gradient(leaf)]
+    if not where:
+        return values
+    for i, tensor in zip(where, apply(*(leaves[i] for i in where)), strict=True):
+        leaves[i] = tensor
+    return pytree.tree_unflatten(leaves, spec)
 
 
 class _Fork(torch.autograd.Function):
@@ -35,11 +54,11 @@ class _Fork(torch.autograd.Function):
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         phony = tensors[0].new_empty(0)
-        return (*(t.view_as(t) for t in tensors), phony)
+        return (phony, *(t.view_as(t) for t in tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads[:-1]
+        return grads[1:]
 
 
 class _Join(torch.autograd.Function):
@@ -53,33 +72,24 @@ class _Join(torch.autograd.Function):
         return (None, *grads)
 
 
-def fork(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor]:
-    """Branch a phony off a lane.
+def fork(values: Any) -> tuple[Any, Tensor]:
+    """The values, and a phony whose backward has to come before theirs.
 
-    Returns the values, and a phony whose backward has to come before theirs. Only tensors that
-    carry gradient are touched; without one the phony carries no edge, and joining it does nothing.
+    Where no value carries gradient the phony does not either, and joining it does nothing.
     """
-    where = [i for i, v in enumerate(values) if carries_gradient(v)]
-    if not where:
-        return values, torch.empty(0)
-    *tensors, phony = _Fork.apply(*(values[i] for i in where))  # type: ignore[no-untyped-call]
-    return _replaced(values, where, tensors), phony
+    phony = torch.empty(0)
+
+    def apply(*tensors: Tensor) -> tuple[Tensor, ...]:
+        nonlocal phony
+        phony, *rest = _Fork.apply(*tensors)  # type: ignore[no-untyped-call]
+        return tuple(rest)
+
+    values = gate(values, apply)
+    return values, phony
 
 
-def join(values: tuple[Any, ...], phony: Tensor) -> tuple[Any, ...]:
-    """Merge a phony into a lane: its backward comes after theirs.
-
-    Values without gradient pass through untouched: an edge would give them one.
-    """
-    where = [i for i, v in enumerate(values) if carries_gradient(v)]
-    if not where or not carries_gradient(phony):
+def join(values: Any, phony: Tensor) -> Any:
+    """The values; the backward of the phony comes after theirs."""
+    if not carries_gradient(phony):
         return values
-    tensors = _Join.apply(phony, *(values[i] for i in where))  # type: ignore[no-untyped-call]
-    return _replaced(values, where, list(tensors))
-
-
-def _replaced(values: tuple[Any, ...], where: list[int], tensors: list[Tensor]) -> tuple[Any, ...]:
-    out = list(values)
-    for i, tensor in zip(where, tensors, strict=True):
-        out[i] = tensor
-    return tuple(out)
+    return gate(values, lambda *tensors: _Join.apply(phony, *tensors))  # type: ignore[no-untyped-call]

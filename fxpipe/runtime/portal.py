@@ -2,33 +2,39 @@
 
 ::
 
-    source stage                        consumer stage
-    t --- blue --- phony - - - > - - - phony --- orange --- t'
-            :                                       :
-            `............ portal (t) ...............'
+    source stage                                               consumer stage
+    t --- blue --- phony - - - > portal copy - - - > phony --- orange --- t'
+            :                       :     :                       :
+            `..... Hidden (t) ......'     `..... Hidden (t) ......'
 
-    backward: orange puts the gradient of t' into the portal and hands its phony on; blue, reached
-    through the phony, takes the gradient out and gives it to t.
+    backward: orange puts the gradient of t' into the hidden cell and hands its phony on; the copy
+    moves it to the source's cell; blue, reached through the phony, gives it to t.
 
-The data goes through the portal, hidden; autograd sees the phony only. A portal has a *life*: how
-often its tensor may still be taken out. At zero it lets go of the tensor.
+The data goes through the cells, out of autograd's sight, and autograd sees the phony only: no stage
+in between has to hand the tensor on. The idea is torchgpipe's (Kim et al., 2020, section 3.2).
+
+A cell has a *life*: how often its tensor may still be taken out. At zero it lets go of the tensor.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import carries_gradient
+from fxpipe.runtime.streams import device_of
 
 
 class PortalError(RuntimeError):
     """A portal was used more often than its life allows."""
 
 
-class Portal:
+class Hidden:
     """Holds one tensor (or ``None``) outside autograd for ``life`` takers, and their gradients."""
 
     def __init__(self, tensor: Tensor | None, life: int = 1) -> None:
@@ -57,52 +63,103 @@ class Portal:
             self._grad = grad if self._grad is None else self._grad + grad
 
     def take_grad(self) -> Tensor | None:
-        """The sum of the consumers' gradients, which the portal then forgets."""
+        """The sum of the consumers' gradients, which the cell then forgets."""
         grad, self._grad = self._grad, None
         return grad
 
 
+@dataclass(frozen=True)
+class Portal:
+    """A hidden tensor, and the phony that stands for it in the autograd graph."""
+
+    hidden: Hidden
+    phony: Tensor
+
+
+# A gate (fork, join, wait, recompute) thereby acts on a portal's phony as on any tensor.
+pytree.register_pytree_node(
+    Portal,
+    lambda portal: ([portal.phony], portal.hidden),
+    lambda phony, hidden: Portal(hidden, *phony),
+    serialized_type_name="fxpipe.runtime.portal.Portal",
+)
+
+
 class _Blue(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, portal: Portal, tensor: Tensor) -> Tensor:
-        ctx.portal = portal
+    def forward(ctx: Any, hidden: Hidden, tensor: Tensor) -> Tensor:
+        ctx.hidden = hidden
         return tensor.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, Tensor | None]:
-        return None, ctx.portal.take_grad()
+        return None, ctx.hidden.take_grad()
+
+
+class _PortalCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, near: Hidden, far: Hidden, home: torch.device, source: str, target: str, p: Tensor
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.near, ctx.far, ctx.home, ctx.source, ctx.target = near, far, home, source, target
+        return p.to(device_of(target) or p.device).view(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad = ctx.far.take_grad()
+        if grad is not None:
+            ctx.near.put_grad(moved(grad, ctx.home, ctx.target, ctx.source))
+        return (None,) * 6
 
 
 class _Orange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, portal: Portal, phony: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Hidden, phony: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.portal = portal
-        tensor = portal.take()
-        assert tensor is not None  # portal_orange hands None on before it comes here
+        ctx.hidden = hidden
+        tensor = hidden.take()
+        assert tensor is not None  # only a tensor gives its portal a phony that carries gradient
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        ctx.portal.put_grad(grads[0])
+        ctx.hidden.put_grad(grads[0])
         return None, None
 
 
-def portal_blue(tensor: Tensor | None, life: int = 1) -> tuple[Portal, Tensor]:
-    """Take a tensor into a portal. Returns the portal and the phony that stands for it.
+def portal_blue(tensor: Tensor | None, life: int = 1) -> Portal:
+    """Take a tensor out of autograd's sight. ``None`` may travel, as may what has no gradient.
 
-    The phony carries gradient exactly where the tensor does. ``None`` may travel.
+    The phony carries gradient exactly where the tensor does.
     """
-    portal = Portal(tensor, life)
-    if tensor is None or not carries_gradient(tensor):
-        return portal, torch.empty(0)
-    phony: Tensor = _Blue.apply(portal, tensor)  # type: ignore[no-untyped-call]
-    return portal, phony
+    hidden = Hidden(tensor, life)
+    if not carries_gradient(tensor):
+        return Portal(hidden, torch.empty(0))
+    return Portal(hidden, _Blue.apply(hidden, tensor))  # type: ignore[no-untyped-call]
 
 
-def portal_orange(portal: Portal, phony: Tensor) -> Tensor | None:
+def portal_copy(portal: Portal, source: str, target: str, life: int = 1) -> Portal:
+    """Move the hidden tensor to the target stream's device, and its gradient back.
+
+    The source's cell lets go of the tensor here (of one life of it): its memory is free as soon as
+    the copy is done.
+    """
+    tensor = portal.hidden.take()
+    if tensor is None:
+        return Portal(Hidden(None, life), portal.phony)
+    far = Hidden(moved(tensor, device_of(target), source, target), life)
+    if not carries_gradient(portal.phony):
+        return Portal(far, portal.phony)
+    phony = _PortalCopy.apply(  # type: ignore[no-untyped-call]
+        portal.hidden, far, tensor.device, source, target, portal.phony
+    )
+    return Portal(far, phony)
+
+
+def portal_orange(portal: Portal) -> Tensor | None:
     """Bring the tensor back into the graph; its gradient goes through the portal to the source."""
-    if not carries_gradient(phony):
-        return portal.take()
-    tensor: Tensor = _Orange.apply(portal, phony)  # type: ignore[no-untyped-call]
+    if not carries_gradient(portal.phony):
+        return portal.hidden.take()
+    tensor: Tensor = _Orange.apply(portal.hidden, portal.phony)  # type: ignore[no-untyped-call]
     return tensor

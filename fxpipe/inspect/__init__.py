@@ -1,0 +1,1 @@
+"""Looking at graphs: drawings and reports."""

@@ -1,0 +1,182 @@
+"""The vocabulary: what the nodes of a pipeline graph call, and nothing else.
+
+Each is a plain function. Called on proxies it becomes a node, so that an emitted graph can be
+traced again. Streams are named (``"cuda:1/copy"``, see :mod:`fxpipe.runtime.streams`). All but
+``scatter`` and ``gather`` take and give values nested in tuples, and leave alone what carries no
+gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.runtime import checkpoint as _checkpoint
+from fxpipe.runtime import copy as _copy
+from fxpipe.runtime import dependency as _dependency
+from fxpipe.runtime import microbatch as _microbatch
+from fxpipe.runtime import portal as _portal
+from fxpipe.runtime.checkpoint import Handle
+from fxpipe.runtime.portal import Portal
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _op(function: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for leaf in pytree.tree_leaves((args, kwargs)) if _tracing(args) else ():
+            if isinstance(leaf, fx.Proxy):
+                proxy: Any = leaf.tracer.create_proxy("call_function", call, args, kwargs)
+                return proxy  # type: ignore[no-any-return]
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _tracing(args: tuple[Any, ...]) -> bool:
+    """Whether a proxy is among the values; a look at the top suffices when it is not."""
+    return any(isinstance(a, fx.Proxy | tuple | list | dict) for a in args)
+
+
+@_op
+def scatter(tensor: Tensor, dim: int, chunks: int) -> tuple[Tensor, ...]:
+    """A mini-batch in ``chunks`` micro-batches along ``dim``::
+
+    x ---+--- x_mb0          backward: each micro-batch's gradient into its place
+         +--- x_mb1
+    """
+    return _microbatch.scatter(tensor, dim, chunks)
+
+
+@_op
+def gather(
+    values: Sequence[Any],
+    dims: int | tuple[int | None, ...] | None,
+    parts: Sequence[Tensor] = (),
+    parts_dim: int = 0,
+) -> Any:
+    """The micro-batches' outputs as one: joined along ``dims``, or averaged where that is None::
+
+        y_mb0 ---+--- y          backward: each micro-batch gets its part of the gradient
+        y_mb1 ---+
+
+    An average weighs each micro-batch by the size of its part of the input (``parts``).
+    """
+    return _microbatch.gather(values, dims, parts, parts_dim)
+
+
+@_op
+def copy(values: Any, source: str, target: str) -> Any:
+    """Move values to the device of the target stream::
+
+        source ---[source stream]--- copy ---[target stream]--- target
+
+    The backward moves the gradients back. On one device the result shares memory with the source;
+    a stage that writes to what it receives clones it first (pass ``alias``).
+    """
+    return _copy.copy(values, source, target)
+
+
+@_op
+def wait(values: Any, source: str, target: str) -> Any:
+    """The target stream waits for the source stream::
+
+        values (source stream) --- wait --- values (target stream)
+
+    In the backward the source stream waits for the target stream.
+    """
+    return _copy.wait(values, source, target)
+
+
+@_op
+def fork(values: Any) -> tuple[Any, Tensor]:
+    """Branch a phony off a lane; the values' backward waits for the phony's::
+
+    values --- fork --- values
+                 `----- phony --- (to a join)
+    """
+    return _dependency.fork(values)
+
+
+@_op
+def join(values: Any, phony: Tensor) -> Any:
+    """Merge a phony into a lane; the phony's backward comes after the values'::
+
+            values --- join --- values
+    (from a fork) phony --'
+    """
+    return _dependency.join(values, phony)
+
+
+@_op
+def portal_blue(tensor: Tensor | None) -> Portal:
+    """A skip tensor leaves the autograd lane at its source; a phony stays for it::
+
+    t --- blue --- phony          backward: t gets the gradient that came through the portal
+            :
+            t, hidden
+    """
+    return _portal.portal_blue(tensor)
+
+
+@_op
+def portal_copy(portal: Portal, source: str, target: str) -> Portal:
+    """Move the hidden tensor to the device of the target stream::
+
+        phony ------------ copy ------------ phony
+        t, hidden ..[source to target].. t, hidden
+
+    The backward moves the hidden gradient the other way.
+    """
+    return _portal.portal_copy(portal, source, target)
+
+
+@_op
+def portal_orange(portal: Portal) -> Tensor | None:
+    """The skip tensor comes back into the autograd lane, at its consumer::
+
+    phony ------ orange --- t          backward: the gradient of t goes into the portal
+    t, hidden ......:
+    """
+    return _portal.portal_orange(portal)
+
+
+@_op
+def checkpoint(stage: nn.Module, *args: Any) -> tuple[Any, Handle | None]:
+    """Run a stage without keeping its activations. Gives its output, and a handle to run it again::
+
+    args --- stage --- output          saved tensors: none, until recompute or their first use
+    """
+    # Its forward, not the module: fx would print to stderr what goes wrong in it.
+    return _checkpoint.checkpointed(stage.forward, *args)
+
+
+@_op
+def recompute(values: Any, handle: Handle | None) -> Any:
+    """Run the checkpointed stage again when the backward comes by, ahead of its own::
+
+    stage --- values --- wait --- recompute --- (copy)
+    backward:  stage <-- wait <-- recompute <-- (copy of the gradient, still on its way)
+    """
+    return _checkpoint.recompute(values, handle)
+
+
+VOCABULARY: tuple[Callable[..., Any], ...] = (
+    scatter,
+    gather,
+    copy,
+    wait,
+    fork,
+    join,
+    portal_blue,
+    portal_copy,
+    portal_orange,
+    checkpoint,
+    recompute,
+)

@@ -1,0 +1,61 @@
+"""What PyTorch keeps per thread and a computation depends on, to be set up elsewhere again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """Grad mode, inference mode and autocast of a thread."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+
+    @staticmethod
+    def here() -> Ambient:
+        """That of the running thread."""
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+        return Ambient(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The running thread computes under it."""
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled() != self.inference:
+                stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(
+                            kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache
+                        )
+                    )
+            yield
+
+
+def is_intercepted() -> bool:
+    """Whether somebody watches this thread's operations, who would miss those of another thread.
+
+    Torch function and dispatch modes, functorch transforms and hooks on saved tensors hold for one
+    thread. PyTorch has no public way to ask for them; tests fail when one of these goes.
+    """
+    return bool(
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )

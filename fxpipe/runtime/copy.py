@@ -1,0 +1,86 @@
+"""Copy and wait: the nodes that cross devices and streams, with their mirror in the backward.
+
+::
+
+    forward    source  --- wait --- [copy stream]  copy  [copy stream] --- wait ---  target
+    backward   source  <-- wait <-- [copy stream]  copy  [copy stream] <-- wait <--  target
+
+Each is one autograd node for all its values. A gradient comes back in the dtype and on the device
+of the tensor that was sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxpipe.runtime.dependency import gate
+from fxpipe.runtime.streams import device_of, keep, make_wait, on, stream
+
+
+def moved(tensor: Tensor, device: torch.device | None, source: str, target: str) -> Tensor:
+    """The tensor on a device, sent on the streams named. Where it is there already: itself."""
+    if device is None or tensor.device == device:
+        return tensor
+    ends = stream(source), stream(target)
+    with on(*ends):
+        result = tensor.to(device, non_blocking=True)
+    keep(ends[0], tensor)
+    keep(ends[1], result)
+    return result
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: str, target: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.target = source, target
+        ctx.homes = [t.device for t in tensors]
+        device = device_of(target)
+        copies = (moved(t, device, source, target) for t in tensors)
+        return tuple(c.view_as(c) for c in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        homes = zip(grads, ctx.homes, strict=True)
+        back = (None if g is None else moved(g, home, ctx.target, ctx.source) for g, home in homes)
+        return (None, None, *back)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: str, target: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.target = source, target
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        make_wait(stream(ctx.source), stream(ctx.target), grads)
+        return (None, None, *grads)
+
+
+def copy(values: Any, source: str, target: str) -> Any:
+    """The values on the target stream's device, sent from the source stream to the target's.
+
+    On the same device the result shares the memory of what was sent.
+    """
+    values = gate(values, lambda *tensors: _Copy.apply(source, target, *tensors))  # type: ignore[no-untyped-call]
+    device = device_of(target)
+
+    def send(tensor: Tensor) -> Tensor:  # those that carry gradient are there by now
+        return moved(tensor, device, source, target)
+
+    return pytree.tree_map_only(Tensor, send, values)
+
+
+def wait(values: Any, source: str, target: str) -> Any:
+    """The values, for use on the target stream: it waits for the source stream.
+
+    In the backward the source stream waits for the target's.
+    """
+    make_wait(stream(target), stream(source), values)
+    return gate(values, lambda *tensors: _Wait.apply(source, target, *tensors))  # type: ignore[no-untyped-call]

@@ -1,0 +1,217 @@
+"""Lanes: a host thread for each stage, which does one thing after the other.
+
+On the CPU the thread is the stage's stream; on an accelerator it keeps the stage's stream fed. A
+run gives every lane its instructions, and values travel through the lanes' inboxes::
+
+    caller ──x──> inbox 0: lane 0 ──b──> inbox 1: lane 1 ──y──> inbox of the caller
+
+What PyTorch keeps per thread (grad mode, inference mode, autocast) is the caller's in every lane.
+When one lane fails, or the caller is interrupted, every lane drops the run, and the first exception
+is raised at the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.program import CALLER, Env, Instruction, Program
+from fxpipe.runtime.streams import COPY, make_wait, stream, stream_name
+
+Message = tuple[fx.Node | None, Any]
+Job = Callable[[], None]
+
+
+class _Dropped(Exception):
+    """The run is over for this lane, since another one has failed."""
+
+
+@dataclass
+class _Run:
+    """One call of a program: an inbox for each lane, and the first thing that went wrong."""
+
+    lanes: Sequence[int]
+    inboxes: dict[int, SimpleQueue[Message]] = field(init=False)
+    error: BaseException | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    pending: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def __post_init__(self) -> None:
+        self.inboxes = {lane: SimpleQueue() for lane in self.lanes}
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error, and wake every lane that waits."""
+        with self.lock:
+            if self.error is None:
+                self.error = error
+        for inbox in self.inboxes.values():
+            inbox.put((None, None))
+
+    def execute(self, lane: int, instructions: Sequence[Instruction], env: Env) -> None:
+        inbox = self.inboxes[lane]
+        for instruction in instructions:
+            for node in instruction.awaits:
+                while node not in env:
+                    key, value = inbox.get()
+                    if key is None or self.error is not None:
+                        raise _Dropped
+                    env[key] = value
+            value = instruction.run(env)
+            for other in instruction.posts:
+                self.inboxes[other].put((instruction.node, value))
+            for node in instruction.forgets:
+                env.pop(node, None)
+
+    def in_lane(
+        self,
+        lane: int,
+        instructions: Sequence[Instruction],
+        ambient: Ambient,
+        hand_over: _HandOver,
+    ) -> None:
+        try:
+            with ambient.applied():
+                hand_over.begin()
+                self.execute(lane, instructions, {})
+                hand_over.end()
+        except _Dropped:
+            pass
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            self.pending.release()
+
+
+class _HandOver:
+    """Between the caller's stream and a lane's, on the device of the lane."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.caller = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        self.finished: list[torch.Stream] = []
+
+    def _streams(self) -> list[torch.Stream]:
+        own = torch.accelerator.current_stream(self.device)
+        copy = stream(stream_name(self.device, COPY))
+        return [own] if copy is None else [own, copy]
+
+    def begin(self) -> None:
+        if self.caller is not None:
+            for own in self._streams():
+                make_wait(own, self.caller, ())
+
+    def end(self) -> None:
+        if self.caller is not None:
+            self.finished = self._streams()
+
+    def finish(self, output: Any) -> None:
+        for own in self.finished:
+            make_wait(self.caller, own, output)
+
+
+def run_inline(program: Program, values: Sequence[Any]) -> Any:
+    """Run a program that has been lowered for the caller alone."""
+    env: Env = dict(zip(program.inputs, values, strict=True))
+    for instruction in program.lanes[CALLER]:
+        instruction.run(env)
+        for node in instruction.forgets:
+            env.pop(node, None)
+    return program.finish(env)
+
+
+class Lanes:
+    """The host threads of a pipeline. Started at the first run, ended by :meth:`close`."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(devices)
+        self._queues: list[SimpleQueue[Job | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._close: weakref.finalize[..., Lanes] | None = None
+
+    def run(self, program: Program, values: Sequence[Any]) -> Any:
+        """Run a program on the lanes, and the caller's part of it here.
+
+        Raises what an instruction raises, after all lanes have come to rest.
+        """
+        self._start()
+        run = _Run(list(program.lanes))
+        ambient = Ambient.here()
+        hand_overs = [_HandOver(device) for device in self._devices]
+        lanes = [lane for lane in program.lanes if lane != CALLER]
+        with self._lock:  # all lanes get their runs in one order, so that none waits for another
+            for lane in lanes:
+                job = partial(run.in_lane, lane, program.lanes[lane], ambient, hand_overs[lane])
+                self._queues[lane].put(job)
+        env: Env = dict(zip(program.inputs, values, strict=True))
+        try:
+            run.execute(CALLER, program.lanes[CALLER], env)
+        except _Dropped:
+            pass
+        except BaseException as error:  # KeyboardInterrupt, say
+            run.fail(error)
+        for _ in lanes:
+            run.pending.acquire()
+        if run.error is not None:
+            raise run.error
+        output = program.finish(env)
+        for hand_over in hand_overs:
+            hand_over.finish(output)
+        return output
+
+    def close(self) -> None:
+        """End the threads, after what they are doing. They are started again when needed."""
+        with self._lock:
+            if self._close is not None:
+                self._close()
+            self._queues, self._threads, self._close = [], [], None
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._threads:
+                return
+            on_cpu = sum(device.type == "cpu" for device in self._devices)
+            total = torch.get_num_threads()
+            share = max(1, total // max(1, on_cpu))
+            ready = threading.Semaphore(0)
+            for i, device in enumerate(self._devices):
+                queue: SimpleQueue[Job | None] = SimpleQueue()
+                threads = share if device.type == "cpu" else None
+                thread = threading.Thread(
+                    target=_work, args=(queue, threads, ready), name=f"fxpipe-lane-{i}", daemon=True
+                )
+                self._queues.append(queue)
+                self._threads.append(thread)
+                thread.start()
+            for _ in self._threads:
+                ready.acquire()
+            # What a lane has set for itself is also the default of threads to come: not ours.
+            torch.set_num_threads(total)
+            self._close = weakref.finalize(self, _end, self._queues, self._threads)
+
+
+def _work(queue: SimpleQueue[Job | None], threads: int | None, ready: threading.Semaphore) -> None:
+    """A lane's thread. It knows its queue only, so that it keeps no pipeline alive."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    ready.release()
+    while (job := queue.get()) is not None:
+        job()
+        del job
+
+
+def _end(queues: list[SimpleQueue[Job | None]], threads: list[threading.Thread]) -> None:
+    for queue in queues:
+        queue.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # where the garbage collector has been called
+            thread.join()

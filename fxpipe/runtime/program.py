@@ -1,0 +1,152 @@
+"""A pipeline graph made ready to run: which lane does what, and who hands what to whom.
+
+::
+
+    pipeline graph, in clock order       caller: scatter ...                      ... gather
+    ──────────────────────────────  ==>  lane 0: cell (0,0)  cell (1,0)  cell (2,0)
+                                         lane 1:             cell (0,1)  cell (1,1)  cell (2,1)
+
+A lane keeps the graph's order. A value that another lane needs is posted to it; every value is
+forgotten at its last use. With the caller for all lanes the same program runs inline.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fxpipe.graph import MICROBATCH, STAGE, attribute, format_node
+
+CALLER = -1
+Env = dict[fx.Node, Any]
+
+
+@dataclass
+class Instruction:
+    """One node, as a call."""
+
+    node: fx.Node
+    function: Callable[..., Any]
+    awaits: tuple[fx.Node, ...] = ()  # values from other lanes, needed here first
+    posts: tuple[int, ...] = ()  # lanes that need the value
+    forgets: tuple[fx.Node, ...] = ()  # values that this lane does not need any more
+
+    def run(self, env: Env) -> Any:
+        """Read the arguments, call, and store the result. What goes wrong is noted to be here."""
+        node = self.node
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        try:
+            value = self.function(*args, **kwargs)
+        except BaseException as error:
+            error.add_note(_where(node, error))
+            raise
+        env[node] = value
+        return value
+
+
+@dataclass
+class Program:
+    """A pipeline graph, lane by lane."""
+
+    inputs: list[fx.Node]
+    output: Any  # nested, with nodes for values
+    lanes: dict[int, list[Instruction]] = field(default_factory=dict)
+
+    def finish(self, env: Env) -> Any:
+        """The output, from the caller's values."""
+        return fx.map_arg(self.output, env.__getitem__)
+
+
+def lower(gm: fx.GraphModule, *, inline: bool) -> Program:
+    """Make a pipeline graph ready to run, on a lane a stage or all of it by the caller."""
+    output = gm.graph.output_node()
+    program = Program(gm.graph.find_nodes(op="placeholder"), output.args[0])
+    nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    lane_of = {n: CALLER if inline else n.meta.get(STAGE, CALLER) for n in nodes}
+    lane_of |= dict.fromkeys([*program.inputs, output], CALLER)
+    last_use = _last_uses(lane_of)
+    arrived: set[tuple[int, fx.Node]] = set()
+    program.lanes = {lane: [] for lane in sorted({CALLER, *lane_of.values()})}
+    for node in nodes:
+        lane = lane_of[node]
+        awaits = [n for n in node.all_input_nodes if lane_of[n] != lane]
+        awaits = [n for n in awaits if (lane, n) not in arrived]
+        arrived.update((lane, n) for n in awaits)
+        posts = dict.fromkeys(lane_of[user] for user in node.users if lane_of[user] != lane)
+        own = [n for n in (*node.all_input_nodes, node) if last_use.get((lane, n), node) is node]
+        program.lanes[lane].append(
+            Instruction(node, _function(gm, node), tuple(awaits), tuple(posts), tuple(own))
+        )
+    return program
+
+
+def _last_uses(lane_of: Mapping[fx.Node, int]) -> dict[tuple[int, fx.Node], fx.Node]:
+    """Where each lane uses each value last; the output uses, and is nobody's to forget."""
+    return {(lane, n): node for node, lane in lane_of.items() for n in node.all_input_nodes}
+
+
+def _function(gm: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
+    if node.op == "call_function":
+        # Not through the vocabulary's look-out for proxies: there are none.
+        function: Callable[..., Any] = inspect.unwrap(node.target)  # type: ignore[arg-type]
+        return function
+    target = str(node.target)
+    if node.op == "get_attr":
+        return lambda: attribute(gm, target)
+    if node.op == "call_module":
+        # Not called as a module, since fx then prints what goes wrong to stderr.
+        forward: Callable[..., Any] = gm.get_submodule(target).forward
+        return forward
+    raise ValueError(f"a pipeline graph has no {node.op} nodes: {format_node(node)}")
+
+
+# ------------------------------------------------------------------------------ where it went wrong
+
+
+def _where(node: fx.Node, error: BaseException) -> str:
+    if STAGE not in node.meta:
+        return f"in fxpipe: {format_node(node)}"
+    text = f"in fxpipe: stage {node.meta[STAGE]}, micro-batch {node.meta.get(MICROBATCH)}"
+    inner = _inner_node(node, error)
+    if inner is None:
+        return f"{text}, node {node.name!r}"
+    text += f", node {inner.name!r}"
+    line = _model_line(inner)
+    return f"{text}, from\n{line}" if line else text
+
+
+def _inner_node(node: fx.Node, error: BaseException) -> fx.Node | None:
+    """The node of the stage's own graph that was running, found by its line of generated code."""
+    module = node.graph.owning_module
+    target = node.target if node.op == "call_module" else None
+    if node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        target = node.args[0].target if node.args[0].op == "get_attr" else None
+    stage = module.get_submodule(str(target)) if module is not None and target else None
+    if not isinstance(stage, fx.GraphModule):
+        return None
+    for filename, line_number in _frames(error):
+        line = linecache.getline(filename, line_number)
+        if filename.startswith("<eval_with_key>") and (m := re.match(r"\s*(\w+)\b.*?=", line)):
+            for inner in stage.graph.nodes:
+                if inner.name == m[1]:
+                    return inner  # type: ignore[no-any-return]
+    return None
+
+
+def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _model_line(node: fx.Node) -> str | None:
+    """Where in the model's source a node comes from, as the last two lines of its stack trace."""
+    lines = (node.meta.get("stack_trace") or "").rstrip().splitlines()
+    return "\n".join(lines[-2:]) or None

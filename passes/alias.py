@@ -1,0 +1,135 @@
+"""Alias: run the model graph on fake tensors, and see who writes to which memory.
+
+::
+
+    a = linear(x)         makes memory A
+    v = a[:, 0]           sees A
+    w = v.mul_(2)         writes to A: what it writes to is {a, v}
+    y = relu(a)           reads, after the write, a value made before it:
+                          a, v and w have to stay in one stage, so that the a that y gets is the
+                          written one
+
+    a = linear(x)
+    b = relu_(a)          writes to A, but afterwards only b is read: a cut between a and b is fine
+    y = linear(b)         if the second stage writes to a copy (pass "split" sees to that)
+
+A node is found to write by running it and looking at the version counters of what it was given, so
+that functions, methods, ``out=``, item assignment and ``inplace=True`` modules are all noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.graph import ALIAS, RANDOM, VALUE, WRITES
+from passes.fakes import FakeInterpreter
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Model graph → the same, each node with its fake value and what it does to memory.
+
+    ``meta["val"]`` is the node's fake value for ``inputs`` (one for each placeholder);
+    ``meta["writes"]`` names the nodes whose memory it writes to; ``meta["alias"]`` is a number that
+    nodes share which have to stay in one stage; ``meta["random"]`` is set where random numbers are
+    drawn.
+    """
+
+    name: ClassVar[str] = "alias"
+    inputs: tuple[Any, ...]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        seen = _Watcher(gm)
+        with seen.mode, torch.enable_grad():
+            seen.run(*seen.fake(self.inputs))
+        position = {node: i for i, node in enumerate(gm.graph.nodes)}
+        groups: list[set[fx.Node]] = []
+        for writer, memories in seen.written.items():
+            before = [node for node in seen.sharing(memories) if position[node] < position[writer]]
+            writer.meta[WRITES] = tuple(node.name for node in before)
+            groups.append(_inseparable(writer, before, position))
+        for number, group in enumerate(_disjoint(groups)):
+            for node in group:
+                node.meta[ALIAS] = number
+        return gm
+
+
+class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices operators that draw random numbers."""
+
+    drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class _Watcher(FakeInterpreter):
+    """Runs the graph; remembers of each node what memory it gives, and what it has written to."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.garbage_collect_values = False  # memory must not be reused, its number would be too
+        self.given: dict[int, list[fx.Node]] = {}  # memory: its nodes, in order
+        self.written: dict[fx.Node, set[int]] = {}  # node: memory
+
+    def sharing(self, memories: set[int]) -> list[fx.Node]:
+        """The nodes that give any of these."""
+        return list(dict.fromkeys(node for m in memories for node in self.given[m]))
+
+    def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        before = [(tensor, tensor._version) for tensor in _tensors((args, kwargs))]
+        with _Randomness() as randomness:  # type: ignore[no-untyped-call]
+            value = super().run_node(n)
+        written = {_memory(tensor) for tensor, version in before if tensor._version != version}
+        if written:
+            self.written[n] = written
+        if randomness.drawn:
+            n.meta[RANDOM] = True
+        if n.op != "output":
+            n.meta[VALUE] = value
+            for memory in {_memory(tensor) for tensor in _tensors(value)}:
+                self.given.setdefault(memory, []).append(n)
+        return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    """A number of the tensor's memory, the same for all its views."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def _inseparable(
+    writer: fx.Node, before: list[fx.Node], position: dict[fx.Node, int]
+) -> set[fx.Node]:
+    """The nodes that have to be in the writer's stage."""
+    if any(node.op == "get_attr" for node in before):
+        # The next micro-batch reads it as well: all that ever touch it.
+        touching = {user for node in before for user in node.users if user.op != "output"}
+        return touching | {node for node in before if node.op not in ("get_attr", "placeholder")}
+    is_read_later = any(position[user] > position[writer] for node in before for user in node.users)
+    of_the_caller = any(node.op == "placeholder" for node in before)
+    if not (is_read_later or of_the_caller):
+        return set()
+    early = {u for node in before for u in node.users if position[u] <= position[writer]}
+    return early | {node for node in before if node.op != "placeholder"} | {writer}
+
+
+def _disjoint(groups: Iterable[set[fx.Node]]) -> list[set[fx.Node]]:
+    """Groups that share a node are one."""
+    graph: nx.Graph[fx.Node] = nx.Graph()
+    for group in groups:
+        nx.add_path(graph, group)
+    return [set(component) for component in nx.connected_components(graph)]

@@ -1,0 +1,32 @@
+"""Not a pass: run graphs on fake tensors, which have shapes, memory and history, but no values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+
+class FakeInterpreter(fx.Interpreter):
+    """Runs nodes with fakes in place of parameters and buffers too: nothing real is written to."""
+
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode | None = None) -> None:
+        super().__init__(gm)
+        self.mode = mode or FakeTensorMode()
+
+    def fake(self, value: Any) -> Any:
+        """The value, its tensors faked; the same tensor always gives the same fake."""
+        return pytree.tree_map_only(
+            Tensor, lambda t: self.mode.from_tensor(t, static_shapes=True), value
+        )
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.fake(super().get_attr(target, args, kwargs))
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module = self.fetch_attr(target)
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return torch.func.functional_call(module, self.fake(tensors), args, kwargs)

@@ -1,0 +1,117 @@
+"""Microbatch: unroll the stage graph over micro-batches.
+
+::
+
+    x ─ stage_0 ─ stage_1 ─ y            x ─ scatter ─┬─ stage_0 ─ stage_1 ─┬─ gather ─ y
+                                                      └─ stage_0 ─ stage_1 ─┘
+
+The cells (micro-batch i, stage j) come in the order of clock cycles, i + j = 0, 1, 2, ...: the
+order in which a pipeline runs them, and the reverse of which is the backward's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.graph import MICROBATCH, ORIGIN, STAGE
+
+Dims = int | None | tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Stage graph → pipeline graph of ``chunks`` micro-batches.
+
+    Args:
+        in_dims: the batch dimension of each input; None for one that all micro-batches share.
+        out_dims: for each node that the stage graph returns, in order, the batch dimension of its
+            tensors (see :func:`fxpipe.ops.gather`).
+    """
+
+    name: ClassVar[str] = "microbatch"
+    chunks: int
+    in_dims: tuple[int | None, ...]
+    out_dims: tuple[Dims, ...]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        graph = fx.Graph()
+        cells: dict[int, list[fx.Node]] = {}
+        for node in gm.graph.nodes:
+            if STAGE in node.meta:
+                cells.setdefault(node.meta[STAGE], []).append(node)
+        copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.chunks)]
+        weights = self._scatter(gm.graph, graph, copies)
+        for clock in range(self.chunks + len(cells) - 1):
+            for stage, nodes in sorted(cells.items()):
+                if 0 <= (i := clock - stage) < self.chunks:
+                    for node in nodes:
+                        copies[i][node] = _copied(graph, node, copies[i], i)
+        self._gather(gm.graph, graph, copies, weights)
+        return fx.GraphModule(gm, graph)
+
+    def _scatter(
+        self, old: fx.Graph, new: fx.Graph, copies: list[dict[fx.Node, fx.Node]]
+    ) -> tuple[Any, ...]:
+        """The inputs in parts. Returns the arguments that tell ``gather`` the parts' sizes."""
+        inputs = [node for node in old.nodes if node.op in ("placeholder", "get_attr")]
+        own = {node: new.node_copy(node) for node in inputs}
+        weights: tuple[Any, ...] = ()
+        for node, dim in _with_dims(old.find_nodes(op="placeholder"), self.in_dims, "in_dims"):
+            if node.users:
+                args = (own[node], dim, self.chunks)
+                parts = new.create_node("call_function", ops.scatter, args, name=f"{node}_parts")
+                if dim is not None and not weights:
+                    weights = (parts, dim)
+                for i, copied in enumerate(copies):
+                    copied[node] = new.create_node(
+                        "call_function", operator.getitem, (parts, i), name=f"{node}_mb{i}"
+                    )
+                    copied[node].meta = _meta(node, i)
+        for node in inputs:
+            if node.op == "get_attr":
+                for copied in copies:
+                    copied[node] = own[node]
+        return weights
+
+    def _gather(
+        self,
+        old: fx.Graph,
+        new: fx.Graph,
+        copies: list[dict[fx.Node, fx.Node]],
+        weights: tuple[Any, ...],
+    ) -> None:
+        output = old.output_node()
+        gathered: dict[fx.Node, fx.Node] = {}
+        for node, dims in _with_dims(output.all_input_nodes, self.out_dims, "out_dims"):
+            args = (tuple(copied[node] for copied in copies), dims, *weights)
+            gathered[node] = new.create_node(
+                "call_function", ops.gather, args, name=f"{node.name}_out"
+            )
+        new.node_copy(output, gathered.__getitem__)
+
+
+def _with_dims(nodes: Sequence[fx.Node], dims: Sequence[Dims], what: str) -> Any:
+    if len(nodes) != len(dims):
+        raise ValueError(
+            f"{what} has {len(dims)} entries for {len(nodes)} values: give one for each"
+        )
+    return zip(nodes, dims, strict=True)
+
+
+def _copied(
+    graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], microbatch: int
+) -> fx.Node:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+    copy = graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}_mb{microbatch}")
+    copy.meta = _meta(node, microbatch)
+    return copy
+
+
+def _meta(node: fx.Node, microbatch: int) -> dict[str, Any]:
+    return {ORIGIN: node.name, **node.meta, MICROBATCH: microbatch}
