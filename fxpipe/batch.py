@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.trace import bound_arguments
 from passes.fakes import FakeInterpreter
 from passes.microbatch import Dims
 
@@ -34,7 +34,7 @@ def input_dims(
     Raises:
         BatchError: if batch sizes differ, a dimension does not exist, or in_dims does not fit.
     """
-    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    arguments = bound_arguments(model, args, kwargs).arguments
     named = []
     for name, value in arguments.items():
         said = _of_argument(in_dims, list(arguments), name)
@@ -146,9 +146,10 @@ def output_dims(
         node: pytree.tree_map(lambda leaf: _Slot(), one[node]) for node in output.all_input_nodes
     }
     structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))
-    for path, slot, dim in broadcast(INFER if out_dims is None else out_dims, structure):
+    out_dims = INFER if out_dims is None else out_dims
+    for path, slot, dim in broadcast(out_dims, structure, "output"):
         if isinstance(slot, _Slot):
-            slot.path, slot.said = path or "the output", dim
+            slot.path, slot.said = path, dim
     found: list[Dims] = []
     for node in output.all_input_nodes:
         leaves = [pytree.tree_leaves(values[node]) for values in (slots, one, other)]

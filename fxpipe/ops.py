@@ -45,7 +45,7 @@ def _tracing(args: tuple[Any, ...]) -> bool:
 
 
 @_op
-def scatter(tensor: Tensor, dim: int, chunks: int) -> tuple[Tensor, ...]:
+def scatter(tensor: Tensor, dim: int | None, chunks: int) -> tuple[Tensor, ...]:
     """A mini-batch in ``chunks`` micro-batches along ``dim``::
 
     x ---+--- x_mb0          backward: each micro-batch's gradient into its place

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
+import logging
 import operator
 import random
 import re
@@ -21,7 +23,7 @@ import textwrap
 import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,7 +70,7 @@ def canonical(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwarg
 
     Raises TypeError, as the model would, for arguments that the model does not take.
     """
-    bound = _bound(model, args, kwargs)
+    bound = bound_arguments(model, args, kwargs)
     return bound.args, bound.kwargs
 
 
@@ -163,7 +165,7 @@ class _Example:
 
     @staticmethod
     def of(model: nn.Module, args: Args, kwargs: Kwargs, batch_dims: BatchDims | None) -> _Example:
-        bound = _bound(model, args, kwargs)
+        bound = bound_arguments(model, args, kwargs)
         paths, _ = pytree.tree_flatten_with_path(dict(bound.arguments))
         leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
         positions = _tensor_positions(leaves)
@@ -257,7 +259,8 @@ class _Result:
     buffers: dict[str, Tensor]
 
 
-def _bound(model: nn.Module, args: Args, kwargs: Kwargs) -> inspect.BoundArguments:
+def bound_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> inspect.BoundArguments:
+    """The arguments by name, as ``model.forward`` takes them. Raises TypeError if it does not."""
     try:
         return inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -450,7 +453,12 @@ def _export(example: _Example) -> Traced:
         None if dim is None else {dim: torch.export.Dim.AUTO} for dim in example.batch_dims
     )
     # With gradients: under no_grad, modules may choose kernels that have no backward.
-    with untouched(example.model), torch.inference_mode(False), torch.enable_grad():
+    with (
+        untouched(example.model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _silent(),
+    ):
         program = torch.export.export(
             _OnTensors(example),
             tuple(tensor.clone() for tensor in tensors),
@@ -468,6 +476,22 @@ def _export(example: _Example) -> Traced:
         example.binder(),
         lambda output: pytree.tree_unflatten(list(output), out_spec),
     )
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What stands in export's way comes as an exception; it is not to be logged and printed too."""
+    names = [n for n in logging.root.manager.loggerDict if n.split(".")[0] == "torch"]
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _refuse_a_bounded_batch(program: torch.export.ExportedProgram) -> None:

@@ -71,9 +71,9 @@ def _balanced(graph: fx.Graph, stages: int) -> dict[fx.Node, int]:
     if len(units) < stages:
         work = sum(map(len, units))
         raise PartitionError(
-            f"{stages} stages asked for, but the model can be cut into {len(units)} at most: it "
+            f"{stages} stages asked for, but the model can be cut into {len(units)}, no more: it "
             f"has {work} node{'s' * (work != 1)}, of which those that share written memory, or "
-            f"are parts of one result, stay together; give {max(len(units), 1)} devices or fewer"
+            f"are parts of one result, stay together; give as many devices, or fewer"
         )
     times = [sum(_time(node) for node in unit) for unit in units]
     ends = _cuts(times, _bytes_crossing(units), stages)

@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-def scatter(tensor: Tensor, dim: int, chunks: int) -> tuple[Tensor, ...]:
+def scatter(tensor: Tensor, dim: int | None, chunks: int) -> tuple[Tensor, ...]:
     """The tensor in ``chunks`` parts along ``dim``, of sizes at most one apart, large ones first.
 
-    The parts are views: what a model writes to its input is seen by the caller, as without us.
+    Without a dimension (None) all micro-batches share it. The parts are views: what a model writes
+    to its input is seen by the caller, as without us.
     """
-    if chunks == 1:
-        return (tensor,)
+    if dim is None or chunks == 1:
+        return (tensor,) * chunks
     # Not torch.tensor_split: autograd lets nobody write to a view that came with others.
     size, extra = divmod(tensor.shape[dim], chunks)
     ends = [i * size + min(i, extra) for i in range(chunks + 1)]

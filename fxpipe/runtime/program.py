@@ -17,13 +17,16 @@ import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxpipe.graph import MICROBATCH, STAGE, attribute, format_node
 
 CALLER = -1
+_TORCH = str(Path(torch.__file__).parent)
 Env = dict[fx.Node, Any]
 
 
@@ -147,6 +150,8 @@ def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
 
 
 def _model_line(node: fx.Node) -> str | None:
-    """Where in the model's source a node comes from, as the last two lines of its stack trace."""
-    lines = (node.meta.get("stack_trace") or "").rstrip().splitlines()
-    return "\n".join(lines[-2:]) or None
+    """Where in the model's source a node comes from: the last line of its trace outside PyTorch."""
+    trace = node.meta.get("stack_trace") or ""
+    frames = re.finditer(r' *(?P<text>File "(?P<file>.*?)", line .*\n.*)', trace)
+    own = [frame["text"] for frame in frames if not frame["file"].startswith(_TORCH)]
+    return f"  {own[-1]}" if own else None
