@@ -40,8 +40,7 @@ class Streams:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for cell, nodes in cells(gm.graph).items():
-            self._enter(cell, nodes)
-            self._leave(cell, nodes)
+            self._leave(cell, self._enter(cell, nodes) + nodes)
         for node in gm.graph.nodes:
             if STAGE in node.meta:
                 device = self.devices[node.meta[STAGE]]
@@ -54,13 +53,16 @@ class Streams:
         device = self.devices[cell[1]]
         return stream_name(device, COMPUTE), stream_name(device, COPY)
 
-    def _enter(self, cell: Cell, nodes: list[fx.Node]) -> None:
+    def _enter(self, cell: Cell, nodes: list[fx.Node]) -> list[fx.Node]:
+        """A wait for what arrives. Returns the nodes added."""
         compute, copy = self._streams(cell)
         copied = [item for node in nodes if node.target is ops.copy for item in items(node)]
         arriving = copied + [node for node in nodes if node.target is ops.portal_copy]
-        if arriving:
-            writer = Writer(cell, after=max(arriving))
-            writer.gate(ops.wait, arriving, copy, compute, uses=lambda user: cell_of(user) == cell)
+        if not arriving:
+            return []
+        writer = Writer(cell, after=max(arriving))
+        writer.gate(ops.wait, arriving, copy, compute, uses=lambda user: True)
+        return writer.added
 
     def _leave(self, cell: Cell, nodes: list[fx.Node]) -> None:
         compute, copy = self._streams(cell)

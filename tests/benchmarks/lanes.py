@@ -1,0 +1,73 @@
+"""Two CPU lanes against one thread, beside torchgpipe. Run: python -m tests.benchmarks.lanes
+
+A balanced conv net in two stages, one intra-op thread a lane, 8 micro-batches, forward only. With
+two lanes nine clock cycles do the work of sixteen: the ideal speed-up is 16/9 = 1.78.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from tests.benchmarks.timing import medians, show
+
+CHUNKS, IDEAL = 8, 2 * 8 / 9
+
+
+def net(width: int = 48, depth: int = 8) -> nn.Sequential:
+    """Convolutions of equal cost."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Conv2d(width, width, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def main() -> None:
+    torch.set_num_threads(2)
+    model, x = net(), torch.randn(CHUNKS * 2, 48, 64, 64)
+    pipe = fxpipe.compile(model, ["cpu", "cpu"], chunks=CHUNKS, partition=["8"])
+
+    def sequential() -> Tensor:
+        return torch.cat([model(part) for part in x.chunk(CHUNKS)])
+
+    def one_thread() -> Tensor:
+        torch.set_num_threads(1)
+        try:
+            return sequential()
+        finally:
+            torch.set_num_threads(2)
+
+    sides = {"one thread": one_thread, "two intra-op threads": sequential, "fxpipe": lambda: pipe(x)}
+    try:
+        from torchgpipe import GPipe
+    except ImportError:
+        print("torchgpipe is not installed (pip install --no-deps torchgpipe==0.0.7)")
+    else:
+        gpipe = GPipe(model, [8, 8], devices=["cpu", "cpu"], chunks=CHUNKS, checkpoint="never")
+
+        def torchgpipe() -> Tensor:
+            torch.set_num_threads(1)  # of its worker threads too
+            try:
+                return gpipe(x)
+            finally:
+                torch.set_num_threads(2)
+
+        sides["torchgpipe 0.0.7"] = torchgpipe
+    with torch.no_grad():
+        assert torch.equal(pipe(x), one_thread())
+        seconds = medians(sides)
+    base = seconds["one thread"]
+    show(
+        f"forward of two stages, {CHUNKS} micro-batches",
+        ["", "ms", "speed-up", "of the ideal 16/9"],
+        [
+            [name, f"{s * 1e3:.1f}", f"{base / s:.2f}", f"{base / s / IDEAL:.2f}"]
+            for name, s in seconds.items()
+        ],
+    )
+    pipe.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Models from Hugging Face's transformers, unchanged, on four stages, on real text."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxpipe
+from tests.zoo import gradients, parts, same
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH, BATCH, CHUNKS, STEPS = 32, 6, 3, 10
+
+
+def text(count: int) -> Tensor:
+    """Bytes of a source file of the Python standard library, in rows."""
+    data = inspect.getsource(textwrap).encode()[: count * LENGTH]
+    return torch.tensor(list(data)).view(count, LENGTH)
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=256, n_positions=LENGTH, n_embd=32, n_layer=4, n_head=4, use_cache=False
+    )
+    config._attn_implementation = "eager"
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=256,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=LENGTH,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+@pytest.mark.parametrize("make", [gpt2, bert])
+def test_ten_adam_steps_on_real_text_are_those_of_the_model(make):
+    model = make().eval()  # no dropout: it would draw other masks for micro-batches
+    own = copy.deepcopy(model)
+    pipe = fxpipe.compile(own, ["cpu"] * 4, chunks=CHUNKS)
+    adam, ours = (torch.optim.Adam(m.parameters(), lr=1e-3) for m in (model, own))
+    data = text(BATCH * STEPS).split(BATCH)
+    losses = []
+    for ids in data:
+        adam.zero_grad()
+        whole = sum(
+            model(input_ids=part, labels=part).loss * (len(part) / BATCH)
+            for part in parts(ids, CHUNKS)
+        )
+        whole.backward()
+        adam.step()
+
+        ours.zero_grad()
+        output = pipe(input_ids=ids, labels=ids)
+        output.loss.backward()
+        ours.step()
+        losses.append((whole.item(), output.loss.item()))
+    assert type(output) is type(model(input_ids=ids, labels=ids))
+    assert output.logits.shape == (BATCH, LENGTH, 256)
+    assert losses[-1][0] < losses[0][0] - 0.1, "it learns"
+    for whole, piped in losses:
+        assert abs(whole - piped) <= 1e-5
+    assert len({stage.index for stage in pipe.stages}) == 4
+    pipe.close()
+
+
+def test_with_dropout_every_run_and_checkpoint_mode_gives_the_same_bits():
+    model, ids = gpt2().train(), text(BATCH)
+    seen = []
+    for mode in ("never", "always", "always"):
+        with fxpipe.compile(model, ["cpu"] * 4, chunks=CHUNKS, checkpoint=mode) as pipe:
+            model.zero_grad()
+            torch.manual_seed(1)
+            pipe(ids, labels=ids).loss.backward()
+            seen.append(gradients(model))
+    assert same(seen[0], seen[1]) and same(seen[1], seen[2])
+
+
+def test_the_state_dict_is_the_models_both_ways():
+    model = gpt2()
+    ids = text(2)
+    pipe = fxpipe.compile(model, ["cpu"] * 4, example_kwargs={"input_ids": ids, "labels": ids})
+    other = gpt2()
+    other.load_state_dict(pipe.state_dict(), strict=True)
+    fresh = gpt2()
+    pipe.load_state_dict(fresh.state_dict(), strict=True)
+    expected = fresh.eval()(input_ids=ids, labels=ids).loss
+    pipe.eval()
+    assert abs(pipe(input_ids=ids, labels=ids).loss.item() - expected.item()) <= 1e-5
+    assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert all(p is q for p, q in zip(pipe.parameters(), model.parameters(), strict=True))
