@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import graphviz
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -23,6 +24,7 @@ from fxpipe.graph import (
     format_code,
     stage_nodes,
 )
+from fxpipe.inspect.report import report
 from fxpipe.runtime.ambient import is_intercepted
 from fxpipe.runtime.lanes import Lanes, run_inline
 from fxpipe.runtime.program import Program, lower
@@ -439,6 +441,33 @@ class Pipeline(nn.Module):
     def chunks(self) -> int:
         """The number of micro-batches of the last call."""
         return 1 + max(int(node.meta.get(MICROBATCH, 0)) for node in self.graph.nodes)
+
+    def draw(self, level: str = "pipeline") -> graphviz.Source:
+        """A drawing of the "pipeline", "stage" or "model" graph; ``str`` of it is DOT.
+
+        It shows itself in notebooks; :func:`fxpipe.inspect.draw.render_svg` gives SVG.
+        """
+        from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages
+
+        names = self._options.names
+        if level == "model":
+            return draw_model(self.model_graph)
+        if level == "stage":
+            return draw_stages(self.stage_graph, names, [stage.cost for stage in self.stages])
+        if level == "pipeline":
+            return draw_pipeline(self.graph_module, names)
+        raise ValueError(f'level is {level!r}: give "model", "stage" or "pipeline"')
+
+    def report(self) -> str:
+        """Per stage: time, memory, bytes; the skips, the bubble, and what limits the speed."""
+        return report(
+            self.model_graph,
+            self._options.names,
+            [stage.cost for stage in self.stages],
+            self.skip_layout,
+            self.chunks,
+            was_chosen=self._options.chunks is None,
+        )
 
     # ------------------------------------------------------------------------- like any nn.Module
 

@@ -91,7 +91,7 @@ class Microbatch:
         for node, dims in _with_dims(output.all_input_nodes, self.out_dims, "out_dims"):
             args = (tuple(copied[node] for copied in copies), dims, *weights)
             gathered[node] = new.create_node(
-                "call_function", ops.gather, args, name=f"{node.name}_out"
+                "call_function", ops.gather, args, name=f"{node.meta.get(ORIGIN, node.name)}_out"
             )
         new.node_copy(output, gathered.__getitem__)
 

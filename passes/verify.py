@@ -66,6 +66,8 @@ def _check_crossing(node: fx.Node, source: fx.Node) -> None:
         if there is not None or source.op not in ("placeholder", "get_attr"):
             _fail(node, f"{source.name} comes from elsewhere, and only a copy may bring it")
         return
+    if STREAM in node.meta and not all(_is_awaited(user) for user in _taken(node)):
+        _fail(node, "what it brings is used without a wait of the compute stream")
     if there is None:
         return
     if there[0] != here[0]:
@@ -74,8 +76,6 @@ def _check_crossing(node: fx.Node, source: fx.Node) -> None:
         _fail(node, f"{source.name} comes from stage {there[1]}, which is no earlier one")
     if STREAM in node.meta and not _passes_wait(source, COPY):
         _fail(node, f"{source.name} leaves its stage without a wait for the copy stream")
-    if STREAM in node.meta and not all(_is_awaited(user) for user in _taken(node)):
-        _fail(node, "what it brings is used without a wait of the compute stream")
 
 
 def _taken(node: fx.Node) -> list[fx.Node]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+
+from passes import Alias, Partition, Split, default_passes
 
 
 class MLP(nn.Module):
@@ -170,3 +172,57 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
+
+
+class Chain(nn.Module):
+    """Linears a, b, c, ... in a row; ``skips``: after which others the output of one is added."""
+
+    def __init__(self, depth: int, skips: dict[int, tuple[int, ...]] | None = None) -> None:
+        super().__init__()
+        for i in range(depth):
+            self.add_module("abcdefgh"[i], nn.Linear(3, 3))
+        self.depth, self.skips = depth, skips or {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        for i in range(self.depth):
+            x = getattr(self, "abcdefgh"[i])(x)
+            for source, targets in self.skips.items():
+                if i in targets:
+                    x = x + made[source]
+            made.append(x)
+        return x
+
+
+def labelled(model: nn.Module, inputs: tuple[Tensor, ...], starts: list[str]) -> fx.GraphModule:
+    """The model graph, a new stage beginning at each of the names."""
+    gm = Alias(inputs)(fx.symbolic_trace(model))
+    return Partition(len(starts) + 1, starts)(gm)
+
+
+def steps(
+    model: nn.Module,
+    inputs: tuple[Tensor, ...],
+    starts: list[str],
+    *,
+    chunks: int,
+    checkpoint: str = "never",
+) -> Iterator[tuple[str, fx.GraphModule]]:
+    """The graph after every pass, with the pass's name, from the stage graph on."""
+    gm = Split()(labelled(model, inputs, starts))
+    yield "split", gm
+    outputs = len(gm.graph.output_node().all_input_nodes)
+    for rewrite in default_passes(
+        devices=["cpu"] * (len(starts) + 1),
+        chunks=chunks,
+        in_dims=[0] * len(inputs),
+        out_dims=[0] * outputs,
+        checkpoint=checkpoint,
+    ):
+        gm = rewrite(gm)
+        yield rewrite.name, gm
+
+
+def after(name: str, *args: Any, **kwargs: Any) -> fx.GraphModule:
+    """The graph after the pass of that name; arguments are those of :func:`steps`."""
+    return next(gm for step, gm in steps(*args, **kwargs) if step == name)

@@ -38,7 +38,11 @@ def main() -> None:
         finally:
             torch.set_num_threads(2)
 
-    sides = {"one thread": one_thread, "two intra-op threads": sequential, "fxpipe": lambda: pipe(x)}
+    sides = {
+        "one thread": one_thread,
+        "two intra-op threads": sequential,
+        "fxpipe": lambda: pipe(x),
+    }
     try:
         from torchgpipe import GPipe
     except ImportError:

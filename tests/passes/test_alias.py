@@ -1,0 +1,111 @@
+import torch
+from torch import fx, nn
+
+from fxpipe.graph import ALIAS, RANDOM, VALUE, WRITES
+from passes import Alias
+
+
+def noted(model, *inputs):
+    """Of each node: the group that it has to stay with, and what it writes to."""
+    gm = Alias(inputs)(fx.symbolic_trace(model))
+    return gm, {n.name: (n.meta.get(ALIAS), n.meta.get(WRITES, ())) for n in gm.graph.nodes}
+
+
+def test_every_node_has_the_value_that_it_would_have():
+    class Model(nn.Module):
+        def forward(self, x):
+            return x.double().flatten(1), x.size(0)
+
+    gm, _ = noted(Model(), torch.ones(2, 3, 4))
+    values = {n.name: n.meta.get(VALUE) for n in gm.graph.nodes}
+    assert (values["flatten"].dtype, values["flatten"].shape) == (torch.float64, (2, 12))
+    assert values["size"] == 2
+
+
+def test_a_write_that_nobody_else_sees_keeps_nothing_together():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            a = torch.sigmoid(x)
+            return self.relu(a) * 2
+
+    _, notes = noted(Model(), torch.ones(2))
+    assert notes["relu"] == (None, ("sigmoid",))
+    assert notes["sigmoid"] == (None, ())
+
+
+def test_a_value_made_before_a_write_and_read_after_it_stays_with_the_writer():
+    class Model(nn.Module):
+        def forward(self, x):
+            a = torch.sigmoid(x)
+            v = a[:, 0]
+            v.mul_(2)
+            return torch.relu(a)
+
+    _, notes = noted(Model(), torch.ones(2, 3))
+    assert notes["mul_"] == (0, ("sigmoid", "getitem"))
+    assert notes["sigmoid"][0] == notes["getitem"][0] == 0
+    assert notes["relu"][0] is None, "it may be given the written value in a later stage"
+
+
+def test_sets_that_share_a_node_are_one():
+    class Model(nn.Module):
+        def forward(self, x):
+            a, b = torch.sigmoid(x), torch.tanh(x)
+            a.add_(b)
+            b.mul_(a)
+            return a + b
+
+    _, notes = noted(Model(), torch.ones(2))
+    assert {notes[n][0] for n in ("sigmoid", "tanh", "add_", "mul") if n in notes} == {0}
+
+
+def test_all_users_of_a_buffer_that_is_written_to_stay_together():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            a = x * self.count
+            b = torch.relu(a)
+            self.count.add_(1)
+            return b
+
+    gm = fx.GraphModule(Model(), buffer_graph())
+    Alias((torch.ones(2),))(gm)
+    groups = {n.name: n.meta.get(ALIAS) for n in gm.graph.nodes}
+    assert groups["mul"] == groups["add_"] == 0
+    assert groups["relu"] is None
+    assert gm.count == 0, "nothing real is written to"
+
+
+def buffer_graph():
+    graph = fx.Graph()
+    x, count = graph.placeholder("x"), graph.create_node("get_attr", "count")
+    product = graph.call_function(torch.mul, (x, count))
+    relu = graph.call_function(torch.relu, (product,))
+    graph.call_method("add_", (count, 1))
+    graph.output(relu)
+    return graph
+
+
+def test_who_draws_random_numbers_is_known():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.linear = nn.Dropout(0.5), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.drop(self.linear(x))
+
+    model = Model()
+    state = torch.get_rng_state()
+    gm, _ = noted(model, torch.ones(2, 3))
+    assert [n.name for n in gm.graph.nodes if n.meta.get(RANDOM)] == ["drop"]
+    assert torch.equal(torch.get_rng_state(), state)
+    gm, _ = noted(model.eval(), torch.ones(2, 3))
+    assert not any(n.meta.get(RANDOM) for n in gm.graph.nodes)

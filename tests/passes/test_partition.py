@@ -1,0 +1,139 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from fxpipe.graph import STAGE, stage_nodes
+from passes import Alias, AnalyticCost, Partition, PartitionError
+from passes.partition import SLACK, _cuts
+from tests.zoo import Chain
+
+
+def cut(model, stages, spec="auto"):
+    """The names of the nodes of each stage."""
+    gm = AnalyticCost()(Alias((torch.ones(2, 3),))(fx.symbolic_trace(model)))
+    Partition(stages, spec)(gm)
+    found = [[] for _ in range(stages)]
+    for node in stage_nodes(gm.graph):
+        found[node.meta[STAGE]].append(node.name)
+    return found
+
+
+def test_equal_layers_are_shared_out_equally():
+    assert cut(Chain(6), 3) == [["a", "b"], ["c", "d"], ["e", "f"]]
+
+
+def test_one_stage_takes_all():
+    assert cut(Chain(3), 1) == [["a", "b", "c"]]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=8),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+@settings(deadline=None)
+def test_the_slowest_stage_is_as_fast_as_can_be_and_then_bytes_are_least(times, stages, random):
+    stages = min(stages, len(times))
+    crossing = [random.randrange(100) for _ in times]
+
+    def slowest(ends):
+        starts = [0, *ends[:-1]]
+        return max(sum(times[a:b]) for a, b in zip(starts, ends, strict=True))
+
+    def sent(ends):
+        return sum(crossing[end - 1] for end in ends[:-1])
+
+    every = [
+        [*inner, len(times)] for inner in itertools.combinations(range(1, len(times)), stages - 1)
+    ]
+    best = min(map(slowest, every))
+    found = _cuts([float(t) for t in times], crossing, stages)
+    assert found in every
+    assert slowest(found) <= best * (1 + SLACK)
+    assert sent(found) == min(sent(e) for e in every if slowest(e) <= best * (1 + SLACK))
+
+
+def test_parts_of_one_result_stay_with_it():
+    class Model(nn.Module):
+        def forward(self, x):
+            a, b, c = x.sin().chunk(3, 1)
+            return a + b + c
+
+    stages = cut(Model(), 3)
+    assert ["chunk", "getitem", "getitem_1", "getitem_2"] in [stage[-4:] for stage in stages]
+
+
+def test_what_writes_stays_with_what_is_read_afterwards():
+    class Model(nn.Module):
+        def forward(self, x):
+            a = x.sin()
+            b = a[:, 0]
+            b.mul_(2)
+            return a.cos().tan()
+
+    stages = cut(Model(), 3)
+    assert stages[0] == ["sin", "getitem", "mul_"]
+
+
+def test_names_begin_stages():
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3), nn.ReLU())
+    assert cut(model, 2, ["1"]) == [["_0_0", "_0_1"], ["_1", "_2"]]
+    assert cut(model, 2, ["0.1"]) == [["_0_0"], ["_0_1", "_1", "_2"]]
+    assert cut(model, 2, ["0", "1"]) == [["_0_0", "_0_1"], ["_1", "_2"]], "the first may be named"
+    assert cut(model, 2, ["_2"]) == [["_0_0", "_0_1", "_1"], ["_2"]], "nodes have names too"
+
+
+def test_a_mapping_puts_modules_and_nodes_and_the_rest_follows():
+    assert cut(Chain(4), 2, {"c": 1}) == [["a", "b"], ["c", "d"]]
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3))
+    assert cut(model, 2, {"0": 0, "0.1": 1}) == [["_0_0"], ["_0_1", "_1"]], "the longer path wins"
+
+
+def test_a_function_of_the_graph_says():
+    def halves(gm):
+        names = [n.name for n in stage_nodes(gm.graph)]
+        return [names[len(names) // 2]]
+
+    assert cut(Chain(4), 2, halves) == [["a", "b"], ["c", "d"]]
+
+
+@pytest.mark.parametrize(
+    ("stages", "spec", "message"),
+    [
+        (4, "auto", "4 stages asked for, but the model can be cut into 3, no more: it has 3 nodes"),
+        (2, ["z"], "partition names 'z', but the model graph has no such module or node; it has"),
+        (3, ["b"], "names 1 places to cut, which makes 2 stages, but there are 3 devices"),
+        (3, ["c", "b"], "'b' begins a stage after 'c', but in the model it comes no later"),
+        (2, {"a": 0, "b": 1, "c": 0}, "'c' in stage 0 needs 'b' from the later stage 1, and stage"),
+        (2, {"a": 2}, "puts 'a' into stage 2: with 2 devices there are stages 0 to 1"),
+        (3, {"b": 2}, "leaves stage 1 without a node"),
+        (2, "b", "partition is 'b': give \"auto\""),
+    ],
+)
+def test_what_cannot_be_cut_so_is_refused(stages, spec, message):
+    with pytest.raises(PartitionError, match=message.replace("[", r"\[")):
+        cut(Chain(3), stages, spec)
+
+
+def test_a_name_that_is_nearly_right_is_suggested():
+    model = nn.Sequential()
+    model.add_module("encoder", nn.Linear(3, 3))
+    model.add_module("decoder", nn.Linear(3, 3))
+    with pytest.raises(PartitionError, match=r"'decodr'.*did you mean 'decoder'"):
+        cut(model, 2, ["decodr"])
+
+
+def test_a_split_between_a_write_and_what_it_is_seen_through_is_refused():
+    class Model(nn.Module):
+        def forward(self, x):
+            a = x.sin()
+            b = a[:, 0]
+            b.mul_(2)
+            return a.cos()
+
+    with pytest.raises(PartitionError, match="share memory that is written to"):
+        cut(Model(), 2, ["mul_"])
