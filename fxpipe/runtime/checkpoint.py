@@ -96,7 +96,9 @@ class _Frame:
         self.saved = _Save.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
 
         self.ambient = Ambient.here()
-        devices = {t.device for t in (*tensors, *_parameters(fn))}
+        parameters = list(_parameters(fn))
+        self.versions = [(p, p._version) for p in parameters]
+        devices = {t.device for t in (*tensors, *parameters)}
         self.random = _RandomState(devices) if preserve_rng_state else None
         self.buffers = _WrittenBuffers(fn)
 
@@ -143,6 +145,8 @@ class _Frame:
                     raise _Stop(self)
                 return held
 
+            for parameter, version in self.versions:
+                _check_version(parameter, version)
             args, kwargs = self.inputs(detached=True)
             try:
                 with (
@@ -176,12 +180,7 @@ class _Frame:
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, tuple):
         parameter, version = packed
-        if parameter._version != version:
-            raise RuntimeError(
-                "a parameter needed for the backward of a checkpointed function has been modified "
-                f"by an inplace operation: it is at version {parameter._version}, and version "
-                f"{version} was expected"
-            )
+        _check_version(parameter, version)
         return parameter  # type: ignore[no-any-return]
     slot: _Slot = packed
     with slot.frame.lock:
@@ -190,6 +189,15 @@ def _unpack(packed: Any) -> Tensor:
         tensor, slot.value = slot.value, None  # asked for again (retain_graph), it is made again
     assert tensor is not None
     return tensor
+
+
+def _check_version(parameter: Tensor, version: int) -> None:
+    if parameter._version != version:
+        raise RuntimeError(
+            "a parameter needed for the backward of a checkpointed function has been modified by "
+            f"an inplace operation: it is at version {parameter._version}, and version {version} "
+            "was expected"
+        )
 
 
 class _RandomState:

@@ -202,6 +202,8 @@ class Lanes:
 def _work(queue: SimpleQueue[Job | None], threads: int | None, ready: threading.Semaphore) -> None:
     """A lane's thread. It knows its queue only, so that it keeps no pipeline alive."""
     if threads is not None:
+        # A thread takes the process's number at its first question for it, whatever was set before.
+        torch.get_num_threads()
         torch.set_num_threads(threads)
     ready.release()
     while (job := queue.get()) is not None:

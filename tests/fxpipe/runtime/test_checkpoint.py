@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.runtime.checkpoint import CheckpointError, checkpoint, checkpointed, recompute
+from fxpipe.runtime.copy import wait
+from tests.zoo import same
+
+
+def net(*, dropout=0.0):
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+    )
+
+
+def grads(loss, *tensors, **options):
+    return torch.autograd.grad(loss, tensors, **options)
+
+
+class Counted(nn.Module):
+    """Counts how often it runs."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.count = module, 0
+
+    def forward(self, *args):
+        self.count += 1
+        return self.module(*args)
+
+
+def test_gradients_are_those_without_and_the_function_runs_twice():
+    model, x = Counted(net()), torch.randn(3, 4, requires_grad=True)
+    expected = grads(model(x).sum(), x, *model.parameters())
+    model.count = 0
+    out = checkpoint(model, x)
+    assert model.count == 1
+    assert same(grads(out.sum(), x, *model.parameters()), expected)
+    assert model.count == 2
+
+
+def test_it_is_public():
+    assert fxpipe.checkpoint is checkpoint
+
+
+def test_activations_are_not_kept():
+    storages = []
+
+    class Spy(nn.Module):
+        def forward(self, x):
+            y = torch.tanh(x)  # saves its result
+            storages.append(weakref.ref(y.untyped_storage()))
+            return y * 2
+
+    x = torch.randn(5, requires_grad=True)
+    out = checkpoint(Spy(), x, early_stop=False)
+    assert storages[0]() is None
+    out.sum().backward()
+    assert storages[1]() is None, "nor is what was computed again, once it is used"
+
+
+def test_it_stops_early_unless_told_not_to():
+    ends = []
+
+    def fn(x):
+        y = torch.tanh(x)
+        ends.append("end")
+        return y
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(fn, x).sum().backward()
+    assert ends == ["end"], "the second run ended at tanh, the last to save anything"
+    checkpoint(fn, x, early_stop=False).sum().backward()
+    assert ends == ["end"] * 3
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_three_deep(early_stop):
+    model, x = net(), torch.randn(3, 4, requires_grad=True)
+    expected = grads(model(x).sum(), x, *model.parameters())
+
+    def nested(depth):
+        def run(x):
+            if depth == 0:
+                return model(x)
+            return checkpoint(nested(depth - 1), x, early_stop=early_stop)
+
+        return run
+
+    assert same(grads(nested(3)(x).sum(), x, *model.parameters()), expected)
+
+
+def test_retain_graph_twice():
+    model, x = net(), torch.randn(3, 4, requires_grad=True)
+    expected = grads(model(x).sum(), x)
+    loss = checkpoint(model, x).sum()
+    for retain in True, True, False:
+        assert same(grads(loss, x, retain_graph=retain), expected)
+
+
+def test_a_part_of_the_gradients_leaves_nothing_behind():
+    kept = []
+
+    class Spy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = torch.tanh(self.a(x))
+            kept.append(weakref.ref(h.untyped_storage()))
+            return torch.tanh(self.b(h))
+
+    model, x = Spy(), torch.randn(3, 4)
+    expected = grads(model(x).sum(), model.b.bias)
+    loss = checkpoint(model, x).sum()
+    assert same(grads(loss, model.b.bias, retain_graph=True), expected)
+    assert kept[-1]() is None, "the input of b was made again, not asked for, and let go"
+    assert same(grads(loss, model.a.weight), grads(model(x).sum(), model.a.weight))
+
+
+def test_double_backward():
+    def fn(x):
+        return torch.tanh(x) ** 3
+
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: checkpoint(fn, x), (x,))
+    assert torch.autograd.gradcheck(lambda x: checkpoint(fn, x), (x,))
+
+
+def test_a_backward_within_the_forward():
+    def fn(x):
+        y = torch.tanh(x)
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            (g,) = torch.autograd.grad(torch.tanh(z).sum(), z)
+        return y * g
+
+    x = torch.randn(4, requires_grad=True)
+    assert same(grads(checkpoint(fn, x).sum(), x), grads(fn(x).sum(), x))
+
+
+def test_detached_tensors_and_parameters_only():
+    model, x = net(), torch.randn(3, 4)  # no input has a gradient
+    expected = grads(model(x).sum(), *model.parameters())
+    assert same(grads(checkpoint(model, x).sum(), *model.parameters()), expected)
+
+    def fn(x):
+        return model(x.detach()) + x.sum()
+
+    x.requires_grad_()
+    assert same(
+        grads(checkpoint(fn, x).sum(), x, *model.parameters()),
+        grads(fn(x).sum(), x, *model.parameters()),
+    )
+
+
+def test_nested_and_keyword_inputs():
+    def fn(pair, *, by, label=None):
+        return (torch.tanh(pair["a"]) * pair["b"][0] * by["factor"]).sum(), label
+
+    a, b, c = (torch.randn(3, requires_grad=True) for _ in range(3))
+    inputs, by = {"a": a, "b": [b, 2]}, {"factor": c}
+    out, label = checkpoint(fn, inputs, by=by, label="x")
+    assert label == "x"
+    assert same(grads(out, a, b, c), grads(fn(inputs, by=by)[0], a, b, c))
+
+
+def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on_undisturbed():
+    model, x = net(dropout=0.5), torch.randn(3, 4, requires_grad=True)
+    torch.manual_seed(3)
+    expected = grads(model(x).sum(), x, *model.parameters())
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    loss = checkpoint(model, x).sum()
+    torch.rand(5)
+    state = torch.get_rng_state()
+    assert same(grads(loss, x, *model.parameters()), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(3)
+    checkpoint(model, x).sum().backward()
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_autocast_is_that_of_the_forward():
+    model, x = net(), torch.randn(3, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = grads(model(x).float().sum(), x)
+        out = checkpoint(model, x)
+    assert out.dtype == torch.bfloat16
+    assert same(grads(out.float().sum(), x), expected)
+
+
+def test_batch_norm_counts_a_batch_once():
+    model, twin = (nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        twin(x).sum().backward()
+        checkpoint(model, x).sum().backward()
+        assert same(list(model.buffers()), list(twin.buffers()))
+    assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_a_buffer_that_the_forward_reads_is_as_it_was():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x):
+            self.scale += 1
+            return torch.tanh(x * self.scale.clone())
+
+    model, x = Counter(), torch.randn(4, requires_grad=True)
+    a, b = checkpoint(model, x), checkpoint(model, x)
+    assert model.scale == 3
+    expected = grads(torch.tanh(x * 2).sum() + torch.tanh(x * 3).sum(), x)
+    torch.testing.assert_close(grads(a.sum() + b.sum(), x), expected)
+    assert model.scale == 3
+
+
+def test_without_gradients_it_is_a_plain_call():
+    model = Counted(net())
+    with torch.no_grad():
+        out, handle = checkpointed(model, torch.ones(1, 4))
+    assert handle is None and not out.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (lambda x: x * 1, "saved 2 tensors, its recomputation 0"),
+        (lambda x: torch.exp(torch.tanh(x[:1])), r"was float32\[3\] on cpu .* float32\[1\] on cpu"),
+        (lambda x: torch.exp(torch.tanh(x.double())), r"was float32\[3\].* is float64\[3\]"),
+    ],
+)
+def test_a_second_run_that_differs_is_an_error(second, message):
+    runs = []
+
+    def fn(x):
+        runs.append(1)
+        return torch.exp(torch.tanh(x)) if len(runs) == 1 else second(x)
+
+    loss = checkpoint(fn, torch.ones(3, requires_grad=True)).sum()
+    with pytest.raises(CheckpointError, match=message):
+        loss.backward()
+
+
+def test_writing_to_an_input_or_a_parameter_before_the_backward_is_noticed():
+    model, x = net(), torch.randn(3, 4, requires_grad=True)
+    h = x * 1
+    loss = checkpoint(model, h).sum()
+    h.data.zero_()  # unseen by autograd, as it would be without a checkpoint
+    h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss = checkpoint(model, x).sum()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+        model[3].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_recompute_runs_ahead_of_what_comes_before_it_in_the_forward():
+    log = []
+
+    class Logged(nn.Module):
+        def forward(self, x):
+            log.append("run")
+            return torch.tanh(x)
+
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            log.append("wait")
+            return grad
+
+    x = torch.randn(3, requires_grad=True)
+    y, handle = checkpointed(Logged(), x)
+    y = Mark.apply(*wait((y,), "cpu/compute", "cpu/copy"))
+    (y,) = recompute((y,), handle)
+    y.sum().backward()
+    assert log == ["run", "run", "wait"]
+    assert same(x.grad, grads(torch.tanh(x).sum(), x)[0])
+
+
+def test_a_handle_keeps_nothing_alive():
+    x = torch.randn(3, requires_grad=True)
+    y, handle = checkpointed(torch.tanh, x)
+    frame = handle._frame
+    assert frame() is not None
+    del y
+    assert frame() is None
+    handle.recompute()  # there is nothing to do

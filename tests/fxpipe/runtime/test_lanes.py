@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+import torch.fx
+from torch import nn
+
+import fxpipe
+from fxpipe.runtime.ambient import is_intercepted
+from tests.zoo import MLP, gradients, loop, loss_of, same
+
+calls: list[tuple[str, int]] = []
+trouble: dict[str, object] = {}
+
+
+def here(x, name):
+    """Notes in which thread it runs; makes trouble if told to."""
+    if not isinstance(x, torch._subclasses.FakeTensor):
+        calls.append((name, threading.get_ident()))
+        if (cause := trouble.get(name)) is not None:
+            cause(x)
+    return x
+
+
+torch.fx.wrap("here")
+
+
+class Watched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return here(self.b(here(self.a(x), "a")), "b")
+
+
+@pytest.fixture(autouse=True)
+def no_trouble():
+    calls.clear()
+    trouble.clear()
+    yield
+    trouble.clear()
+
+
+@pytest.fixture
+def pipe():
+    pipe = fxpipe.compile(
+        Watched(),
+        ["cpu", "cpu"],
+        chunks=4,
+        partition=["b"],
+        example_inputs=(torch.randn(8, 4),),
+    )
+    calls.clear()
+    yield pipe
+    pipe.close()
+
+
+def lanes():
+    return [t for t in threading.enumerate() if t.name.startswith("fxpipe-lane")]
+
+
+def test_each_stage_has_its_thread_and_keeps_it(pipe):
+    for _ in range(3):
+        pipe(torch.randn(8, 4))
+    threads = {name: {thread for n, thread in calls if n == name} for name in "ab"}
+    assert len(threads["a"]) == len(threads["b"]) == 1
+    assert threads["a"] != threads["b"]
+    assert threading.get_ident() not in threads["a"] | threads["b"]
+
+
+def test_stages_run_at_the_same_time(pipe):
+    # Both stages are in the middle of something at once: each waits for the other to be there.
+    meeting = threading.Barrier(2, timeout=30)
+    seen = {"a": 0, "b": 0}
+
+    def meet(name):
+        def run(x):
+            seen[name] += 1
+            if seen[name] == (2 if name == "a" else 1):  # a's second micro-batch beside b's first
+                meeting.wait()
+
+        return run
+
+    trouble.update(a=meet("a"), b=meet("b"))
+    pipe(torch.randn(8, 4))
+    assert seen == {"a": 4, "b": 4}
+
+
+def test_one_lane_or_one_micro_batch_runs_inline():
+    x = torch.randn(8, 4)
+    for devices, chunks in ((["cpu"], 4), (["cpu", "cpu"], 1)):
+        with fxpipe.compile(Watched(), devices, chunks=chunks) as pipe:
+            pipe(x)
+            calls.clear()
+            pipe(x)
+    assert {thread for _, thread in calls} == {threading.get_ident()}
+
+
+def test_grad_mode_autocast_and_default_dtype_of_the_caller_hold(pipe):
+    seen = []
+
+    def note(x):
+        seen.append(
+            (
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+                torch.get_default_dtype(),
+            )
+        )
+
+    trouble.update(a=note)
+    x = torch.randn(8, 4)
+    pipe(x)
+    with torch.no_grad():
+        pipe(x)
+    with torch.inference_mode():
+        pipe(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        pipe(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen[::4] == [
+        (True, False, None, torch.float32),
+        (False, False, None, torch.float32),
+        (False, True, None, torch.float32),
+        (True, False, None, torch.float64),
+    ]
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.prepare(x)  # under autocast, this is another model
+        seen.clear()
+        assert pipe(x).dtype == torch.bfloat16
+    assert set(seen) == {(True, False, torch.bfloat16, torch.float32)}
+
+
+def fail(x):
+    raise FloatingPointError("no such luck")
+
+
+@pytest.mark.parametrize("stage", ["a", "b"])
+def test_an_exception_is_the_original_one_with_a_note(pipe, stage):
+    x = torch.randn(8, 4)
+    trouble[stage] = fail
+    with pytest.raises(FloatingPointError, match="no such luck") as caught:
+        pipe(x)
+    (note,) = caught.value.__notes__
+    number = "ab".index(stage)
+    assert f"stage {number}, micro-batch 0, node 'here" in note
+    assert "test_lanes.py" in note and "return here(self.b(here(self.a(x)" in note
+    assert any(frame.name == "fail" for frame in caught.traceback)
+    trouble.clear()
+    expected = loop(pipe.module, (x,), 4)[0]
+    assert same(pipe(x).detach(), expected), "the pipeline can be used again"
+
+
+def test_inline_the_note_is_the_same():
+    trouble["b"] = None
+    pipe = fxpipe.compile(Watched(), ["cpu"], example_inputs=(torch.randn(2, 4),))
+    trouble["b"] = fail
+    with pytest.raises(FloatingPointError) as caught:
+        pipe(torch.randn(2, 4))
+    assert "stage 0, micro-batch 0, node 'here_1'" in caught.value.__notes__[0]
+
+
+def test_a_late_failure_stops_all_lanes_at_once(pipe):
+    # The third micro-batch fails in the last stage while the first stage is busy with the fourth.
+    count = 0
+
+    def third(x):
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise ValueError("third")
+
+    trouble.update(b=third, a=lambda x: time.sleep(0.01))
+    with pytest.raises(ValueError, match="third"):
+        pipe(torch.randn(8, 4))
+    assert count == 3
+
+
+def test_an_interrupt_of_the_caller_leaves_a_working_pipeline(pipe, monkeypatch):
+    from fxpipe.runtime import microbatch
+
+    x = torch.randn(8, 4)
+    gather = microbatch.gather
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(microbatch, "gather", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipe(x)
+    monkeypatch.setattr(microbatch, "gather", gather)
+    assert pipe(x).shape == (8, 4)
+
+
+def test_no_thread_outlives_its_pipeline():
+    assert lanes() == []
+    pipe = fxpipe.compile(MLP(), ["cpu"] * 3, chunks=2)
+    pipe(torch.randn(4, 12))
+    assert len(lanes()) == 3
+    pipe.close()
+    assert lanes() == []
+    with pytest.raises(RuntimeError, match="closed"):
+        pipe(torch.randn(4, 12))
+
+    pipe = fxpipe.compile(MLP(), ["cpu"] * 3, chunks=2)
+    pipe(torch.randn(4, 12))
+    del pipe
+    gc.collect()
+    assert lanes() == []
+
+    with fxpipe.compile(MLP(), ["cpu"] * 3, chunks=2) as pipe:
+        pipe(torch.randn(4, 12))
+    assert lanes() == []
+
+
+def test_the_callers_number_of_threads_is_left_alone():
+    torch.set_num_threads(2)
+    seen = []
+    trouble["a"] = lambda x: seen.append(torch.get_num_threads())
+    with fxpipe.compile(Watched(), ["cpu", "cpu"], chunks=2, partition=["b"]) as pipe:
+        pipe.prepare(torch.randn(4, 4))
+        seen.clear()
+        pipe(torch.randn(4, 4))
+    assert set(seen) == {1}, "two threads, shared out over two lanes"
+    assert torch.get_num_threads() == 2
+    fresh = []
+    thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert fresh == [2], "nor is the default of new threads changed"
+
+
+def test_two_threads_may_use_one_pipeline_at_once():
+    model = MLP()
+    inputs = [torch.randn(6, 12) for _ in range(2)]
+    expected = [loop(model, (x,), 3) for x in inputs]
+    outputs: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=3, example_inputs=(inputs[0],)) as pipe:
+
+        def work(i):
+            for _ in range(10):
+                outputs[i].append(pipe(inputs[i]))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for i in range(2):
+        assert len(outputs[i]) == 10
+        for output in outputs[i]:
+            assert same(output.detach(), expected[i][0])
+            model.zero_grad()
+            loss_of(output).backward()
+            assert same(gradients(model), expected[i][1])
+
+
+def test_whoever_watches_the_callers_operations_sees_them(pipe):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += func is torch.ops.aten.addmm.default
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(8, 4)
+    with Watch() as watch:
+        pipe(x)
+    assert watch.seen == 8
+    assert {thread for _, thread in calls} == {threading.get_ident()}
+
+    packed = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t)
+    with hooks:
+        pipe(x)
+    assert len(packed) >= 8
+
+
+def test_interception_is_noticed():
+    # These are private to PyTorch: when one goes, this says which.
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    assert not is_intercepted()
+    for mode in (TorchFunctionMode, TorchDispatchMode):
+        with mode():
+            assert is_intercepted()
+    with torch.autograd.graph.save_on_cpu():
+        assert is_intercepted()
+    assert torch.func.vmap(lambda x: x + is_intercepted())(torch.zeros(1)) == 1
+    assert not is_intercepted()
