@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import graphviz
+import graphviz  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -24,6 +24,7 @@ from fxpipe.graph import (
     format_code,
     stage_nodes,
 )
+from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages
 from fxpipe.inspect.report import report
 from fxpipe.runtime.ambient import is_intercepted
 from fxpipe.runtime.lanes import Lanes, run_inline
@@ -447,8 +448,6 @@ class Pipeline(nn.Module):
 
         It shows itself in notebooks; :func:`fxpipe.inspect.draw.render_svg` gives SVG.
         """
-        from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages
-
         names = self._options.names
         if level == "model":
             return draw_model(self.model_graph)

@@ -90,9 +90,10 @@ class Microbatch:
         gathered: dict[fx.Node, fx.Node] = {}
         for node, dims in _with_dims(output.all_input_nodes, self.out_dims, "out_dims"):
             args = (tuple(copied[node] for copied in copies), dims, *weights)
-            gathered[node] = new.create_node(
-                "call_function", ops.gather, args, name=f"{node.meta.get(ORIGIN, node.name)}_out"
-            )
+            name = f"{node.meta.get(ORIGIN, node.name)}_out"
+            gathered[node] = new.create_node("call_function", ops.gather, args, name=name)
+            if STAGE in node.meta:  # where the value is made it is gathered
+                gathered[node].meta = {STAGE: node.meta[STAGE]}
         new.node_copy(output, gathered.__getitem__)
 
 

@@ -125,7 +125,7 @@ def run_inline(program: Program, values: Sequence[Any]) -> Any:
         instruction.run(env)
         for node in instruction.forgets:
             env.pop(node, None)
-    return program.finish(env)
+    return env[program.output]
 
 
 class Lanes:
@@ -163,7 +163,7 @@ class Lanes:
             run.pending.acquire()
         if run.error is not None:
             raise run.error
-        output = program.finish(env)
+        output = env[program.output]
         for hand_over in hand_overs:
             hand_over.finish(output)
         return output

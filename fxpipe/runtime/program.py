@@ -58,21 +58,16 @@ class Program:
     """A pipeline graph, lane by lane."""
 
     inputs: list[fx.Node]
-    output: Any  # nested, with nodes for values
+    output: fx.Node  # the caller's last instruction
     lanes: dict[int, list[Instruction]] = field(default_factory=dict)
-
-    def finish(self, env: Env) -> Any:
-        """The output, from the caller's values."""
-        return fx.map_arg(self.output, env.__getitem__)
 
 
 def lower(gm: fx.GraphModule, *, inline: bool) -> Program:
     """Make a pipeline graph ready to run, on a lane a stage or all of it by the caller."""
-    output = gm.graph.output_node()
-    program = Program(gm.graph.find_nodes(op="placeholder"), output.args[0])
-    nodes = [n for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    program = Program(gm.graph.find_nodes(op="placeholder"), gm.graph.output_node())
+    nodes = [n for n in gm.graph.nodes if n.op != "placeholder"]
     lane_of = {n: CALLER if inline else n.meta.get(STAGE, CALLER) for n in nodes}
-    lane_of |= dict.fromkeys([*program.inputs, output], CALLER)
+    lane_of |= dict.fromkeys(program.inputs, CALLER)
     last_use = _last_uses(lane_of)
     arrived: set[tuple[int, fx.Node]] = set()
     program.lanes = {lane: [] for lane in sorted({CALLER, *lane_of.values()})}
@@ -82,7 +77,9 @@ def lower(gm: fx.GraphModule, *, inline: bool) -> Program:
         awaits = [n for n in awaits if (lane, n) not in arrived]
         arrived.update((lane, n) for n in awaits)
         posts = dict.fromkeys(lane_of[user] for user in node.users if lane_of[user] != lane)
-        own = [n for n in (*node.all_input_nodes, node) if last_use.get((lane, n), node) is node]
+        own = [n for n in node.all_input_nodes if last_use[lane, n] is node]
+        if (lane, node) not in last_use and node.op != "output":
+            own.append(node)
         program.lanes[lane].append(
             Instruction(node, _function(gm, node), tuple(awaits), tuple(posts), tuple(own))
         )
@@ -90,7 +87,7 @@ def lower(gm: fx.GraphModule, *, inline: bool) -> Program:
 
 
 def _last_uses(lane_of: Mapping[fx.Node, int]) -> dict[tuple[int, fx.Node], fx.Node]:
-    """Where each lane uses each value last; the output uses, and is nobody's to forget."""
+    """Where each lane uses each value last."""
     return {(lane, n): node for node, lane in lane_of.items() for n in node.all_input_nodes}
 
 
@@ -99,6 +96,8 @@ def _function(gm: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
         # Not through the vocabulary's look-out for proxies: there are none.
         function: Callable[..., Any] = inspect.unwrap(node.target)  # type: ignore[arg-type]
         return function
+    if node.op == "output":
+        return lambda value: value
     target = str(node.target)
     if node.op == "get_attr":
         return lambda: attribute(gm, target)

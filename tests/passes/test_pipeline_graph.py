@@ -43,7 +43,7 @@ stage_0_mb0 = stage_0(x_mb0)  # stage 0, mb 0
 stage_0_mb1 = stage_0(x_mb1)  # stage 0, mb 1
 stage_1_mb0 = stage_1(stage_0_mb0)  # stage 1, mb 0
 stage_1_mb1 = stage_1(stage_0_mb1)  # stage 1, mb 1
-b_out = gather((stage_1_mb0, stage_1_mb1), 0, x_parts, 0)
+b_out = gather((stage_1_mb0, stage_1_mb1), 0, x_parts, 0)  # stage 1
 return b_out
 """,
     )
@@ -86,7 +86,7 @@ wait_s1_mb1 = wait(copy_s1_mb1, 'cpu/copy', 'cpu/compute')  # stage 1, mb 1
 join_s1_mb1 = join(wait_s1_mb1, phony_s1_mb0)  # stage 1, mb 1
 a_s1_mb1 = join_s1_mb1[0]  # stage 1, mb 1
 stage_1_mb1 = stage_1(a_s1_mb1)  # stage 1, mb 1
-b_out = gather((b_s1_mb0, stage_1_mb1), 0, x_parts, 0)
+b_out = gather((b_s1_mb0, stage_1_mb1), 0, x_parts, 0)  # stage 1
 return b_out
 """,
     )
@@ -293,9 +293,9 @@ fork_s1_mb0 = fork((b_mb0, relu_mb0))  # stage 1, mb 0
 values_s1_mb0 = fork_s1_mb0[0]  # stage 1, mb 0
 b_s1_mb0 = values_s1_mb0[0]  # stage 1, mb 0
 relu_s1_mb0 = values_s1_mb0[1]  # stage 1, mb 0
-a_out = gather((a_s0_mb0,), 0, x_parts, 0)
-b_out = gather((b_s1_mb0,), 0, x_parts, 0)
-relu_out = gather((relu_s1_mb0,), 0, x_parts, 0)
+a_out = gather((a_s0_mb0,), 0, x_parts, 0)  # stage 0
+b_out = gather((b_s1_mb0,), 0, x_parts, 0)  # stage 1
+relu_out = gather((relu_s1_mb0,), 0, x_parts, 0)  # stage 1
 return (a_out, b_out, relu_out)
 """,
     )

@@ -1,0 +1,3 @@
+from fxpipe.cli import main
+
+main(prog_name="python -m fxpipe")

@@ -1,0 +1,261 @@
+import re
+
+import graphviz
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.graph import Cost
+from fxpipe.inspect.draw import SKIP_COLOURS, draw_model, draw_pipeline, draw_stages, render_svg
+from tests.zoo import MLP, UNet, images
+
+TWO = ["cuda:0", "cuda:1"]
+FOUR = ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+
+
+class LongSkip(nn.Module):
+    """Four stages; what the first gives is used again in the last only."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x):
+        a = self.a(x)
+        return self.d(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(a)))))) + a
+
+
+def mlp():
+    return fxpipe.compile(
+        MLP(depth=2),
+        ["cpu"] * 2,
+        chunks=3,
+        checkpoint="except_last",
+        example_inputs=(torch.randn(6, 12),),
+    )
+
+
+def long_skip():
+    return fxpipe.compile(
+        LongSkip(),
+        ["cpu"] * 4,
+        chunks=2,
+        partition=["b", "c", "d"],
+        example_inputs=(torch.randn(4, 3),),
+    )
+
+
+def drawings(pipe, devices):
+    costs = [stage.cost for stage in pipe.stages]
+    return {
+        "model": draw_model(pipe.model_graph),
+        "stages": draw_stages(pipe.stage_graph, devices, costs),
+        "pipeline": draw_pipeline(pipe.graph_module, devices),
+    }
+
+
+def edges(source):
+    """Of visible lines: (tail, head) and the line's attributes."""
+    found = {}
+    for tail, head, rest in re.findall(
+        r"^\s*(\S+|\".*?\") -> (\S+|\".*?\") \[(.*)\]$", source, re.M
+    ):
+        attributes = dict(re.findall(r'(\w+)=("[^"]*"|[^\s"]+)', rest))
+        if attributes["style"] != "invis":
+            found[tail.strip('"'), head.strip('"')] = {
+                key: value.strip('"') for key, value in attributes.items()
+            }
+    return found
+
+
+def clusters(source):
+    """The text of each cluster."""
+    found = re.findall(r"^\tsubgraph \"?(cluster_[^\"{]*?)\"? \{\n(.*?)^\t\}", source, re.M | re.S)
+    return dict(found)
+
+
+def test_the_model_has_a_cluster_for_each_stage_and_a_box_for_each_node():
+    source = draw_model(mlp().model_graph).source
+    found = clusters(source)
+    assert list(found) == ["cluster_stage_0", "cluster_stage_1", "cluster_legend"]
+    assert r'layers_0 [label="layers_0\nlayers.0\nfloat32 [6, 12]"' in found["cluster_stage_0"]
+    assert "layers_1 [" in found["cluster_stage_1"]
+    assert {("x", "layers_0"), ("layers_0", "tanh"), ("tanh_1", "output")} <= set(edges(source))
+
+
+def test_in_the_model_only_a_value_that_passes_over_stages_is_thick_and_coloured():
+    lines = edges(draw_model(long_skip().model_graph).source)
+    thick = {ends for ends, line in lines.items() if float(line["penwidth"]) > 1}
+    assert thick == {("a", "add")}
+    assert lines["a", "add"]["color"] == SKIP_COLOURS[0]
+
+
+def test_parameters_of_the_model_are_small_and_in_the_stage_that_uses_them():
+    gm = fxpipe.compile(
+        MLP(depth=2), ["cpu"] * 2, example_inputs=(torch.randn(4, 12),), tracer="export"
+    ).model_graph
+    found = clusters(draw_model(gm).source)
+    assert re.search(r'\[label="layers\.0\.weight" fontsize=7 ', found["cluster_stage_0"])
+    assert re.search(r'\[label="layers\.1\.weight" fontsize=7 ', found["cluster_stage_1"])
+
+
+def test_a_model_without_stages_is_drawn_without_clusters():
+    gm = torch.fx.symbolic_trace(MLP(depth=1))
+    assert list(clusters(draw_model(gm).source)) == ["cluster_legend"]
+
+
+def test_stages_stand_in_their_devices_with_their_sizes_and_times():
+    costs = [Cost(1.5e-3, 3e-3, param_bytes=2 * 2**20), Cost(2e-6, 2.0, param_bytes=12)]
+    found = clusters(draw_stages(mlp().stage_graph, TWO, costs).source)
+    assert list(found) == ["cluster_device_cuda:0", "cluster_device_cuda:1", "cluster_legend"]
+    assert (
+        r"stage 0 · cuda:0\nparameters 2.0 MiB\nforward 1.5 ms, backward 3.0 ms"
+        in found["cluster_device_cuda:0"]
+    )
+    assert (
+        r"stage 1 · cuda:1\nparameters 12 bytes\nforward 2.0 µs, backward 2.0 s"
+        in found["cluster_device_cuda:1"]
+    )
+
+
+def test_two_stages_on_one_device_share_a_cluster():
+    found = clusters(draw_stages(mlp().stage_graph, ["cpu", "cpu"], [Cost()] * 2).source)
+    assert list(found) == ["cluster_device_cpu", "cluster_legend"]
+    assert '"stage 0" [' in found["cluster_device_cpu"]
+    assert '"stage 1" [' in found["cluster_device_cpu"]
+
+
+def test_what_goes_between_stages_is_labelled_with_name_type_and_size():
+    lines = edges(draw_stages(mlp().stage_graph, TWO, [Cost()] * 2).source)
+    assert set(lines) == {("x", "stage 0"), ("stage 0", "stage 1"), ("stage 1", "output")}
+    assert lines["stage 0", "stage 1"]["label"] == r"  tanh\l  float32 [6, 12]\l  288 bytes\l"
+    assert lines["stage 0", "stage 1"]["style"] == "solid"
+    assert lines["x", "stage 0"]["style"] == "dotted"
+
+
+def test_a_long_skip_goes_straight_to_its_stage_and_stands_out():
+    lines = edges(draw_stages(long_skip().stage_graph, FOUR, [Cost()] * 4).source)
+    skip = lines["stage 0", "stage 3"]
+    assert (skip["color"], skip["penwidth"]) == (SKIP_COLOURS[0], "3.5")
+    assert skip["label"].startswith(r"  a\l")
+    others = [line for ends, line in lines.items() if ends != ("stage 0", "stage 3")]
+    assert {(line["color"], line["penwidth"]) for line in others} == {("black", "1")}
+
+
+def test_the_pipeline_is_a_grid_with_a_row_for_each_stage_and_a_box_for_each_cell():
+    source = draw_pipeline(mlp().graph_module, TWO).source
+    found = clusters(source)
+    assert list(found) == ["cluster_stage_0", "cluster_stage_1", "cluster_legend"]
+    places = []
+    for stage in range(2):
+        row = found[f"cluster_stage_{stage}"]
+        assert f'label="stage {stage} · cuda:{stage}"' in row
+        cells = re.findall(r'"mb (\d) stage (\d)" \[.*?pos="(.*?),(.*?)"', row)
+        assert [(int(i), int(j)) for i, j, *_ in cells] == [(i, stage) for i in range(3)]
+        places.append([(float(x), float(y)) for *_, x, y in cells])
+    upper, lower = places
+    assert [x for x, _ in upper] == [x for x, _ in lower] == sorted(x for x, _ in upper)
+    assert len({y for _, y in upper}) == len({y for _, y in lower}) == 1
+    assert upper[0][1] > lower[0][1]
+
+
+def test_cells_say_that_they_are_checkpointed():
+    source = draw_pipeline(mlp().graph_module, TWO).source
+    assert re.search(r'"mb 0 stage 0" \[label="mb 0\\ncheckpoint\\nrecompute"', source)
+    assert re.search(r'"mb 2 stage 0" \[label="mb 2"', source)
+
+
+def test_copies_are_solid_dependencies_dashed_and_the_caller_dotted():
+    lines = edges(draw_pipeline(mlp().graph_module, TWO).source)
+    styles = {ends: line["style"] for ends, line in lines.items()}
+    copies = {(f"mb {i} stage 0", f"mb {i} stage 1"): "solid" for i in range(3)}
+    orders = {
+        (f"mb {i} stage {j}", f"mb {i + 1} stage {j}"): "dashed" for i in range(2) for j in range(2)
+    }
+    into = {("x_parts", f"mb {i} stage 0"): "dotted" for i in range(3)}
+    (gather,) = {head for _, head in styles if not head.startswith("mb")}
+    out = {(f"mb {i} stage 1", gather): "dotted" for i in range(3)}
+    assert styles == copies | orders | into | out
+
+
+def test_a_portal_is_one_thick_line_a_micro_batch_past_the_stages_between():
+    lines = edges(draw_pipeline(long_skip().graph_module, FOUR).source)
+    skips = {ends: line for ends, line in lines.items() if line["penwidth"] != "1"}
+    assert set(skips) == {(f"mb {i} stage 0", f"mb {i} stage 3") for i in range(2)}
+    assert {line["color"] for line in skips.values()} == {SKIP_COLOURS[0]}
+    assert [line["label"] for line in skips.values() if "label" in line] == ["a"]
+
+
+def test_lines_past_a_row_go_beside_its_cells():
+    source = draw_pipeline(long_skip().graph_module, FOUR).source
+    cells = [
+        (float(x), float(y))
+        for x, y in re.findall(r'"mb \d stage [12]" \[label=.*?pos="(.*?),(.*?)"', source)
+    ]
+    assert len(cells) == 4
+    for i in range(2):
+        route = edges(source)[f"mb {i} stage 0", f"mb {i} stage 3"]["pos"].split()[1:]
+        points = [tuple(map(float, point.split(","))) for point in route]
+        lane = max(x for x, _ in points)
+        assert all(abs(lane - x) > 36 + 5 for x, _ in cells)
+        passed = [y for x, y in points if x == lane]
+        assert max(passed) > max(y for _, y in cells) > min(y for _, y in cells) > min(passed)
+
+
+def test_skips_of_two_values_differ_in_colour_and_in_dashes_and_keep_both_in_both_drawings():
+    def cut(gm):
+        stages = {"relu_2": 1, "interpolate": 2, "cat_1": 3}
+        stage, labels = 0, {}
+        for node in gm.graph.nodes:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                stage = labels[node.name] = stages.get(node.name, stage)
+        return labels
+
+    pipe = fxpipe.compile(UNet(), ["cpu"] * 4, chunks=2, partition=cut, example_inputs=images(2))
+    found = {}
+    for level in ("stages", "pipeline"):
+        for line in edges(drawings(pipe, FOUR)[level].source).values():
+            if line["penwidth"] != "1" and "label" in line:
+                name = line["label"].split(r"\l")[0].strip()
+                found.setdefault(name, set()).add((line["color"], line["style"]))
+    assert found == {
+        "relu": {(SKIP_COLOURS[0], "solid")},
+        "relu_1": {(SKIP_COLOURS[1], "dashed")},
+    }
+
+
+def test_the_legend_explains_the_lines_that_occur_and_no_others():
+    def meanings(source):
+        return set(
+            re.findall(r'ALIGN="LEFT">(.*?)</TD>', clusters(source.source)["cluster_legend"])
+        )
+
+    plain, skipping = drawings(mlp(), TWO), drawings(long_skip(), FOUR)
+    order = "fork to join: its backward comes after"
+    assert meanings(plain["model"]) == {"value"}
+    assert meanings(skipping["model"]) == {"value", "value that passes over stages"}
+    assert meanings(plain["stages"]) == {"from and to the caller", "value for the next stage"}
+    assert meanings(skipping["stages"]) == meanings(plain["stages"]) | {"long skip: a"}
+    assert meanings(plain["pipeline"]) == {"from and to the caller", "copy", order}
+    assert meanings(skipping["pipeline"]) == meanings(plain["pipeline"]) | {
+        "skip through a portal: a"
+    }
+
+
+def test_the_same_model_is_drawn_by_the_same_source():
+    first, second = drawings(long_skip(), FOUR), drawings(long_skip(), FOUR)
+    assert {k: v.source for k, v in first.items()} == {k: v.source for k, v in second.items()}
+
+
+@pytest.mark.parametrize("level", ["model", "stages", "pipeline"])
+def test_every_level_is_rendered_to_svg(level):
+    svg = render_svg(drawings(long_skip(), FOUR)[level])
+    assert "<svg" in svg and "</svg>" in svg
+    assert SKIP_COLOURS[0].lower() in svg.lower()
+
+
+def test_without_a_layout_program_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="install Graphviz, or `pip install graphviz-pure`"):
+        render_svg(graphviz.Source("digraph {}"))
