@@ -35,6 +35,7 @@ from fxpipe.graph import (
     operator_name,
     tensor_bytes,
 )
+from fxpipe.inspect.text import human_bytes, human_time
 from passes.cells import Cell, cell_of, cells
 from passes.skips import routes, stage_of
 
@@ -109,6 +110,8 @@ class _Picture:
         self.dot = graphviz.Digraph(name)
         self.dot.attr("graph", fontname="Helvetica", fontsize="11", **attributes)
         self.dot.attr("node", fontname="Helvetica", fontsize="10", shape="box", style="rounded")
+        # Where there is no Helvetica, a wider font is taken: leave room for it.
+        self.dot.attr("node", margin="0.25,0.08")
         self.dot.attr("edge", fontname="Helvetica", fontsize="9")
         self.lines: dict[_Line, None] = {}
         self.joined: set[tuple[str, str]] = set()
@@ -139,6 +142,7 @@ class _Picture:
         return graphviz.Source(self.dot.source)
 
 
+_ROOM = "&#160;" * 6
 _LEGEND = "the legend"  # with a space, as no fx node is named
 
 
@@ -165,7 +169,7 @@ def _legend_row(line: _Line) -> str:
     return (
         f'<TR><TD WIDTH="50" HEIGHT="10" SIDES="B" BORDER="{width}" '
         f'COLOR="{line.color}"{style}></TD>'
-        f'<TD ROWSPAN="2" ALIGN="LEFT">{html.escape(line.meaning)}</TD></TR>'
+        f'<TD ROWSPAN="2" ALIGN="LEFT">{html.escape(line.meaning)}{_ROOM}</TD></TR>'
         f'<TR><TD WIDTH="50" HEIGHT="10"></TD></TR>'
     )
 
@@ -186,20 +190,6 @@ def _width(text: str) -> float:
     return 5.2 * len(text)
 
 
-def _size(count: int) -> str:
-    size, units = float(count), ["bytes", "KiB", "MiB", "GiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
-
-
-def _time(seconds: float) -> str:
-    for unit, length in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds * 1e6:.1f} µs"
-
-
 def _type_text(value: Any) -> str:
     """``float32 [4, 3]``; one for each tensor of a value that has several."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -213,9 +203,9 @@ def _value_text(node: fx.Node) -> str:
     value = node.meta.get(VALUE)
     lines = [_origin(node), _type_text(value)]
     if size := tensor_bytes(value):
-        lines.append(_size(size))
+        lines.append(human_bytes(size))
     # Left-justified and indented, or the text would touch its line.
-    return "".join(f"  {graphviz.escape(line)}" + r"\l" for line in lines if line)
+    return "".join(f"  {graphviz.escape(line)}      " + r"\l" for line in lines if line)
 
 
 def _origin(node: fx.Node) -> str:
@@ -317,8 +307,8 @@ def _stage(index: int) -> str:
 def _draw_stage(dot: graphviz.Digraph, stage: int, device: str, cost: Cost) -> None:
     text = _label(
         f"stage {stage} · {device}",
-        f"parameters {_size(cost.param_bytes)}",
-        f"forward {_time(cost.forward_s)}, backward {_time(cost.backward_s)}",
+        f"parameters {human_bytes(cost.param_bytes)}",
+        f"forward {human_time(cost.forward_s)}, backward {human_time(cost.backward_s)}",
     )
     dot.node(_stage(stage), text, style="rounded,filled", fillcolor="white", group="stages")
 

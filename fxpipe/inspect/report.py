@@ -10,6 +10,7 @@ from rich.table import Table
 from torch import fx
 
 from fxpipe.graph import COST, STAGE, Cost, stage_nodes
+from fxpipe.inspect.text import human_bytes, human_time
 from passes.skips import SkipLayout
 
 UNEVEN = 1.2  # slowest stage over the mean: above this the report says what limits the cut
@@ -76,19 +77,3 @@ def _advice(model_graph: fx.GraphModule, times: Sequence[float]) -> list[str]:
         f"stage {slowest} takes {times[slowest] / sum(times):.0%} of the time, most of it in "
         f"{worst.name!r}; all others wait for it"
     ]
-
-
-def human_bytes(count: int) -> str:
-    """``1536`` → ``1.5 KiB``."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{count} B"
-
-
-def human_time(seconds: float) -> str:
-    """``0.0015`` → ``1.5 ms``."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"

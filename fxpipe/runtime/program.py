@@ -86,6 +86,17 @@ def lower(gm: fx.GraphModule, *, inline: bool) -> Program:
     return program
 
 
+def _mutable(value: Any) -> Any:
+    """A graph keeps lists and dicts immutable; the model has returned the usual ones."""
+    if isinstance(value, list):
+        return [_mutable(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _mutable(each) for key, each in value.items()}
+    if type(value) is tuple:
+        return tuple(_mutable(each) for each in value)
+    return value
+
+
 def _last_uses(lane_of: Mapping[fx.Node, int]) -> dict[tuple[int, fx.Node], fx.Node]:
     """Where each lane uses each value last."""
     return {(lane, n): node for node, lane in lane_of.items() for n in node.all_input_nodes}
@@ -97,7 +108,7 @@ def _function(gm: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
         function: Callable[..., Any] = inspect.unwrap(node.target)  # type: ignore[arg-type]
         return function
     if node.op == "output":
-        return lambda value: value
+        return _mutable
     target = str(node.target)
     if node.op == "get_attr":
         return lambda: attribute(gm, target)

@@ -1,0 +1,20 @@
+"""Sizes and times for people."""
+
+from __future__ import annotations
+
+
+def human_bytes(count: int) -> str:
+    """``1536`` → ``1.5 KiB``."""
+    if count < 1024:
+        return f"{count} B"
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.1f} {units[0]}"
+
+
+def human_time(seconds: float) -> str:
+    """``0.0015`` → ``1.5 ms``."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"

@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+import passes
+from fxpipe.batch import BatchError
+from fxpipe.graph import format_graph
+from fxpipe.ops import VOCABULARY
+from fxpipe.trace import TraceError
+from passes import PartitionError
+from tests.zoo import MLP, MODELS, Chain, ResNet, gradients, loop, loss_of, same
+
+X = torch.ones(6, 12)
+TWO = ["cpu", "cpu"]
+
+
+class Outputs(nn.Module):
+    """A structure in, a structure out."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch, *, scale=1.0, mask=None):
+        h = torch.tanh(self.a(batch["x"])) * scale
+        if mask is not None:
+            h = h * mask
+        y = self.b(h)
+        return {"y": y, "parts": [h, (y.mean(), None)], "scale": scale, "x": batch["x"]}
+
+
+def test_any_structure_goes_in_and_comes_out():
+    model, x = Outputs(), torch.randn(6, 4)
+    with fxpipe.compile(model, TWO, chunks=3) as pipe:
+        for kwargs in ({}, {"scale": 2.0}, {"mask": torch.ones(6, 4)}):
+            expected, actual = model({"x": x}, **kwargs), pipe({"x": x}, **kwargs)
+            assert list(actual) == list(expected)
+            assert (type(actual), type(actual["parts"])) == (dict, list)
+            assert actual["scale"] == expected["scale"]
+            assert actual["parts"][1][1] is None
+            torch.testing.assert_close(actual["y"], expected["y"])
+            torch.testing.assert_close(actual["parts"][0], expected["parts"][0])
+            torch.testing.assert_close(actual["parts"][1][0], expected["parts"][1][0])
+            assert torch.equal(actual["x"], x)
+
+
+def test_a_scalar_is_averaged_weighted_by_the_sizes_of_the_micro_batches():
+    class Loss(MLP):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    model, x = Loss(), torch.randn(7, 12)
+    with fxpipe.compile(model, TWO, chunks=3) as pipe:  # of 3, 2 and 2
+        torch.testing.assert_close(pipe(x), model(x))
+        expected = torch.autograd.grad(model(x), list(model.parameters()))
+        actual = torch.autograd.grad(pipe(x), list(model.parameters()))
+        torch.testing.assert_close(actual, expected)
+
+
+def test_the_levels_are_graph_modules_that_lint_copy_and_print():
+    pipe = fxpipe.compile(Chain(4, {0: (3,)}), ["cpu"] * 4, chunks=2, example_inputs=(X[:, :3],))
+    for gm in (pipe.model_graph, pipe.stage_graph, pipe.graph_module):
+        gm.graph.lint()
+        twin = copy.deepcopy(gm)
+        assert format_graph(twin) == format_graph(gm)
+        torch.testing.assert_close(twin(X[:, :3]), pipe.module(X[:, :3]))
+    assert pipe.graph is pipe.graph_module.graph
+    assert "fork_s0_mb0 = fxpipe_ops_fork(" in pipe.code
+    for line in pipe.code.splitlines():
+        if "_mb" in line.split("=")[0]:
+            assert "# " in line and "mb " in line, "where it belongs is in every such line"
+    assert "stage 3, mb 1, cpu/compute" in pipe.code
+    assert [(s.index, str(s.device)) for s in pipe.stages] == [(i, "cpu") for i in range(4)]
+    assert all(stage.cost.param_bytes == 48 for stage in pipe.stages)
+    assert [(h.value, h.source, h.target) for h in pipe.skip_layout.skips] == [("a", 1, 3)]
+
+
+def test_an_emitted_graph_can_be_traced_again():
+    pipe = fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,))
+    again = torch.fx.Tracer().trace(pipe.graph_module)
+    kept = [n.target for n in again.nodes if n.target in VOCABULARY]
+    assert kept == [n.target for n in pipe.graph.nodes if n.target in VOCABULARY]
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_pipeline_survives(way):
+    model, x = ResNet(), torch.randn(6, 3, 8, 8)
+    pipe = fxpipe.compile(model, TWO, chunks=3, partition=["layers.1"], checkpoint="always")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    output = pipe(x)
+    model.load_state_dict(before)
+    if way == "deepcopy":
+        twin = copy.deepcopy(pipe)
+    elif way == "pickle":
+        twin = pickle.loads(pickle.dumps(pipe))
+    else:
+        file = io.BytesIO()
+        torch.save(pipe, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert twin.code == pipe.code
+    assert same(twin(x), output)
+    assert all(p is not q for p, q in zip(twin.parameters(), pipe.parameters(), strict=True))
+    assert all(p is q for p, q in zip(twin.parameters(), twin.module.parameters(), strict=True))
+    pipe.close()
+    twin.close()
+
+
+def test_parameters_state_dict_and_modes_are_the_models():
+    model = ResNet()
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        x = torch.randn(4, 3, 8, 8)
+        pipe(x)
+        names = [name for name, _ in pipe.named_parameters()]
+        assert names == [name for name, _ in model.named_parameters()]
+        assert all(p is q for p, q in zip(pipe.parameters(), model.parameters(), strict=True))
+        assert list(pipe.state_dict()) == list(model.state_dict())
+        pipe.eval()
+        assert not model.training and not model.layers[0].bn1.training
+        expected = torch.cat([model(part) for part in x.chunk(2)])
+        assert same(pipe(x), expected)
+        pipe.train()
+        assert model.training and pipe.training
+        count = model.stem[1].num_batches_tracked.item()
+        pipe(x)
+        assert model.stem[1].num_batches_tracked == count + 2
+
+
+def test_an_optimizer_made_before_works_after():
+    model, twin = MLP(), MLP()
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, twin)]
+    with fxpipe.compile(model, TWO, chunks=3) as pipe:
+        for _ in range(3):
+            x = torch.randn(6, 12)
+            pipe.zero_grad()
+            loss_of(pipe(x)).backward()
+            loop(twin, (x,), 3)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert same(list(model.parameters()), list(twin.parameters()))
+
+
+def test_a_state_dict_travels_both_ways_also_when_assigned():
+    model, other = (MODELS["transformer"][0]() for _ in range(2))
+    tokens = torch.randint(11, (4, 6))
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        pipe(tokens)
+        for assign in False, True:
+            other = MODELS["transformer"][0]()
+            pipe.load_state_dict(other.state_dict(), strict=True, assign=assign)
+            expected = torch.cat([other(part) for part in tokens.chunk(2)])
+            assert same(pipe(tokens), expected)
+            fresh = MODELS["transformer"][0]()
+            fresh.load_state_dict(pipe.state_dict(), strict=True)
+
+
+def test_dtypes_may_change_and_devices_may_not():
+    model = MODELS["transformer"][0]()
+    tokens = torch.randint(11, (4, 6))
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        pipe(tokens)
+        assert pipe.double()(tokens).dtype == torch.float64
+        with pytest.raises(RuntimeError, match="cannot be moved to meta: its stages are on cpu"):
+            pipe.to("meta")
+        assert pipe(tokens).dtype == torch.float64
+
+
+def test_a_value_that_a_stage_receives_is_not_written_to():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relu = nn.ReLU(inplace=True)
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            s = torch.sigmoid(self.a(x) - 0.5)
+            return self.relu(s), self.a(x)
+
+    model, x = InPlace(), torch.randn(4, 4)
+    with fxpipe.compile(model, TWO, chunks=2, partition=["relu"]) as pipe:
+        outputs = pipe(x)
+        actual = torch.autograd.grad(sum(map(loss_of, outputs)), list(model.parameters()))
+    model.relu.inplace = False  # the sigmoid's backward needs its output: as it is, eager fails
+    expected = model(x)
+    torch.testing.assert_close(list(outputs), list(expected))
+    torch.testing.assert_close(
+        actual, torch.autograd.grad(sum(map(loss_of, expected)), list(model.parameters()))
+    )
+
+
+def test_what_the_model_writes_to_its_input_the_caller_sees():
+    class Writes(MLP):
+        def forward(self, x):
+            x.mul_(2)
+            return super().forward(x)
+
+    x, y = torch.ones(4, 12), torch.ones(4, 12)
+    model = Writes()
+    model(y)
+    with fxpipe.compile(model, TWO, chunks=2, example_inputs=(torch.ones(4, 12),)) as pipe:
+        pipe(x)
+    assert same(x, y)
+
+
+def test_the_number_of_micro_batches_is_chosen_and_said():
+    with fxpipe.compile(MLP(), TWO) as pipe:
+        pipe(X)
+        assert pipe.chunks == 6, "four for each stage, but the batch has six rows"
+        pipe(torch.ones(20, 12))
+        assert pipe.chunks == 8
+        assert "8 micro-batches (chosen: give chunks= to change it)" in pipe.report()
+    with fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,)) as pipe:
+        assert "2 micro-batches, bubble 3" in pipe.report()
+
+
+def test_the_report_says_what_each_stage_holds_and_sends():
+    pipe = fxpipe.compile(Chain(4, {0: (3,)}), ["cpu"] * 4, chunks=2, example_inputs=(X[:, :3],))
+    text = pipe.report()
+    assert "skip a: stage 1 -> stage 3, 72 bytes" in text
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    assert len(rows) == 4
+    assert all("48 B" in row for row in rows), "parameters: 9 + 3 floats"
+
+
+def test_drawing_an_unknown_level_is_refused():
+    pipe = fxpipe.compile(MLP(), TWO, example_inputs=(X,))
+    assert "digraph" in str(pipe.draw("stage"))
+    with pytest.raises(ValueError, match='\'models\': give "model", "stage" or "pipeline"'):
+        pipe.draw("models")
+
+
+def test_own_passes_take_the_place_of_the_default_ones():
+    seen = []
+
+    class Count:
+        name = "count"
+
+        def __call__(self, gm):
+            seen.append(len(gm.graph.nodes))
+            return gm
+
+    def with_count(**options):
+        return [*passes.default_passes(**options), Count()]
+
+    with fxpipe.compile(MLP(), TWO, passes=with_count, chunks=2) as pipe:
+        pipe(X)
+        assert seen == [len(pipe.graph.nodes)]
+
+
+def test_before_the_first_call_there_is_nothing_to_see():
+    with pytest.raises(RuntimeError, match="not compiled yet: call it, or give example_inputs"):
+        _ = fxpipe.compile(MLP(), TWO).graph
+
+
+class Branches(MLP):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Averages(MLP):
+    def forward(self, x):
+        return super().forward(x).mean(0)
+
+
+class Pairs(nn.Module):
+    def forward(self, x, y):
+        return x.sin(), y.sin()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: fxpipe.compile(MLP(), []), ValueError, "devices is empty: give one device for"),
+        (lambda: fxpipe.compile(MLP(), "cpu"), ValueError, "devices is one device, 'cpu': give a"),
+        (lambda: fxpipe.compile(torch.tanh, TWO), TypeError, "takes an nn.Module, got a builtin"),
+        (lambda: fxpipe.compile(MLP(), TWO, chunks=0), ValueError, "chunks is 0: give the number"),
+        (
+            lambda: fxpipe.compile(MLP(), TWO, checkpoint="often"),
+            ValueError,
+            "checkpoint is 'often': give \"never\"",
+        ),
+        (
+            lambda: fxpipe.compile(MLP(), TWO, example_inputs=X),
+            TypeError,
+            r"got a Tensor; write example_inputs=\(x,\)",
+        ),
+        (
+            lambda: fxpipe.compile(Chain(3), ["cpu"] * 4)(X[:, :3]),
+            PartitionError,
+            "4 stages asked for, but the model can be cut into 3",
+        ),
+        (
+            lambda: fxpipe.compile(MLP(), TWO, partition=["layer.1"])(X),
+            PartitionError,
+            "partition names 'layer.1'.*did you mean 'layers.1'",
+        ),
+        (
+            lambda: fxpipe.compile(Chain(3), TWO, partition={"a": 0, "b": 1, "c": 0})(X[:, :3]),
+            PartitionError,
+            "'c' in stage 0 needs 'b' from the later stage 1.*would wait in a circle",
+        ),
+        (
+            lambda: fxpipe.compile(Pairs(), TWO)(X, X[:5]),
+            BatchError,
+            r"the batch size differs between inputs: 6 in x \(6, 12\), 5 in y \(5, 12\)",
+        ),
+        (
+            lambda: fxpipe.compile(Averages(), TWO)(X),
+            BatchError,
+            r"output has shape \(12,\) whatever the batch size.*give out_dims",
+        ),
+        (
+            lambda: fxpipe.compile(Branches(), TWO)(X),
+            TraceError,
+            r"(?s)symbolic: .*if x.sum\(\) > 0.*export: .*data-dependent.*if x.sum\(\) > 0",
+        ),
+        (lambda: fxpipe.compile(MLP(), TWO)(), TypeError, r"MLP.forward\(\): missing .* 'x'"),
+        (
+            lambda: fxpipe.compile(MLP(), TWO)(X[:0]),
+            TraceError,
+            "the example batch is empty",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_closed_pipeline_says_so_and_the_model_works_on():
+    model = MLP()
+    pipe = fxpipe.compile(model, TWO, chunks=2)
+    pipe(X)
+    pipe.close()
+    pipe.close()
+    with pytest.raises(RuntimeError, match="this pipeline is closed: compile the model again"):
+        pipe(X)
+    model(X)
+
+
+def test_an_empty_batch_after_the_first_gives_an_empty_output():
+    with fxpipe.compile(MLP(), TWO, chunks=2) as pipe:
+        pipe(X)
+        assert pipe(X[:0]).shape == (0, 12)
+
+
+def test_gradients_accumulate_over_calls():
+    model, x = MLP(), torch.randn(4, 12)
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        loss_of(pipe(x)).backward()
+        once = gradients(model)
+        loss_of(pipe(x)).backward()
+    torch.testing.assert_close(gradients(model), [g * 2 for g in once])

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import fx, nn
+
+from fxpipe.batch import BatchError, input_dims, output_dims
+
+
+class Takes(nn.Module):
+    def forward(self, x, y=None, *, mask=None, **more):
+        return x
+
+
+def dims(*args, in_dims=None, **kwargs):
+    return input_dims(Takes(), args, kwargs, in_dims)
+
+
+def t(*shape):
+    return torch.zeros(shape)
+
+
+def test_the_first_dimension_is_the_batch_of_every_tensor_in_any_nesting():
+    assert dims(t(4, 3), {"a": [t(4), t(4, 2)], "n": 7}, mask=t(4, 1)) == [0, 0, 0, 0]
+
+
+def test_what_has_no_dimension_or_one_row_for_all_is_shared():
+    assert dims(t(4, 3), t(), mask=t(1, 3)) == [0, None, None]
+    assert dims(t(1, 3), t(1, 2)) == [0, 0], "all have one row: it is the batch"
+
+
+def test_in_dims_say_otherwise():
+    assert dims(t(3, 4), t(4, 3), in_dims=(1, 0)) == [1, 0]
+    assert dims(t(3, 4), t(5, 4), in_dims=-1) == [1, 1]
+    assert dims(t(4, 3), [t(5, 5), t(2, 4)], in_dims=(0, [None, 1])) == [0, None, 1]
+    assert dims(t(4, 3), mask=t(3, 3), in_dims={"mask": None}) == [0, None]
+    assert dims(t(4, 3), more=t(2, 2), in_dims={"more": {"more": None}}) == [0, None]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: dims(t(4, 3), t(5, 3)),
+            r"batch size differs between inputs: 4 in x \(4, 3\), 5 in y \(5, 3\); give in_dims",
+        ),
+        (lambda: dims(t(4), t(4), in_dims=(0,)), r"1 entries for 2 arguments \(x, y\)"),
+        (lambda: dims(t(4), in_dims={"z": 0}), "names 'z', but the arguments are x"),
+        (lambda: dims(t(4), in_dims=1), r"dimension 1 of x is the batch, but its shape is \(4,\)"),
+        (lambda: dims([t(4), t(4)], in_dims=((0,),)), r"does not fit x, a list of 0, 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(BatchError, match=message):
+        call()
+
+
+@dataclass
+class Pair:
+    mean: object
+    rest: object
+
+
+torch.export.register_dataclass(Pair)
+
+
+class Gives(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def found(function, out_dims=None, in_dim=0, rebuild=lambda output: output):
+    gm = fx.symbolic_trace(Gives(function))
+    return output_dims(gm, [torch.ones(4, 6)], [in_dim], out_dims, rebuild)
+
+
+def test_the_dimension_that_grows_with_the_batch_is_the_outputs():
+    assert found(lambda x: (x, x.t(), x.flatten(), x[:, :, None])) == [0, 1, 0, 0]
+    assert found(lambda x: x.t(), in_dim=1) == [0]
+
+
+def test_scalars_are_averaged_and_numbers_must_agree():
+    assert found(lambda x: (x.mean(), x.size(1))) == [None, None]
+
+
+def test_a_node_that_gives_several_tensors_has_several_dimensions():
+    assert found(lambda x: x.t().chunk(2, 0)) == [(1, 1)]
+
+
+def test_an_output_without_batch_needs_out_dims():
+    with pytest.raises(BatchError, match=r"output\[1\] has shape \(6,\) whatever the batch size"):
+        found(lambda x: [x, x.sum(0)])
+    assert found(lambda x: [x, x.sum(0)], out_dims=[0, None]) == [0, None]
+    assert found(lambda x: {"a": x, "b": x.sum(0)}, out_dims={"b": None}) == [0, None]
+
+
+def test_out_dims_are_those_of_the_models_own_structure():
+    def rebuild(output):
+        return Pair(mean=output[1], rest=output[0])
+
+    assert found(lambda x: (x, x.sum(0)), out_dims=(None, 0), rebuild=rebuild) == [0, None]
+
+
+@pytest.mark.parametrize(
+    ("function", "out_dims", "message"),
+    [
+        (lambda x: x @ x.t(), None, r"dimensions \[0, 1\] of output, \(4, 4\), all depend"),
+        (lambda x: x, 2, r"out_dims says 2 for output, whose shape is \(4, 6\)"),
+        (lambda x: [x, x], [0], r"\[0\] does not fit output, a .*list of 0, 1"),
+    ],
+)
+def test_impossible_outputs_are_refused(function, out_dims, message):
+    with pytest.raises(BatchError, match=message):
+        found(function, out_dims)
