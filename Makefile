@@ -1,25 +1,40 @@
 # Each target makes its own virtual environment: nothing needs to be there but Python 3.11+.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: test check wheel clean
+.PHONY: demo test check wheel benchmarks clean
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.demo: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[test]' --constraint constraints.txt
+	$(PIP) --editable '.[demo]'
 	touch $@
 
-test: .venv/.installed
-	$(BIN)/python -m pytest
+.venv/.test: pyproject.toml constraints.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(PIP) --editable '.[test]'
+	touch $@
 
-check: .venv/.installed
+demo: .venv/.demo
+	$(BIN)/python -m fxpipe demo
+
+test: .venv/.test
+	$(BIN)/python -m pytest --numprocesses auto
+
+check: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-wheel: .venv/.installed
+wheel: .venv/.test
 	rm -rf dist
 	$(BIN)/python -m build --quiet --wheel
 
+# torchgpipe asks for an old torch, and works with a new one
+benchmarks: .venv/.test
+	$(PIP) --no-deps torchgpipe==0.0.7
+	$(BIN)/python -m tests.benchmarks.lanes
+	$(BIN)/python -m tests.benchmarks.overhead
+
 clean:
-	rm -rf .venv .venv-wheel dist build *.egg-info
+	rm -rf .venv .venv-wheel dist build *.egg-info demo-out

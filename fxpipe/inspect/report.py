@@ -46,7 +46,7 @@ def report(
             human_bytes(sum(hop.bytes for hop in layout.hops if hop.target == i)),
             human_bytes(sum(hop.bytes for hop in layout.hops if hop.source == i)),
         )
-    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
     console.print(table)
     lines = [
         f"{chunks} micro-batches{' (chosen: give chunks= to change it)' * was_chosen}, "
