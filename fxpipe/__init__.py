@@ -7,15 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpipe.api import Pipeline, Stage, compile
-    from fxpipe.runtime.checkpoint import checkpoint
+    from fxpipe.batch import BatchError
+    from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
+    from fxpipe.trace import TraceError
+    from passes.partition import PartitionError
 
-__all__ = ["Pipeline", "Stage", "checkpoint", "compile"]
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "PartitionError",
+    "Pipeline",
+    "Stage",
+    "TraceError",
+    "checkpoint",
+    "compile",
+]
 
 _HOMES = {
     "Pipeline": "fxpipe.api",
     "Stage": "fxpipe.api",
     "compile": "fxpipe.api",
     "checkpoint": "fxpipe.runtime.checkpoint",
+    "CheckpointError": "fxpipe.runtime.checkpoint",
+    "BatchError": "fxpipe.batch",
+    "TraceError": "fxpipe.trace",
+    "PartitionError": "passes.partition",
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import passes as default
+from fxpipe import ops
 from fxpipe.batch import input_dims, output_dims
 from fxpipe.graph import (
     COST,
@@ -313,6 +314,7 @@ class Pipeline(nn.Module):
             gm = default.Alias(tuple(values))(gm)
             found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
             gm = default.AnalyticCost()(gm)
+            gm = default.Shared(tuple(values))(gm)
         self._label(gm)
         stage_graph = default.Split()(gm)
         self._place(stage_graph)
@@ -338,29 +340,23 @@ class Pipeline(nn.Module):
 
     def _place(self, stage_graph: fx.GraphModule) -> None:
         """Move every stage's parameters and buffers to its device, in place."""
-        homes: dict[int, tuple[str, torch.device]] = {}
-        stages = list(zip(_stages(stage_graph), self._options.devices, strict=True))
-        for i, (stage, device) in enumerate(stages):
-            for path, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-                other, home = homes.setdefault(id(tensor), (f"stage {i}", device))
-                if home != device:
-                    raise PartitionError(
-                        f"{path} is used by {other} on {home} and by stage {i} on {device}: put "
-                        "all its users into one stage, with partition="
-                    )
+        homes = _homes(_stages(stage_graph), self._options.devices)
         for module in self.module.modules():
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) in homes:
-                    _, device = homes[id(parameter)]
+                    device = homes[id(parameter)]
                     parameter.data = parameter.data.to(device)
                     if parameter.grad is not None:
                         parameter.grad.data = parameter.grad.data.to(device)
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) in homes:
-                    module._buffers[name] = buffer.to(homes[id(buffer)][1])
-        for stage, device in stages:
+                    module._buffers[name] = buffer.to(homes[id(buffer)])
+        for stage, device in zip(_stages(stage_graph), self._options.devices, strict=True):
             _adopt(stage, self.module)
-            stage.to(device)  # what is left: constants of the trace
+            for module in stage.modules():  # constants of the trace, which the model has not
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to(device)
 
     def _unroll(self, mode: _Mode, chunks: int) -> _Unrolled:
         options = self._options
@@ -487,7 +483,8 @@ class Pipeline(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's."""
         result = self.module.load_state_dict(*args, **kwargs)
-        self._refresh()
+        if kwargs.get("assign"):
+            self._refresh()
         return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
@@ -504,11 +501,12 @@ class Pipeline(nn.Module):
         return self
 
     def _refresh(self) -> None:
-        """Graphs hold parameters and buffers by name as well: let them be the model's again."""
-        for mode in self._modes.values():
-            unrolled = (u.graph_module for u in mode.unrolled.values())
-            for gm in (mode.model_graph, mode.stage_graph, *unrolled, *_stages(mode.stage_graph)):
-                _adopt(gm, self.module)
+        """The model's tensors are other objects now: compile again at the next call, cut alike."""
+        with self._lock:
+            if self._shown is not None:
+                self.__dict__["_example"] = self._shown[0].example
+            self.__dict__["_shown"] = None
+            self._modes.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """The model, and what is needed to compile it again: graphs and threads are made anew."""
@@ -574,6 +572,29 @@ def _along(inputs: Any, dims: Sequence[int | None], change: Callable[[Tensor, in
 def _stages(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
     calls = stage_graph.graph.find_nodes(op="call_module")
     return [attribute(stage_graph, str(call.target)) for call in calls]
+
+
+def _homes(
+    stages: Sequence[fx.GraphModule], devices: Sequence[torch.device]
+) -> dict[int, torch.device]:
+    """The device of each parameter and buffer, by its id."""
+    homes: dict[int, torch.device] = {}
+    where: dict[int, int] = {}
+    for i, stage in enumerate(stages):  # a shared parameter lives where its value comes from
+        for share in stage.graph.find_nodes(op="call_function", target=ops.share):
+            parameter = attribute(stage, share.args[0].target)
+            homes[id(parameter)] = devices[i]
+    shared = set(homes)
+    for i, stage in enumerate(stages):
+        for path, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            home = homes.setdefault(id(tensor), devices[i])
+            other = where.setdefault(id(tensor), i)
+            if home != devices[i] and id(tensor) not in shared:
+                raise PartitionError(
+                    f"the buffer {path} is used by stage {other} on {home} and by stage {i} on "
+                    f"{devices[i]}: put all its users into one stage, with partition="
+                )
+    return homes
 
 
 def _adopt(gm: fx.GraphModule, model: nn.Module) -> None:

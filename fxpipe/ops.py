@@ -20,6 +20,7 @@ from fxpipe.runtime import copy as _copy
 from fxpipe.runtime import dependency as _dependency
 from fxpipe.runtime import microbatch as _microbatch
 from fxpipe.runtime import portal as _portal
+from fxpipe.runtime import shared as _shared
 from fxpipe.runtime.checkpoint import Handle
 from fxpipe.runtime.portal import Portal
 
@@ -167,6 +168,26 @@ def recompute(values: Any, handle: Handle | None) -> Any:
     return _checkpoint.recompute(values, handle)
 
 
+@_op
+def share(parameter: Tensor) -> Tensor:
+    """A parameter as a value, for all its uses in one micro-batch::
+
+    parameter --- share ---+--- one use        backward: the parameter gets the sum
+                           +--- another
+    """
+    return parameter.view_as(parameter)
+
+
+@_op
+def call(module: nn.Module, values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Run a module with these values in place of the parameters of those names::
+
+    share ---+
+    args  ---+--- module ---
+    """
+    return _shared.call(module, values, *args, **kwargs)
+
+
 VOCABULARY: tuple[Callable[..., Any], ...] = (
     scatter,
     gather,
@@ -179,4 +200,6 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     portal_orange,
     checkpoint,
     recompute,
+    share,
+    call,
 )

@@ -15,6 +15,7 @@ from passes.dependencies import Dependencies
 from passes.microbatch import Dims, Microbatch
 from passes.partition import Partition, PartitionError
 from passes.portals import Portals
+from passes.shared import Shared
 from passes.split import Split, SplitError
 from passes.streams import Streams
 from passes.verify import Verify, VerifyError
@@ -30,6 +31,7 @@ __all__ = [
     "PartitionError",
     "Pass",
     "Portals",
+    "Shared",
     "Split",
     "SplitError",
     "Streams",

@@ -13,6 +13,9 @@
     b = relu_(a)          writes to A, but afterwards only b is read: a cut between a and b is fine
     y = linear(b)         if the second stage writes to a copy (pass "split" sees to that)
 
+A tensor that a node gives back as it came (``relu_(a)``, an identity) is one value, and goes by its
+last name from there on.
+
 A node is found to write by running it and looking at the version counters of what it was given, so
 that functions, methods, ``out=``, item assignment and ``inplace=True`` modules are all noticed.
 """
@@ -51,6 +54,8 @@ class Alias:
         with seen.mode, torch.enable_grad():
             seen.run(*seen.fake(self.inputs))
         position = {node: i for i, node in enumerate(gm.graph.nodes)}
+        _follow_identities(seen, position)
+        gm.recompile()
         groups: list[set[fx.Node]] = []
         for writer, memories in seen.written.items():
             before = [node for node in seen.sharing(memories) if position[node] < position[writer]]
@@ -100,6 +105,19 @@ class _Watcher(FakeInterpreter):
             for memory in {_memory(tensor) for tensor in _tensors(value)}:
                 self.given.setdefault(memory, []).append(n)
         return value
+
+
+def _follow_identities(seen: _Watcher, position: dict[fx.Node, int]) -> None:
+    """What has been returned as it came, written to or not, is one value: let it have one name.
+
+    After ``b = relu_(a)`` whoever uses ``a`` uses ``b``.
+    """
+    for node in position:
+        for source in node.all_input_nodes if node.op != "output" else ():
+            if isinstance(seen.env[node], Tensor) and seen.env[node] is seen.env[source]:
+                for user in list(source.users):
+                    if position[user] > position[node]:
+                        user.replace_input_with(source, node)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -92,8 +92,11 @@ class Microbatch:
             args = (tuple(copied[node] for copied in copies), dims, *weights)
             name = f"{node.meta.get(ORIGIN, node.name)}_out"
             gathered[node] = new.create_node("call_function", ops.gather, args, name=name)
-            if STAGE in node.meta:  # where the value is made it is gathered
-                gathered[node].meta = {STAGE: node.meta[STAGE]}
+            # By the last stage that has it: what the caller does with an output comes after all
+            # uses in the model, and so, in the backward, first.
+            stages = [n.meta[STAGE] for n in (node, *node.users) if STAGE in n.meta]
+            if stages:
+                gathered[node].meta = {STAGE: max(stages)}
         new.node_copy(output, gathered.__getitem__)
 
 

@@ -22,7 +22,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.graph import MICROBATCH, ORIGIN, STAGE, VALUE
 from fxpipe.runtime.streams import COPY, stream_name
-from passes.cells import Writer, cells
+from passes.cells import Cell, Writer, cells
 from passes.skips import routes
 
 
@@ -36,6 +36,7 @@ class Portals:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         first = {cell: nodes[0] for cell, nodes in cells(gm.graph).items()}
         last = {cell: nodes[-1] for cell, nodes in cells(gm.graph).items()}
+        arrived: dict[Cell, fx.Node] = {}
         for value, stages in list(routes(gm.graph)):
             microbatch = value.meta[MICROBATCH]
             for source, target in pairwise(stages):
@@ -47,8 +48,11 @@ class Portals:
                 blue = writer.call(ops.portal_blue, (value,), "portal_blue")
                 last[exit_] = blue
                 streams = (stream_name(self.devices[s], COPY) for s in (source, target))
-                writer = Writer(entry, after=first[entry].prev)
+                # All portals of a cell arrive before the first is opened: they wait together.
+                writer = Writer(entry, after=arrived.get(entry, first[entry].prev))
                 moved = writer.call(ops.portal_copy, (blue, *streams), "portal_copy")
+                arrived[entry] = moved
+                writer = Writer(entry, after=first[entry].prev)
                 orange = writer.call(ops.portal_orange, (moved,), "portal_orange")
                 for node in (blue, moved, orange):
                     node.meta |= {k: value.meta[k] for k in (ORIGIN, VALUE) if k in value.meta}

@@ -25,7 +25,7 @@ from torch import fx
 
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.program import CALLER, Env, Instruction, Program
-from fxpipe.runtime.streams import COPY, make_wait, stream, stream_name
+from fxpipe.runtime.streams import COMPUTE, COPY, make_wait, stream, stream_name
 
 Message = tuple[fx.Node | None, Any]
 Job = Callable[[], None]
@@ -95,23 +95,16 @@ class _HandOver:
     """Between the caller's stream and a lane's, on the device of the lane."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.caller = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-        self.finished: list[torch.Stream] = []
-
-    def _streams(self) -> list[torch.Stream]:
-        own = torch.accelerator.current_stream(self.device)
-        copy = stream(stream_name(self.device, COPY))
-        return [own] if copy is None else [own, copy]
+        self.names = [stream_name(device, role) for role in (COMPUTE, COPY)]
+        self.caller = stream(self.names[0])
+        self.finished: list[torch.Stream | None] = []
 
     def begin(self) -> None:
-        if self.caller is not None:
-            for own in self._streams():
-                make_wait(own, self.caller, ())
+        for name in self.names:
+            make_wait(stream(name), self.caller, ())
 
     def end(self) -> None:
-        if self.caller is not None:
-            self.finished = self._streams()
+        self.finished = [stream(name) for name in self.names]
 
     def finish(self, output: Any) -> None:
         for own in self.finished:

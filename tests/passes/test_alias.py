@@ -1,7 +1,8 @@
 import torch
+from expecttest import assert_expected_inline
 from torch import fx, nn
 
-from fxpipe.graph import ALIAS, RANDOM, VALUE, WRITES
+from fxpipe.graph import ALIAS, RANDOM, VALUE, WRITES, format_graph
 from passes import Alias
 
 
@@ -55,12 +56,15 @@ def test_sets_that_share_a_node_are_one():
     class Model(nn.Module):
         def forward(self, x):
             a, b = torch.sigmoid(x), torch.tanh(x)
-            a.add_(b)
-            b.mul_(a)
+            v, w = a[:, 0], b[:, 0]
+            v.add_(w)
+            w.mul_(v)
             return a + b
 
-    _, notes = noted(Model(), torch.ones(2))
-    assert {notes[n][0] for n in ("sigmoid", "tanh", "add_", "mul") if n in notes} == {0}
+    _, notes = noted(Model(), torch.ones(2, 3))
+    together = ("sigmoid", "tanh", "getitem", "getitem_1", "add_", "mul_")
+    assert {notes[name][0] for name in together} == {0}
+    assert notes["add"][0] is None
 
 
 def test_all_users_of_a_buffer_that_is_written_to_stay_together():
@@ -109,3 +113,30 @@ def test_who_draws_random_numbers_is_known():
     assert torch.equal(torch.get_rng_state(), state)
     gm, _ = noted(model.eval(), torch.ones(2, 3))
     assert not any(n.meta.get(RANDOM) for n in gm.graph.nodes)
+
+
+def test_a_tensor_that_is_given_back_goes_by_its_last_name():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same = nn.Identity()
+
+        def forward(self, x):
+            a = torch.sigmoid(x)
+            torch.relu_(a)
+            b = torch.tanh(a)
+            return a, self.same(b), b
+
+    gm, notes = noted(Model(), torch.ones(2))
+    assert_expected_inline(
+        format_graph(gm),
+        """\
+x: input
+sigmoid = sigmoid(x)
+relu_ = relu_(sigmoid)
+tanh = tanh(relu_)
+same = same(tanh)
+return (relu_, same, same)
+""",
+    )
+    assert notes["relu_"] == (None, ("sigmoid",)), "a cut ahead of it is free"

@@ -289,11 +289,12 @@ a_s1_mb0 = wait_s1_mb0[0]  # stage 1, mb 0
 stage_1_mb0 = stage_1(a_s1_mb0)  # stage 1, mb 0
 b_mb0 = stage_1_mb0[0]  # stage 1, mb 0
 relu_mb0 = stage_1_mb0[1]  # stage 1, mb 0
-fork_s1_mb0 = fork((b_mb0, relu_mb0))  # stage 1, mb 0
+fork_s1_mb0 = fork((a_s1_mb0, b_mb0, relu_mb0))  # stage 1, mb 0
 values_s1_mb0 = fork_s1_mb0[0]  # stage 1, mb 0
-b_s1_mb0 = values_s1_mb0[0]  # stage 1, mb 0
-relu_s1_mb0 = values_s1_mb0[1]  # stage 1, mb 0
-a_out = gather((a_s0_mb0,), 0, x_parts, 0)  # stage 0
+a_s1_mb0_1 = values_s1_mb0[0]  # stage 1, mb 0
+b_s1_mb0 = values_s1_mb0[1]  # stage 1, mb 0
+relu_s1_mb0 = values_s1_mb0[2]  # stage 1, mb 0
+a_out = gather((a_s1_mb0_1,), 0, x_parts, 0)  # stage 1
 b_out = gather((b_s1_mb0,), 0, x_parts, 0)  # stage 1
 relu_out = gather((relu_s1_mb0,), 0, x_parts, 0)  # stage 1
 return (a_out, b_out, relu_out)

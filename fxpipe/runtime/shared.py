@@ -1,0 +1,41 @@
+"""Run a module with other tensors in place of some of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def call(module: nn.Module, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    """``module(*args, **kwargs)`` with these values for the parameters of those names.
+
+    Unlike ``torch.func.functional_call`` it leaves the module alone, which another lane may be
+    running at the same time, and it also reaches the weights of recurrent modules.
+    """
+    replica = _replica(module)
+    replicas: dict[str, nn.Module] = {"": replica}
+    for path, value in values.items():
+        *parents, name = path.split(".")
+        owner, prefix = replica, ""
+        for parent in parents:
+            prefix += f"{parent}."
+            if prefix not in replicas:
+                replicas[prefix] = _replica(owner._modules[parent])
+                owner._modules[parent] = replicas[prefix]
+            owner = replicas[prefix]
+        del owner._parameters[name]
+        setattr(owner, name, value)
+    return replica(*args, **kwargs)
+
+
+def _replica(module: nn.Module | None) -> nn.Module:
+    """A module of the same parts. Buffers stay common: what one stores, the other sees."""
+    assert module is not None
+    replica = module.__new__(type(module))
+    replica.__dict__.update(module.__dict__)
+    for part in ("_parameters", "_modules", "_flat_weights"):  # the last one: recurrent modules
+        if part in replica.__dict__:
+            replica.__dict__[part] = replica.__dict__[part].copy()
+    return replica

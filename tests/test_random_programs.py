@@ -1,0 +1,162 @@
+"""Random programs, stages, micro-batches and checkpoint modes: always the bits of the loop.
+
+A run of many more: ``FXPIPE_EXAMPLES=20000 python -m pytest tests/test_random_programs.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import fxpipe
+from tests.zoo import gradients, loss_of, same
+
+EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "300"))
+CHANNELS = 4
+
+UNARY = ["conv", "same_conv", "linear", "norm", "tanh", "relu", "relu_", "drop", "view", "scale"]
+BINARY = ["add", "mul", "cat", "add_", "sub"]
+WRITING = ["mul_part_", "copy_part_"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation on values made before (0 is the input)."""
+
+    kind: str
+    a: int
+    b: int
+
+
+@dataclass(frozen=True)
+class Case:
+    steps: list[Step]
+    stages: int
+    chunks: int
+    batch: int
+    checkpoint: str
+    outputs: list[int] = field(default_factory=list)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    steps = []
+    for made in range(1, draw(st.integers(3, 12)) + 1):
+        kind = draw(st.sampled_from(UNARY + BINARY + WRITING))
+        # Mostly of what was made last, so that programs are deep, with skips.
+        recent = st.integers(max(0, made - 2), made - 1)
+        steps.append(Step(kind, draw(recent), draw(st.integers(0, made - 1))))
+    return Case(
+        steps,
+        stages=draw(st.integers(1, 4)),
+        chunks=draw(st.sampled_from([1, 2, 3, 8])),
+        batch=draw(st.integers(1, 6)),
+        checkpoint=draw(st.sampled_from(["never", "except_last", "always"])),
+        outputs=draw(st.lists(st.integers(1, len(steps)), max_size=2)),
+    )
+
+
+class Program(nn.Module):
+    """Runs the steps on values of one shape, batch x CHANNELS x 4 x 4."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.steps, self.outputs = case.steps, case.outputs
+        self.common = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)  # for every "same_conv"
+        self.gain = nn.Parameter(torch.rand(CHANNELS, 1, 1))
+        for i, step in enumerate(case.steps):
+            module: nn.Module | None = {
+                "conv": nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1),
+                "cat": nn.Conv2d(2 * CHANNELS, CHANNELS, 1),
+                "linear": nn.Linear(4, 4),
+                "norm": nn.BatchNorm2d(CHANNELS),
+                "relu_": nn.ReLU(inplace=True),
+                "drop": nn.Dropout(0.0),
+            }.get(step.kind)
+            if module is not None:
+                self.add_module(f"step{i}", module)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        values = [x * 1]  # programs that write to the caller's input have a test of their own
+        for i, step in enumerate(self.steps):
+            values.append(self.run(i, step, values[step.a], values[step.b]))
+        return [torch.tanh(values[-1]), *(values[i] for i in self.outputs)]
+
+    def run(self, i: int, step: Step, a: Tensor, b: Tensor) -> Tensor:
+        kind = step.kind
+        if kind in ("conv", "linear", "norm", "relu_", "drop"):
+            return getattr(self, f"step{i}")(a)
+        if kind == "cat":
+            return self.get_submodule(f"step{i}")(torch.cat([a, b], 1))
+        if kind == "same_conv":
+            return self.common(a)
+        if kind == "mul_part_":
+            a[:, 0].mul_(2)
+            return a
+        if kind == "copy_part_":
+            a[:, 1:2].copy_(b[:, :1])
+            return a.sin()
+        return {
+            "tanh": lambda: torch.tanh(a),
+            "relu": lambda: torch.relu(a),
+            "view": lambda: a.flatten(1).view(-1, CHANNELS, 4, 4),
+            "scale": lambda: a * self.gain,
+            "add": lambda: a + b,
+            "sub": lambda: a - b,
+            "mul": lambda: a * b,
+            "add_": lambda: a.add_(b),
+        }[kind]()
+
+
+def total(outputs: list[Tensor]) -> Tensor:
+    return sum(map(loss_of, outputs))
+
+
+def reference(model: nn.Module, x: Tensor, chunks: int):
+    """The loop over micro-batches."""
+    parts = torch.tensor_split(x, min(chunks, len(x)))
+    outputs = [model(part) for part in parts]
+    for output in reversed(outputs):
+        total(output).backward()
+    gathered = [torch.cat(column).detach() for column in zip(*outputs, strict=True)]
+    return gathered, gradients(model), list(model.buffers())
+
+
+@given(cases())
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+def test_any_program_gives_the_bits_of_the_loop(case):
+    torch.manual_seed(0)
+    model, x = Program(case), torch.randn(case.batch, CHANNELS, 4, 4)
+    own = copy.deepcopy(model)
+    try:
+        expected = reference(model, x, case.chunks)
+    except RuntimeError:  # autograd forbids the program: something it needs has been written to
+        assume(False)
+    try:
+        pipe = fxpipe.compile(
+            own,
+            ["cpu"] * case.stages,
+            chunks=case.chunks,
+            checkpoint=case.checkpoint,
+            example_inputs=(x,),
+            tracer="symbolic",
+        )
+    except fxpipe.PartitionError as error:
+        assert "can be cut into" in str(error)  # fewer places than stages
+        assume(False)
+    with pipe:
+        outputs = pipe(x)
+        total(outputs).backward()
+    assert same([output.detach() for output in outputs], expected[0]), "outputs"
+    assert same(gradients(own), expected[1]), "gradients"
+    assert same(list(own.buffers()), expected[2]), "buffers"
