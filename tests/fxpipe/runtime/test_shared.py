@@ -1,0 +1,29 @@
+import torch
+from torch import nn
+
+from fxpipe.runtime.shared import call
+
+
+def test_a_module_runs_on_the_values_given_and_stays_as_it_is():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False)))
+    before = [p.clone() for p in model.parameters()]
+    x, w = torch.randn(3, 2), torch.randn(2, 2, requires_grad=True)
+    y = call(model, {"1.0.weight": w}, x)
+    assert torch.equal(y, model[0](x) @ w.t())
+    y.sum().backward()
+    assert w.grad is not None and model[1][0].weight.grad is None
+    assert model[0].weight.grad is not None
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert list(dict(model.named_parameters())) == ["0.weight", "0.bias", "1.0.weight"]
+
+
+def test_recurrent_modules_use_the_values_too():
+    model, twin = nn.LSTM(2, 2), nn.LSTM(2, 2)
+    x, values = torch.randn(3, 1, 2), dict(twin.named_parameters())
+    assert torch.equal(call(model, values, x)[0], twin(x)[0])
+
+
+def test_buffers_are_written_to_as_ever():
+    model = nn.BatchNorm1d(2)
+    call(model, {"weight": torch.ones(2)}, torch.randn(4, 2))
+    assert model.num_batches_tracked == 1
