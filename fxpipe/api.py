@@ -18,7 +18,6 @@ from fxpipe.batch import input_dims, output_dims
 from fxpipe.graph import (
     COST,
     MICROBATCH,
-    RANDOM,
     STAGE,
     Cost,
     attribute,
@@ -186,7 +185,6 @@ class _Mode:
     stage_graph: fx.GraphModule
     in_dims: list[int | None]
     out_dims: list[Dims]
-    is_random: bool
     example: _Example | None = None
     unrolled: dict[int, _Unrolled] = field(default_factory=dict)
 
@@ -315,6 +313,7 @@ class Pipeline(nn.Module):
             found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
             gm = default.AnalyticCost()(gm)
             gm = default.Shared(tuple(values))(gm)
+            gm = default.Random()(gm)
         self._label(gm)
         stage_graph = default.Split()(gm)
         self._place(stage_graph)
@@ -323,7 +322,6 @@ class Pipeline(nn.Module):
             stage_graph=stage_graph,
             in_dims=dims,
             out_dims=found,
-            is_random=any(node.meta.get(RANDOM) for node in gm.graph.nodes),
         )
         mode.example = _Example.of(args, kwargs, dims, mode.batch_of(values))
         return mode
@@ -369,10 +367,8 @@ class Pipeline(nn.Module):
             checkpoint=options.checkpoint,
         ):
             gm = rewrite(gm)
-        # One micro-batch has nothing to run beside it. CPU lanes would draw random numbers from one
-        # generator in any order.
-        is_on_cpu = any(device.type == "cpu" for device in options.devices)
-        runs_inline = chunks == 1 or len(options.devices) == 1 or (mode.is_random and is_on_cpu)
+        # One micro-batch has nothing to run beside it.
+        runs_inline = chunks == 1 or len(options.devices) == 1
         return _Unrolled(
             gm, lower(gm, inline=True), None if runs_inline else lower(gm, inline=False)
         )

@@ -20,6 +20,7 @@ from fxpipe.runtime import copy as _copy
 from fxpipe.runtime import dependency as _dependency
 from fxpipe.runtime import microbatch as _microbatch
 from fxpipe.runtime import portal as _portal
+from fxpipe.runtime import random as _random
 from fxpipe.runtime import shared as _shared
 from fxpipe.runtime.checkpoint import Handle
 from fxpipe.runtime.portal import Portal
@@ -53,6 +54,16 @@ def scatter(tensor: Tensor, dim: int | None, chunks: int) -> tuple[Tensor, ...]:
          +--- x_mb1
     """
     return _microbatch.scatter(tensor, dim, chunks)
+
+
+@_op
+def seeds(count: int) -> tuple[int, ...]:
+    """A seed for every micro-batch, drawn from the default generator::
+
+    seeds ---+--- seed_mb0 --- (all that draws random numbers for micro-batch 0)
+             +--- seed_mb1
+    """
+    return _random.seeds(count)
 
 
 @_op
@@ -116,7 +127,7 @@ def join(values: Any, phony: Tensor) -> Any:
 
 
 @_op
-def portal_blue(tensor: Tensor | None) -> Portal:
+def portal_blue(tensor: Any) -> Portal:
     """A skip tensor leaves the autograd lane at its source; a phony stays for it::
 
     t --- blue --- phony          backward: t gets the gradient that came through the portal
@@ -139,7 +150,7 @@ def portal_copy(portal: Portal, source: str, target: str) -> Portal:
 
 
 @_op
-def portal_orange(portal: Portal) -> Tensor | None:
+def portal_orange(portal: Portal) -> Any:
     """The skip tensor comes back into the autograd lane, at its consumer::
 
     phony ------ orange --- t          backward: the gradient of t goes into the portal
@@ -155,7 +166,8 @@ def checkpoint(stage: nn.Module, *args: Any) -> tuple[Any, Handle | None]:
     args --- stage --- output          saved tensors: none, until recompute or their first use
     """
     # Its forward, not the module: fx would print to stderr what goes wrong in it.
-    return _checkpoint.checkpointed(stage.forward, *args)
+    # What draws random numbers is given a seed (pass "random"), the same both times.
+    return _checkpoint.checkpointed(stage.forward, *args, preserve_rng_state=False)
 
 
 @_op
@@ -190,6 +202,7 @@ def call(module: nn.Module, values: dict[str, Tensor], *args: Any, **kwargs: Any
 
 VOCABULARY: tuple[Callable[..., Any], ...] = (
     scatter,
+    seeds,
     gather,
     copy,
     wait,

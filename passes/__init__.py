@@ -15,6 +15,7 @@ from passes.dependencies import Dependencies
 from passes.microbatch import Dims, Microbatch
 from passes.partition import Partition, PartitionError
 from passes.portals import Portals
+from passes.random import Random
 from passes.shared import Shared
 from passes.split import Split, SplitError
 from passes.streams import Streams
@@ -31,6 +32,7 @@ __all__ = [
     "PartitionError",
     "Pass",
     "Portals",
+    "Random",
     "Shared",
     "Split",
     "SplitError",

@@ -67,7 +67,8 @@ def _join(cell: Cell, nodes: list[fx.Node], phony: fx.Node) -> None:
     arrived = _entry(nodes)
     if any(_may_have_gradient(value) for value in arrived):
         writer = Writer(cell, after=max(arrived))
-        writer.gate(ops.join, arrived, phony, uses=lambda user: cell_of(user) == cell)
+        writer.gate(ops.join, arrived, phony, uses=lambda user: True)
+        nodes[:0] = writer.added
         return
     writer = Writer(cell, after=nodes[-1])
     writer.gate(ops.join, outgoing(nodes), phony, uses=lambda user: cell_of(user) != cell)

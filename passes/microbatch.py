@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import MICROBATCH, ORIGIN, STAGE
+from fxpipe.graph import MICROBATCH, ORIGIN, SEED, STAGE
 
 Dims = int | None | tuple[int | None, ...]
 
@@ -60,24 +60,34 @@ class Microbatch:
     ) -> tuple[Any, ...]:
         """The inputs in parts. Returns the arguments that tell ``gather`` the parts' sizes."""
         inputs = [node for node in old.nodes if node.op in ("placeholder", "get_attr")]
-        own = {node: new.node_copy(node) for node in inputs}
+        own = {node: new.node_copy(node) for node in inputs if SEED not in node.meta}
         weights: tuple[Any, ...] = ()
-        for node, dim in _with_dims(old.find_nodes(op="placeholder"), self.in_dims, "in_dims"):
+        placeholders = [n for n in old.find_nodes(op="placeholder") if SEED not in n.meta]
+        for node, dim in _with_dims(placeholders, self.in_dims, "in_dims"):
             if node.users:
                 args = (own[node], dim, self.chunks)
                 parts = new.create_node("call_function", ops.scatter, args, name=f"{node}_parts")
                 if dim is not None and not weights:
                     weights = (parts, dim)
-                for i, copied in enumerate(copies):
-                    copied[node] = new.create_node(
-                        "call_function", operator.getitem, (parts, i), name=f"{node}_mb{i}"
-                    )
-                    copied[node].meta = _meta(node, i)
+                self._parts(node, parts, copies)
+        for node in inputs:
+            if SEED in node.meta and node.users:
+                seeds = new.create_node("call_function", ops.seeds, (self.chunks,), name="seeds")
+                self._parts(node, seeds, copies)
         for node in inputs:
             if node.op == "get_attr":
                 for copied in copies:
                     copied[node] = own[node]
         return weights
+
+    @staticmethod
+    def _parts(node: fx.Node, parts: fx.Node, copies: list[dict[fx.Node, fx.Node]]) -> None:
+        """What each micro-batch has of an input."""
+        for i, copied in enumerate(copies):
+            copied[node] = parts.graph.create_node(
+                "call_function", operator.getitem, (parts, i), name=f"{node}_mb{i}"
+            )
+            copied[node].meta = _meta(node, i)
 
     def _gather(
         self,

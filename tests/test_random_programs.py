@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, field
 
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -128,7 +128,19 @@ def reference(model: nn.Module, x: Tensor, chunks: int):
     return gathered, gradients(model), list(model.buffers())
 
 
+FOUND = [
+    # An output that is used again in a later stage goes by way of its last user, and gates there.
+    Case([Step("conv", a, 0) for a in (0, 0, 1, 2, 3, 4, 5, 7, 7, 8)], 3, 2, 2, "never", [7, 9]),
+    Case([Step("conv", a, 0) for a in (0, 1, 1)], 3, 1, 1, "never", [1, 2]),
+    # A tensor that an in-place operation gives back: one value with two names.
+    Case([Step("conv", 0, 0), Step("relu_", 1, 0), Step("conv", 1, 0)], 2, 1, 1, "never", [1, 2]),
+]
+
+
 @given(cases())
+@example(FOUND[0])
+@example(FOUND[1])
+@example(FOUND[2])
 @settings(
     max_examples=EXAMPLES,
     deadline=None,

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.dependency import gate
+from fxpipe.runtime.random import LOCK
 
 
 class CheckpointError(RuntimeError):
@@ -204,6 +205,10 @@ class _RandomState:
     """The states of the random number generators on the CPU and some devices."""
 
     def __init__(self, devices: set[torch.device]) -> None:
+        with LOCK:  # not while another lane has borrowed them
+            self._take(devices)
+
+    def _take(self, devices: set[torch.device]) -> None:
         self.cpu = torch.get_rng_state()
         self.devices = [
             (torch.get_device_module(d), d, torch.get_device_module(d).get_rng_state(d))
@@ -218,12 +223,13 @@ class _RandomState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        now = _RandomState({device for _, device, _ in self.devices})
-        try:
-            self.put()
-            yield
-        finally:
-            now.put()
+        with LOCK:
+            now = _RandomState({device for _, device, _ in self.devices})
+            try:
+                self.put()
+                yield
+            finally:
+                now.put()
 
 
 class _WrittenBuffers:

@@ -35,17 +35,17 @@ class PortalError(RuntimeError):
 
 
 class Hidden:
-    """Holds one tensor (or ``None``) outside autograd for ``life`` takers, and their gradients."""
+    """Holds one value outside autograd for ``life`` takers, and their gradients if it has any."""
 
-    def __init__(self, tensor: Tensor | None, life: int = 1) -> None:
+    def __init__(self, tensor: Any, life: int = 1) -> None:
         if life < 1:
             raise ValueError(f"a portal's life must be at least 1, got {life}")
-        self._tensor = None if tensor is None else tensor.detach()
+        self._tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
         self._life = life
         self._grad: Tensor | None = None
 
-    def take(self) -> Tensor | None:
-        """The tensor; the last taker's call frees it. Raises :class:`PortalError` after that."""
+    def take(self) -> Any:
+        """The value; the last taker's call frees it. Raises :class:`PortalError` after that."""
         if self._life == 0:
             raise PortalError(
                 "this portal's tensor has been taken out as often as its life allowed and is "
@@ -118,8 +118,7 @@ class _Orange(torch.autograd.Function):
     def forward(ctx: Any, hidden: Hidden, phony: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.hidden = hidden
-        tensor = hidden.take()
-        assert tensor is not None  # only a tensor gives its portal a phony that carries gradient
+        tensor: Tensor = hidden.take()  # nothing else has a phony that carries gradient
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -128,8 +127,9 @@ class _Orange(torch.autograd.Function):
         return None, None
 
 
-def portal_blue(tensor: Tensor | None, life: int = 1) -> Portal:
-    """Take a tensor out of autograd's sight. ``None`` may travel, as may what has no gradient.
+def portal_blue(tensor: Any, life: int = 1) -> Portal:
+    """Take a tensor out of autograd's sight. ``None`` may travel, as may anything else that is no
+    tensor.
 
     The phony carries gradient exactly where the tensor does.
     """
@@ -146,8 +146,8 @@ def portal_copy(portal: Portal, source: str, target: str, life: int = 1) -> Port
     the copy is done.
     """
     tensor = portal.hidden.take()
-    if tensor is None:
-        return Portal(Hidden(None, life), portal.phony)
+    if not isinstance(tensor, Tensor):
+        return Portal(Hidden(tensor, life), portal.phony)
     far = Hidden(moved(tensor, device_of(target), source, target), life)
     if not carries_gradient(portal.phony):
         return Portal(far, portal.phony)
@@ -157,7 +157,7 @@ def portal_copy(portal: Portal, source: str, target: str, life: int = 1) -> Port
     return Portal(far, phony)
 
 
-def portal_orange(portal: Portal) -> Tensor | None:
+def portal_orange(portal: Portal) -> Any:
     """Bring the tensor back into the graph; its gradient goes through the portal to the source."""
     if not carries_gradient(portal.phony):
         return portal.hidden.take()

@@ -1,0 +1,78 @@
+"""Random numbers that depend on a seed and nothing else, drawn while other lanes draw theirs.
+
+CPU lanes share one default generator, so that what a stage draws would depend on what the others
+happen to have drawn. Therefore every micro-batch is given a seed, by the caller, and a function
+that draws random numbers runs on a generator seeded from it. The default generator is borrowed for
+that, under a lock, and given back as it was: only functions that draw wait for each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+LOCK = threading.RLock()  # held by whoever needs the default generators to be nobody else's
+
+
+def seeds(count: int) -> tuple[int, ...]:
+    """Seeds drawn from the default generator: ``torch.manual_seed`` decides about all."""
+    with LOCK:
+        return tuple(torch.randint(2**62, (count,)).tolist())
+
+
+@contextmanager
+def seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
+    """The default generators of the CPU and these devices start from a seed, for now."""
+    others = [(torch.get_device_module(d), d) for d in devices if d.type not in ("cpu", "meta")]
+    with LOCK:
+        cpu = torch.get_rng_state()
+        states = [module.get_rng_state(device) for module, device in others]
+        try:
+            torch.default_generator.manual_seed(seed)
+            for module, device in others:
+                with torch.device(device):
+                    module.manual_seed(seed)
+            yield
+        finally:
+            torch.set_rng_state(cpu)
+            for (module, device), state in zip(others, states, strict=True):
+                module.set_rng_state(state, device)
+
+
+class Seeded(nn.Module):
+    """A function, or module, that draws random numbers, as one that is given a seed.
+
+    ``index`` tells functions that are given the same seed apart. Without a seed (None) the function
+    runs as it is.
+    """
+
+    def __init__(self, function: Callable[..., Any], index: int) -> None:
+        super().__init__()
+        self.function = function
+        self.index = index
+
+    def forward(self, seed: int | None, *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)``, drawing from a generator of its own."""
+        if seed is None:
+            return self.function(*args, **kwargs)
+        tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+        # Neighbouring seeds and indices must not give neighbouring generators the same seed.
+        own = (seed * 0x9E3779B97F4A7C15 + self.index * 0xD1B54A32D192ED03) % 2**63
+        with seeded(own, {t.device for t in tensors}):
+            return self.function(*args, **kwargs)
+
+
+class Method:
+    """``tensor.name(...)`` as a function."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(tensor, self.name)(*args, **kwargs)

@@ -1,0 +1,60 @@
+import threading
+
+import torch
+from torch import nn
+
+from fxpipe.runtime.random import LOCK, Method, Seeded, seeds
+
+
+def test_the_default_generator_decides_and_goes_on():
+    torch.manual_seed(1)
+    a, b = seeds(3), seeds(3)
+    torch.manual_seed(1)
+    assert seeds(3) == a and a != b and len(set(a)) == 3
+
+
+def test_a_seeded_function_draws_from_its_seed_and_index_only():
+    x = torch.ones(100)
+    drop, other = (Seeded(nn.Dropout(0.5), index) for index in range(2))
+    state = torch.get_rng_state()
+    a = drop(7, x)
+    assert torch.equal(torch.get_rng_state(), state), "the default generator is as it was"
+    torch.rand(5)
+    assert torch.equal(drop(7, x), a)
+    assert not torch.equal(drop(8, x), a)
+    assert not torch.equal(other(7, x), a)
+
+
+def test_without_a_seed_it_is_the_function():
+    x, drop = torch.ones(100), nn.Dropout(0.5)
+    torch.manual_seed(2)
+    expected = drop(x)
+    torch.manual_seed(2)
+    assert torch.equal(Seeded(drop, 0)(None, x), expected)
+
+
+def test_methods_and_functions_with_keywords():
+    x = torch.empty(50)
+    assert torch.equal(
+        Seeded(Method("bernoulli_"), 0)(3, x.clone(), p=0.5),
+        Seeded(torch.Tensor.bernoulli_, 0)(3, x.clone(), 0.5),
+    )
+
+
+def test_threads_do_not_disturb_each_other():
+    x, drop = torch.ones(1000), Seeded(nn.Dropout(0.5), 0)
+    expected = [drop(seed, x) for seed in range(4)]
+    found = {}
+
+    def work(seed):
+        found[seed] = [drop(seed, x) for _ in range(50)]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, masks in found.items():
+        assert all(torch.equal(mask, expected[seed]) for mask in masks)
+    assert LOCK.acquire(blocking=False)
+    LOCK.release()
