@@ -26,6 +26,7 @@ ORIGIN = "origin"  # str: the value of the stage graph that a node of the pipeli
 VALUE = "val"  # fx's key: the fake (or example) value of a node
 ALIAS = "alias"  # int: nodes with the same number have to stay in one stage
 WRITES = "writes"  # tuple[str, ...]: the nodes whose memory this one writes to
+NO_BACKWARD = "no_backward"  # True where it has a gradient that no output leads back to
 SEED = "seed"  # True at the placeholder of the seed
 RANDOM = "random"  # True where random numbers are drawn
 

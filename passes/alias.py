@@ -32,7 +32,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.graph import ALIAS, RANDOM, VALUE, WRITES
+from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, VALUE, WRITES
 from passes.fakes import FakeInterpreter
 
 
@@ -43,7 +43,7 @@ class Alias:
     ``meta["val"]`` is the node's fake value for ``inputs`` (one for each placeholder);
     ``meta["writes"]`` names the nodes whose memory it writes to; ``meta["alias"]`` is a number that
     nodes share which have to stay in one stage; ``meta["random"]`` is set where random numbers are
-    drawn.
+    drawn, and ``meta["no_backward"]`` where the backward from the outputs does not come by.
     """
 
     name: ClassVar[str] = "alias"
@@ -64,6 +64,10 @@ class Alias:
         for number, group in enumerate(_disjoint(groups)):
             for node in group:
                 node.meta[ALIAS] = number
+        reached = _backward([seen.env[node] for node in gm.graph.output_node().all_input_nodes])
+        for node, value in seen.env.items():
+            if isinstance(value, Tensor) and value.grad_fn and value.grad_fn not in reached:
+                node.meta[NO_BACKWARD] = True
         return gm
 
 
@@ -118,6 +122,18 @@ def _follow_identities(seen: _Watcher, position: dict[fx.Node, int]) -> None:
                 for user in list(source.users):
                     if position[user] > position[node]:
                         user.replace_input_with(source, node)
+
+
+def _backward(outputs: list[Any]) -> set[Any]:
+    """The autograd nodes that a backward from these values may come by."""
+    front = [tensor.grad_fn for tensor in _tensors(outputs) if tensor.grad_fn is not None]
+    seen = set(front)
+    while front:
+        for function, _ in front.pop().next_functions:
+            if function is not None and function not in seen:
+                seen.add(function)
+                front.append(function)
+    return seen
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpipe.graph import ORIGIN, STAGE, VALUE, WRITES, stage_nodes
+from fxpipe.graph import NO_BACKWARD, ORIGIN, STAGE, VALUE, WRITES, stage_nodes
 
 
 class SplitError(ValueError):
@@ -144,8 +144,15 @@ def _stage_module(
             if source.op == "get_attr" and source not in own:
                 own[source] = graph.node_copy(source, own.__getitem__)
         own[node] = graph.node_copy(node, own.__getitem__)
-    results = tuple(own[node] for node in gives)
-    graph.output(results[0] if len(results) == 1 else results)
+    results = []
+    for node in gives:
+        result = own[node]
+        if NO_BACKWARD in node.meta:
+            # Gates pass all gradients of a stage at once. The model's backward would not come by
+            # here, so ours must not either, not even with nothing in its hands.
+            result = graph.call_function(torch.detach, (result,))
+        results.append(result)
+    graph.output(results[0] if len(results) == 1 else tuple(results))
     return fx.GraphModule(gm, graph, class_name=name)
 
 

@@ -2,7 +2,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
-from fxpipe.graph import ALIAS, RANDOM, VALUE, WRITES, format_graph
+from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, VALUE, WRITES, format_graph
 from passes import Alias
 
 
@@ -140,3 +140,18 @@ return (relu_, same, same)
 """,
     )
     assert notes["relu_"] == (None, ("sigmoid",)), "a cut ahead of it is free"
+
+
+def test_what_no_output_leads_back_to_is_known():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            a = self.a(x)
+            mask = self.b(x)  # has a gradient, but is only compared
+            return torch.relu(a) * (mask > 0)
+
+    gm, _ = noted(Model(), torch.ones(2, 3))
+    assert [n.name for n in gm.graph.nodes if n.meta.get(NO_BACKWARD)] == ["b"]

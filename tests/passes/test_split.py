@@ -7,6 +7,7 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 from fxpipe.graph import STAGE, format_graph, stage_nodes
+from passes import Alias, Partition
 from passes.split import Split, SplitError
 
 
@@ -154,3 +155,36 @@ def test_a_gap_in_the_stage_numbers_is_refused():
     labels = {k: v * 2 for k, v in LABELS.items()}
     with pytest.raises(SplitError, match=r"without gaps, got \[0, 2, 4\]"):
         Split()(labelled(SkipNet(), labels))
+
+
+def test_a_stage_writes_to_a_clone_of_what_it_receives_and_detaches_what_has_no_backward():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            a, mask = self.a(x), self.b(x)
+            return self.relu(a) * (mask > 0)
+
+    x = torch.ones(2, 3)
+    gm = Alias((x,))(fx.symbolic_trace(Model()))
+    gm = Split()(Partition(2, ["relu"])(gm))
+    assert_expected_inline(
+        format_graph(gm.stage_0) + format_graph(gm.stage_1),
+        """\
+x: input
+a = a(x)  # stage 0
+b = b(x)  # stage 0
+detach = detach(b)
+return (a, detach)
+a: input
+b: input
+clone = clone(a)
+relu = relu(clone)  # stage 1
+gt = gt(b, 0)  # stage 1
+mul = mul(relu, gt)  # stage 1
+return mul
+""",
+    )
