@@ -65,8 +65,9 @@ class Alias:
             for node in group:
                 node.meta[ALIAS] = number
         reached = _backward([seen.env[node] for node in gm.graph.output_node().all_input_nodes])
-        for node, value in seen.env.items():
-            if isinstance(value, Tensor) and value.grad_fn and value.grad_fn not in reached:
+        for node, made_by in seen.made_by.items():
+            # Who writes to a tensor gives it another history: it had one, and has one now.
+            if not reached & {made_by, seen.env[node].grad_fn}:
                 node.meta[NO_BACKWARD] = True
         return gm
 
@@ -89,6 +90,7 @@ class _Watcher(FakeInterpreter):
         self.garbage_collect_values = False  # memory must not be reused, its number would be too
         self.given: dict[int, list[fx.Node]] = {}  # memory: its nodes, in order
         self.written: dict[fx.Node, set[int]] = {}  # node: memory
+        self.made_by: dict[fx.Node, Any] = {}  # node: of the autograd graph, when it was run
 
     def sharing(self, memories: set[int]) -> list[fx.Node]:
         """The nodes that give any of these."""
@@ -106,6 +108,8 @@ class _Watcher(FakeInterpreter):
             n.meta[RANDOM] = True
         if n.op != "output":
             n.meta[VALUE] = value
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                self.made_by[n] = value.grad_fn
             for memory in {_memory(tensor) for tensor in _tensors(value)}:
                 self.given.setdefault(memory, []).append(n)
         return value

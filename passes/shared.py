@@ -120,7 +120,10 @@ def _by_nodes(gm: fx.GraphModule) -> set[int]:
 def _by_edges(interpreter: FakeInterpreter, inputs: tuple[Any, ...]) -> set[int]:
     """The parameters that several edges of the autograd graph lead to."""
     gm: Any = interpreter.module
-    originals = {id(interpreter.fake(p)): id(p) for _, p in _parameters(gm)}
+    fakes = [(interpreter.fake(p), p) for _, p in _parameters(gm)]  # kept, or ids would be reused
+    originals = {id(fake): id(p) for fake, p in fakes}
+    # Recurrent modules keep lists of their weights, and run on the real ones.
+    originals |= {id(p): id(p) for _, p in fakes}
     with interpreter.mode, torch.enable_grad():
         output = interpreter.run(*interpreter.fake(inputs))
     tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))

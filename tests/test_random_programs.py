@@ -132,6 +132,30 @@ FOUND = [
     # An output that is used again in a later stage goes by way of its last user, and gates there.
     Case([Step("conv", a, 0) for a in (0, 0, 1, 2, 3, 4, 5, 7, 7, 8)], 3, 2, 2, "never", [7, 9]),
     Case([Step("conv", a, 0) for a in (0, 1, 1)], 3, 1, 1, "never", [1, 2]),
+    # A value that is used, and then written to by something that nobody uses.
+    Case(
+        [
+            *[Step("conv", a, 0) for a in (0, 0, 1, 2)],
+            Step("add", 3, 4),
+            Step("relu_", 4, 0),
+            Step("conv", 5, 0),
+        ],
+        2,
+        1,
+        1,
+        "never",
+        [],
+    ),
+    # A dead end, whose backward would fail if it were run.
+    Case(
+        [*[Step("conv", a, 0) for a in (0, 0, 1, 3)], Step("relu_", 3, 0)]
+        + [Step("conv", a, 0) for a in (4, 5, 7, 7, 8)],
+        2,
+        1,
+        1,
+        "never",
+        [],
+    ),
     # A tensor that an in-place operation gives back: one value with two names.
     Case([Step("conv", 0, 0), Step("relu_", 1, 0), Step("conv", 1, 0)], 2, 1, 1, "never", [1, 2]),
 ]
@@ -141,6 +165,8 @@ FOUND = [
 @example(FOUND[0])
 @example(FOUND[1])
 @example(FOUND[2])
+@example(FOUND[3])
+@example(FOUND[4])
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
