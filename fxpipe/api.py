@@ -186,6 +186,7 @@ class _Mode:
     in_dims: list[int | None]
     out_dims: list[Dims]
     example: _Example | None = None
+    bindings: list[_Binding] = field(default_factory=list)
     unrolled: dict[int, _Unrolled] = field(default_factory=dict)
 
     @property
@@ -246,7 +247,8 @@ class Pipeline(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these arguments, computed micro-batch by micro-batch."""
         mode, values, unrolled = self._ready(args, kwargs)
-        if unrolled.lanes is None or is_intercepted():
+        in_a_lane = self._lanes.is_one(threading.current_thread())  # a hook may call us again
+        if unrolled.lanes is None or in_a_lane or is_intercepted():
             output = run_inline(unrolled.inline, values)
         else:
             output = self._lanes.run(unrolled.lanes, values)
@@ -276,6 +278,8 @@ class Pipeline(nn.Module):
             )
         with self._lock:
             mode = self._mode(args, kwargs)
+            for binding in mode.bindings:
+                binding.refresh()
             values = mode.traced.bind(args, kwargs)
             chunks = self._options.chunks_for(mode.batch_of(values))
             if chunks not in mode.unrolled:
@@ -305,6 +309,17 @@ class Pipeline(nn.Module):
     ) -> _Mode:
         options = self._options
         args, kwargs = canonical(self.module, args, kwargs)
+        with torch.inference_mode(False):  # what is inferred here is used in training too
+            args, kwargs = _usual((args, kwargs))
+            return self._compiled(options, args, kwargs, dims)
+
+    def _compiled(
+        self,
+        options: _Options,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: list[int | None],
+    ) -> _Mode:
         traced = trace(self.module, args, kwargs, tracer=options.tracer, batch_dims=dims)
         gm = traced.graph_module
         values = traced.bind(args, kwargs)
@@ -324,6 +339,8 @@ class Pipeline(nn.Module):
             out_dims=found,
         )
         mode.example = _Example.of(args, kwargs, dims, mode.batch_of(values))
+        for gm in (mode.model_graph, stage_graph, *_stages(stage_graph)):
+            mode.bindings += _bindings(gm, self.module)
         return mode
 
     def _label(self, gm: fx.GraphModule) -> None:
@@ -350,7 +367,8 @@ class Pipeline(nn.Module):
                 if buffer is not None and id(buffer) in homes:
                     module._buffers[name] = buffer.to(homes[id(buffer)])
         for stage, device in zip(_stages(stage_graph), self._options.devices, strict=True):
-            _adopt(stage, self.module)
+            for binding in _bindings(stage, self.module):
+                binding.refresh()
             for module in stage.modules():  # constants of the trace, which the model has not
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
@@ -367,6 +385,7 @@ class Pipeline(nn.Module):
             checkpoint=options.checkpoint,
         ):
             gm = rewrite(gm)
+        mode.bindings += _bindings(gm, self.module)
         # One micro-batch has nothing to run beside it.
         runs_inline = chunks == 1 or len(options.devices) == 1
         return _Unrolled(
@@ -478,10 +497,7 @@ class Pipeline(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's."""
-        result = self.module.load_state_dict(*args, **kwargs)
-        if kwargs.get("assign"):
-            self._refresh()
-        return result
+        return self.module.load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
         """``to(dtype)``, ``half()`` and the like, on the model. Stages stay on their devices."""
@@ -493,11 +509,15 @@ class Pipeline(nn.Module):
                     f"{', '.join(self._options.names)}; compile the model for other devices"
                 )
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._refresh()
+        self.recompile()
         return self
 
-    def _refresh(self) -> None:
-        """The model's tensors are other objects now: compile again at the next call, cut alike."""
+    def recompile(self) -> None:
+        """Compile again at the next call, cut alike.
+
+        What a trace cannot see has to be told so: that plain attributes which the forward reads
+        have changed, say, or that hooks have been added to modules made of others.
+        """
         with self._lock:
             if self._shown is not None:
                 self.__dict__["_example"] = self._shown[0].example
@@ -593,15 +613,37 @@ def _homes(
     return homes
 
 
-def _adopt(gm: fx.GraphModule, model: nn.Module) -> None:
-    """Let the tensors that a graph module holds by name be the model's, where it has them."""
+@dataclass
+class _Binding:
+    """A tensor that a graph module holds by name, and where the model has it."""
+
+    name: str
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+
+    def refresh(self) -> None:
+        """It may be another object by now: assigned, loaded, or exchanged by functional_call."""
+        if self.name in self.theirs and self.ours[self.name] is not self.theirs[self.name]:
+            self.ours[self.name] = self.theirs[self.name]
+
+
+def _bindings(gm: fx.GraphModule, model: nn.Module) -> list[_Binding]:
+    found = []
     for node in gm.graph.find_nodes(op="get_attr"):
         path, _, name = str(node.target).rpartition(".")
         try:
             source, owner = model.get_submodule(path), gm.get_submodule(path)
         except AttributeError:  # a constant of the trace
             continue
-        if name in source._parameters and name in owner._parameters:
-            owner._parameters[name] = source._parameters[name]
-        if name in source._buffers and name in owner._buffers:
-            owner._buffers[name] = source._buffers[name]
+        for theirs, ours in (
+            (source._parameters, owner._parameters),
+            (source._buffers, owner._buffers),
+        ):
+            if name in theirs and name in ours:
+                found.append(_Binding(name, ours, theirs))
+    return found
+
+
+def _usual(inputs: Any) -> Any:
+    """The inputs, copied out of inference mode if they have been made in it."""
+    return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, inputs)

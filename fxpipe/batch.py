@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,7 +120,9 @@ def broadcast(dims: Any, value: Any, path: str = "") -> Iterator[tuple[str, Any,
 
 def _children(value: Any) -> dict[Any, Any] | None:
     """The elements of a pytree node by key or index; None for a leaf."""
-    elements, spec = pytree.tree_flatten(value, is_leaf=lambda x: x is not value)
+    if isinstance(value, Tensor):
+        return None
+    elements, spec = pytree.tree_flatten(value, is_leaf=partial(operator.is_not, value))
     if spec.is_leaf():
         return None
     return dict(value) if isinstance(value, Mapping) else dict(enumerate(elements))
@@ -185,6 +189,11 @@ def _values(
 
 def _output_dim(slot: _Slot, one: Any, other: Any) -> int | None:
     if not isinstance(one, Tensor):
+        if any(isinstance(each, Tensor) for each in getattr(one, "__dict__", {}).values()):
+            raise BatchError(
+                f"{slot.path} is a {type(one).__name__}, whose tensors cannot be seen: make it "
+                "known with torch.export.register_dataclass or as a pytree node"
+            )
         return None
     if slot.said is not INFER:
         if slot.said is not None and not -one.ndim <= slot.said < one.ndim:

@@ -36,6 +36,8 @@ from torch.nn.parameter import is_lazy
 # The pytree that torch.export and Hugging Face register their types with.
 from torch.utils import _pytree as pytree
 
+from fxpipe.runtime.ambient import Ambient
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 BatchDims = Sequence[int | None]
@@ -84,19 +86,19 @@ def input_key(
 ) -> Hashable:
     """What a trace is specialised on: two calls with equal keys may share one.
 
-    That is the structure of the inputs, the values of those that are not tensors, the training flag
-    of every module and the autocast state. ``torch.export`` also fixes dtypes and all sizes but the
-    batch's; ``shapes=False`` leaves them out, which is right for a "symbolic" trace.
+    That is the structure of the inputs, the values of those that are not tensors, every module and
+    its training flag, and the autocast state. ``torch.export`` also fixes dtypes and all sizes but
+    the batch's; ``shapes=False`` leaves them out, which is right for a "symbolic" trace.
     """
     leaves, spec = pytree.tree_flatten(canonical(model, args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = tuple(_constant_key(leaf) for leaf in leaves)
-    training = tuple(module.training for module in model.modules())
+    modules = tuple((id(module), module.training) for module in model.modules())
     autocast = tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in sorted({tensor.device.type for tensor in tensors})
     )
-    key = (spec, constants, training, autocast)
+    key = (spec, constants, modules, autocast)
     if not shapes:
         return key
     dims = _infer_batch_dims(tensors) if batch_dims is None else batch_dims
@@ -240,7 +242,7 @@ class _Example:
             gradients = torch.autograd.grad(
                 outputs, parameters, weights, allow_unused=True, materialize_grads=True
             )
-            return list(gradients)
+            return [g.to_dense() if g.is_sparse else g for g in gradients]
 
     def call(self, tensors: Sequence[Tensor], traced: Traced | None) -> Any:
         """The output of the model, or of its graph."""
@@ -358,6 +360,15 @@ class _SymbolicTracer(fx.Tracer):
     def __init__(self, example: _Example) -> None:
         super().__init__()
         self.example = example
+        self.modes = Ambient.here()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if Ambient.here() != self.modes:
+            raise _Refused(
+                "it switches gradients or autocast on or off within its forward, which fx does "
+                "not see"
+            )
+        return super().create_node(*args, **kwargs)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None

@@ -61,14 +61,17 @@ class Alias:
             before = [node for node in seen.sharing(memories) if position[node] < position[writer]]
             writer.meta[WRITES] = tuple(node.name for node in before)
             groups.append(_inseparable(writer, before, position))
+        groups += [seen.buffer_users[buffer] for buffer in seen.written_buffers]
         for number, group in enumerate(_disjoint(groups)):
             for node in group:
                 node.meta[ALIAS] = number
         reached = _backward([seen.env[node] for node in gm.graph.output_node().all_input_nodes])
-        for node, made_by in seen.made_by.items():
-            # Who writes to a tensor gives it another history: it had one, and has one now.
-            if not reached & {made_by, seen.env[node].grad_fn}:
-                node.meta[NO_BACKWARD] = True
+        # Who writes to memory gives all its tensors another history: of those nothing is known.
+        written = set(seen.sharing(set().union(*seen.written.values())))
+        for node, value in seen.env.items():
+            if isinstance(value, Tensor) and node not in written and value.grad_fn is not None:
+                if value.grad_fn not in reached:
+                    node.meta[NO_BACKWARD] = True
         return gm
 
 
@@ -88,9 +91,19 @@ class _Watcher(FakeInterpreter):
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self.garbage_collect_values = False  # memory must not be reused, its number would be too
+        self.kept: list[Tensor] = []
         self.given: dict[int, list[fx.Node]] = {}  # memory: its nodes, in order
         self.written: dict[fx.Node, set[int]] = {}  # node: memory
-        self.made_by: dict[fx.Node, Any] = {}  # node: of the autograd graph, when it was run
+        self.buffer_users: dict[int, set[fx.Node]] = {}  # of the buffers of modules
+        self.written_buffers: set[int] = set()
+
+    def _buffers(self, node: fx.Node) -> list[Tensor]:
+        """The buffers, as fakes, of the module that a node calls."""
+        if node.op != "call_module":
+            return []
+        buffers = [self.fake(b) for b in self.fetch_attr(str(node.target)).buffers()]
+        self.kept += buffers  # or their ids would be used again
+        return buffers
 
     def sharing(self, memories: set[int]) -> list[fx.Node]:
         """The nodes that give any of these."""
@@ -99,17 +112,21 @@ class _Watcher(FakeInterpreter):
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         before = [(tensor, tensor._version) for tensor in _tensors((args, kwargs))]
+        own = self._buffers(n)
+        versions = [buffer._version for buffer in own]
         with _Randomness() as randomness:  # type: ignore[no-untyped-call]
             value = super().run_node(n)
         written = {_memory(tensor) for tensor, version in before if tensor._version != version}
         if written:
             self.written[n] = written
+        for buffer, version in zip(own, versions, strict=True):
+            self.buffer_users.setdefault(id(buffer), set()).add(n)
+            if buffer._version != version:
+                self.written_buffers.add(id(buffer))
         if randomness.drawn:
             n.meta[RANDOM] = True
         if n.op != "output":
             n.meta[VALUE] = value
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                self.made_by[n] = value.grad_fn
             for memory in {_memory(tensor) for tensor in _tensors(value)}:
                 self.given.setdefault(memory, []).append(n)
         return value

@@ -6,8 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
+
+from fxpipe.graph import format_node
+from fxpipe.trace import TraceError
 
 
 class FakeInterpreter(fx.Interpreter):
@@ -16,6 +23,18 @@ class FakeInterpreter(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode | None = None) -> None:
         super().__init__(gm)
         self.mode = mode or FakeTensorMode()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; where that needs values, which fakes do not have, say which node it is."""
+        try:
+            return super().run_node(n)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            where = (n.meta.get("stack_trace") or "").strip().splitlines()
+            raise TraceError(
+                f"the model needs the values of tensors to know what to compute: {format_node(n)} "
+                f"({error}); keep it to tensors, or wrap what needs values in one function marked "
+                "with torch.fx.wrap" + "".join(f"\n{line}" for line in where[:2])
+            ) from error
 
     def fake(self, value: Any) -> Any:
         """The value, its tensors faked; the same tensor always gives the same fake."""

@@ -32,8 +32,8 @@ class Split:
     """Model graph, its nodes labelled ``meta["stage"]`` from 0 on → stage graph.
 
     A parameter or buffer (``get_attr``) needs no label: it lives in every stage that uses it, as
-    the same object under the same name. A stage that writes to what another stage made writes to a
-    clone: what it receives may share memory with that stage.
+    the same object under the same name. A stage that writes to what it receives writes to a
+    clone: the memory may be another stage's, or the caller's.
 
     Raises :class:`SplitError` where a node has no label, a stage number is left out, or a value
     flows from a later stage to an earlier one.
@@ -136,7 +136,7 @@ def _stage_module(
         _describe(taken, own[taken])
     written = {name for node in nodes for name in node.meta.get(WRITES, ())}
     for taken in takes:
-        if taken.name in written and taken.op != "placeholder":
+        if taken.name in written:
             own[taken] = graph.call_function(torch.clone, (own[taken],))
             _describe(taken, own[taken])
     for node in nodes:

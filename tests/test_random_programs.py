@@ -156,6 +156,23 @@ FOUND = [
         "never",
         [],
     ),
+    # A view that is cut off from a view of itself, which is written to.
+    Case(
+        [
+            Step("tanh", 0, 0),
+            Step("conv", 0, 0),
+            Step("conv", 1, 0),
+            Step("view", 2, 0),
+            Step("conv", 3, 0),
+            Step("relu_", 4, 0),
+            Step("norm", 6, 0),
+        ],
+        3,
+        1,
+        1,
+        "never",
+        [],
+    ),
     # A tensor that an in-place operation gives back: one value with two names.
     Case([Step("conv", 0, 0), Step("relu_", 1, 0), Step("conv", 1, 0)], 2, 1, 1, "never", [1, 2]),
 ]
@@ -167,6 +184,7 @@ FOUND = [
 @example(FOUND[2])
 @example(FOUND[3])
 @example(FOUND[4])
+@example(FOUND[5])
 @settings(
     max_examples=EXAMPLES,
     deadline=None,

@@ -98,7 +98,7 @@ class _Frame:
 
         self.ambient = Ambient.here()
         parameters = list(_parameters(fn))
-        self.versions = [(p, p._version) for p in parameters]
+        self.kept = {p.untyped_storage()._cdata for p in parameters}
         devices = {t.device for t in (*tensors, *parameters)}
         self.random = _RandomState(devices) if preserve_rng_state else None
         self.buffers = _WrittenBuffers(fn)
@@ -113,11 +113,15 @@ class _Frame:
         return output
 
     def pack(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, nn.Parameter):  # alive anyway, but an optimizer may write to it
+        if self.is_kept(tensor):  # alive anyway, but an optimizer may write to it
             return tensor, tensor._version
         slot = _Slot(self, tensor)
         self.slots.append(weakref.ref(slot))
         return slot
+
+    def is_kept(self, tensor: Tensor) -> bool:
+        """Whether it is one of the module's parameters, or a view of one."""
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self.kept
 
     def inputs(self, *, detached: bool) -> Any:
         leaves = list(self.leaves)
@@ -136,18 +140,17 @@ class _Frame:
 
             def pack(tensor: Tensor) -> Any:
                 nonlocal count
-                if isinstance(tensor, nn.Parameter):
+                if self.is_kept(tensor):
                     return tensor
+                if self.early_stop and count > last:
+                    # Not as soon as it is there: it may be saved before it is computed.
+                    raise _Stop(self)
                 held = tensor.detach()
                 if count < known and (slot := self.slots[count]()) is not None:
                     self.fill(slot, held, count)
                 count += 1
-                if self.early_stop and count > last:
-                    raise _Stop(self)
                 return held
 
-            for parameter, version in self.versions:
-                _check_version(parameter, version)
             args, kwargs = self.inputs(detached=True)
             try:
                 with (

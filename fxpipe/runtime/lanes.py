@@ -12,6 +12,7 @@ is raised at the caller.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -126,6 +127,10 @@ class Lanes:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._process = os.getpid()
         self._queues: list[SimpleQueue[Job | None]] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -161,6 +166,10 @@ class Lanes:
             hand_over.finish(output)
         return output
 
+    def is_one(self, thread: threading.Thread) -> bool:
+        """Whether the thread is one of these lanes, which must not wait for itself."""
+        return thread in self._threads
+
     def close(self) -> None:
         """End the threads, after what they are doing. They are started again when needed."""
         with self._lock:
@@ -169,6 +178,8 @@ class Lanes:
             self._queues, self._threads, self._close = [], [], None
 
     def _start(self) -> None:
+        if self._process != os.getpid():  # a fork takes no threads along
+            self._reset()
         with self._lock:
             if self._threads:
                 return

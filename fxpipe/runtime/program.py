@@ -26,7 +26,7 @@ from torch import fx
 from fxpipe.graph import MICROBATCH, STAGE, attribute, format_node
 
 CALLER = -1
-_TORCH = str(Path(torch.__file__).parent)
+_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 Env = dict[fx.Node, Any]
 
 
@@ -160,8 +160,8 @@ def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
 
 
 def _model_line(node: fx.Node) -> str | None:
-    """Where in the model's source a node comes from: the last line of its trace outside PyTorch."""
+    """Where in the model's source a node comes from: the last line of its trace that is."""
     trace = node.meta.get("stack_trace") or ""
     frames = re.finditer(r' *(?P<text>File "(?P<file>.*?)", line .*\n.*)', trace)
-    own = [frame["text"] for frame in frames if not frame["file"].startswith(_TORCH)]
+    own = [frame["text"] for frame in frames if not frame["file"].startswith(_NOT_THE_MODEL)]
     return f"  {own[-1]}" if own else None

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -196,18 +198,26 @@ def test_a_value_that_a_stage_receives_is_not_written_to():
     )
 
 
-def test_what_the_model_writes_to_its_input_the_caller_sees():
-    class Writes(MLP):
-        def forward(self, x):
-            x.mul_(2)
-            return super().forward(x)
-
-    x, y = torch.ones(4, 12), torch.ones(4, 12)
-    model = Writes()
-    model(y)
-    with fxpipe.compile(model, TWO, chunks=2, example_inputs=(torch.ones(4, 12),)) as pipe:
-        pipe(x)
-    assert same(x, y)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_model_may_write_to_its_input_and_the_caller_does_not_see_it(chunks, checkpoint):
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(12, 12), nn.Linear(12, 12))
+    x = torch.randn(4, 12)
+    for history in False, True:
+        given, expected = x.clone(), x.clone()
+        if history:
+            given.requires_grad_()
+            expected.requires_grad_()
+        with fxpipe.compile(model, TWO, chunks=chunks, checkpoint=checkpoint) as pipe:
+            model.zero_grad()
+            loss_of(pipe(given * 1 if history else given)).backward()
+            actual = gradients(model)
+        model.zero_grad()
+        loss_of(model[1:](torch.relu(expected))).backward()
+        torch.testing.assert_close(actual, gradients(model))
+        assert same(given, x)
+        if history:
+            torch.testing.assert_close(given.grad, expected.grad)
 
 
 def test_the_number_of_micro_batches_is_chosen_and_said():
@@ -359,3 +369,149 @@ def test_gradients_accumulate_over_calls():
         once = gradients(model)
         loss_of(pipe(x)).backward()
     torch.testing.assert_close(gradients(model), [g * 2 for g in once])
+
+
+class Named(MLP):
+    """A parameter and a buffer that the graph holds by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(12))
+        self.register_buffer("shift", torch.zeros(12))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain + self.shift
+
+
+def test_tensors_that_are_exchanged_are_seen_at_the_next_call():
+    model, x = Named(), torch.randn(4, 12)
+    with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,)) as pipe:
+        new = {name: p.detach() * 2 for name, p in model.named_parameters()}
+        expected = torch.func.functional_call(model, new, (x,))
+        torch.testing.assert_close(torch.func.functional_call(pipe, new, (x,)), expected)
+        torch.testing.assert_close(pipe(x), model(x))
+        model.shift = torch.ones(12)
+        model.gain = nn.Parameter(torch.full((12,), 3.0))
+        torch.testing.assert_close(pipe(x), model(x))
+        pipe(x).sum().backward()
+        assert model.gain.grad is not None
+        model.layers[0] = nn.Linear(12, 12)
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_what_a_trace_cannot_see_is_seen_after_recompile():
+    class Scaled(MLP):
+        scale = 1.0
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    model, x = Scaled(), torch.randn(4, 12)
+    with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,)) as pipe:
+        model.scale = 2.0
+        pipe.recompile()
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_the_first_call_may_be_in_inference_mode():
+    model, x = MLP(), torch.randn(4, 12)
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        with torch.inference_mode():
+            assert same(pipe(x * 1), torch.cat([model(part * 1) for part in x.chunk(2)]))
+        loss_of(pipe(x)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_batch_norm_that_two_places_use_stays_in_one_stage():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.a, self.b = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.norm(self.b(self.norm(self.a(x))))
+
+    model, x = Twice(), torch.randn(8, 4)
+    twin = copy.deepcopy(model)
+    expected = loop(twin, (x,), 4)
+    with pytest.raises(PartitionError, match=r"'norm.*share memory that is written to"):
+        fxpipe.compile(model, TWO, partition=["b"])(x)
+    with fxpipe.compile(model, TWO, chunks=4) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+    assert same(output.detach(), expected[0])
+    assert same(gradients(model), expected[1])
+    assert same(list(model.buffers()), list(twin.buffers()))
+
+
+def test_gradients_that_a_model_stops_are_stopped():
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                target = self.a(x)
+            return self.b(x) * target
+
+    model, x = Stops(), torch.randn(4, 4)
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        loss_of(pipe(x)).backward()
+    assert model.a.weight.grad is None and model.b.weight.grad is not None
+
+
+def test_an_output_whose_tensors_cannot_be_seen_is_refused():
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    class Boxes(MLP):
+        def forward(self, x):
+            return Box(super().forward(x))
+
+    with pytest.raises((BatchError, TraceError), match="Box"):
+        fxpipe.compile(Boxes(), TWO, chunks=2)(X)
+
+
+def test_a_model_that_needs_values_is_refused_with_the_line():
+    class Item(MLP):
+        def forward(self, x):
+            return super().forward(x) * x.max().item()
+
+    with pytest.raises(TraceError, match=r"(?s)needs the values of tensors.*item.*x.max\(\).item"):
+        fxpipe.compile(Item(), TWO)(X)
+
+
+def test_sparse_gradients():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.head(self.embed(x))
+
+    model, x = Sparse(), torch.randint(9, (6, 2))
+    with fxpipe.compile(model, TWO, chunks=3) as pipe:
+        loss_of(pipe(x)).backward()
+    grad = model.embed.weight.grad
+    assert grad.is_sparse
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    torch.testing.assert_close(grad.to_dense(), model.embed.weight.grad.to_dense())
+
+
+def test_inputs_are_let_go_after_a_call():
+    gc.collect()
+    gc.disable()
+    try:
+        with fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,)) as pipe:
+            x = torch.randn(4, 12)
+            ref = weakref.ref(x)
+            with torch.no_grad():
+                pipe(x)
+            del x
+            assert ref() is None
+    finally:
+        gc.enable()

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import select
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -300,3 +303,35 @@ def test_interception_is_noticed():
         assert is_intercepted()
     assert torch.func.vmap(lambda x: x + is_intercepted())(torch.zeros(1)) == 1
     assert not is_intercepted()
+
+
+def test_a_hook_may_call_the_pipeline_again(pipe):
+    x, seen, called = torch.randn(8, 4), [], []
+
+    def again(module, args, output):
+        if not called and threading.current_thread() is not threading.main_thread():
+            called.append(True)
+            seen.append(pipe(x))
+
+    handle = pipe.module.a.register_forward_hook(again)
+    y = pipe(x)
+    handle.remove()
+    assert same(seen[0], y)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_lanes_of_its_own(pipe):
+    x = torch.randn(8, 4)
+    expected = pipe(x).detach()
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of threads and forks in general
+        child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, b"y" if same(pipe(x).detach(), expected) else b"n")
+        finally:
+            os._exit(0)
+    assert select.select([reading], [], [], 60)[0], "the child hangs"
+    assert os.read(reading, 1) == b"y"
+    os.waitpid(child, 0)

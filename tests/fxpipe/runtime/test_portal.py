@@ -113,3 +113,24 @@ def test_gates_order_a_portal_by_its_phony():
     assert n == 7 and phony.requires_grad and portal.phony.requires_grad
     (portal_orange(portal) * 3).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 3.0))
+
+
+def test_a_backward_that_failed_leaves_nothing_for_the_next():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 1
+    failing = [True]
+
+    def fail(grad):
+        if failing.pop():
+            raise ValueError
+
+    portal = portal_blue(y)
+    (portal, other), _ = fork((portal, x * 1))
+    other.register_hook(fail)
+    failing.insert(0, False)
+    loss = (portal_orange(portal) * 3).sum() + other.sum()
+    with pytest.raises(ValueError):
+        loss.backward(retain_graph=True)
+    x.grad = None
+    loss.backward()
+    assert torch.equal(x.grad, torch.full((2,), 4.0))
