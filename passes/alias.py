@@ -69,9 +69,9 @@ class Alias:
         # Who writes to memory gives all its tensors another history: of those nothing is known.
         written = set(seen.sharing(set().union(*seen.written.values())))
         for node, value in seen.env.items():
-            if isinstance(value, Tensor) and node not in written and value.grad_fn is not None:
-                if value.grad_fn not in reached:
-                    node.meta[NO_BACKWARD] = True
+            made_by = value.grad_fn if isinstance(value, Tensor) else None
+            if made_by is not None and made_by not in reached and node not in written:
+                node.meta[NO_BACKWARD] = True
         return gm
 
 

@@ -47,12 +47,17 @@ class AnalyticCost:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         counted: set[int] = set()  # a shared parameter is counted where it is used first
+        values = (node.meta.get(VALUE) for node in gm.graph.nodes)
+        modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+        interpreter = FakeInterpreter(gm, next(modes, None))
         for node in stage_nodes(gm.graph):
-            node.meta[COST] = self._of(gm, node, counted)
+            node.meta[COST] = self._of(gm, node, interpreter, counted)
         return gm
 
-    def _of(self, gm: fx.GraphModule, node: fx.Node, counted: set[int]) -> Cost:
-        work = _run(gm, node)
+    def _of(
+        self, gm: fx.GraphModule, node: fx.Node, interpreter: FakeInterpreter, counted: set[int]
+    ) -> Cost:
+        work = _run(interpreter, node)
         forward = max(work.flops / self.device.flops_per_s, work.bytes / self.device.bytes_per_s)
         forward += work.operators * self.device.launch_s
         output = node.meta[VALUE]
@@ -92,13 +97,10 @@ class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _run(gm: fx.GraphModule, node: fx.Node) -> _Work:
+def _run(interpreter: FakeInterpreter, node: fx.Node) -> _Work:
     """Run one node on its inputs' fake values."""
     work = _Work()
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
-    fakes = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, FakeTensor))
-    first = next(fakes, None)
-    interpreter = FakeInterpreter(gm, None if first is None else first.fake_mode)
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
