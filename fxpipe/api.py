@@ -201,6 +201,41 @@ class _Mode:
         return None
 
 
+MANY = 100  # kinds of calls to remember a shortcut for
+
+
+def _shortcut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What decides, the model being as it was, which program a call runs; None if that takes more.
+
+    For the usual call, tensors by position, so that a small model is not held up by ours.
+    """
+    if kwargs or not all(type(arg) is Tensor for arg in args):
+        return None
+    autocast = tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in {arg.device.type for arg in args}
+    )
+    return autocast, *((arg.shape, arg.dtype) for arg in args)
+
+
+class _Structure:
+    """The modules of a model and their training flags, as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = [(module, module.training) for module in model.modules()]
+        self.children = [
+            (module._modules, list(module._modules.values()))
+            for module, _ in self.modules
+            if module._modules
+        ]
+
+    def holds(self) -> bool:
+        """Whether they still are."""
+        return all(module.training is training for module, training in self.modules) and all(
+            [*now.values()] == then for now, then in self.children
+        )
+
+
 class Pipeline(nn.Module):
     """A model that runs as a pipeline. Made by :func:`compile`.
 
@@ -213,6 +248,8 @@ class Pipeline(nn.Module):
     _options: _Options
     _modes: dict[Any, _Mode]
     _labels: dict[str, int]
+    _shortcuts: dict[Any, tuple[_Mode, _Unrolled]]
+    _structure: _Structure
     _shown: tuple[_Mode, _Unrolled] | None
     _example: _Example | None
     _closed: bool
@@ -234,6 +271,8 @@ class Pipeline(nn.Module):
                 "_options": options,
                 "_modes": {},
                 "_labels": {},
+                "_shortcuts": {},
+                "_structure": _Structure(model),
                 "_shown": None,
                 "_example": None,
                 "_closed": False,
@@ -277,14 +316,24 @@ class Pipeline(nn.Module):
                 "this pipeline is closed: compile the model again, or call the model itself"
             )
         with self._lock:
-            mode = self._mode(args, kwargs)
+            shortcut = _shortcut(args, kwargs)
+            if shortcut is not None and shortcut in self._shortcuts and self._structure.holds():
+                mode, unrolled = self._shortcuts[shortcut]
+                values = list(args)
+            else:
+                mode = self._mode(args, kwargs)
+                values = mode.traced.bind(args, kwargs)
+                chunks = self._options.chunks_for(mode.batch_of(values))
+                if chunks not in mode.unrolled:
+                    mode.unrolled[chunks] = self._unroll(mode, chunks)
+                unrolled = mode.unrolled[chunks]
+                if not self._structure.holds() or len(self._shortcuts) > MANY:
+                    self._shortcuts.clear()
+                    self.__dict__["_structure"] = _Structure(self.module)
+                if shortcut is not None:
+                    self._shortcuts[shortcut] = mode, unrolled
             for binding in mode.bindings:
                 binding.refresh()
-            values = mode.traced.bind(args, kwargs)
-            chunks = self._options.chunks_for(mode.batch_of(values))
-            if chunks not in mode.unrolled:
-                mode.unrolled[chunks] = self._unroll(mode, chunks)
-            unrolled = mode.unrolled[chunks]
             self.__dict__["_shown"] = (mode, unrolled)
         return mode, values, unrolled
 
@@ -523,6 +572,7 @@ class Pipeline(nn.Module):
                 self.__dict__["_example"] = self._shown[0].example
             self.__dict__["_shown"] = None
             self._modes.clear()
+            self._shortcuts.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """The model, and what is needed to compile it again: graphs and threads are made anew."""

@@ -60,6 +60,13 @@ def attribute(gm: fx.GraphModule, target: str) -> Any:
     return operator.attrgetter(target)(gm)
 
 
+def rename_written(graph: fx.Graph, names: dict[str, str]) -> None:
+    """Nodes have been replaced by others, of other names: let ``meta["writes"]`` say so."""
+    for node in graph.nodes if names else ():
+        if WRITES in node.meta:
+            node.meta[WRITES] = tuple(names.get(name, name) for name in node.meta[WRITES])
+
+
 def stage_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes that are work: everything but placeholders, ``get_attr`` and the output."""
     return (n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output"))

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe import ops
-from fxpipe.graph import COST, VALUE, Cost, attribute, stage_nodes
+from fxpipe.graph import COST, VALUE, Cost, attribute, rename_written, stage_nodes
 from passes.fakes import FakeInterpreter
 
 
@@ -45,6 +45,7 @@ class Shared:
         interpreter = FakeInterpreter(gm)
         several = _by_nodes(gm) | _by_edges(interpreter, self.inputs)
         shared: dict[int, fx.Node] = {}
+        renamed: dict[str, str] = {}
 
         def share(parameter: nn.Parameter, user: fx.Node) -> fx.Node:
             """The node that gives the parameter's value; made ahead of its first user."""
@@ -66,7 +67,8 @@ class Shared:
                 module = gm.get_submodule(str(node.target))
                 own = {name: p for name, p in _parameters(module) if id(p) in several}
                 if own:
-                    _call(node, {name: share(p, node) for name, p in own.items()})
+                    call = _call(node, {name: share(p, node) for name, p in own.items()})
+                    renamed[node.name] = call.name
             else:
                 for source in node.all_input_nodes:
                     if source.op == "get_attr":
@@ -76,11 +78,12 @@ class Shared:
         for node in gm.graph.find_nodes(op="get_attr"):
             if not node.users:
                 gm.graph.erase_node(node)
+        rename_written(gm.graph, renamed)
         gm.recompile()
         return gm
 
 
-def _call(node: fx.Node, values: dict[str, fx.Node]) -> None:
+def _call(node: fx.Node, values: dict[str, fx.Node]) -> fx.Node:
     """In place of a call of a module, one with these values for some of its parameters."""
     graph = node.graph
     with graph.inserting_before(node):
@@ -96,6 +99,7 @@ def _call(node: fx.Node, values: dict[str, fx.Node]) -> None:
     call.meta = node.meta
     node.replace_all_uses_with(call)
     graph.erase_node(node)
+    return call
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

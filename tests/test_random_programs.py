@@ -173,6 +173,15 @@ FOUND = [
         "never",
         [],
     ),
+    # What a module that is called twice gives is written to in the next stage.
+    Case(
+        [Step("same_conv", 0, 0), Step("same_conv", 0, 0), Step("relu_", 1, 0)],
+        2,
+        1,
+        1,
+        "never",
+        [],
+    ),
     # A tensor that an in-place operation gives back: one value with two names.
     Case([Step("conv", 0, 0), Step("relu_", 1, 0), Step("conv", 1, 0)], 2, 1, 1, "never", [1, 2]),
 ]
@@ -185,6 +194,7 @@ FOUND = [
 @example(FOUND[3])
 @example(FOUND[4])
 @example(FOUND[5])
+@example(FOUND[6])
 @settings(
     max_examples=EXAMPLES,
     deadline=None,

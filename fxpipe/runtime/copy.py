@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from fxpipe.runtime.dependency import gate
+from fxpipe.runtime.dependency import flattened, gate
 from fxpipe.runtime.streams import device_of, keep, make_wait, on, stream
 
 
@@ -70,11 +69,8 @@ def copy(values: Any, source: str, target: str) -> Any:
     """
     values = gate(values, lambda *tensors: _Copy.apply(source, target, *tensors))  # type: ignore[no-untyped-call]
     device = device_of(target)
-
-    def send(tensor: Tensor) -> Tensor:  # those that carry gradient are there by now
-        return moved(tensor, device, source, target)
-
-    return pytree.tree_map_only(Tensor, send, values)
+    leaves, build = flattened(values)  # those that carry gradient are there by now
+    return build([moved(x, device, source, target) if isinstance(x, Tensor) else x for x in leaves])
 
 
 def wait(values: Any, source: str, target: str) -> Any:

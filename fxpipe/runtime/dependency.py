@@ -22,6 +22,7 @@ Values may be nested in any pytree; portals are pytrees of one phony, so a gate 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,13 +41,21 @@ def gate(values: Any, apply: Callable[..., tuple[Tensor, ...]]) -> Any:
     All others pass untouched: an edge would give them a gradient. Without any, ``apply`` is not
     called.
     """
-    leaves, spec = pytree.tree_flatten(values)
+    leaves, build = flattened(values)
     where = [i for i, leaf in enumerate(leaves) if carries_gradient(leaf)]
     if not where:
         return values
     for i, tensor in zip(where, apply(*(leaves[i] for i in where)), strict=True):
         leaves[i] = tensor
-    return pytree.tree_unflatten(leaves, spec)
+    return build(leaves)
+
+
+def flattened(values: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of a pytree, and what puts it together again."""
+    if type(values) is tuple and all(type(value) is Tensor for value in values):
+        return list(values), tuple  # by far the most, and a pytree's way is a long one
+    leaves, spec = pytree.tree_flatten(values)
+    return leaves, partial(pytree.tree_unflatten, treespec=spec)
 
 
 class _Fork(torch.autograd.Function):

@@ -39,8 +39,10 @@ def _copy_stream(device: torch.device) -> torch.Stream:
 def stream(name: str) -> torch.Stream | None:
     """The stream of that name in this thread; None on the CPU, and on any device without."""
     device = device_of(name)
+    if device is None or device.type == "cpu":
+        return None
     accelerator = torch.accelerator.current_accelerator()
-    if device is None or accelerator is None or device.type != accelerator.type:
+    if accelerator is None or device.type != accelerator.type:
         return None
     if name.endswith(COPY):
         return _copy_stream(device)
