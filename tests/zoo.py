@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from passes import Alias, Partition, Split, default_passes
+from passes import Alias, AnalyticCost, Partition, Random, Shared, Split, default_passes
 
 
 class MLP(nn.Module):
@@ -174,6 +174,20 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+class Tied(nn.Module):
+    """A weight that two modules share, and a module that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.other, self.head = nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.mix(self.embed(tokens))
+        return self.head(self.mix(torch.tanh(self.other(torch.tanh(x)))))
+
+
 class Chain(nn.Module):
     """Linears a, b, c, ... in a row; ``skips``: after which others the output of one is added."""
 
@@ -208,9 +222,18 @@ def steps(
     chunks: int,
     checkpoint: str = "never",
 ) -> Iterator[tuple[str, fx.GraphModule]]:
-    """The graph after every pass, with the pass's name, from the stage graph on."""
-    gm = Split()(labelled(model, inputs, starts))
-    yield "split", gm
+    """The graph after every pass, with the pass's name, from the traced model on."""
+    gm: fx.GraphModule = fx.symbolic_trace(model)
+    for first in (
+        Alias(inputs),
+        AnalyticCost(),
+        Shared(inputs),
+        Random(),
+        Partition(len(starts) + 1, starts),
+        Split(),
+    ):
+        gm = first(gm)
+        yield first.name, gm
     outputs = len(gm.graph.output_node().all_input_nodes)
     for rewrite in default_passes(
         devices=["cpu"] * (len(starts) + 1),

@@ -10,21 +10,7 @@ from torch import fx, nn
 import fxpipe
 from fxpipe.graph import format_graph
 from passes import Alias, Shared
-from tests.zoo import gradients, loop, loss_of, same
-
-
-class Tied(nn.Module):
-    """A weight that two modules share, and a module that is called twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
-        self.other, self.head = nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        x = self.mix(self.embed(tokens))
-        return self.head(self.mix(torch.tanh(self.other(torch.tanh(x)))))
+from tests.zoo import Tied, gradients, loop, loss_of, same
 
 
 class Recurrent(nn.Module):
