@@ -57,8 +57,10 @@ class Alias:
         _follow_identities(seen, position)
         gm.recompile()
         groups: list[set[fx.Node]] = []
+        written: dict[fx.Node, list[fx.Node]] = {}
         for writer, memories in seen.written.items():
             before = [node for node in seen.sharing(memories) if position[node] < position[writer]]
+            written[writer] = before
             writer.meta[WRITES] = tuple(node.name for node in before)
             groups.append(_inseparable(writer, before, position))
         groups += [seen.buffer_users[buffer] for buffer in seen.written_buffers]
@@ -66,12 +68,15 @@ class Alias:
             for node in group:
                 node.meta[ALIAS] = number
         reached = _backward([seen.env[node] for node in gm.graph.output_node().all_input_nodes])
-        # Who writes to memory gives all its tensors another history: of those nothing is known.
-        written = set(seen.sharing(set().union(*seen.written.values())))
+        live = _live(gm.graph, written, position)
+        # Who writes to memory gives all its tensors another history: of those less is known.
+        rewritten = set(seen.sharing(set().union(*seen.written.values())))
         for node, value in seen.env.items():
             made_by = value.grad_fn if isinstance(value, Tensor) else None
-            if made_by is not None and made_by not in reached and node not in written:
-                node.meta[NO_BACKWARD] = True
+            if made_by is not None:
+                known = made_by in reached or node in rewritten
+                if not known or node not in live:
+                    node.meta[NO_BACKWARD] = True
         return gm
 
 
@@ -143,6 +148,23 @@ def _follow_identities(seen: _Watcher, position: dict[fx.Node, int]) -> None:
                 for user in list(source.users):
                     if position[user] > position[node]:
                         user.replace_input_with(source, node)
+
+
+def _live(
+    graph: fx.Graph, written: dict[fx.Node, list[fx.Node]], position: dict[fx.Node, int]
+) -> set[fx.Node]:
+    """The nodes that an output depends on, be it through memory that they write to."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        later = (
+            user
+            for before in written.get(node, ())
+            for user in before.users
+            if position[user] > position[node]
+        )
+        if node.op == "output" or not live.isdisjoint(node.users) or not live.isdisjoint(later):
+            live.add(node)
+    return live
 
 
 def _backward(outputs: list[Any]) -> set[Any]:

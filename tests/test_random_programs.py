@@ -182,6 +182,19 @@ FOUND = [
         "never",
         [],
     ),
+    # A dead end that is written to, and whose backward would fail.
+    Case(
+        [
+            *[Step("conv", a, 0) for a in (0, 0, 2)],
+            *[Step("relu_", a, 0) for a in (2, 3)],
+            *[Step("conv", a, 0) for a in (4, 6, 6, 7, 8, 9)],
+        ],
+        3,
+        1,
+        1,
+        "never",
+        [],
+    ),
     # A tensor that an in-place operation gives back: one value with two names.
     Case([Step("conv", 0, 0), Step("relu_", 1, 0), Step("conv", 1, 0)], 2, 1, 1, "never", [1, 2]),
 ]
@@ -195,6 +208,7 @@ FOUND = [
 @example(FOUND[4])
 @example(FOUND[5])
 @example(FOUND[6])
+@example(FOUND[7])
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
