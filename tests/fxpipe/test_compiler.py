@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.compiler import Compiler, Options, _homes, stages_of
+from fxpipe.graph import STAGE, stage_nodes
+from passes import PartitionError, default_passes
+from tests.zoo import MLP, MODELS
+
+
+def compiler(model, devices=("cpu", "cpu"), **options):
+    told = dict(
+        chunks=None,
+        partition="auto",
+        checkpoint="never",
+        in_dims=None,
+        out_dims=None,
+        tracer="auto",
+        passes=default_passes,
+    )
+    return Compiler(model, Options(tuple(map(torch.device, devices)), **{**told, **options}))
+
+
+@pytest.mark.parametrize(
+    ("devices", "chunks", "batch", "expected"),
+    [
+        (1, None, 32, 1),
+        (2, None, 32, 8),
+        (2, None, 5, 5),
+        (2, 3, 32, 3),
+        (2, 3, 2, 2),
+        (2, 3, 0, 1),
+        (2, 3, None, 1),
+    ],
+)
+def test_micro_batches_are_as_many_as_asked_for_and_none_is_empty(devices, chunks, batch, expected):
+    options = compiler(MLP(), ["cpu"] * devices, chunks=chunks).options
+    assert options.chunks_for(batch) == expected
+
+
+def test_what_has_been_compiled_is_used_again():
+    made = compiler(MLP())
+    x = torch.randn(8, 12)
+    mode, values, unrolled = made.ready((x,), {})
+    assert values == [x]
+    again = made.ready((torch.randn(8, 12),), {})
+    assert again[0] is mode and again[2] is unrolled
+    by_name = made.ready((), {"x": x})
+    assert by_name[0] is mode and by_name[2] is unrolled
+    fewer = made.ready((torch.randn(3, 12),), {})
+    assert fewer[0] is mode and len(mode.unrolled) == 2
+
+
+def test_another_training_flag_module_or_dtype_of_autocast_is_another_mode():
+    model = MLP()
+    made = compiler(model)
+    args = ((torch.randn(8, 12),), {})
+    first, *_ = made.ready(*args)
+    model.layers[2].eval()
+    second, *_ = made.ready(*args)
+    assert second is not first
+    model.layers[2].train()
+    assert made.ready(*args)[0] is first
+    with torch.autocast("cpu", torch.bfloat16):
+        assert made.ready(*args)[0] not in (first, second)
+    model.layers[0] = nn.Linear(12, 12)
+    assert made.ready(*args)[0] is not first
+    made.forget()
+    assert made.ready(*args)[0] is not first
+
+
+def test_train_and_eval_are_cut_alike():
+    make, inputs = MODELS["resnet"]
+    model = make()
+    made = compiler(model, ["cpu"] * 3)
+
+    def cut(mode):
+        return {n.name: n.meta[STAGE] for n in stage_nodes(mode.model_graph.graph)}
+
+    train = cut(made.ready(inputs(4), {})[0])
+    model.eval()
+    assert cut(made.ready(inputs(4), {})[0]) == train
+    assert set(train.values()) == {0, 1, 2}
+
+
+def test_every_parameter_and_buffer_lives_on_the_device_of_its_stage():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+            self.gain, self.unused = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+            self.register_buffer("shift", torch.zeros(4))
+
+        def forward(self, x):
+            return self.b(self.norm(self.a(x)) * self.gain) + self.shift
+
+    model = Model()
+    pipe = fxpipe.compile(
+        model, ["cpu", "cpu"], partition=["norm"], example_inputs=(torch.ones(4, 4),), chunks=2
+    )
+    homes = _homes(stages_of(pipe.stage_graph), [torch.device("cpu"), torch.device("cuda:0")])
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    where = {name: str(homes.get(id(tensor))) for name, tensor in tensors}
+    assert {name for name, device in where.items() if device == "cpu"} == {"a.weight", "a.bias"}
+    assert where["unused.weight"] == where["unused.bias"] == "None", "they stay where they are"
+    assert where["gain"] == where["shift"] == where["norm.running_mean"] == "cuda:0"
+
+
+def test_a_buffer_of_two_devices_is_refused():
+    model = MODELS["transformer"][0]()
+    with pytest.raises(PartitionError, match="the buffer mask is used by stage 0 on cpu and by"):
+        fxpipe.compile(
+            model, ["cpu", "meta"], example_inputs=(torch.zeros(2, 6, dtype=torch.long),)
+        )
