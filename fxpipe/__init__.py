@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fxpipe import skip
     from fxpipe.api import Pipeline, Stage, compile
     from fxpipe.batch import BatchError
     from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
@@ -21,6 +22,7 @@ __all__ = [
     "TraceError",
     "checkpoint",
     "compile",
+    "skip",
 ]
 
 _HOMES = {
@@ -38,6 +40,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     # At first use: the passes need fxpipe.graph, and so this file, before the front door, which
     # needs the passes, can be opened.
+    if name == "skip":
+        return importlib.import_module("fxpipe.skip")
     if name not in _HOMES:
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

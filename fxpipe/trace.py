@@ -36,6 +36,7 @@ from torch.nn.parameter import is_lazy
 # The pytree that torch.export and Hugging Face register their types with.
 from torch.utils import _pytree as pytree
 
+from fxpipe import skip
 from fxpipe.runtime.ambient import Ambient
 
 Args = tuple[Any, ...]
@@ -250,7 +251,8 @@ class _Example:
             # Not called as a module, since fx then prints what goes wrong to stderr.
             return traced.rebuild(traced.graph_module.forward(*tensors))
         args, kwargs = self.arguments(tensors)
-        return self.model(*args, **kwargs)
+        with skip.tracking(self.model):
+            return self.model(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -407,7 +409,11 @@ def _autograd_functions_as_nodes() -> Iterator[None]:
 def _symbolic(example: _Example) -> Traced:
     model = example.model
     # Untouched, since fx leaves its constants on the model.
-    with untouched(model) as drew_random_numbers, _autograd_functions_as_nodes():
+    with (
+        untouched(model) as drew_random_numbers,
+        _autograd_functions_as_nodes(),
+        skip.tracking(model),
+    ):
         graph = _SymbolicTracer(example).trace(model)
         if drew_random_numbers():
             raise _Refused(
@@ -445,7 +451,8 @@ class _OnTensors(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         args, kwargs = self.arguments(inputs)
-        return self.model(*args, **kwargs)
+        with skip.tracking(self.model):
+            return self.model(*args, **kwargs)
 
 
 _GUARDS = {
