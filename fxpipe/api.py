@@ -64,7 +64,8 @@ def compile(
             an int or None for all, or nested like the arguments, or the output. An output without
             one (None) is averaged, weighted by the sizes of the micro-batches.
         tracer: "auto", "symbolic", "export", or ``(model, args, kwargs) -> fx.GraphModule``.
-        passes: in place of :func:`passes.default_passes`, with the same keyword arguments.
+        passes: in place of :func:`passes.default_passes`: a function that takes the same keyword
+            arguments and returns a list of passes.
 
     Returns:
         A module with the model's signature, outputs, parameters and state dict. The parameters are
@@ -85,8 +86,13 @@ def compile(
         in_dims=in_dims,
         out_dims=out_dims,
         tracer=tracer,
-        passes=passes or default.default_passes,
+        passes=default.default_passes if passes is None else passes,
     )
+    if not callable(options.passes):
+        raise TypeError(
+            f"passes is a {type(passes).__name__}: give a function that takes the "
+            "keyword arguments of passes.default_passes and returns a list of passes"
+        )
     pipeline = Pipeline(model, options)
     if example_inputs is not None or example_kwargs is not None:
         if example_inputs is not None and not isinstance(example_inputs, tuple):
@@ -272,7 +278,8 @@ class Pipeline(nn.Module):
     def draw(self, level: str = "pipeline") -> graphviz.Source:
         """A drawing of the "pipeline", "stage" or "model" graph; ``str`` of it is DOT.
 
-        It shows itself in notebooks; :func:`fxpipe.inspect.draw.render_svg` gives SVG.
+        :func:`fxpipe.inspect.draw.render_svg` makes SVG of it, with Graphviz's ``dot`` or with
+        ``graphviz-pure``; where there is a ``dot`` it also shows itself in notebooks.
         """
         names = self._options.names
         if level == "model":

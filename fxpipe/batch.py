@@ -194,6 +194,11 @@ def _output_dim(slot: _Slot, one: Any, other: Any) -> int | None:
                 f"{slot.path} is a {type(one).__name__}, whose tensors cannot be seen: make it "
                 "known with torch.export.register_dataclass or as a pytree node"
             )
+        if slot.said is INFER and one != other:
+            raise BatchError(
+                f"{slot.path} is {one!r} and depends on the batch size, so it would be that of a "
+                "micro-batch: give out_dims with None for it if it does not matter, or chunks=1"
+            )
         return None
     if slot.said is not INFER:
         if slot.said is not None and not -one.ndim <= slot.said < one.ndim:

@@ -31,4 +31,8 @@ def demo(out: Path, steps: int) -> None:
     """
     from fxpipe.demo import run  # here, so that --help needs no torch
 
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"cannot write to {out}: {error}") from None
     run(out, steps, Console(soft_wrap=True))

@@ -75,6 +75,10 @@ class Mode:
         """The traced model."""
         return self.traced.graph_module
 
+    def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The size of the mini-batch of a call."""
+        return self.batch_of(self.traced.bind(args, kwargs))
+
     def batch_of(self, values: Sequence[Any]) -> int | None:
         """The size of the mini-batch."""
         for value, dim in zip(values, self.in_dims, strict=True):
@@ -169,11 +173,14 @@ class Compiler:
         dims = input_dims(self.model, args, kwargs, self.options.in_dims)
         for with_shapes in (False, True):
             key = input_key(self.model, args, kwargs, batch_dims=dims, shapes=with_shapes)
-            if (key, tuple(dims)) in self._modes:
-                return self._modes[key, tuple(dims)]
+            mode = self._modes.get((key, tuple(dims)))
+            if mode is not None and (mode.batch_in(args, kwargs) or 0) <= mode.traced.largest_batch:
+                return mode
         mode = self._compile(args, kwargs, dims)
         is_for_all_shapes = mode.traced.front_end == "symbolic"
         key = input_key(self.model, args, kwargs, batch_dims=dims, shapes=not is_for_all_shapes)
+        if len(self._modes) > MANY:
+            self._modes.clear()
         self._modes[key, tuple(dims)] = mode
         return mode
 

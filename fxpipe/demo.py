@@ -151,7 +151,6 @@ def run(out: Path, steps: int, console: Console) -> None:
     console.print(f"largest difference of the {steps} losses: {difference:.1e}")
     console.print(pipe.report())
 
-    out.mkdir(parents=True, exist_ok=True)
     for level in ("stage", "pipeline"):
         path = out / f"{level}.svg"
         path.write_text(render_svg(pipe.draw(level)))

@@ -45,7 +45,8 @@ Key = tuple[Namespace | None, str]
 class Tracker:
     """What has been stashed and not yet popped, and by whom."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, *, strict: bool = True) -> None:
+        self._strict = strict
         self._names = {} if model is None else {m: n for n, m in model.named_modules()}
         self._held: dict[Key, tuple[Any, str]] = {}
         self._popped: dict[Key, str] = {}
@@ -53,7 +54,7 @@ class Tracker:
     def save(self, key: Key, value: Any, module: object) -> None:
         """Stash. Raises :class:`SkipError` if the name is in use."""
         by = self._describe(module)
-        if key in self._held:
+        if key in self._held and self._strict:
             raise SkipError(
                 f"{_text(key)} is stashed by {by}, but it is stashed already, by "
                 f"{self._held[key][1]}, and has not been popped: give the two different names, or "
@@ -94,7 +95,8 @@ def _text(key: Key) -> str:
 
 class _Current(threading.local):
     def __init__(self) -> None:
-        self.tracker = Tracker()
+        # Not strict: an eager forward that has failed on its way may have left something.
+        self.tracker = Tracker(strict=False)
 
 
 _current = _Current()
@@ -120,7 +122,8 @@ def stash(name: str, tensor: Any, namespace: Namespace | None = None) -> None:
     """Lay a tensor aside, to be popped later in the same forward.
 
     Raises:
-        SkipError: if one of that name lies there already.
+        SkipError: when compiled, if one of that name lies there already. Called eagerly, it takes
+            the place of one that a forward which failed has left.
     """
     _current.tracker.save((namespace, name), tensor, _caller())
 

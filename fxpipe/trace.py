@@ -19,7 +19,9 @@ import logging
 import operator
 import random
 import re
+import sys
 import textwrap
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -66,6 +68,8 @@ class Traced:
     """The model's ``(args, kwargs)`` as placeholder values, in order."""
     rebuild: Callable[[Any], Any]
     """The graph's output as the model's own structure."""
+    largest_batch: int = sys.maxsize
+    """Beyond it the model takes another branch, which the graph has not."""
 
 
 def canonical(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -128,7 +132,22 @@ def trace(
 
     What the model itself raises on these inputs is passed on as it is.
     """
-    example = _Example.of(model, args, kwargs or {}, batch_dims)
+    with _ONE_AT_A_TIME:
+        return _trace(model, args, kwargs or {}, tracer, batch_dims)
+
+
+# fx takes over nn.Module while it traces, and what a trace does to the model is put back after it.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def _trace(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    tracer: str | CustomTracer,
+    batch_dims: BatchDims | None,
+) -> Traced:
+    example = _Example.of(model, args, kwargs, batch_dims)
     front_ends = _front_ends(tracer)
     _refuse_what_cannot_be_traced(model, example)
     references = _references(example)
@@ -363,6 +382,20 @@ class _SymbolicTracer(fx.Tracer):
         super().__init__()
         self.example = example
         self.modes = Ambient.here()
+        self.thread = threading.get_ident()
+
+    # While fx traces, it has taken over nn.Module for the whole process: what other threads do is
+    # none of our business.
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if Ambient.here() != self.modes:
@@ -483,7 +516,7 @@ def _export(example: _Example) -> Traced:
             dynamic_shapes={"inputs": dynamic},
             strict=False,
         )
-    _refuse_a_bounded_batch(program)
+    largest = _largest_batch(program, example.batch or 0)
     exported = program.module(check_guards=False)
     graph_module = _on_the_model(exported, example)
     out_spec = program.call_spec.out_spec
@@ -493,6 +526,7 @@ def _export(example: _Example) -> Traced:
         "export",
         example.binder(),
         lambda output: pytree.tree_unflatten(list(output), out_spec),
+        largest,
     )
 
 
@@ -512,15 +546,21 @@ def _silent() -> Iterator[None]:
             logger.disabled = disabled
 
 
-def _refuse_a_bounded_batch(program: torch.export.ExportedProgram) -> None:
-    """A model that branches on its batch size is exported as one branch: for some sizes only."""
+def _largest_batch(program: torch.export.ExportedProgram, batch: int) -> int:
+    """The largest batch that the graph is for: a model that branches on its batch size is exported
+    as one branch. Raises ``_Refused`` if that does not hold for all smaller ones too."""
+    largest = sys.maxsize
     for symbol, sizes in program.range_constraints.items():
-        is_a_size = str(symbol).startswith("s")  # others, "u0", stand for values read from tensors
-        if is_a_size and (sizes.lower > 2 or sizes.upper < torch.iinfo(torch.int32).max):
+        if not str(symbol).startswith("s"):  # others, "u0", stand for values read from tensors
+            continue
+        upper = int(sizes.upper) if sizes.upper < torch.iinfo(torch.int32).max else sys.maxsize
+        if sizes.lower > 2 or upper < batch:
             raise _Refused(
                 "it branches on its batch size: "
                 f"the graph holds from {sizes.lower} to {sizes.upper} only"
             )
+        largest = min(largest, upper)
+    return largest
 
 
 def _on_the_model(exported: fx.GraphModule, example: _Example) -> fx.GraphModule:

@@ -218,6 +218,7 @@ def _work(queue: SimpleQueue[Job | None], threads: int | None, ready: threading.
 def _end(queues: list[SimpleQueue[Job | None]], threads: list[threading.Thread]) -> None:
     for queue in queues:
         queue.put(None)
-    for thread in threads:
-        if thread is not threading.current_thread():  # where the garbage collector has been called
+    # A lane must not wait for others that wait for it: by a hook, or where garbage is collected.
+    if threading.current_thread() not in threads:
+        for thread in threads:
             thread.join()

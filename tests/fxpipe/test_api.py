@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -515,3 +516,40 @@ def test_inputs_are_let_go_after_a_call():
             assert ref() is None
     finally:
         gc.enable()
+
+
+def test_a_number_that_depends_on_the_batch_is_refused():
+    class Counts(MLP):
+        def forward(self, x):
+            return super().forward(x), x.shape[0]
+
+    with pytest.raises(BatchError, match=r"output\[1\] is 6 and depends on the batch size"):
+        fxpipe.compile(Counts(), TWO)(X)
+
+
+def test_passes_are_given_by_a_function():
+    with pytest.raises(TypeError, match="passes is a list: give a function"):
+        fxpipe.compile(MLP(), TWO, passes=[])
+
+
+def test_other_threads_go_on_while_a_model_is_compiled():
+    model, x, failed, done = MLP(), torch.randn(4, 12), [], threading.Event()
+    expected = model(x)
+
+    def work():
+        while not done.is_set():
+            try:
+                assert same(model(x), expected)
+            except Exception as error:
+                failed.append(error)
+                return
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(3):
+            fxpipe.compile(ResNet(), TWO, chunks=2, example_inputs=(torch.randn(4, 3, 8, 8),))
+    finally:
+        done.set()
+        thread.join()
+    assert failed == []

@@ -130,3 +130,9 @@ def test_a_failed_forward_leaves_nothing_behind():
         raise ValueError
     with pytest.raises(SkipError, match="has not been stashed"):
         pop("left")
+
+
+def test_what_a_failed_eager_forward_has_left_is_replaced():
+    stash("again", 1)
+    stash("again", 2)
+    assert pop("again") == 2

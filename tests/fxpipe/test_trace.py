@@ -445,3 +445,14 @@ def test_hugging_face_models_are_traced(name: str, training: bool) -> None:
     traced = trace(model, (), kwargs)
     actual_grads = torch.autograd.grad(run(traced, **kwargs).loss, list(model.parameters()))
     torch.testing.assert_close(actual_grads, expected_grads)
+
+
+def test_a_branch_beyond_the_batch_is_no_hindrance():
+    class Branches(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.contiguous() if x.shape[0] >= 64 else x)
+
+    traced = trace(Branches(), (x(8),))
+    assert (traced.front_end, traced.largest_batch) == ("export", 63)
+    with pytest.raises(TraceError, match="it branches on its batch size"):
+        trace(Branches(), (x(80),))

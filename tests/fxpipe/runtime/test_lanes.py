@@ -338,3 +338,16 @@ def test_a_forked_process_has_lanes_of_its_own(pipe):
     assert select.select([reading], [], [], 60)[0], "the child hangs"
     assert os.read(reading, 1) == b"y"
     os.waitpid(child, 0)
+
+
+def test_a_hook_may_close_the_pipeline():
+    pipe = fxpipe.compile(Watched(), ["cpu", "cpu"], chunks=2, partition=["b"])
+    x = torch.randn(4, 4)
+    pipe.prepare(x)
+    trouble["a"] = lambda x: pipe.close()
+    assert pipe(x).shape == (4, 4)
+    trouble.clear()
+    deadline = time.monotonic() + 30
+    while lanes() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lanes() == []
