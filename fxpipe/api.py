@@ -19,7 +19,6 @@ from fxpipe.inspect.report import report
 from fxpipe.runtime.ambient import is_intercepted
 from fxpipe.runtime.lanes import Lanes, run_inline
 from fxpipe.trace import CustomTracer
-from passes.checkpoint import MODES
 from passes.partition import Spec
 from passes.skips import SkipLayout, skip_layout
 
@@ -82,7 +81,7 @@ def compile(
         devices=_devices(devices),
         chunks=_checked_chunks(chunks),
         partition=partition,
-        checkpoint=_checked_mode(checkpoint),
+        checkpoint=default.Checkpoint(checkpoint).mode,
         in_dims=in_dims,
         out_dims=out_dims,
         tracer=tracer,
@@ -129,12 +128,6 @@ def _checked_chunks(chunks: int | None) -> int | None:
     if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
         raise ValueError(f"chunks is {chunks!r}: give the number of micro-batches, 1 or more")
     return chunks
-
-
-def _checked_mode(checkpoint: str) -> str:
-    if checkpoint not in MODES:
-        raise ValueError(f'checkpoint is {checkpoint!r}: give "never", "except_last" or "always"')
-    return checkpoint
 
 
 class Pipeline(nn.Module):

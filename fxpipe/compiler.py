@@ -16,7 +16,7 @@ from fxpipe import ops
 from fxpipe.batch import input_dims, output_dims
 from fxpipe.graph import STAGE, attribute, stage_nodes
 from fxpipe.runtime.program import Program, lower
-from fxpipe.trace import CustomTracer, Traced, canonical, input_key, trace, untouched
+from fxpipe.trace import CustomTracer, Traced, autocast_of, canonical, input_key, trace, untouched
 from passes.microbatch import Dims
 from passes.partition import PartitionError, Spec
 
@@ -98,11 +98,7 @@ def _shortcut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     if kwargs or not all(type(arg) is Tensor for arg in args):
         return None
-    autocast = tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in {arg.device.type for arg in args}
-    )
-    return autocast, *((arg.shape, arg.dtype) for arg in args)
+    return autocast_of(args), *((arg.shape, arg.dtype) for arg in args)
 
 
 class _Structure:

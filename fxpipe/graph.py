@@ -69,7 +69,12 @@ def rename_written(graph: fx.Graph, names: dict[str, str]) -> None:
 
 def stage_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes that are work: everything but placeholders, ``get_attr`` and the output."""
-    return (n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
+    return filter(is_work, graph.nodes)
+
+
+def is_work(node: fx.Node) -> bool:
+    """Whether a node is more than a placeholder, a ``get_attr`` or the output."""
+    return node.op not in ("placeholder", "get_attr", "output")
 
 
 def operator_name(node: fx.Node) -> str:

@@ -81,6 +81,14 @@ def canonical(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwarg
     return bound.args, bound.kwargs
 
 
+def autocast_of(tensors: Sequence[Tensor]) -> tuple[torch.dtype | None, ...]:
+    """The autocast dtype, or None, of each kind of device that the tensors are on."""
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in sorted({tensor.device.type for tensor in tensors})
+    )
+
+
 def input_key(
     model: nn.Module,
     args: Args,
@@ -99,11 +107,7 @@ def input_key(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = tuple(_constant_key(leaf) for leaf in leaves)
     modules = tuple((id(module), module.training) for module in model.modules())
-    autocast = tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in sorted({tensor.device.type for tensor in tensors})
-    )
-    key = (spec, constants, modules, autocast)
+    key = (spec, constants, modules, autocast_of(tensors))
     if not shapes:
         return key
     dims = _infer_batch_dims(tensors) if batch_dims is None else batch_dims

@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, VALUE, WRITES
-from passes.fakes import FakeInterpreter
+from passes.fakes import FakeInterpreter, backward_edges
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Alias:
         for number, group in enumerate(_disjoint(groups)):
             for node in group:
                 node.meta[ALIAS] = number
-        reached = _backward([seen.env[node] for node in gm.graph.output_node().all_input_nodes])
+        outputs = [seen.env[node] for node in gm.graph.output_node().all_input_nodes]
+        reached = set(backward_edges(outputs))
         live = _live(gm.graph, written, position)
         # Who writes to memory gives all its tensors another history: of those less is known.
         rewritten = set(seen.sharing(set().union(*seen.written.values())))
@@ -167,18 +168,6 @@ def _live(
     return live
 
 
-def _backward(outputs: list[Any]) -> set[Any]:
-    """The autograd nodes that a backward from these values may come by."""
-    front = [tensor.grad_fn for tensor in _tensors(outputs) if tensor.grad_fn is not None]
-    seen = set(front)
-    while front:
-        for function, _ in front.pop().next_functions:
-            if function is not None and function not in seen:
-                seen.add(function)
-                front.append(function)
-    return seen
-
-
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
@@ -197,8 +186,7 @@ def _inseparable(
         touching = {user for node in before for user in node.users if user.op != "output"}
         return touching | {node for node in before if node.op not in ("get_attr", "placeholder")}
     is_read_later = any(position[user] > position[writer] for node in before for user in node.users)
-    of_the_caller = any(node.op == "placeholder" for node in before)
-    if not (is_read_later or of_the_caller):
+    if not is_read_later:
         return set()
     early = {u for node in before for u in node.users if position[u] <= position[writer]}
     return early | {node for node in before if node.op != "placeholder"} | {writer}

@@ -18,8 +18,10 @@ from typing import Any
 
 from torch import fx
 
+from fxpipe import ops
 from fxpipe.graph import DEVICE, MICROBATCH, ORIGIN, STAGE, STREAM, VALUE
 
+CARRIERS = (ops.copy, ops.portal_copy)  # what brings values from one cell to another
 GATE = "gate"  # int: how many values a gate lets pass
 
 Cell = tuple[int, int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,3 +50,19 @@ class FakeInterpreter(fx.Interpreter):
         module = self.fetch_attr(target)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return torch.func.functional_call(module, self.fake(tensors), args, kwargs)
+
+
+def backward_edges(values: Any) -> Iterator[Any]:
+    """The autograd nodes that a backward from these values comes by, each once for every edge that
+    leads to it."""
+    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    front = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    yield from front
+    seen = set(front)
+    while front:
+        for function, _ in front.pop().next_functions:
+            if function is not None:
+                yield function
+                if function not in seen:
+                    seen.add(function)
+                    front.append(function)

@@ -20,7 +20,17 @@ from typing import Any, ClassVar
 import networkx as nx
 from torch import Tensor, fx
 
-from fxpipe.graph import ALIAS, COST, STAGE, VALUE, Cost, operator_name, stage_nodes, tensor_bytes
+from fxpipe.graph import (
+    ALIAS,
+    COST,
+    STAGE,
+    VALUE,
+    Cost,
+    is_work,
+    operator_name,
+    stage_nodes,
+    tensor_bytes,
+)
 
 Spec = str | Sequence[str] | Mapping[str, int] | Callable[[fx.GraphModule], Any]
 """How a user says the cut: "auto", names that begin stages, name to stage, or a function of the
@@ -119,13 +129,9 @@ def _together(work: list[fx.Node]) -> Iterable[list[fx.Node]]:
             aliases.setdefault(node.meta[ALIAS], []).append(node)
         if operator_name(node) == "getitem":
             maker = node.all_input_nodes[0]
-            if _is_work(maker) and not isinstance(maker.meta.get(VALUE), Tensor):
+            if is_work(maker) and not isinstance(maker.meta.get(VALUE), Tensor):
                 yield [maker, node]
     yield from aliases.values()
-
-
-def _is_work(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "get_attr", "output")
 
 
 def _bytes_crossing(units: list[list[fx.Node]]) -> list[int]:

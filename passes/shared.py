@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.graph import COST, VALUE, Cost, attribute, rename_written, stage_nodes
-from passes.fakes import FakeInterpreter
+from passes.fakes import FakeInterpreter, backward_edges
 
 
 @dataclass(frozen=True)
@@ -130,16 +129,6 @@ def _by_edges(interpreter: FakeInterpreter, inputs: tuple[Any, ...]) -> set[int]
     originals |= {id(p): id(p) for _, p in fakes}
     with interpreter.mode, torch.enable_grad():
         output = interpreter.run(*interpreter.fake(inputs))
-    tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-    front = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen, edges = set(front), Counter[int]()
-    while front:
-        for function, _ in front.pop().next_functions:
-            if function is None:
-                continue
-            if hasattr(function, "variable"):  # where a leaf gets its gradient
-                edges[originals.get(id(function.variable), 0)] += 1
-            elif function not in seen:
-                seen.add(function)
-                front.append(function)
+    leaves = (edge for edge in backward_edges(output) if hasattr(edge, "variable"))
+    edges = Counter(originals.get(id(leaf.variable), 0) for leaf in leaves)
     return {parameter for parameter, count in edges.items() if count > 1}

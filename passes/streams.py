@@ -23,9 +23,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.graph import DEVICE, STAGE, STREAM
 from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
-from passes.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
-
-CARRIERS = (ops.copy, ops.portal_copy)
+from passes.cells import CARRIERS, Cell, Writer, cell_of, cells, items, outgoing, sweep
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.graph import STREAM, format_node
 from fxpipe.runtime.streams import COMPUTE, COPY
-from passes.cells import Cell, cell_of, cells
-
-CARRIERS = (ops.copy, ops.portal_copy)
+from passes.cells import CARRIERS, Cell, cell_of, cells
 
 
 class VerifyError(ValueError):

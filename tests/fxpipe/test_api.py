@@ -296,7 +296,7 @@ class Pairs(nn.Module):
         (
             lambda: fxpipe.compile(MLP(), TWO, checkpoint="often"),
             ValueError,
-            "checkpoint is 'often': give \"never\"",
+            "checkpoint is 'often': give 'never', 'except_last' or 'always'",
         ),
         (
             lambda: fxpipe.compile(MLP(), TWO, example_inputs=X),
@@ -553,3 +553,15 @@ def test_other_threads_go_on_while_a_model_is_compiled():
         done.set()
         thread.join()
     assert failed == []
+
+
+def test_an_input_may_be_written_to_in_a_later_stage():
+    class Late(Chain):
+        def forward(self, x, y):
+            return super().forward(x) + y.mul_(2)
+
+    model, x, y = Late(3), torch.randn(4, 3), torch.randn(4, 3)
+    expected = torch.cat([model(p, q.clone()) for p, q in zip(x.chunk(2), y.chunk(2), strict=True)])
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=2, partition=["b", "c"]) as pipe:
+        assert same(pipe(x, y), expected)
+        assert same(pipe(x, y), expected), "and the input is as it was"
