@@ -42,6 +42,7 @@ def compile(
     chunks: int | None = None,
     partition: Spec = "auto",
     checkpoint: str = "never",
+    checkpoint_segments: int = 1,
     in_dims: Any = None,
     out_dims: Any = None,
     tracer: str | CustomTracer = "auto",
@@ -59,6 +60,9 @@ def compile(
             names to stages; or a function that takes the model graph and gives one of these.
         checkpoint: "never", "always", or "except_last": which micro-batches keep no activations and
             compute them again in the backward.
+        checkpoint_segments: a checkpointed stage is cut in so many segments, each of which is run
+            again on its own: at no time are there more activations than those of one of them. The
+            inputs of all segments are kept.
         in_dims, out_dims: the batch dimension of inputs and outputs, where it cannot be inferred:
             an int or None for all, or nested like the arguments, or the output. An output without
             one (None) is averaged, weighted by the sizes of the micro-batches.
@@ -81,7 +85,8 @@ def compile(
         devices=_devices(devices),
         chunks=_checked_chunks(chunks),
         partition=partition,
-        checkpoint=default.Checkpoint(checkpoint).mode,
+        checkpoint=default.Checkpoint(checkpoint, checkpoint_segments).mode,
+        checkpoint_segments=checkpoint_segments,
         in_dims=in_dims,
         out_dims=out_dims,
         tracer=tracer,

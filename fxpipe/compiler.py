@@ -31,6 +31,7 @@ class Options:
     chunks: int | None
     partition: Spec
     checkpoint: str
+    checkpoint_segments: int
     in_dims: Any
     out_dims: Any
     tracer: str | CustomTracer
@@ -259,9 +260,13 @@ class Compiler:
             in_dims=mode.in_dims,
             out_dims=mode.out_dims,
             checkpoint=options.checkpoint,
+            checkpoint_segments=options.checkpoint_segments,
         ):
             gm = rewrite(gm)
-        mode.bindings += _bindings(gm, self.model)
+        stages = stages_of(mode.stage_graph)
+        for made in gm.modules():  # the graph itself, and what passes have added to it
+            if isinstance(made, fx.GraphModule) and made not in stages:
+                mode.bindings += _bindings(made, self.model)
         # One micro-batch has nothing to run beside it.
         runs_inline = chunks == 1 or len(options.devices) == 1
         return Unrolled(

@@ -61,6 +61,7 @@ def default_passes(
     in_dims: Sequence[int | None],
     out_dims: Sequence[Dims],
     checkpoint: str = "never",
+    checkpoint_segments: int = 1,
 ) -> list[Pass]:
     """From the stage graph to the pipeline graph, for so many micro-batches."""
     names = tuple(devices)
@@ -69,7 +70,7 @@ def default_passes(
         Portals(names),
         Copies(names),
         Streams(names),
-        Checkpoint(checkpoint),
+        Checkpoint(checkpoint, checkpoint_segments),
         Dependencies(),
         Verify(),
     ]

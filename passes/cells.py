@@ -77,9 +77,20 @@ class Writer:
         self.added.append(self.last)
         return self.last
 
+    def attribute(self, target: str) -> fx.Node:
+        """A node for a module of the graph's."""
+        microbatch, stage = self.cell
+        name = f"{target.rpartition('.')[2]}_mb{microbatch}_module"
+        with self.last.graph.inserting_after(self.last):
+            self.last = self.last.graph.create_node("get_attr", target, name=name)
+        self.last.meta = {STAGE: stage, MICROBATCH: microbatch}
+        self.added.append(self.last)
+        return self.last
+
     def item(self, values: fx.Node, index: int, like: fx.Node) -> fx.Node:
         """An element of a tuple, which stands for the same value as ``like``."""
-        item = self.call(operator.getitem, (values, index), like.meta[ORIGIN])
+        name = like.meta.get(ORIGIN, like.name)
+        item = self.call(operator.getitem, (values, index), name)
         item.meta |= {k: like.meta[k] for k in (VALUE, ORIGIN) if k in like.meta}
         return item
 

@@ -8,20 +8,25 @@
                        `..... handle ......'
 
 In the backward ``recompute`` comes before ``wait``: the stage runs again while the gradient is
-still being copied.
+still being copied. A stage in segments is a chain of checkpoints, and it is the last segment, whose
+backward comes first, that is run again ahead::
+
+    ── checkpoint ── checkpoint ── wait ── recompute ── copy
+                          `..... handle ......'
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import MICROBATCH, STAGE
-from passes.cells import Cell, Writer, cell_of, cells, outgoing, sweep
+from fxpipe.graph import attribute
+from passes.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
+from passes.segments import segmented
 
 MODES = ("never", "except_last", "always")
 
@@ -29,10 +34,11 @@ MODES = ("never", "except_last", "always")
 @dataclass(frozen=True)
 class Checkpoint:
     """Pipeline graph → the same with checkpointed cells: none, all, or all but the last
-    micro-batch's, whose backward follows at once."""
+    micro-batch's, whose backward follows at once. ``segments``: how many a stage is cut in."""
 
     name: ClassVar[str] = "checkpoint"
     mode: str = "never"
+    segments: int = 1
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -40,28 +46,71 @@ class Checkpoint:
                 f"checkpoint is {self.mode!r}: give {', '.join(map(repr, MODES[:-1]))} or "
                 f"{MODES[-1]!r}"
             )
+        if not isinstance(self.segments, int) or self.segments < 1:
+            raise ValueError(
+                f"checkpoint_segments is {self.segments!r}: give the number of segments that a "
+                "stage is cut in, 1 or more"
+            )
+        if self.segments > 1 and self.mode == "never":
+            raise ValueError(
+                f'checkpoint_segments is {self.segments}, but checkpoint is "never": give '
+                'checkpoint="always" or "except_last" with it'
+            )
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         found = cells(gm.graph)
         last = max((microbatch for microbatch, _ in found), default=0)
         for cell, nodes in found.items():
             if self.mode == "always" or (self.mode == "except_last" and cell[0] < last):
-                _checkpoint(cell, nodes)
+                self._checkpoint(gm, cell, nodes)
         return sweep(gm)
 
+    def _checkpoint(self, gm: fx.GraphModule, cell: Cell, nodes: list[fx.Node]) -> None:
+        (call,) = (node for node in nodes if node.op == "call_module")
+        writer = Writer(cell, after=call)
+        if self.segments == 1:
+            output, handle = _run(writer, str(call.target), call.args, like=call)
+            call.replace_all_uses_with(output)
+            gone = [call]
+        else:
+            results = items(call)
+            handle = _run_segments(writer, gm, call, self.segments)
+            gone = [*results, call]
+        nodes = sorted(node for node in (*writer.added, *nodes) if node not in gone)
+        for node in gone:
+            gm.graph.erase_node(node)
+        writer = Writer(cell, after=nodes[-1])
+        leaving = outgoing(nodes)
+        writer.gate(ops.recompute, leaving, handle, uses=lambda user: cell_of(user) != cell)
 
-def _checkpoint(cell: Cell, nodes: list[fx.Node]) -> None:
-    (call,) = (node for node in nodes if node.op == "call_module")
-    with call.graph.inserting_before(call):
-        stage = call.graph.create_node("get_attr", call.target, name=f"{call.name}_module")
-    stage.meta = {STAGE: cell[1], MICROBATCH: cell[0]}
-    writer = Writer(cell, after=call)
-    pair = writer.call(ops.checkpoint, (stage, *call.args), "checkpoint")
-    output = writer.item(pair, 0, like=call)
-    handle = writer.call(operator.getitem, (pair, 1), "handle")
-    call.replace_all_uses_with(output)
-    call.graph.erase_node(call)
-    nodes = [output if node is call else node for node in nodes]
-    writer = Writer(cell, after=max(handle, nodes[-1]))
-    leaving = outgoing(nodes)
-    writer.gate(ops.recompute, leaving, handle, uses=lambda user: cell_of(user) != cell)
+
+def _run(
+    writer: Writer, target: str, args: tuple[Any, ...], like: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    """Run a module of the graph's, checkpointed. Returns its output, and the handle."""
+    pair = writer.call(ops.checkpoint, (writer.attribute(target), *args), "checkpoint")
+    output = writer.item(pair, 0, like=like)
+    return output, writer.call(operator.getitem, (pair, 1), "handle")
+
+
+def _run_segments(writer: Writer, gm: fx.GraphModule, call: fx.Node, count: int) -> fx.Node:
+    """Run a stage segment by segment, in place of the call. Returns the handle of the last."""
+    path = f"{call.target}_segments"
+    if not hasattr(gm, path):
+        gm.add_submodule(path, segmented(attribute(gm, str(call.target)), count))
+    graph = attribute(gm, path).graph
+    values = dict(zip(graph.find_nodes(op="placeholder"), call.args, strict=True))
+    handle = call
+    for node in graph.nodes:
+        if node.op == "call_module":
+            args = fx.map_arg(node.args, values.__getitem__)
+            values[node], handle = _run(writer, f"{path}.{node.target}", args, like=node)
+        elif node.op == "call_function":  # takes one of a segment's results
+            values[node] = writer.item(values[node.args[0]], node.args[1], like=node)
+    results = graph.output_node().args[0]
+    if isinstance(results, fx.Node):
+        call.replace_all_uses_with(values[results])
+    else:
+        for item in items(call):
+            item.replace_all_uses_with(values[results[item.args[1]]])
+    return handle

@@ -20,7 +20,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpipe.graph import NO_BACKWARD, ORIGIN, STAGE, VALUE, WRITES, stage_nodes
+from fxpipe.graph import (
+    NO_BACKWARD,
+    ORIGIN,
+    STAGE,
+    VALUE,
+    WRITES,
+    rename_written,
+    stage_nodes,
+)
 
 
 class SplitError(ValueError):
@@ -40,6 +48,7 @@ class Split:
     """
 
     name: ClassVar[str] = "split"
+    part: str = "stage"  # what the parts are called: ``stage_0``, ``stage_1``, ...
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         members = _members(gm.graph)
@@ -52,7 +61,7 @@ class Split:
 
         for stage, nodes in enumerate(members):
             takes, gives = _boundary(nodes)
-            name = f"stage_{stage}"
+            name = f"{self.part}_{stage}"
             attributes[name] = _stage_module(gm, name, nodes, takes, gives)
             call = top.call_module(name, tuple(at_top[n] for n in takes))
             call.meta[STAGE] = stage
@@ -135,15 +144,18 @@ def _stage_module(
         own[taken] = graph.placeholder(taken.name)
         _describe(taken, own[taken])
     written = {name for node in nodes for name in node.meta.get(WRITES, ())}
+    clones: dict[str, str] = {}
     for taken in takes:
         if taken.name in written:
             own[taken] = graph.call_function(torch.clone, (own[taken],))
+            clones[taken.name] = own[taken].name
             _describe(taken, own[taken])
     for node in nodes:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source not in own:
                 own[source] = graph.node_copy(source, own.__getitem__)
         own[node] = graph.node_copy(node, own.__getitem__)
+    rename_written(graph, clones)
     results = []
     for node in gives:
         result = own[node]

@@ -43,6 +43,7 @@ class Case:
     batch: int
     checkpoint: str
     outputs: list[int] = field(default_factory=list)
+    segments: int = 1
 
 
 @st.composite
@@ -53,13 +54,15 @@ def cases(draw: st.DrawFn) -> Case:
         # Mostly of what was made last, so that programs are deep, with skips.
         recent = st.integers(max(0, made - 2), made - 1)
         steps.append(Step(kind, draw(recent), draw(st.integers(0, made - 1))))
+    checkpoint = draw(st.sampled_from(["never", "except_last", "always"]))
     return Case(
         steps,
         stages=draw(st.integers(1, 4)),
         chunks=draw(st.sampled_from([1, 2, 3, 8])),
         batch=draw(st.integers(1, 6)),
-        checkpoint=draw(st.sampled_from(["never", "except_last", "always"])),
+        checkpoint=checkpoint,
         outputs=draw(st.lists(st.integers(1, len(steps)), max_size=2)),
+        segments=1 if checkpoint == "never" else draw(st.integers(1, 3)),
     )
 
 
@@ -229,6 +232,7 @@ def test_any_program_gives_the_bits_of_the_loop(case):
             ["cpu"] * case.stages,
             chunks=case.chunks,
             checkpoint=case.checkpoint,
+            checkpoint_segments=case.segments,
             example_inputs=(x,),
             tracer="symbolic",
         )

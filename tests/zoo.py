@@ -221,6 +221,7 @@ def steps(
     *,
     chunks: int,
     checkpoint: str = "never",
+    checkpoint_segments: int = 1,
 ) -> Iterator[tuple[str, fx.GraphModule]]:
     """The graph after every pass, with the pass's name, from the traced model on."""
     gm: fx.GraphModule = fx.symbolic_trace(model)
@@ -241,6 +242,7 @@ def steps(
         in_dims=[0] * len(inputs),
         out_dims=[0] * outputs,
         checkpoint=checkpoint,
+        checkpoint_segments=checkpoint_segments,
     ):
         gm = rewrite(gm)
         yield rewrite.name, gm

@@ -16,6 +16,7 @@ def compiler(model, devices=("cpu", "cpu"), **options):
         chunks=None,
         partition="auto",
         checkpoint="never",
+        checkpoint_segments=1,
         in_dims=None,
         out_dims=None,
         tracer="auto",

@@ -356,3 +356,60 @@ def test_verify_finds_a_broken_promise(change, promise):
 
 def test_verify_accepts_what_the_passes_make():
     Verify()(broken(lambda graph: None))
+
+
+def test_a_stage_in_segments_is_a_chain_of_checkpoints_the_last_of_which_recomputes_ahead():
+    model = Chain(3, {0: (2,)})
+    gm = after("checkpoint", model, (X,), [], chunks=1, checkpoint="always", checkpoint_segments=2)
+    assert_expected_inline(
+        format_graph(gm.get_submodule("stage_0_segments")),
+        """\
+x: input
+segment_0 = segment_0(x)  # stage 0
+a = segment_0[0]  # stage 0
+b = segment_0[1]  # stage 0
+segment_1 = segment_1(b, a)  # stage 1
+return segment_1
+""",
+    )
+    assert_expected_inline(
+        format_graph(gm),
+        """\
+x: input
+x_parts = scatter(x, 0, 1)
+x_mb0 = x_parts[0]  # mb 0
+copy_s0_mb0 = copy((x_mb0,), 'caller', 'cpu/copy')  # stage 0, mb 0, cpu/copy
+wait_s0_mb0 = wait(copy_s0_mb0, 'cpu/copy', 'cpu/compute')  # stage 0, mb 0, cpu/compute
+x_s0_mb0 = wait_s0_mb0[0]  # stage 0, mb 0, cpu/compute
+segment_0_mb0_module = self.stage_0_segments.segment_0  # stage 0, mb 0
+checkpoint_s0_mb0 = checkpoint(segment_0_mb0_module, x_s0_mb0)  # stage 0, mb 0
+segment_0_s0_mb0 = checkpoint_s0_mb0[0]  # stage 0, mb 0
+a_s0_mb0 = segment_0_s0_mb0[0]  # stage 0, mb 0
+b_s0_mb0 = segment_0_s0_mb0[1]  # stage 0, mb 0
+segment_1_mb0_module = self.stage_0_segments.segment_1  # stage 0, mb 0
+checkpoint_s0_mb0_1 = checkpoint(segment_1_mb0_module, b_s0_mb0, a_s0_mb0)  # stage 0, mb 0
+add_s0_mb0 = checkpoint_s0_mb0_1[0]  # stage 0, mb 0
+handle_s0_mb0_1 = checkpoint_s0_mb0_1[1]  # stage 0, mb 0
+recompute_s0_mb0 = recompute((add_s0_mb0,), handle_s0_mb0_1)  # stage 0, mb 0
+add_s0_mb0_1 = recompute_s0_mb0[0]  # stage 0, mb 0
+add_out = gather((add_s0_mb0_1,), 0, x_parts, 0)  # stage 0, cpu/compute
+return add_out
+""",
+    )
+
+
+def test_a_stage_with_several_results_may_be_in_segments():
+    model = Chain(5, {0: (3,), 1: (4,)})
+    options = dict(chunks=2, checkpoint="always", checkpoint_segments=3)
+    gm = after("checkpoint", model, (X,), ["d"], **options)
+    gm.graph.lint()
+    assert_expected_inline(
+        format_graph(gm.get_submodule("stage_0_segments")),
+        """\
+x: input
+segment_0 = segment_0(x)  # stage 0
+segment_1 = segment_1(segment_0)  # stage 1
+segment_2 = segment_2(segment_1)  # stage 2
+return (segment_0, segment_1, segment_2)
+""",
+    )

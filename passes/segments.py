@@ -1,0 +1,49 @@
+"""Not a pass: a stage cut in segments, each to be checkpointed on its own.
+
+::
+
+    stage_1                   stage_1, in three segments
+    ── a ─ b ─ c ─ d ──       ── segment_0 ── segment_1 ── segment_2 ──
+                                  (a, b)         (c)          (d)
+
+While one segment is run again, the others keep nothing but what they have received: the memory for
+activations is that of the largest segment (Chen et al., "Training Deep Nets with Sublinear Memory
+Cost", 2016).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxpipe.graph import COST, STAGE, Cost, is_work
+from passes.partition import Partition, PartitionError
+from passes.split import Split
+
+
+def segmented(stage: fx.GraphModule, count: int) -> fx.GraphModule:
+    """The stage as a chain of at most ``count`` segments, which keep about as many bytes each.
+
+    Fewer where it has no more places to cut. The stage itself stays as it is.
+    """
+    for parts in range(count, 0, -1):
+        try:
+            return Split(part="segment")(Partition(parts)(_weighed(stage)))
+        except PartitionError:
+            if parts == 1:
+                raise
+    raise ValueError(f"{count} segments asked for: give 1 or more")
+
+
+def _weighed(stage: fx.GraphModule) -> fx.GraphModule:
+    """A copy, in which what a node keeps for the backward stands for the time it takes."""
+    graph = fx.Graph()
+    own: dict[fx.Node, Any] = {}
+    for node in stage.graph.nodes:
+        own[node] = graph.node_copy(node, own.__getitem__)
+        if is_work(node):
+            kept = node.meta.get(COST, Cost()).activation_bytes
+            own[node].meta |= {COST: Cost(forward_s=float(kept))}
+            own[node].meta.pop(STAGE, None)
+    return fx.GraphModule(stage, graph)
