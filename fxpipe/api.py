@@ -45,6 +45,7 @@ def compile(
     checkpoint_segments: int = 1,
     in_dims: Any = None,
     out_dims: Any = None,
+    deferred_batch_norm: bool = False,
     tracer: str | CustomTracer = "auto",
     passes: PassList | None = None,
 ) -> Pipeline:
@@ -66,6 +67,8 @@ def compile(
         in_dims, out_dims: the batch dimension of inputs and outputs, where it cannot be inferred:
             an int or None for all, or nested like the arguments, or the output. An output without
             one (None) is averaged, weighted by the sizes of the micro-batches.
+        deferred_batch_norm: update the running statistics of batch norms once for each mini-batch,
+            as without a pipeline. Each micro-batch is normalised by its own statistics either way.
         tracer: "auto", "symbolic", "export", or ``(model, args, kwargs) -> fx.GraphModule``.
         passes: in place of :func:`passes.default_passes`: a function that takes the same keyword
             arguments and returns a list of passes.
@@ -87,6 +90,7 @@ def compile(
         partition=partition,
         checkpoint=default.Checkpoint(checkpoint, checkpoint_segments).mode,
         checkpoint_segments=checkpoint_segments,
+        deferred_batch_norm=deferred_batch_norm,
         in_dims=in_dims,
         out_dims=out_dims,
         tracer=tracer,

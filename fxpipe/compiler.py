@@ -32,6 +32,7 @@ class Options:
     partition: Spec
     checkpoint: str
     checkpoint_segments: int
+    deferred_batch_norm: bool
     in_dims: Any
     out_dims: Any
     tracer: str | CustomTracer
@@ -200,6 +201,8 @@ class Compiler:
         traced = trace(self.model, args, kwargs, tracer=options.tracer, batch_dims=dims)
         gm = traced.graph_module
         values = traced.bind(args, kwargs)
+        if options.deferred_batch_norm:
+            gm = default.DeferredBatchNorm()(gm)
         with untouched(self.model):
             gm = default.Alias(tuple(values))(gm)
             found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
@@ -233,6 +236,11 @@ class Compiler:
     def _place(self, stage_graph: fx.GraphModule) -> None:
         """Move every stage's parameters and buffers to its device, in place."""
         homes = _homes(stages_of(stage_graph), self.options.devices)
+        for source in stage_graph.graph.find_nodes(op="get_attr"):
+            tensor = attribute(stage_graph, str(source.target))
+            for user in source.users:  # what is done once, beside a stage
+                if STAGE in user.meta:
+                    homes[id(tensor)] = self.options.devices[user.meta[STAGE]]
         for module in self.model.modules():
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) in homes:

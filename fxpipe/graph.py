@@ -29,6 +29,7 @@ WRITES = "writes"  # tuple[str, ...]: the nodes whose memory this one writes to
 NO_BACKWARD = "no_backward"  # True where it has a gradient that no output leads back to
 SEED = "seed"  # True at the placeholder of the seed
 RANDOM = "random"  # True where random numbers are drawn
+ONCE = "once"  # True at what is done once for a mini-batch, after its micro-batches
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ def rename_written(graph: fx.Graph, names: dict[str, str]) -> None:
 
 
 def stage_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes that are work: everything but placeholders, ``get_attr`` and the output."""
+    """The nodes that are work: what stages are made of."""
     return filter(is_work, graph.nodes)
 
 
 def is_work(node: fx.Node) -> bool:
-    """Whether a node is more than a placeholder, a ``get_attr`` or the output."""
-    return node.op not in ("placeholder", "get_attr", "output")
+    """Whether a node is part of a stage: no placeholder, ``get_attr``, or output."""
+    return node.op not in ("placeholder", "get_attr", "output") and ONCE not in node.meta
 
 
 def operator_name(node: fx.Node) -> str:

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.runtime import batch_norm as _batch_norm
 from fxpipe.runtime import checkpoint as _checkpoint
 from fxpipe.runtime import copy as _copy
 from fxpipe.runtime import dependency as _dependency
@@ -200,6 +201,34 @@ def call(module: nn.Module, values: dict[str, Tensor], *args: Any, **kwargs: Any
     return _shared.call(module, values, *args, **kwargs)
 
 
+@_op
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Normalise a micro-batch by its own statistics, and give these::
+
+    x --- batch_norm ---+--- y
+                        +--- mean, variance, count --- (update_statistics; no gradient)
+    """
+    return _batch_norm.batch_norm(x, weight, bias, eps)
+
+
+@_op
+def update_statistics(
+    running_mean: Tensor,
+    running_var: Tensor,
+    tracked: Tensor | None,
+    momentum: float | None,
+    parts: Sequence[tuple[Tensor, Tensor, int]],
+) -> None:
+    """Update a batch norm's running statistics, once for all micro-batches::
+
+    mean, variance, count (mb0) ---+--- running mean, running variance, number of mini-batches
+    mean, variance, count (mb1) ---+
+    """
+    _batch_norm.update_statistics(running_mean, running_var, tracked, momentum, parts)
+
+
 VOCABULARY: tuple[Callable[..., Any], ...] = (
     scatter,
     seeds,
@@ -215,4 +244,6 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     recompute,
     share,
     call,
+    batch_norm,
+    update_statistics,
 )

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import fx
 
 from passes.alias import Alias
+from passes.batch_norm import DeferredBatchNorm
 from passes.checkpoint import Checkpoint
 from passes.copies import Copies
 from passes.cost import AnalyticCost
@@ -26,6 +27,7 @@ __all__ = [
     "AnalyticCost",
     "Checkpoint",
     "Copies",
+    "DeferredBatchNorm",
     "Dependencies",
     "Microbatch",
     "Partition",

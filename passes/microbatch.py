@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import MICROBATCH, ORIGIN, SEED, STAGE
+from fxpipe.graph import MICROBATCH, ONCE, ORIGIN, SEED, STAGE
 
 Dims = int | None | tuple[int | None, ...]
 
@@ -43,7 +43,7 @@ class Microbatch:
         graph = fx.Graph()
         cells: dict[int, list[fx.Node]] = {}
         for node in gm.graph.nodes:
-            if STAGE in node.meta:
+            if STAGE in node.meta and ONCE not in node.meta:
                 cells.setdefault(node.meta[STAGE], []).append(node)
         copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.chunks)]
         weights = self._scatter(gm.graph, graph, copies)
@@ -52,6 +52,9 @@ class Microbatch:
                 if 0 <= (i := clock - stage) < self.chunks:
                     for node in nodes:
                         copies[i][node] = _copied(graph, node, copies[i], i)
+        for node in gm.graph.nodes:
+            if ONCE in node.meta:
+                _once(graph, node, copies)
         self._gather(gm.graph, graph, copies, weights)
         return fx.GraphModule(gm, graph)
 
@@ -125,6 +128,16 @@ def _copied(
     copy = graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}_mb{microbatch}")
     copy.meta = _meta(node, microbatch)
     return copy
+
+
+def _once(graph: fx.Graph, node: fx.Node, copies: list[dict[fx.Node, fx.Node]]) -> None:
+    """What is done once: its last argument, one part of the mini-batch, becomes all parts."""
+    parts: Any
+    *own, parts = node.args
+    args = fx.map_arg(own, copies[0].__getitem__)
+    every = tuple(fx.map_arg(part, copied.__getitem__) for copied in copies for part in parts)
+    made = graph.create_node("call_function", node.target, (*args, every), name=node.name)
+    made.meta = dict(node.meta)
 
 
 def _meta(node: fx.Node, microbatch: int) -> dict[str, Any]:

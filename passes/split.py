@@ -22,10 +22,12 @@ from torch import fx
 
 from fxpipe.graph import (
     NO_BACKWARD,
+    ONCE,
     ORIGIN,
     STAGE,
     VALUE,
     WRITES,
+    attribute,
     rename_written,
     stage_nodes,
 )
@@ -52,6 +54,7 @@ class Split:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         members = _members(gm.graph)
+        once = [node for node in gm.graph.nodes if ONCE in node.meta]
         attributes: dict[str, Any] = {}  # of the stage graph, by name
         top = fx.Graph()
         at_top: dict[fx.Node, fx.Node] = {}
@@ -77,12 +80,16 @@ class Split:
                     at_top[given] = item
                     _describe(given, item)
 
-        output = gm.graph.output_node()
-        for node in output.all_input_nodes:
-            if node.op == "get_attr":  # given out as it is: no stage uses it
-                attributes[str(node.target)] = operator.attrgetter(str(node.target))(gm)
-                at_top[node] = top.node_copy(node, at_top.__getitem__)
-        top.node_copy(output, at_top.__getitem__)
+        # What comes after all micro-batches is no part of any stage.
+        for node in (*once, gm.graph.output_node()):
+            for source in node.all_input_nodes:
+                if source.op == "get_attr" and source not in at_top:
+                    attributes[str(source.target)] = attribute(gm, str(source.target))
+                    at_top[source] = top.node_copy(source, at_top.__getitem__)
+            copied = top.node_copy(node, at_top.__getitem__)
+            stages = [n.meta[STAGE] for n in copied.all_input_nodes if STAGE in n.meta]
+            if node.op != "output":
+                copied.meta[STAGE] = max(stages)
         return fx.GraphModule(attributes, top)
 
 

@@ -17,6 +17,7 @@ def compiler(model, devices=("cpu", "cpu"), **options):
         partition="auto",
         checkpoint="never",
         checkpoint_segments=1,
+        deferred_batch_norm=False,
         in_dims=None,
         out_dims=None,
         tracer="auto",
