@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.graph import VALUE
 from fxpipe.trace import bound_arguments
 from passes.fakes import FakeInterpreter
 from passes.microbatch import Dims
@@ -145,7 +146,11 @@ def output_dims(
             say what to do, or a dimension that does not exist.
     """
     output = gm.graph.output_node()
-    one, other = (_values(gm, inputs, in_dims, more) for more in (0, 1))
+    if all(VALUE in node.meta for node in output.all_input_nodes):  # pass "alias" has run it
+        one = {node: node.meta[VALUE] for node in output.all_input_nodes}
+    else:
+        one = _values(gm, inputs, in_dims, 0)
+    other = _values(gm, inputs, in_dims, 1)
     slots = {
         node: pytree.tree_map(lambda leaf: _Slot(), one[node]) for node in output.all_input_nodes
     }

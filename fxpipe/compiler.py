@@ -207,7 +207,7 @@ class Compiler:
             gm = default.Alias(tuple(values))(gm)
             found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
             gm = default.AnalyticCost()(gm)
-            gm = default.Shared(tuple(values))(gm)
+            gm = default.Shared()(gm)
             gm = default.Random()(gm)
         self._label(gm)
         stage_graph = default.Split()(gm)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
+import linecache
 import logging
 import operator
 import random
@@ -27,8 +28,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -380,7 +382,6 @@ class _SymbolicTracer(fx.Tracer):
     """
 
     proxy_buffer_attributes = True  # else what a model computes from a buffer is computed only once
-    record_stack_traces = True
 
     def __init__(self, example: _Example) -> None:
         super().__init__()
@@ -407,7 +408,9 @@ class _SymbolicTracer(fx.Tracer):
                 "it switches gradients or autocast on or off within its forward, which fx does "
                 "not see"
             )
-        return super().create_node(*args, **kwargs)
+        node = super().create_node(*args, **kwargs)
+        node.stack_trace = _stack_trace()
+        return node
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -415,6 +418,27 @@ class _SymbolicTracer(fx.Tracer):
         proxies = [self.create_proxy("placeholder", n, (), {}) for n in self.example.names]
         args, kwargs = self.example.arguments(proxies)
         return partial(self.example.model.forward, *args, **kwargs), []
+
+
+def _stack_trace() -> str:
+    """Where the model is, as Python says it. fx could say it too, and takes a millisecond."""
+    lines: list[str] = []
+    frame = sys._getframe(2)  # not this function, nor the tracer
+    while frame.f_back is not None and frame.f_code is not _TRACE:
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            lines.append(_stack_line(frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return "".join(reversed(lines))
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_TRACE = inspect.unwrap(fx.Tracer.trace).__code__
+
+
+@lru_cache
+def _stack_line(code: CodeType, number: int) -> str:
+    text = linecache.getline(code.co_filename, number).strip()
+    return f'  File "{code.co_filename}", line {number}, in {code.co_name}\n    {text}\n'
 
 
 @contextmanager

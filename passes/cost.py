@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.graph import COST, VALUE, Cost, attribute, stage_nodes, tensor_bytes
-from passes.fakes import FakeInterpreter
+from passes.fakes import FakeInterpreter, fake_mode
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ class AnalyticCost:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         counted: set[int] = set()  # a shared parameter is counted where it is used first
-        values = (node.meta.get(VALUE) for node in gm.graph.nodes)
-        modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
-        interpreter = FakeInterpreter(gm, next(modes, None))
+        interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
         for node in stage_nodes(gm.graph):
             node.meta[COST] = self._of(gm, node, interpreter, counted)
         return gm

@@ -10,11 +10,12 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils import _pytree as pytree
 
-from fxpipe.graph import format_node
+from fxpipe.graph import VALUE, format_node
 from fxpipe.trace import TraceError
 
 
@@ -50,6 +51,12 @@ class FakeInterpreter(fx.Interpreter):
         module = self.fetch_attr(target)
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         return torch.func.functional_call(module, self.fake(tensors), args, kwargs)
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
+    """The mode that the fake values of a graph are of; None if there are none."""
+    values = (node.meta.get(VALUE) for node in graph.nodes)
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
 def backward_edges(values: Any) -> Iterator[Any]:

@@ -19,30 +19,29 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.graph import COST, VALUE, Cost, attribute, rename_written, stage_nodes
-from passes.fakes import FakeInterpreter, backward_edges
+from passes.fakes import FakeInterpreter, backward_edges, fake_mode
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Model graph → the same, the uses of parameters that have several made explicit.
+    """Model graph with fake values (pass "alias") → the same, the uses of parameters that have
+    several made explicit.
 
     A use is a node that needs the parameter, or an edge of the autograd graph: a module that is
     called twice, a weight that two modules share, and one that a recurrent module uses at each
-    step. ``inputs`` are as for pass "alias".
+    step.
     """
 
     name: ClassVar[str] = "shared"
-    inputs: tuple[Any, ...]
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         paths = {id(p): path for path, p in reversed(_parameters(gm))}  # the first of several
-        interpreter = FakeInterpreter(gm)
-        several = _by_nodes(gm) | _by_edges(interpreter, self.inputs)
+        interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
+        several = _by_nodes(gm) | _by_edges(interpreter)
         shared: dict[int, fx.Node] = {}
         renamed: dict[str, str] = {}
 
@@ -120,15 +119,14 @@ def _by_nodes(gm: fx.GraphModule) -> set[int]:
     return {id(p) for _, p in _parameters(gm) if uses[id(p)] > 1}
 
 
-def _by_edges(interpreter: FakeInterpreter, inputs: tuple[Any, ...]) -> set[int]:
+def _by_edges(interpreter: FakeInterpreter) -> set[int]:
     """The parameters that several edges of the autograd graph lead to."""
     gm: Any = interpreter.module
     fakes = [(interpreter.fake(p), p) for _, p in _parameters(gm)]  # kept, or ids would be reused
     originals = {id(fake): id(p) for fake, p in fakes}
     # Recurrent modules keep lists of their weights, and run on the real ones.
     originals |= {id(p): id(p) for _, p in fakes}
-    with interpreter.mode, torch.enable_grad():
-        output = interpreter.run(*interpreter.fake(inputs))
-    leaves = (edge for edge in backward_edges(output) if hasattr(edge, "variable"))
+    values = [node.meta.get(VALUE) for node in gm.graph.output_node().all_input_nodes]
+    leaves = (edge for edge in backward_edges(values) if hasattr(edge, "variable"))
     edges = Counter(originals.get(id(leaf.variable), 0) for leaf in leaves)
     return {parameter for parameter, count in edges.items() if count > 1}

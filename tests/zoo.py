@@ -228,7 +228,7 @@ def steps(
     for first in (
         Alias(inputs),
         AnalyticCost(),
-        Shared(inputs),
+        Shared(),
         Random(),
         Partition(len(starts) + 1, starts),
         Split(),

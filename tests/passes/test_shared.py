@@ -49,7 +49,7 @@ MODELS = {
 
 
 def text(model, x):
-    gm = Shared((x,))(Alias((x,))(fx.symbolic_trace(model)))
+    gm = Shared()(Alias((x,))(fx.symbolic_trace(model)))
     gm.graph.lint()
     return gm, format_graph(gm)
 
