@@ -139,11 +139,22 @@ def _checked_chunks(chunks: int | None) -> int | None:
     return chunks
 
 
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)  # where an nn.Module keeps them
+
+
 class Pipeline(nn.Module):
     """A model that runs as a pipeline. Made by :func:`compile`.
 
     Called like the model, it gives the model's outputs, differentiably. It shares the model's
-    parameters, buffers and submodules, so that its state dict, optimizers, ``train()`` and
+    parameters, buffers, hooks and submodules, so that its state dict, optimizers, ``train()`` and
     ``eval()`` are the model's; ``module`` is the model itself.
     """
 
@@ -166,6 +177,7 @@ class Pipeline(nn.Module):
             _parameters=model._parameters,
             _buffers=model._buffers,
             _modules=model._modules,
+            **{name: vars(model)[name] for name in HOOKS},
             _compiler=compiler,
             _lanes=Lanes(compiler.options.devices),
             _shown=None,
@@ -314,6 +326,16 @@ class Pipeline(nn.Module):
     def training(self, value: bool) -> None:
         if "module" in self.__dict__:
             self.module.training = value
+
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """The model's, as the backward hooks are."""
+        return self.module._is_full_backward_hook if "module" in self.__dict__ else None
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, value: bool | None) -> None:
+        if "module" in self.__dict__:
+            self.module._is_full_backward_hook = value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""

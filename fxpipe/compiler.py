@@ -16,7 +16,16 @@ from fxpipe import ops
 from fxpipe.batch import input_dims, output_dims
 from fxpipe.graph import STAGE, attribute, stage_nodes
 from fxpipe.runtime.program import Program, lower
-from fxpipe.trace import CustomTracer, Traced, autocast_of, canonical, input_key, trace, untouched
+from fxpipe.trace import (
+    CustomTracer,
+    Traced,
+    autocast_of,
+    canonical,
+    has_hooks,
+    input_key,
+    trace,
+    untouched,
+)
 from passes.microbatch import Dims
 from passes.partition import PartitionError, Spec
 
@@ -104,19 +113,19 @@ def _shortcut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _Structure:
-    """The modules of a model and their training flags, as they were."""
+    """The modules of a model, their training flags and whether they have hooks, as they were."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = [(module, module.training) for module in model.modules()]
+        self.modules = [(m, m.training, has_hooks(m)) for m in model.modules()]
         self.children = [
             (module._modules, list(module._modules.values()))
-            for module, _ in self.modules
+            for module, _, _ in self.modules
             if module._modules
         ]
 
     def holds(self) -> bool:
         """Whether they still are."""
-        return all(module.training is training for module, training in self.modules) and all(
+        return all(m.training is t and has_hooks(m) is h for m, t, h in self.modules) and all(
             [*now.values()] == then for now, then in self.children
         )
 
@@ -230,6 +239,9 @@ class Compiler:
             for node in work:
                 node.meta[STAGE] = self.labels[node.name]
         else:
+            if self.labels:  # parameters will move: what has been compiled is of no use
+                self.forget()
+                self.labels.clear()
             default.Partition(len(self.options.devices), self.options.partition)(gm)
             self.labels.update({node.name: node.meta[STAGE] for node in work})
 

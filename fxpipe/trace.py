@@ -24,6 +24,7 @@ import sys
 import textwrap
 import threading
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -101,14 +102,15 @@ def input_key(
 ) -> Hashable:
     """What a trace is specialised on: two calls with equal keys may share one.
 
-    That is the structure of the inputs, the values of those that are not tensors, every module and
-    its training flag, and the autocast state. ``torch.export`` also fixes dtypes and all sizes but
-    the batch's; ``shapes=False`` leaves them out, which is right for a "symbolic" trace.
+    That is the structure of the inputs, the values of those that are not tensors, every module, its
+    training flag and whether it has hooks, and the autocast state. ``torch.export`` also fixes
+    dtypes and all sizes but the batch's; ``shapes=False`` leaves them out, which is right for a
+    "symbolic" trace.
     """
     leaves, spec = pytree.tree_flatten(canonical(model, args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = tuple(_constant_key(leaf) for leaf in leaves)
-    modules = tuple((id(module), module.training) for module in model.modules())
+    modules = tuple((id(m), m.training, has_hooks(m)) for m in model.modules())
     key = (spec, constants, modules, autocast_of(tensors))
     if not shapes:
         return key
@@ -386,11 +388,16 @@ class _SymbolicTracer(fx.Tracer):
     def __init__(self, example: _Example) -> None:
         super().__init__()
         self.example = example
+        self.hooked = {module for module in example.model.modules() if has_hooks(module)}
         self.modes = Ambient.here()
         self.thread = threading.get_ident()
 
     # While fx traces, it has taken over nn.Module for the whole process: what other threads do is
     # none of our business.
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """A module with hooks is called as a whole, and so are its hooks."""
+        return m in self.hooked or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self.thread:
@@ -469,13 +476,14 @@ def _autograd_functions_as_nodes() -> Iterator[None]:
 
 def _symbolic(example: _Example) -> Traced:
     model = example.model
+    tracer = _SymbolicTracer(example)
     # Untouched, since fx leaves its constants on the model.
     with (
         untouched(model) as drew_random_numbers,
         _autograd_functions_as_nodes(),
         skip.tracking(model),
     ):
-        graph = _SymbolicTracer(example).trace(model)
+        graph = tracer.trace(model)
         if drew_random_numbers():
             raise _Refused(
                 "it draws random numbers that do not depend on its inputs: fx freezes them"
@@ -526,6 +534,13 @@ _GUARDS = {
 
 
 def _export(example: _Example) -> Traced:
+    hooked = [name for name, module in example.model.named_modules() if name and has_hooks(module)]
+    if hooked:
+        warnings.warn(
+            f"hooks on {hooked[0]!r} ({len(hooked)} such modules) will not be called: the model is "
+            'traced by torch.export, which leaves no modules; if it can be, use tracer="symbolic"',
+            stacklevel=2,
+        )
     # Export takes sizes 0 and 1 for constants, so that a batch must have two rows to be symbolic.
     tensors = example.tensors if example.batch != 1 else example.resized(2)
     dynamic = tuple(
@@ -634,12 +649,14 @@ def _without_wrapper(meta: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Run or trace the model without a trace: attributes, buffers and random states are put back.
+    """Run or trace the model without a trace: attributes, buffers and random states are put back,
+    and hooks are not called, other than PyTorch's own (old parametrizations, which make weights).
 
     Yields a function that says whether random numbers have been drawn since.
     """
-    attributes = [vars(module) for module in model.modules()]
+    attributes: list[dict[Any, Any]] = [vars(module) for module in model.modules()]
     attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
+    attributes += [p._backward_hooks for p in model.parameters() if p._backward_hooks]
     saved_attributes = [(owner, dict(owner)) for owner in attributes]
     tensors = [
         value
@@ -663,6 +680,10 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         return not same or random.getstate() != python_state
 
     try:
+        on_parameters = [p._backward_hooks for p in model.parameters() if p._backward_hooks]
+        for hooks in (*on_parameters, *(h for m in model.modules() for h in _hooks(m))):
+            for key in [key for key, hook in hooks.items() if not _is_torchs(hook)]:
+                del hooks[key]
         yield drew_random_numbers
     finally:
         for owner, saved in saved_attributes:
@@ -677,6 +698,25 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         for (_, put), state in zip(generators, states, strict=True):
             put(state)
         random.setstate(python_state)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to know of the module's calls, or of their backward."""
+    return any(not _is_torchs(hook) for hooks in _hooks(module) for hook in hooks.values())
+
+
+def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+
+
+def _is_torchs(hook: Any) -> bool:
+    maker = hook if hasattr(hook, "__qualname__") else type(hook)
+    return str(maker.__module__).startswith("torch.")
 
 
 @dataclass(frozen=True)

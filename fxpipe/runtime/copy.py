@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.runtime.dependency import flattened, gate
+from fxpipe.runtime.engine import first
 from fxpipe.runtime.streams import device_of, keep, make_wait, on, stream
 
 
@@ -68,7 +69,7 @@ def copy(values: Any, source: str, target: str) -> Any:
 
     On the same device the result shares the memory of what was sent.
     """
-    values = gate(values, lambda *tensors: _Copy.apply(source, target, *tensors))  # type: ignore[no-untyped-call]
+    values = gate(values, lambda *tensors: first(_Copy.apply(source, target, *tensors)))  # type: ignore[no-untyped-call]
     device = device_of(target)
     leaves, build = flattened(values)  # those that carry gradient are there by now
     return build([moved(x, device, source, target) if isinstance(x, Tensor) else x for x in leaves])
@@ -80,4 +81,4 @@ def wait(values: Any, source: str, target: str) -> Any:
     In the backward the source stream waits for the target's.
     """
     make_wait(stream(target), stream(source), values)
-    return gate(values, lambda *tensors: _Wait.apply(source, target, *tensors))  # type: ignore[no-untyped-call]
+    return gate(values, lambda *tensors: first(_Wait.apply(source, target, *tensors)))  # type: ignore[no-untyped-call]

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import carries_gradient
+from fxpipe.runtime.engine import first
 from fxpipe.runtime.streams import device_of
 
 
@@ -158,10 +159,10 @@ def portal_copy(portal: Portal, source: str, target: str, life: int = 1) -> Port
     far = Hidden(moved(tensor, device_of(target), source, target), life)
     if not carries_gradient(portal.phony):
         return Portal(far, portal.phony)
-    phony = _PortalCopy.apply(  # type: ignore[no-untyped-call]
+    phony: Tensor = _PortalCopy.apply(  # type: ignore[no-untyped-call]
         portal.hidden, far, tensor.device, source, target, portal.phony
     )
-    return Portal(far, phony)
+    return Portal(far, *first((phony,)))
 
 
 def portal_orange(portal: Portal) -> Any:

@@ -1,0 +1,197 @@
+"""What autograd can do with a model it can do with its pipeline."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+
+import fxpipe
+from tests.zoo import Chain, loop, loss_of, same
+
+CHECKPOINT = ["never", "except_last", "always"]
+
+
+class Smooth(nn.Module):
+    """Twice differentiable, with a skip over two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.a(x))
+        z = torch.sigmoid(self.b(y))
+        return torch.sin(self.c(z)) * y + x
+
+
+def pipeline(checkpoint: str, **options: object) -> tuple[nn.Module, fxpipe.Pipeline]:
+    model = Smooth().double()
+    pipe = fxpipe.compile(
+        model, ["cpu"] * 3, chunks=2, partition=["b", "c"], checkpoint=checkpoint, **options
+    )
+    return model, pipe
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_first_and_second_derivatives_are_right(checkpoint):
+    _, pipe = pipeline(checkpoint)
+    x = torch.randn(3, 3, dtype=torch.double, requires_grad=True)
+    with pipe:
+        assert gradcheck(pipe, (x,))
+        assert gradgradcheck(pipe, (x,))
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_a_gradient_penalty_trains_as_without_a_pipeline(checkpoint):
+    model, pipe = pipeline(checkpoint)
+    x = torch.randn(4, 3, dtype=torch.double, requires_grad=True)
+
+    def penalty(run):
+        (grad,) = torch.autograd.grad(loss_of(run(x)), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), list(model.parameters()), allow_unused=True)
+
+    with pipe:
+        for ours, theirs in zip(penalty(pipe), penalty(model), strict=True):
+            if theirs is None or ours is None:  # the last bias has no second derivative
+                assert (0 if theirs is None else theirs.abs().max()) == 0
+                continue
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_backward_twice_adds_the_same_again(checkpoint):
+    model, pipe = pipeline(checkpoint)
+    x = torch.randn(4, 3, dtype=torch.double)
+    _, expected = loop(model, (x,), 2)
+    model.zero_grad()
+    with pipe:
+        loss = loss_of(pipe(x))
+        loss.backward(retain_graph=True)
+        assert same([p.grad for p in model.parameters()], expected)
+        loss.backward()
+    assert same([p.grad for p in model.parameters()], [2 * g for g in expected])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_gradients_of_a_part_only(checkpoint):
+    model, pipe = pipeline(checkpoint)
+    x = torch.randn(4, 3, dtype=torch.double)
+    _, expected = loop(model, (x,), 2)
+    model.zero_grad()
+    wanted = list(model.c.parameters())
+    with pipe:
+        loss = loss_of(pipe(x))
+        found = torch.autograd.grad(loss, wanted, retain_graph=True)
+        loss.backward(inputs=wanted)
+    assert same(list(found), expected[-2:])
+    assert same([p.grad for p in model.parameters()], [None] * 4 + expected[-2:])
+
+
+class Counting(torch.autograd.Function):
+    """Counts how often its backward runs."""
+
+    runs: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx, x, name):
+        ctx.name = name
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        Counting.runs.append(ctx.name)
+        return grad, None
+
+
+class Partly(nn.Module):
+    """A frozen first half, whose backward nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Counting.apply(self.frozen(x), "frozen")
+        return Counting.apply(self.c(Counting.apply(self.b(x), "b")), "c")
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_gradients_that_nobody_needs_are_neither_computed_nor_sent(checkpoint):
+    with fxpipe.compile(
+        Partly(), ["cpu"] * 3, chunks=2, partition=["b", "c"], checkpoint=checkpoint
+    ) as pipe:
+        out = pipe(torch.randn(4, 3))
+        Counting.runs.clear()
+        out.sum().backward()
+    assert sorted(Counting.runs) == ["b", "b", "c", "c"]
+
+
+def test_a_failed_backward_leaves_a_working_pipeline():
+    model, pipe = pipeline("always")
+    x = torch.randn(4, 3, dtype=torch.double)
+    _, expected = loop(model, (x,), 2)
+    model.zero_grad()
+    with pipe:
+        out = pipe(x)
+
+        def fail(grad):
+            raise KeyboardInterrupt
+
+        handle = model.b.weight.register_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(out).backward()
+        handle.remove()
+        model.zero_grad()
+        loss_of(pipe(x)).backward()
+    assert same([p.grad for p in model.parameters()], expected)
+
+
+class LongChain(nn.Module):
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.weight = length, nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        for _ in range(self.length):
+            x = torch.sin(x)
+        return x
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_long_chain_compiles_trains_and_is_freed_within_the_default_recursion_limit(checkpoint):
+    assert sys.getrecursionlimit() <= 1000
+    model, x = LongChain(3000), torch.randn(4, 2)
+    _, expected = loop(model, (x,), 2)
+    model.zero_grad()
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    out = pipe(x)
+    loss_of(out).backward()
+    assert same([model.weight.grad], expected)
+    pipe.close()
+    gone = weakref.ref(pipe.graph_module)
+    del pipe, out
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_second_pipeline_of_the_same_model_gives_the_same():
+    model, x = Chain(4), torch.randn(4, 3)
+    _, expected = loop(model, (x,), 2)
+    model.zero_grad()
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, chunks=2) as one,
+        fxpipe.compile(model, ["cpu"] * 4, chunks=2) as other,
+    ):
+        for pipe in (one, other, one):
+            model.zero_grad()
+            loss_of(pipe(x)).backward()
+            assert same([p.grad for p in model.parameters()], expected)
