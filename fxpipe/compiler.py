@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import passes as default
 from fxpipe import ops
 from fxpipe.batch import input_dims, output_dims
-from fxpipe.graph import STAGE, attribute, stage_nodes
+from fxpipe.graph import ONCE, STAGE, attribute, stage_nodes
 from fxpipe.runtime.program import Program, lower
 from fxpipe.trace import (
     CustomTracer,
@@ -214,6 +214,9 @@ class Compiler:
             gm = default.DeferredBatchNorm()(gm)
         with untouched(self.model):
             gm = default.Alias(tuple(values))(gm)
+            gm = default.WrittenInputs(tuple(dims), options.chunks)(gm)
+            if any(ONCE in node.meta for node in gm.graph.nodes):
+                gm = default.Alias(tuple(values))(gm)
             found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
             gm = default.AnalyticCost()(gm)
             gm = default.Shared()(gm)

@@ -27,6 +27,7 @@ VALUE = "val"  # fx's key: the fake (or example) value of a node
 ALIAS = "alias"  # int: nodes with the same number have to stay in one stage
 WRITES = "writes"  # tuple[str, ...]: the nodes whose memory this one writes to
 NO_BACKWARD = "no_backward"  # True where it has a gradient that no output leads back to
+WRITTEN = "written"  # True at the placeholder of an input that is written to
 SEED = "seed"  # True at the placeholder of the seed
 RANDOM = "random"  # True where random numbers are drawn
 ONCE = "once"  # True at what is done once for a mini-batch, after its micro-batches

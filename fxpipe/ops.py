@@ -48,13 +48,27 @@ def _tracing(args: tuple[Any, ...]) -> bool:
 
 
 @_op
-def scatter(tensor: Tensor, dim: int | None, chunks: int) -> tuple[Tensor, ...]:
+def scatter(
+    tensor: Tensor, dim: int | None, chunks: int, copied: bool = False
+) -> tuple[Tensor, ...]:
     """A mini-batch in ``chunks`` micro-batches along ``dim``::
 
     x ---+--- x_mb0          backward: each micro-batch's gradient into its place
          +--- x_mb1
+
+    The parts are views; ``copied``: of a copy, where x will be written to.
     """
-    return _microbatch.scatter(tensor, dim, chunks)
+    return _microbatch.scatter(tensor.clone() if copied else tensor, dim, chunks)
+
+
+@_op
+def write_back(tensor: Tensor, dim: int | None, parts: Sequence[Tensor]) -> None:
+    """What the micro-batches have made of their copies of an input becomes the input's value::
+
+    x_mb0 ---+--- x, the caller's
+    x_mb1 ---+
+    """
+    tensor.copy_(_microbatch.gather(parts, dim))
 
 
 @_op
@@ -231,6 +245,7 @@ def update_statistics(
 
 VOCABULARY: tuple[Callable[..., Any], ...] = (
     scatter,
+    write_back,
     seeds,
     gather,
     copy,

@@ -13,6 +13,7 @@ from passes.checkpoint import Checkpoint
 from passes.copies import Copies
 from passes.cost import AnalyticCost
 from passes.dependencies import Dependencies
+from passes.inputs import InputError, WrittenInputs
 from passes.microbatch import Dims, Microbatch
 from passes.partition import Partition, PartitionError
 from passes.portals import Portals
@@ -29,6 +30,7 @@ __all__ = [
     "Copies",
     "DeferredBatchNorm",
     "Dependencies",
+    "InputError",
     "Microbatch",
     "Partition",
     "PartitionError",
@@ -41,6 +43,7 @@ __all__ = [
     "Streams",
     "Verify",
     "VerifyError",
+    "WrittenInputs",
     "default_passes",
 ]
 

@@ -50,6 +50,9 @@ class Alias:
     inputs: tuple[Any, ...]
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for node in gm.graph.nodes:
+            for key in (WRITES, ALIAS, RANDOM, NO_BACKWARD):
+                node.meta.pop(key, None)
         seen = _Watcher(gm)
         with seen.mode, torch.enable_grad():
             seen.run(*seen.fake(self.inputs))

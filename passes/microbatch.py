@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import MICROBATCH, ONCE, ORIGIN, SEED, STAGE
+from fxpipe.graph import MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN
 
 Dims = int | None | tuple[int | None, ...]
 
@@ -46,7 +46,7 @@ class Microbatch:
             if STAGE in node.meta and ONCE not in node.meta:
                 cells.setdefault(node.meta[STAGE], []).append(node)
         copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.chunks)]
-        weights = self._scatter(gm.graph, graph, copies)
+        inputs, weights = self._scatter(gm.graph, graph, copies)
         for clock in range(self.chunks + len(cells) - 1):
             for stage, nodes in sorted(cells.items()):
                 if 0 <= (i := clock - stage) < self.chunks:
@@ -54,21 +54,24 @@ class Microbatch:
                         copies[i][node] = _copied(graph, node, copies[i], i)
         for node in gm.graph.nodes:
             if ONCE in node.meta:
-                _once(graph, node, copies)
+                _once(graph, node, copies, inputs)
         self._gather(gm.graph, graph, copies, weights)
         return fx.GraphModule(gm, graph)
 
     def _scatter(
         self, old: fx.Graph, new: fx.Graph, copies: list[dict[fx.Node, fx.Node]]
-    ) -> tuple[Any, ...]:
-        """The inputs in parts. Returns the arguments that tell ``gather`` the parts' sizes."""
+    ) -> tuple[dict[fx.Node, fx.Node], tuple[Any, ...]]:
+        """The inputs in parts. Returns the inputs in one, and what tells ``gather`` the parts'
+        sizes."""
         inputs = [node for node in old.nodes if node.op in ("placeholder", "get_attr")]
         own = {node: new.node_copy(node) for node in inputs if SEED not in node.meta}
         weights: tuple[Any, ...] = ()
         placeholders = [n for n in old.find_nodes(op="placeholder") if SEED not in n.meta]
         for node, dim in _with_dims(placeholders, self.in_dims, "in_dims"):
             if node.users:
-                args = (own[node], dim, self.chunks)
+                args: tuple[Any, ...] = (own[node], dim, self.chunks)
+                if WRITTEN in node.meta:
+                    args = (*args, True)
                 parts = new.create_node("call_function", ops.scatter, args, name=f"{node}_parts")
                 if dim is not None and not weights:
                     weights = (parts, dim)
@@ -81,7 +84,7 @@ class Microbatch:
             if node.op == "get_attr":
                 for copied in copies:
                     copied[node] = own[node]
-        return weights
+        return own, weights
 
     @staticmethod
     def _parts(node: fx.Node, parts: fx.Node, copies: list[dict[fx.Node, fx.Node]]) -> None:
@@ -130,11 +133,16 @@ def _copied(
     return copy
 
 
-def _once(graph: fx.Graph, node: fx.Node, copies: list[dict[fx.Node, fx.Node]]) -> None:
+def _once(
+    graph: fx.Graph,
+    node: fx.Node,
+    copies: list[dict[fx.Node, fx.Node]],
+    inputs: dict[fx.Node, fx.Node],
+) -> None:
     """What is done once: its last argument, one part of the mini-batch, becomes all parts."""
     parts: Any
     *own, parts = node.args
-    args = fx.map_arg(own, copies[0].__getitem__)
+    args = fx.map_arg(own, inputs.__getitem__)
     every = tuple(fx.map_arg(part, copied.__getitem__) for copied in copies for part in parts)
     made = graph.create_node("call_function", node.target, (*args, every), name=node.name)
     made.meta = dict(node.meta)

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from fxpipe.graph import MICROBATCH, ORIGIN, STAGE, VALUE, tensor_bytes
+from fxpipe.graph import MICROBATCH, ONCE, ORIGIN, STAGE, VALUE, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def routes(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[int | None]]]:
         source = stage_of(node)
         if source is None and node.op != "placeholder" and MICROBATCH not in node.meta:
             continue
-        users = {stage_of(user) for user in node.users} - {None, source}
+        users = {stage_of(user) for user in node.users if ONCE not in user.meta} - {None, source}
         if users:
             yield node, [source, *sorted(s for s in users if s is not None)]
 

@@ -151,6 +151,9 @@ class Lanes:
                 job = partial(run.in_lane, lane, program.lanes[lane], ambient, hand_overs[lane])
                 self._queues[lane].put(job)
         env: Env = dict(zip(program.inputs, values, strict=True))
+        for node, others in program.inputs.items():
+            for lane in others:
+                run.inboxes[lane].put((node, env[node]))
         try:
             run.execute(CALLER, program.lanes[CALLER], env)
         except _Dropped:

@@ -57,17 +57,24 @@ class Instruction:
 class Program:
     """A pipeline graph, lane by lane."""
 
-    inputs: list[fx.Node]
+    inputs: dict[fx.Node, tuple[int, ...]]  # with the lanes that need them as they are
     output: fx.Node  # the caller's last instruction
     lanes: dict[int, list[Instruction]] = field(default_factory=dict)
 
 
 def lower(gm: fx.GraphModule, *, inline: bool) -> Program:
     """Make a pipeline graph ready to run, on a lane a stage or all of it by the caller."""
-    program = Program(gm.graph.find_nodes(op="placeholder"), gm.graph.output_node())
+    inputs = gm.graph.find_nodes(op="placeholder")
     nodes = [n for n in gm.graph.nodes if n.op != "placeholder"]
     lane_of = {n: CALLER if inline else n.meta.get(STAGE, CALLER) for n in nodes}
-    lane_of |= dict.fromkeys(program.inputs, CALLER)
+    lane_of |= dict.fromkeys(inputs, CALLER)
+
+    def others(node: fx.Node) -> tuple[int, ...]:
+        """The lanes that need a value of another one's."""
+        lanes = dict.fromkeys(lane_of[user] for user in node.users)
+        return tuple(lane for lane in lanes if lane != lane_of[node])
+
+    program = Program({node: others(node) for node in inputs}, gm.graph.output_node())
     last_use = _last_uses(lane_of)
     arrived: set[tuple[int, fx.Node]] = set()
     program.lanes = {lane: [] for lane in sorted({CALLER, *lane_of.values()})}
@@ -76,12 +83,11 @@ def lower(gm: fx.GraphModule, *, inline: bool) -> Program:
         awaits = [n for n in node.all_input_nodes if lane_of[n] != lane]
         awaits = [n for n in awaits if (lane, n) not in arrived]
         arrived.update((lane, n) for n in awaits)
-        posts = dict.fromkeys(lane_of[user] for user in node.users if lane_of[user] != lane)
         own = [n for n in node.all_input_nodes if last_use[lane, n] is node]
         if (lane, node) not in last_use and node.op != "output":
             own.append(node)
         program.lanes[lane].append(
-            Instruction(node, _function(gm, node), tuple(awaits), tuple(posts), tuple(own))
+            Instruction(node, _function(gm, node), tuple(awaits), others(node), tuple(own))
         )
     return program
 
