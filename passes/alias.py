@@ -62,10 +62,11 @@ class Alias:
         groups: list[set[fx.Node]] = []
         written: dict[fx.Node, list[fx.Node]] = {}
         for writer, memories in seen.written.items():
-            before = [node for node in seen.sharing(memories) if position[node] < position[writer]]
+            sharing = seen.sharing(memories)
+            before = [node for node in sharing if position[node] < position[writer]]
             written[writer] = before
             writer.meta[WRITES] = tuple(node.name for node in before)
-            groups.append(_inseparable(writer, before, position))
+            groups.append(_inseparable(writer, before, sharing, position))
         groups += [seen.buffer_users[buffer] for buffer in seen.written_buffers]
         for number, group in enumerate(_disjoint(groups)):
             for node in group:
@@ -181,13 +182,16 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _inseparable(
-    writer: fx.Node, before: list[fx.Node], position: dict[fx.Node, int]
+    writer: fx.Node,
+    before: list[fx.Node],
+    sharing: list[fx.Node],
+    position: dict[fx.Node, int],
 ) -> set[fx.Node]:
-    """The nodes that have to be in the writer's stage."""
+    """The nodes that have to be in the writer's stage. ``sharing``: all that give the memory."""
     if any(node.op == "get_attr" for node in before):
-        # The next micro-batch reads it as well: all that ever touch it.
-        touching = {user for node in before for user in node.users if user.op != "output"}
-        return touching | {node for node in before if node.op not in ("get_attr", "placeholder")}
+        # The next micro-batch writes to it as well: all that ever touch it.
+        touching = {user for node in sharing for user in node.users if user.op != "output"}
+        return touching | {n for n in sharing if n.op not in ("get_attr", "placeholder")}
     is_read_later = any(position[user] > position[writer] for node in before for user in node.users)
     if not is_read_later:
         return set()

@@ -155,3 +155,20 @@ def test_what_no_output_leads_back_to_is_known():
 
     gm, _ = noted(Model(), torch.ones(2, 3))
     assert [n.name for n in gm.graph.nodes if n.meta.get(NO_BACKWARD)] == ["b"]
+
+
+def test_who_reads_a_buffer_by_the_name_of_what_wrote_to_it_stays_with_the_writer():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x):
+            return torch.tanh(x) + self.seen.add_(1)
+
+    class Tracer(fx.Tracer):
+        proxy_buffer_attributes = True
+
+    model = Counter()
+    gm = Alias((torch.ones(2, 3),))(fx.GraphModule(model, Tracer().trace(model)))
+    assert {n.name for n in gm.graph.nodes if ALIAS in n.meta} == {"add_", "add"}

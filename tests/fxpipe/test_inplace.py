@@ -1,0 +1,195 @@
+"""In-place operations and views: a pipeline has the values and gradients of the model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from tests.zoo import gradients, loss_of, parts, same
+
+CHECKPOINT = ["never", "except_last", "always"]
+
+
+class InPlaceFirst(nn.Module):
+    """A stage begins with an in-place ReLU."""
+
+    cuts = ("relu",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.relu = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.relu(torch.sigmoid(self.a(x)) - 0.5))
+
+
+class PartWritten(nn.Module):
+    """x[:, 0] *= 2, where x is used in an earlier and in a later stage."""
+
+    cuts = ("c",)
+    forbidden = ("b",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        early = torch.sin(x * 1)
+        y = self.b(early)
+        x[:, 0] *= 2
+        return self.c(y * 3) + x
+
+
+class ViewOfView(nn.Module):
+    """A view of a view is written to two modules after it was made."""
+
+    cuts = ("add",)
+    forbidden = ("c",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.a(x) * 1
+        view = base[:, 1:].view(-1, 3)[:, :2]
+        y = self.b(x)
+        z = self.c(y)
+        view.mul_(z[:, :2])
+        return base + z
+
+
+class Counter(nn.Module):
+    """A buffer that the forward writes to, and reads."""
+
+    cuts = ("b",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.seen += 1
+        return self.b(torch.tanh(x) + self.seen)
+
+
+class FooBar(nn.Module):
+    """The product's gradient for foo is the bar before nobody has added to it twice."""
+
+    cuts = ("b",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, foo: Tensor) -> Tensor:
+        foo = self.a(foo)
+        bar = torch.ones_like(foo)
+        foo = self.b(foo)
+        bar.add_(1)
+        return foo * bar
+
+
+class OutArgument(nn.Module):
+    """A result is written into a tensor made before, by out=."""
+
+    cuts = ("b",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.empty_like(x).detach()
+        torch.mul(x.detach(), 3, out=scale)
+        return self.b(self.a(x)) * scale
+
+
+class CopyAcrossTypes(nn.Module):
+    """copy_ into another dtype: the gradient comes back in the source's."""
+
+    cuts = ("b",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        half = torch.zeros_like(x, dtype=torch.bfloat16)
+        half.copy_(x)
+        return self.b(half.float())
+
+
+CASES = [
+    InPlaceFirst,
+    PartWritten,
+    ViewOfView,
+    Counter,
+    FooBar,
+    OutArgument,
+    CopyAcrossTypes,
+]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+@pytest.mark.parametrize("make", CASES)
+def test_values_gradients_and_buffers_are_those_of_the_loop(make, checkpoint):
+    model, x = make(), torch.randn(5, 4)
+    reference = copy.deepcopy(model)
+    outputs = [reference(part) for part in parts(x, 2)]
+    for output in reversed(outputs):
+        loss_of(output).backward()
+    for partition in (model.cuts, "auto"):
+        own = copy.deepcopy(model)
+        with fxpipe.compile(
+            own, ["cpu"] * 2, chunks=2, checkpoint=checkpoint, partition=partition
+        ) as pipe:
+            output = pipe(x)
+            loss_of(output).backward()
+        assert same(output.detach(), torch.cat(outputs).detach())
+        assert same(gradients(own), gradients(reference))
+        assert same(list(own.buffers()), list(reference.buffers()))
+
+
+@pytest.mark.parametrize("make", [PartWritten, ViewOfView])
+def test_a_cut_between_a_write_and_those_who_see_it_is_refused(make):
+    with pytest.raises(fxpipe.PartitionError, match="share memory that is written to"):
+        fxpipe.compile(
+            make(), ["cpu"] * 2, partition=make.forbidden, example_inputs=(torch.randn(4, 4),)
+        )
+
+
+def test_what_autograd_refuses_in_the_model_it_refuses_in_a_stage():
+    """The sigmoid needs its result, which the ReLU writes to. A cut between them makes it work."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    x = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).sum().backward()
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, chunks=2, partition=["1"], tracer="symbolic") as pipe,
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
+        pipe(x).sum().backward()
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_an_in_place_relu_first_in_a_stage_does_not_reach_back_into_a_sigmoid(checkpoint):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    reference = nn.Sequential(model[0], model[1], nn.ReLU(), model[3])
+    x = torch.randn(4, 4)
+    loss_of(reference(x)).backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=2, partition=["2"], checkpoint=checkpoint, tracer="symbolic"
+    ) as pipe:
+        loss_of(pipe(x)).backward()
+    torch.testing.assert_close(gradients(model), expected)
