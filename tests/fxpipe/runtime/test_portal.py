@@ -2,7 +2,9 @@ import weakref
 
 import pytest
 import torch
+from torch import fx, nn
 
+import fxpipe
 from fxpipe.runtime.dependency import fork
 from fxpipe.runtime.portal import Hidden, PortalError, portal_blue, portal_copy, portal_orange
 
@@ -134,3 +136,51 @@ def test_a_backward_that_failed_leaves_nothing_for_the_next():
     x.grad = None
     loss.backward()
     assert torch.equal(x.grad, torch.full((2,), 4.0))
+
+
+def test_the_source_devices_memory_is_free_as_soon_as_it_is_copied():
+    x = torch.randn(3, requires_grad=True)
+    y = x + 1  # which saves nothing
+    storage = weakref.ref(y.untyped_storage())
+    portal = portal_blue(y)
+    del y
+    assert storage() is not None
+    far = portal_copy(portal, "cpu/copy", "meta/copy")
+    assert storage() is None, "though the portal is still there, and its backward to come"
+    assert portal_orange(far).device.type == "meta"
+
+
+made: dict[str, weakref.ref[object]] = {}
+alive: dict[str, list[str]] = {}
+
+
+@fx.wrap
+def watched(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Notes which of the values made before are alive."""
+    alive[name] = [other for other, storage in made.items() if storage() is not None]
+    y = x + 1
+    made[name] = weakref.ref(y.untyped_storage())
+    return y
+
+
+class Skip(nn.Module):
+    def forward(self, x):
+        a = watched(x, "a")
+        b = watched(a, "b")
+        c = watched(b, "c")
+        return watched(c + a, "d"), watched(c, "e")
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_skip_is_gone_with_its_last_use(gradients):
+    x = torch.randn(2, 3, requires_grad=gradients)
+    with fxpipe.compile(
+        Skip(), ["cpu"] * 5, chunks=1, partition=[f"watched_{i}" for i in range(1, 5)]
+    ) as pipe:
+        pipe.prepare(x)
+        made.clear()
+        output = pipe(x)
+        assert pipe.skip_layout.skips, "a is a skip"
+    assert alive["b"] == ["a"] and "a" in alive["c"]
+    assert "a" not in alive["e"]
+    assert output[0].shape == (2, 3)
