@@ -1,0 +1,101 @@
+"""Two timelines of one step side by side: what was predicted, say, and what was measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+
+from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.gantt import draw
+from fxpipe.schedule.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """An action of which two timelines say different things, in seconds."""
+
+    action: Action
+    first: float
+    second: float
+
+    @property
+    def seconds(self) -> float:
+        """How much longer it is in the second."""
+        return self.second - self.first
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What :func:`compare` gives; ``str`` of it is a summary."""
+
+    first: Timeline
+    second: Timeline
+
+    @property
+    def error(self) -> float:
+        """By how much the second takes longer, as a part of the first: 0.1 is 10 %."""
+        return self.second.makespan / self.first.makespan - 1 if self.first.makespan else 0.0
+
+    @cached_property
+    def durations(self) -> tuple[Disagreement, ...]:
+        """Of every action in both, how long it takes, the largest difference first."""
+        first, second = _spans(self.first), _spans(self.second)
+        found = [
+            Disagreement(action, span.seconds, second[action].seconds)
+            for action, span in first.items()
+            if action in second
+        ]
+        return tuple(sorted(found, key=lambda d: (-abs(d.seconds), d.action)))
+
+    @property
+    def largest(self) -> Disagreement | None:
+        """The action whose durations differ most; None if the two have none in common."""
+        return self.durations[0] if self.durations else None
+
+    @property
+    def stages(self) -> dict[tuple[int, Kind], tuple[float, float]]:
+        """The mean seconds of each kind of action at each stage, in both."""
+        grouped: dict[tuple[int, Kind], list[Disagreement]] = defaultdict(list)
+        for found in sorted(self.durations, key=lambda d: d.action):
+            grouped[found.action.stage, found.action.kind].append(found)
+        return {
+            key: (fmean(d.first for d in group), fmean(d.second for d in group))
+            for key, group in grouped.items()
+        }
+
+    def __str__(self) -> str:
+        a, b = self.first, self.second
+        lines = [
+            f"{a.name} {a.makespan:.6g} s, {b.name} {b.makespan:.6g} s ({self.error:+.1%})",
+            f"idle: {a.name} {a.bubble:.1%}, {b.name} {b.bubble:.1%}",
+        ]
+        for (stage, kind), (first, second) in self.stages.items():
+            what = kind.name.lower().replace("_", " ")
+            lines.append(f"stage {stage} {what}: {first:.6g} s, {second:.6g} s")
+        return "\n".join([*lines, self._caption()])
+
+    def _caption(self) -> str:
+        found = self.largest
+        if found is None:
+            return "no action is in both"
+        return (
+            f"largest disagreement: {found.action}, {self.first.name} {found.first:.4g} s, "
+            f"{self.second.name} {found.second:.4g} s"
+        )
+
+    def draw(self, memory: bool = False) -> str:
+        """Both as SVG, one below the other on one axis, the largest disagreement outlined."""
+        marks = [] if self.largest is None else [self.largest.action]
+        timelines = [self.first, self.second]
+        return draw(timelines, memory=memory, marks=marks, caption=self._caption())
+
+
+def compare(first: Timeline, second: Timeline) -> Comparison:
+    """Put two timelines of one step side by side."""
+    return Comparison(first, second)
+
+
+def _spans(timeline: Timeline) -> dict[Action, Span]:
+    return {span.action: span for span in timeline.spans if span.action is not None}

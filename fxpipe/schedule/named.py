@@ -1,0 +1,308 @@
+"""Schedules by name, each from the paper that brought it up.
+
+In the pictures a line is a lane, a column a unit of time; a number is a micro-batch's forward, with a
+dash (``1'``) its whole backward, and ``i`` and ``w`` are the halves of one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+
+from fxpipe.schedule.actions import Action, Entry, Kind, Overlap
+from fxpipe.schedule.schedule import Schedule
+
+
+def named(name: str, *, lanes: int, microbatches: int, stages: int | None = None) -> Schedule:
+    """A schedule by its name, for these numbers. The names are those of :data:`NAMES`.
+
+    Args:
+        stages: how many; None: as many as the schedule needs (two a lane for ``zbv`` and
+            ``dualpipe_v``, else one).
+
+    Raises:
+        ValueError: for a name that there is not, or numbers for which the schedule does not exist,
+            saying which it does.
+    """
+    if name not in _NAMED:
+        raise ValueError(f"schedule is {name!r}: give one of {', '.join(NAMES)}")
+    for what, count in (("lanes", lanes), ("microbatches", microbatches)):
+        if count < 1:
+            raise ValueError(f"{what} is {count}: give 1 or more")
+    generate, per_lane = _NAMED[name]
+    if stages is None:
+        stages = lanes * (per_lane or 1)
+    if per_lane is not None and stages != lanes * per_lane:
+        raise ValueError(
+            f"{name} has {per_lane} stage{'s' * (per_lane > 1)} on each lane: "
+            f"{lanes} lanes take {lanes * per_lane} stages, not {stages}"
+        )
+    if stages < 1 or stages % lanes:
+        nearest = max(1, round(stages / lanes)) * lanes
+        raise ValueError(
+            f"{name} has as many stages on each lane: {lanes} lanes take {nearest} stages, say, "
+            f"not {stages}"
+        )
+    return Schedule(name, stages, microbatches, tuple(generate(lanes, stages, microbatches)))
+
+
+# -------------------------------------------------------------------------------- one stage a lane
+
+
+def gpipe(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
+    """All forwards, then all backwards (Huang et al. 2019, GPipe, section 2.2).
+
+    ::
+
+        0 1 2 3 . . 0'1'2'3'
+        . 0 1 2 3 0'1'2'3' .
+
+    Every activation is kept until the backwards begin.
+    """
+    for lane in range(lanes):
+        line = _Line()
+        line.forward(*[lane] * microbatches)
+        line.backward(*[lane] * microbatches)
+        yield line.entries
+
+
+def one_f_one_b(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
+    """One forward, one backward in turn (Narayanan et al. 2021, PipeDream-2BW, PipeDream-Flush).
+
+    ::
+
+        0 1 . 0'2 1'3 2'. 3'
+        . 0 0'1 1'2 2'3 3'.
+
+    As long as GPipe's, but a stage keeps at most ``stages - stage`` micro-batches.
+    """
+    for lane in range(lanes):
+        warmup = min(lanes - 1 - lane, microbatches)
+        line = _Line()
+        line.forward(*[lane] * warmup)
+        for _ in range(microbatches - warmup):
+            line.forward(lane)
+            line.backward(lane)
+        line.backward(*[lane] * warmup)
+        yield line.entries
+
+
+# --------------------------------------------------------------------------- several stages a lane
+
+
+def interleaved_1f1b(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
+    """1F1B with several stages on each lane (Narayanan et al. 2021, Megatron-LM, section 2.2).
+
+    Lane ``i`` has the stages ``i``, ``i + lanes``, ... A round of micro-batches, about as many as
+    there are lanes, goes through a lane's first stage, then through its second. With ``v`` stages a
+    lane the idle time is that of 1F1B over ``v``, for more copies and more activations. Any number of
+    micro-batches will do: rounds are as even as can be, larger ones first.
+    """
+    return _interleaved(lanes, stages, microbatches, hop=2, owed=None)
+
+
+def zb_h1(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
+    """1F1B with backwards in halves, no more memory (Qi et al. 2023, Zero Bubble, section 2.1).
+
+    ::
+
+        0 1 . i w 2 i w 3 i w i w
+        . 0 i 1 i w 2 i w 3 i w w
+
+    Gradients travel after the first half; the second half fills what would be idle. With equal
+    forward, input and weight halves a third of 1F1B's idle time is left. Lane ``i`` puts weight
+    gradients off by ``i`` micro-batches. Several stages a lane are interleaved as in
+    :func:`interleaved_1f1b`.
+    """
+    return _interleaved(lanes, stages, microbatches, hop=1, owed=0)
+
+
+def _interleaved(
+    lanes: int, stages: int, microbatches: int, hop: int, owed: int | None
+) -> Iterable[tuple[Entry, ...]]:
+    """``hop``: forwards that a lane is ahead of the next; ``owed``: None for whole backwards."""
+    rounds = _rounds(lanes, microbatches)
+    for lane in range(lanes):
+        own = range(lane, stages, lanes)
+        forwards = [stage for size in rounds for stage in own for _ in range(size)]
+        backwards = [stage for size in rounds for stage in reversed(own) for _ in range(size)]
+        warmup = min((len(own) - 1) * rounds[0] + hop * (lanes - 1 - lane), len(forwards))
+        line = _Line()
+        line.forward(*forwards[:warmup])
+        for i, stage in enumerate(backwards):
+            line.forward(*forwards[warmup + i : warmup + i + 1])
+            if owed is None:
+                line.backward(stage)
+            else:
+                line.backward_input(stage)
+                line.weight_grads(owing=lane)
+        line.weight_grads(owing=0)
+        yield line.entries
+
+
+def _rounds(lanes: int, microbatches: int) -> list[int]:
+    count = max(1, microbatches // lanes)
+    size, larger = divmod(microbatches, count)
+    return [size + (i < larger) for i in range(count)]
+
+
+def looped_bfs(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
+    """All micro-batches through a stage, then the lane's next (Lamy-Poirier 2023, Breadth-First).
+
+    Lane ``i`` has the stages ``i``, ``i + lanes``, ... The backwards go the same way back, the last
+    micro-batch first. A stage's parameters are needed in one stretch of time, which suits sharding.
+    """
+    for lane in range(lanes):
+        own = range(lane, stages, lanes)
+        entries = [Action(s, Kind.FORWARD, m) for s in own for m in range(microbatches)]
+        back = reversed(range(microbatches))
+        order = list(back)
+        entries += [Action(s, Kind.BACKWARD, m) for s in reversed(own) for m in order]
+        yield tuple(entries)
+
+
+# ------------------------------------------------------------------- two stages a lane, down and up
+
+
+def zbv(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
+    """Two stages a lane in the shape of a V (Qi et al. 2024, Controllable Memory, section 3, V-ZB).
+
+    Stages go down the lanes and up again, so that the last stage is on the first lane and backwards
+    begin there at once. With equal forward, input and weight halves, ``2 * lanes`` micro-batches or
+    more, no lane idles between its first and its last action, and none keeps more than 1F1B's first.
+    With fewer micro-batches it is the schedule of ``2 * lanes - 1``, without the others.
+    """
+    whole = max(microbatches, 2 * lanes - 1)
+    for lane in range(lanes):
+        down, up, below = lane, stages - 1 - lane, lanes - lane
+        line = _Line()
+        line.forward(*[down] * (2 * below - 1))
+        line.forward(*[up, down] * lane)
+        for _ in range(below):
+            line.forward(up)
+            line.halves(up)
+        for i in range(whole - lanes):
+            if i < whole - 2 * lanes + lane + 1:
+                line.forward(down)
+            line.halves(down)
+            line.forward(up)
+            line.halves(up)
+        line.backward_input(*[down, up] * lane)
+        for _ in range(below):
+            line.backward_input(down)
+            line.weight_grad(down)
+        line.weight_grad(*[up] * lane, *[down] * lane)
+        yield tuple(entry for entry in line.entries if entry.parts[0].microbatch < microbatches)
+
+
+def dualpipe_v(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
+    """A V in which forwards and backwards overlap (DeepSeek-AI 2024, DualPipe, cut in half).
+
+    As in :func:`zbv` stages go down the lanes and up again. In the middle the forward of one stage is
+    paired with the backward of the lane's other stage, so that one's copies hide behind the other's
+    computation. At both ends backwards are in halves. It needs ``2 * lanes`` micro-batches or more.
+    """
+    if microbatches < 2 * lanes:
+        raise ValueError(
+            f"dualpipe_v on {lanes} lanes needs {2 * lanes} micro-batches or more, not {microbatches}"
+        )
+    for lane in range(lanes):
+        down, up, below = lane, stages - 1 - lane, lanes - 1 - lane
+        line = _Line()
+        line.forward(*[down] * (2 * below))
+        line.forward(*[down, up] * (lane + 1))
+        for _ in range(below):
+            line.backward_input(up)
+            line.weight_grads(owing=0)
+            line.forward(up)
+        for i in range(microbatches - 2 * lanes + lane + 1):
+            if i == 0 and below == 0:  # the turn of the V: the backward needs what comes just before
+                line.forward(down)
+                line.backward(up)
+            else:
+                line.overlap(down, up)
+            line.overlap(up, down)
+        for _ in range(below):
+            line.backward(up)
+            line.overlap(up, down)
+        tail = [up, down] * (lane + 1)
+        line.backward(*tail[: lane + 1])
+        line.backward_input(*tail[lane + 1 :])
+        for _ in range(below):
+            line.weight_grads(owing=line.owed - 1)
+            line.backward_input(down)
+        line.weight_grads(owing=0)
+        yield line.entries
+
+
+_Generator = Callable[[int, int, int], Iterable[tuple[Entry, ...]]]
+
+_NAMED: dict[str, tuple[_Generator, int | None]] = {
+    "gpipe": (gpipe, 1),
+    "1f1b": (one_f_one_b, 1),
+    "interleaved_1f1b": (interleaved_1f1b, None),
+    "looped_bfs": (looped_bfs, None),
+    "zb_h1": (zb_h1, None),
+    "zbv": (zbv, 2),
+    "dualpipe_v": (dualpipe_v, 2),
+}
+"""The generators, and how many stages a lane they place: None for any number."""
+
+NAMES = tuple(_NAMED)
+"""The names that :func:`named` knows."""
+
+
+class _Line:
+    """A lane as it is written: at a stage, the n-th action of a kind is that of micro-batch n."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._next: Counter[tuple[int, Kind]] = Counter()
+        self._owed: deque[Action] = deque()
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entries)
+
+    @property
+    def owed(self) -> int:
+        """First halves whose second is still to come."""
+        return len(self._owed)
+
+    def forward(self, *stages: int) -> None:
+        self._entries += [self._take(stage, Kind.FORWARD) for stage in stages]
+
+    def backward(self, *stages: int) -> None:
+        self._entries += [self._take(stage, Kind.BACKWARD) for stage in stages]
+
+    def backward_input(self, *stages: int) -> None:
+        for stage in stages:
+            action = self._take(stage, Kind.BACKWARD_INPUT)
+            self._entries.append(action)
+            self._owed.append(Action(stage, Kind.WEIGHT_GRAD, action.microbatch))
+
+    def weight_grads(self, owing: int) -> None:
+        """Those that are owed longest, until only this many are."""
+        while len(self._owed) > owing:
+            self._entries.append(self._owed.popleft())
+
+    def weight_grad(self, *stages: int) -> None:
+        """For each of the stages, the one owed longest."""
+        for stage in stages:
+            action = next(action for action in self._owed if action.stage == stage)
+            self._owed.remove(action)
+            self._entries.append(action)
+
+    def halves(self, stage: int) -> None:
+        self.backward_input(stage)
+        self._entries.append(self._owed.pop())
+
+    def overlap(self, forward: int, backward: int) -> None:
+        parts = self._take(forward, Kind.FORWARD), self._take(backward, Kind.BACKWARD)
+        self._entries.append(Overlap(parts))
+
+    def _take(self, stage: int, kind: Kind) -> Action:
+        """Whole backwards and first halves are counted together: a micro-batch has one of them."""
+        counted = Kind.BACKWARD if kind is Kind.BACKWARD_INPUT else kind
+        self._next[stage, counted] += 1
+        return Action(stage, kind, self._next[stage, counted] - 1)

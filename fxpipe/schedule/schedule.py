@@ -1,0 +1,212 @@
+"""A schedule: for each lane, what it does, in order. It can be printed, written and read."""
+
+from __future__ import annotations
+
+import csv
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fxpipe.schedule.actions import Action, Entry, Kind, NotAnAction, parse_entry
+
+Edges = Sequence[tuple[int, int]]
+"""Which stage's output is which stage's input: ``(source, target)``."""
+
+_IDLE = "."
+
+
+def chain(stages: int) -> tuple[tuple[int, int], ...]:
+    """The edges of stages that only pass on to the next."""
+    return tuple((stage, stage + 1) for stage in range(stages - 1))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A training step as data: ``lanes[i]`` is what lane ``i`` does, in order.
+
+    It says nothing of time: an action runs as soon as the lane is free and its inputs are there.
+    Made by :func:`fxpipe.schedule.named`, read from text or a file, or written by hand;
+    :func:`fxpipe.schedule.validate` says whether it can run.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    lanes: tuple[tuple[Entry, ...], ...]
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The lane of each stage; -1 for a stage that does nothing."""
+        lane_of: dict[int, int] = {}
+        for lane in range(len(self.lanes)):
+            for action in self.actions(lane):
+                lane_of.setdefault(action.stage, lane)
+        return tuple(lane_of.get(stage, -1) for stage in range(self.stages))
+
+    def actions(self, lane: int) -> Iterator[Action]:
+        """What a lane does, overlapping actions one after the other."""
+        for entry in self.lanes[lane]:
+            yield from entry.parts
+
+    # ------------------------------------------------------------------------------------- as text
+
+    @classmethod
+    def from_text(cls, text: str, name: str = "text") -> Schedule:
+        """The inverse of :meth:`text`: a line a lane, actions apart by spaces.
+
+        What is before a ``|`` is a label, ``.`` is idle time, and both are left out, as are empty
+        lines. ``Schedule.from_text("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1")`` has two lanes.
+        """
+        lines = [line.rpartition("|")[2].split() for line in text.splitlines() if line.strip()]
+        return cls._read(name, lines)
+
+    def text(self) -> str:
+        """The lanes as a grid: each action takes one column, and starts as early as it can."""
+        columns = [dict[int, str]() for _ in self.lanes]
+        for lane, slots in enumerate(_slots(self)):
+            for slot, entry in zip(slots, self.lanes[lane], strict=True):
+                columns[lane][slot] = str(entry)
+        last = max((slot for row in columns for slot in row), default=-1)
+        widths = [max(len(row.get(i, _IDLE)) for row in columns) for i in range(last + 1)]
+        label = len(f"lane {len(self.lanes) - 1}")
+        return "\n".join(
+            f"{f'lane {lane}':{label}} | "
+            + " ".join(row.get(i, _IDLE).center(width) for i, width in enumerate(widths)).rstrip()
+            for lane, row in enumerate(columns)
+        )
+
+    def __str__(self) -> str:
+        sizes = ((self.stages, "stage"), (len(self.lanes), "lane"), (self.microbatches, "micro-batch"))
+        said = [f"{n} {noun}{'' if n == 1 else 'es' if noun.endswith('h') else 's'}" for n, noun in sizes]
+        return f"{self.name}: {said[0]} on {said[1]}, {said[2]}\n{self.text()}"
+
+    # -------------------------------------------------------------------------------------- as CSV
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write the file that ``torch.distributed.pipelining`` loads as ``compute_only``."""
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows(self.lanes)
+
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str], name: str | None = None) -> Schedule:
+        """Read a file that ``torch.distributed.pipelining`` dumps, or loads.
+
+        Actions that compute nothing (sends, receives, sharding) are left out, with a warning: the
+        runtime finds out by itself what has to travel.
+
+        Args:
+            name: the schedule's; None: the file's, without its ending.
+
+        Raises:
+            ValueError: for a cell that is no action, with its line and column.
+        """
+        with open(path, newline="") as file:
+            return cls._read(name or Path(path).stem, csv.reader(file), path)
+
+    @classmethod
+    def _read(
+        cls, name: str, rows: Iterable[Iterable[str]], path: str | os.PathLike[str] | None = None
+    ) -> Schedule:
+        place = "" if path is None else f"{os.fspath(path)}, "
+        lanes, others = [], Counter[str]()
+        for lane, row in enumerate(rows):
+            entries: list[Entry] = []
+            for column, cell in enumerate(row):
+                if cell.strip() in ("", _IDLE):
+                    continue
+                try:
+                    entry = parse_entry(cell)
+                except NotAnAction as error:
+                    raise ValueError(f"{place}lane {lane}, column {column}: {error}") from None
+                if isinstance(entry, str):
+                    others[entry] += 1
+                else:
+                    entries.append(entry)
+            lanes.append(tuple(entries))
+        if others:
+            said = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
+            warnings.warn(f"{place}actions that compute nothing are left out: {said}", stacklevel=3)
+        actions = [action for lane in lanes for entry in lane for action in entry.parts]
+        stages = 1 + max((action.stage for action in actions), default=-1)
+        microbatches = 1 + max((action.microbatch for action in actions), default=-1)
+        return cls(name, stages, microbatches, tuple(lanes))
+
+
+class Needs:
+    """What the actions of a schedule wait for.
+
+    A forward waits for the forwards of the stages whose outputs it takes; a backward for its own
+    forward and for the gradients from the stages that took its output; a weight gradient for the
+    first half of its backward.
+
+    Args:
+        edges: of the stage graph; None: each stage passes on to the next.
+    """
+
+    def __init__(self, schedule: Schedule, edges: Edges | None = None) -> None:
+        self._halved = {
+            (action.stage, action.microbatch)
+            for lane in range(len(schedule.lanes))
+            for action in schedule.actions(lane)
+            if action.kind is Kind.BACKWARD_INPUT
+        }
+        self._before: dict[int, list[int]] = {}
+        self._after: dict[int, list[int]] = {}
+        for source, target in chain(schedule.stages) if edges is None else edges:
+            self._before.setdefault(target, []).append(source)
+            self._after.setdefault(source, []).append(target)
+
+    def of(self, action: Action) -> list[Action]:
+        """The actions that must be done, here or in other lanes, before this one starts."""
+        stage, kind, microbatch = action.stage, action.kind, action.microbatch
+        if kind is Kind.FORWARD:
+            return [Action(s, kind, microbatch) for s in self._before.get(stage, ())]
+        if kind is Kind.WEIGHT_GRAD:
+            return [Action(stage, Kind.BACKWARD_INPUT, microbatch)]
+        gradients = [self._gradient(s, microbatch) for s in self._after.get(stage, ())]
+        return [Action(stage, Kind.FORWARD, microbatch), *gradients]
+
+    def _gradient(self, stage: int, microbatch: int) -> Action:
+        is_halved = (stage, microbatch) in self._halved
+        kind = Kind.BACKWARD_INPUT if is_halved else Kind.BACKWARD
+        return Action(stage, kind, microbatch)
+
+
+def _slots(schedule: Schedule) -> list[list[int]]:
+    """When each entry starts if all take one unit of time. What cannot run comes last."""
+    needs = Needs(schedule)
+    positions = {
+        action: (lane, position)
+        for lane, entries in enumerate(schedule.lanes)
+        for position, entry in enumerate(entries)
+        for action in entry.parts
+    }
+    slots: list[list[int]] = [[] for _ in schedule.lanes]
+
+    def start(lane: int) -> int | None:
+        entry = schedule.lanes[lane][len(slots[lane])]
+        earliest = slots[lane][-1] + 1 if slots[lane] else 0
+        for need in (need for action in entry.parts for need in needs.of(action)):
+            if need not in positions or need in entry.parts:
+                continue
+            other, position = positions[need]
+            if position >= len(slots[other]):
+                return None
+            earliest = max(earliest, slots[other][position] + 1)
+        return earliest
+
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for lane, entries in enumerate(schedule.lanes):
+            while len(slots[lane]) < len(entries) and (slot := start(lane)) is not None:
+                slots[lane].append(slot)
+                is_moving = True
+    stuck = 1 + max((row[-1] for row in slots if row), default=-1)
+    for lane, entries in enumerate(schedule.lanes):
+        slots[lane] += range(stuck, stuck + len(entries) - len(slots[lane]))
+    return slots

@@ -1,0 +1,260 @@
+"""Whether a schedule can run, and what it keeps alive."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.schedule import Edges, Needs, Schedule
+
+Bound = float | Sequence[float]
+"""One number for all, or one for each."""
+
+_Place = tuple[int, int]
+"""Lane, and position in it."""
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run, or not within its bounds; the message says where."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """The most micro-batches whose activations are alive at once.
+
+    ``lanes`` counts a micro-batch once for each of the lane's stages that keeps something of it; with
+    ``weights`` given to :func:`live` it counts weights (bytes, say) in place of micro-batches.
+    """
+
+    stages: tuple[float, ...]
+    lanes: tuple[float, ...]
+
+
+def live(
+    schedule: Schedule, weights: Sequence[float] | None = None, released_by_input: float = 0.0
+) -> Live:
+    """Peaks over the step, from a forward to the end of its backward.
+
+    As a lane does one thing at a time, this follows from the order alone, whatever the times.
+
+    Args:
+        weights: what a micro-batch counts at each stage; None: 1.
+        released_by_input: the part of a micro-batch's activations that is free again after the
+            input half of its backward; the rest is after the weight half.
+    """
+    stages = [0.0] * schedule.stages
+    lanes = [0.0] * len(schedule.lanes)
+    for lane in range(len(schedule.lanes)):
+        for _, action, at_stage, in_lane in _alive(schedule, lane, weights, released_by_input):
+            stages[action.stage] = max(stages[action.stage], at_stage)
+            lanes[lane] = max(lanes[lane], in_lane)
+    return Live(tuple(stages), tuple(lanes))
+
+
+def growth(kind: Kind, released_by_input: float) -> float:
+    """By how much an action changes the number of micro-batches alive at its stage."""
+    return {
+        Kind.FORWARD: 1.0,
+        Kind.BACKWARD: -1.0,
+        Kind.BACKWARD_INPUT: -released_by_input,
+        Kind.WEIGHT_GRAD: released_by_input - 1.0,
+    }[kind]
+
+
+def _alive(
+    schedule: Schedule, lane: int, weights: Sequence[float] | None, released_by_input: float
+) -> Iterator[tuple[int, Action, float, float]]:
+    """Position, action, and what is alive at its stage and in the lane once it has begun to run.
+
+    What a backward releases is alive while it runs, so it shows only after it.
+    """
+    counts = [0.0] * schedule.stages
+    weights = [1.0] * schedule.stages if weights is None else weights
+    for position, entry in enumerate(schedule.lanes[lane]):
+        for action in entry.parts:
+            counts[action.stage] += growth(action.kind, released_by_input)
+            total = sum(c * w for c, w in zip(counts, weights, strict=True) if c)
+            yield position, action, counts[action.stage] * weights[action.stage], total
+
+
+def validate(
+    schedule: Schedule,
+    max_live: Bound | None = None,
+    *,
+    max_live_in_lane: Bound | None = None,
+    activation_bytes: Sequence[float] | None = None,
+    max_bytes: Bound | None = None,
+    released_by_input: float = 0.0,
+    edges: Edges | None = None,
+) -> None:
+    """Refuse a schedule that cannot run, or that keeps too much.
+
+    Args:
+        max_live: the most micro-batches that may be alive at a stage, for all or for each of them.
+        max_live_in_lane: the same for a lane; it counts a micro-batch once for each of its stages.
+        activation_bytes: what each stage keeps of a micro-batch.
+        max_bytes: the most bytes of activations in a lane, for all or for each.
+        released_by_input: see :func:`live`.
+        edges: of the stage graph; None: each stage passes on to the next.
+
+    Raises:
+        ScheduleError: if an action lacks, comes twice, or is of no such stage or micro-batch; if a
+            stage is in two lanes; if lanes wait for each other in a circle; if a bound is exceeded.
+            It says where, by lane and position, both from 0.
+    """
+    _check_complete(schedule, _places(schedule))
+    _check_runs(schedule, Needs(schedule, edges))
+    if max_bytes is not None and activation_bytes is None:
+        raise ValueError("max_bytes needs activation_bytes: what each stage keeps of a micro-batch")
+    bounds = (
+        (max_live, None, "stage", "micro-batches"),
+        (max_live_in_lane, None, "lane", "micro-batches"),
+        (max_bytes, activation_bytes, "lane", "bytes"),
+    )
+    for bound, weights, of, unit in bounds:
+        if bound is not None:
+            _check_bound(schedule, bound, weights, released_by_input, of, unit)
+
+
+# ------------------------------------------------------------------------------ nothing lacks
+
+
+def _places(schedule: Schedule) -> dict[Action, _Place]:
+    places: dict[Action, _Place] = {}
+    lane_of: dict[int, _Place] = {}
+    for lane, entries in enumerate(schedule.lanes):
+        for position, entry in enumerate(entries):
+            for action in entry.parts:
+                here = lane, position
+                _check_known(schedule, action, here)
+                first = lane_of.setdefault(action.stage, here)
+                if first[0] != lane:
+                    raise ScheduleError(
+                        f"stage {action.stage} is in two lanes: {_at(first)} and {_at(here)} "
+                        f"({action}); a stage has one lane"
+                    )
+                if action in places:
+                    raise ScheduleError(
+                        f"{action} comes twice: {_at(places[action])} and {_at(here)}"
+                    )
+                places[action] = here
+    return places
+
+
+def _check_known(schedule: Schedule, action: Action, here: _Place) -> None:
+    for what, index, count in (
+        ("stage", action.stage, schedule.stages),
+        ("micro-batch", action.microbatch, schedule.microbatches),
+    ):
+        if not 0 <= index < count:
+            raise ScheduleError(
+                f"{action}, {_at(here)}, is of {what} {index}: "
+                f"the schedule has {count}, counted from 0"
+            )
+
+
+def _check_complete(schedule: Schedule, places: dict[Action, _Place]) -> None:
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            forward, whole, first, second = (Action(stage, kind, microbatch) for kind in Kind)
+            where = f"stage {stage}, micro-batch {microbatch}"
+            if forward not in places:
+                raise ScheduleError(f"{where}: the forward {forward} lacks")
+            if whole in places:
+                for half in (first, second):
+                    if half in places:
+                        raise ScheduleError(
+                            f"{where}: a whole backward {whole}, {_at(places[whole])}, and also "
+                            f"{half}, {_at(places[half])}, which is a part of it"
+                        )
+            elif first not in places and second not in places:
+                raise ScheduleError(
+                    f"{where}: the backward lacks, either whole {whole} or halves {first}, {second}"
+                )
+            for half, other in ((first, second), (second, first)):
+                if half in places and other not in places:
+                    raise ScheduleError(
+                        f"{where}: {half}, {_at(places[half])}, lacks its other half {other}"
+                    )
+
+
+# ------------------------------------------------------------------------------ nothing waits forever
+
+
+def _check_runs(schedule: Schedule, needs: Needs) -> None:
+    """Run every lane as far as it goes; then follow who waits for whom."""
+    done: set[Action] = set()
+    lines = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
+    reached = [0] * len(lines)
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for lane, line in enumerate(lines):
+            while reached[lane] < len(line) and done.issuperset(needs.of(line[reached[lane]])):
+                done.add(line[reached[lane]])
+                reached[lane] += 1
+                is_moving = True
+    waiting = {
+        lane: line[reached[lane]] for lane, line in enumerate(lines) if reached[lane] < len(line)
+    }
+    if waiting:
+        raise ScheduleError(_deadlock(schedule, needs, waiting, done))
+
+
+def _deadlock(
+    schedule: Schedule, needs: Needs, waiting: dict[int, Action], done: set[Action]
+) -> str:
+    places = _places(schedule)
+    lane, met, steps = min(waiting), list[int](), []
+    while lane not in met:
+        met.append(lane)
+        need = next(need for need in needs.of(waiting[lane]) if need not in done)
+        steps.append(
+            f"lane {lane} waits, {_at(places[waiting[lane]])} ({waiting[lane]}), "
+            f"for {need}, which is {_at(places[need])}"
+        )
+        lane = places[need][0]
+    return "deadlock: " + "; ".join(steps[met.index(lane) :])
+
+
+# ------------------------------------------------------------------------------ bounds
+
+
+def _check_bound(
+    schedule: Schedule,
+    bound: Bound,
+    weights: Sequence[float] | None,
+    released_by_input: float,
+    of: str,
+    unit: str,
+) -> None:
+    size = schedule.stages if of == "stage" else len(schedule.lanes)
+    bounds = spread(bound, size, f"the bound on {unit} of each {of}")
+    for lane in range(len(schedule.lanes)):
+        walk = _alive(schedule, lane, weights, released_by_input)
+        for position, action, at_stage, in_lane in walk:
+            index, amount = (action.stage, at_stage) if of == "stage" else (lane, in_lane)
+            if amount > bounds[index] * (1 + 1e-9):
+                raise ScheduleError(
+                    f"{of} {index} keeps {amount:g} {unit} alive, {_at((lane, position))} "
+                    f"({action}): {bounds[index]:g} are allowed"
+                )
+
+
+_T = TypeVar("_T")
+
+
+def spread(value: _T | Sequence[_T], count: int, what: str) -> list[_T]:
+    """One for each of ``count``, from a sequence of them or one for all."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{what}: {len(value)} numbers are given, {count} needed")
+    return list(value)
+
+
+def _at(place: _Place) -> str:
+    return f"at position {place[1]} of lane {place[0]}"
