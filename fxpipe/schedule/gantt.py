@@ -1,7 +1,7 @@
 """Timelines drawn as Gantt charts, in SVG: a row a lane, a box an action.
 
-Colours are those of Okabe and Ito (2008), which are told apart with any kind of colour vision; weight
-gradients are lower boxes, so that the kinds differ in print without colour too.
+Colours are those of Okabe and Ito (2008), which are told apart with any kind of colour vision;
+weight gradients are lower boxes, so that the kinds differ in print without colour too.
 """
 
 from __future__ import annotations
@@ -110,10 +110,11 @@ class _Chart:
 
     def _plot_width(self, timelines: Sequence[Timeline]) -> float:
         """Wide enough for the numbers in all but the shortest boxes."""
-        lengths = sorted(s.seconds for t in timelines for s in t.spans if s.action and s.seconds > 0)
+        spans = [span for timeline in timelines for span in timeline.spans]
+        lengths = sorted(s.seconds for s in spans if s.action is not None and s.seconds > 0)
         if not lengths:
             return _NARROWEST
-        digits = max(len(_number(s)) for t in timelines for s in t.spans)
+        digits = max(len(_number(span)) for span in spans)
         box = digits * 0.62 * _SIZE + 5
         wished = self.seconds / lengths[len(lengths) // 10] * box
         return min(max(wished, _NARROWEST), _WIDEST)
@@ -176,16 +177,16 @@ class _Chart:
             if panel.has_memory:
                 yield from self._held(panel, lane, top + _ROW + _ways(timeline) + 2, most)
 
-    def _box(
-        self, span: Span, start: float, top: float, shades: dict[int, float]
-    ) -> Iterator[str]:
+    def _box(self, span: Span, start: float, top: float, shades: dict[int, float]) -> Iterator[str]:
         x, end = self.x(start), self.x(start + span.seconds)
         action = span.action
         inset = 5 if action is not None and action.kind is Kind.WEIGHT_GRAD else 1
         fill = _OTHER if action is None else _colour(action.kind, shades[action.stage])
-        is_marked = action in self.marks
-        edge = f'stroke="{_MARK}" stroke-width="2"' if is_marked else 'stroke="white" stroke-width="0.6"'
-        title = f"<title>{escape(str(span))}: {span.seconds / self.unit:.4g} {self.unit_name}</title>"
+        edge = 'stroke="white" stroke-width="0.6"'
+        if action in self.marks:
+            edge = f'stroke="{_MARK}" stroke-width="2"'
+        said = f"{span}: {span.seconds / self.unit:.4g} {self.unit_name}"
+        title = f"<title>{escape(said)}</title>"
         box = _rect(x, top + inset, max(end - x, 0.5), _ROW - 2 * inset, f'fill="{fill}" {edge}')
         yield f"<g>{title}{box}"
         number = _number(span)

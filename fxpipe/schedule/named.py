@@ -1,7 +1,7 @@
 """Schedules by name, each from the paper that brought it up.
 
-In the pictures a line is a lane, a column a unit of time; a number is a micro-batch's forward, with a
-dash (``1'``) its whole backward, and ``i`` and ``w`` are the halves of one.
+In the pictures a line is a lane, a column a unit of time; a number is a micro-batch's forward, with
+a dash (``1'``) its whole backward, and ``i`` and ``w`` are the halves of one.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def interleaved_1f1b(lanes: int, stages: int, microbatches: int) -> Iterable[tup
 
     Lane ``i`` has the stages ``i``, ``i + lanes``, ... A round of micro-batches, about as many as
     there are lanes, goes through a lane's first stage, then through its second. With ``v`` stages a
-    lane the idle time is that of 1F1B over ``v``, for more copies and more activations. Any number of
-    micro-batches will do: rounds are as even as can be, larger ones first.
+    lane the idle time is that of 1F1B over ``v``, for more copies and more activations. Any number
+    of micro-batches will do: rounds are as even as can be, larger ones first.
     """
     return _interleaved(lanes, stages, microbatches, hop=2, owed=None)
 
@@ -169,8 +169,8 @@ def zbv(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...
 
     Stages go down the lanes and up again, so that the last stage is on the first lane and backwards
     begin there at once. With equal forward, input and weight halves, ``2 * lanes`` micro-batches or
-    more, no lane idles between its first and its last action, and none keeps more than 1F1B's first.
-    With fewer micro-batches it is the schedule of ``2 * lanes - 1``, without the others.
+    more, no lane idles between its first and its last action, and none keeps more than 1F1B's
+    first. With fewer micro-batches it is the schedule of ``2 * lanes - 1``, without the others.
     """
     whole = max(microbatches, 2 * lanes - 1)
     for lane in range(lanes):
@@ -198,13 +198,15 @@ def zbv(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...
 def dualpipe_v(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
     """A V in which forwards and backwards overlap (DeepSeek-AI 2024, DualPipe, cut in half).
 
-    As in :func:`zbv` stages go down the lanes and up again. In the middle the forward of one stage is
-    paired with the backward of the lane's other stage, so that one's copies hide behind the other's
-    computation. At both ends backwards are in halves. It needs ``2 * lanes`` micro-batches or more.
+    As in :func:`zbv` stages go down the lanes and up again. In the middle the forward of one stage
+    is paired with the backward of the lane's other stage, so that one's copies hide behind the
+    other's computation. At both ends backwards are in halves. It needs ``2 * lanes`` micro-batches
+    or more.
     """
     if microbatches < 2 * lanes:
         raise ValueError(
-            f"dualpipe_v on {lanes} lanes needs {2 * lanes} micro-batches or more, not {microbatches}"
+            f"dualpipe_v on {lanes} lanes needs {2 * lanes} micro-batches or more, "
+            f"not {microbatches}"
         )
     for lane in range(lanes):
         down, up, below = lane, stages - 1 - lane, lanes - 1 - lane
@@ -216,7 +218,9 @@ def dualpipe_v(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Ent
             line.weight_grads(owing=0)
             line.forward(up)
         for i in range(microbatches - 2 * lanes + lane + 1):
-            if i == 0 and below == 0:  # the turn of the V: the backward needs what comes just before
+            if (
+                i == 0 and below == 0
+            ):  # the turn of the V: the backward needs what comes just before
                 line.forward(down)
                 line.backward(up)
             else:

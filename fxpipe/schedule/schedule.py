@@ -80,9 +80,12 @@ class Schedule:
         )
 
     def __str__(self) -> str:
-        sizes = ((self.stages, "stage"), (len(self.lanes), "lane"), (self.microbatches, "micro-batch"))
-        said = [f"{n} {noun}{'' if n == 1 else 'es' if noun.endswith('h') else 's'}" for n, noun in sizes]
-        return f"{self.name}: {said[0]} on {said[1]}, {said[2]}\n{self.text()}"
+        sizes = (
+            _count(self.stages, "stage"),
+            _count(len(self.lanes), "lane"),
+            _count(self.microbatches, "micro-batch", "micro-batches"),
+        )
+        return f"{self.name}: {sizes[0]} on {sizes[1]}, {sizes[2]}\n{self.text()}"
 
     # -------------------------------------------------------------------------------------- as CSV
 
@@ -134,6 +137,10 @@ class Schedule:
         stages = 1 + max((action.stage for action in actions), default=-1)
         microbatches = 1 + max((action.microbatch for action in actions), default=-1)
         return cls(name, stages, microbatches, tuple(lanes))
+
+
+def _count(count: int, noun: str, nouns: str | None = None) -> str:
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"
 
 
 class Needs:

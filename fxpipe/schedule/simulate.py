@@ -141,9 +141,7 @@ def simulate(
 class World:
     """Where stages are, what they cost, and what travels: all but the order."""
 
-    def __init__(
-        self, placement: Sequence[int], costs: Sequence[StageCost], links: Links
-    ) -> None:
+    def __init__(self, placement: Sequence[int], costs: Sequence[StageCost], links: Links) -> None:
         stages = len(placement)
         if len(costs) != stages:
             raise ValueError(f"costs of {len(costs)} stages are given: the schedule has {stages}")
@@ -164,7 +162,9 @@ class World:
             back = edge.bytes if edge.gradient_bytes is None else edge.gradient_bytes
             self.before[edge.target].append(edge.source)
             self.after[edge.source].append(edge.target)
-            self._travel[edge.source, edge.target] = self._over(edge.source, edge.target, edge.bytes)
+            self._travel[edge.source, edge.target] = self._over(
+                edge.source, edge.target, edge.bytes
+            )
             self._travel[edge.target, edge.source] = self._over(edge.target, edge.source, back)
         # For speed: the simulator asks for these once for each action.
         self._seconds = [
@@ -301,7 +301,7 @@ def _memory(
     run: Run, spans: Sequence[Span], memory: Memory
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     stages = len(run.world.placement)
-    sizes = spread(memory.activations, stages, "activations of each stage")
+    sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
     fixed = spread(memory.fixed, run.lanes, "fixed memory of each lane")
     held = [[(0.0, float(amount))] for amount in fixed]
     for span in spans:

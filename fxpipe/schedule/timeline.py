@@ -90,8 +90,8 @@ class Timeline:
     def period(self) -> float:
         """Seconds that a step adds to a long run in which steps follow each other.
 
-        A lane that is done begins with the next step, so that all keep their distance in time: it is
-        the longest of the lanes' own spans.
+        A lane that is done begins with the next step, so that all keep their distance in time: it
+        is the longest of the lanes' own spans.
         """
         return max(self.own_spans, default=0.0)
 
@@ -146,7 +146,7 @@ def _idle(busy: float, whole: float) -> float:
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """In microseconds. Lanes are threads of one process, the copies to a lane a thread beside it."""
+    """In microseconds. Lanes are threads of one process, and copies to a lane one beside it."""
     yield _meta("process_name", 0, timeline.name)
     for lane, name in enumerate(timeline.lanes):
         yield _meta("thread_name", 2 * lane, name)
@@ -159,7 +159,13 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for name, series in zip(timeline.lanes, timeline.memory, strict=False):
         for seconds, amount in series:
             title = f"memory of {name}"
-            yield {"name": title, "ph": "C", "pid": 0, "ts": seconds * 1e6, "args": {"bytes": amount}}
+            yield {
+                "name": title,
+                "ph": "C",
+                "pid": 0,
+                "ts": seconds * 1e6,
+                "args": {"bytes": amount},
+            }
 
 
 def _meta(kind: str, thread: int, name: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,8 +24,8 @@ class ScheduleError(ValueError):
 class Live:
     """The most micro-batches whose activations are alive at once.
 
-    ``lanes`` counts a micro-batch once for each of the lane's stages that keeps something of it; with
-    ``weights`` given to :func:`live` it counts weights (bytes, say) in place of micro-batches.
+    ``lanes`` counts a micro-batch once for each of the lane's stages that keeps something of it;
+    with ``weights`` given to :func:`live` it counts weights (bytes, say) in place of micro-batches.
     """
 
     stages: tuple[float, ...]
@@ -181,7 +180,7 @@ def _check_complete(schedule: Schedule, places: dict[Action, _Place]) -> None:
                     )
 
 
-# ------------------------------------------------------------------------------ nothing waits forever
+# ---------------------------------------------------------------------------- nothing waits forever
 
 
 def _check_runs(schedule: Schedule, needs: Needs) -> None:

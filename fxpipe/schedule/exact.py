@@ -1,0 +1,223 @@
+"""The exact search, for small cases: branch and bound over active schedules.
+
+Active schedules are those in which nothing can be done earlier without delaying something else, and
+one of them is best (Giffler and Thompson 1960): of all that can be done next, take what can end
+first; on its lane, one of those that could begin before that end is next. A forward takes room, so
+where that is bounded it may also be put off until the lane has done something else. Branches that
+cannot get better than the best known, or that have been reached no later in another way, are left.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.problem import SLACK, Problem
+from fxpipe.schedule.schedule import Schedule
+from fxpipe.schedule.validate import growth
+
+_T = TypeVar("_T")
+
+
+def shorter(problem: Problem, than: float, nodes: int) -> tuple[Schedule | None, bool]:
+    """The shortest schedule, if there is one shorter than this; and whether all were looked
+    through.
+
+    Copies are taken to have the links for themselves.
+
+    Args:
+        nodes: how many beginnings of schedules to look at; then it is given up.
+    """
+    search = _Search(problem, than, nodes)
+    search.go(_beginning(problem))
+    return search.found, search.nodes > 0
+
+
+@dataclass(frozen=True)
+class _State:
+    """The beginning of a schedule.
+
+    ``forwards`` and ``inputs`` are, for each stage, when its micro-batches' forwards ended, and
+    when the gradients of its inputs were there; ``owed`` are weight gradients still to come;
+    ``off`` the stages whose next forward is put off.
+    """
+
+    orders: tuple[tuple[Action, ...], ...]
+    free: tuple[float, ...]
+    kept: tuple[float, ...]
+    forwards: tuple[tuple[float, ...], ...]
+    inputs: tuple[tuple[float, ...], ...]
+    owed: tuple[tuple[int, ...], ...]
+    off: frozenset[int] = frozenset()
+
+
+def _beginning(problem: Problem) -> _State:
+    lanes, stages = problem.lanes, len(problem.world.placement)
+    zeros, nothing = (0.0,) * lanes, ((),) * stages
+    return _State(((),) * lanes, zeros, zeros, nothing, nothing, nothing)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """An action that can be next on its lane; ``after``: the least time from its end to all's."""
+
+    action: Action
+    lane: int
+    start: float
+    end: float
+    after: float
+
+
+class _Search:
+    def __init__(self, problem: Problem, than: float, nodes: int) -> None:
+        self.problem, self.world, self.best, self.nodes = problem, problem.world, than, nodes
+        self.found: Schedule | None = None
+        self._seen: dict[object, list[tuple[float, ...]]] = {}
+
+    def go(self, state: _State) -> None:
+        if self.nodes == 0:
+            return
+        self.nodes -= 1
+        options = self._options(state)
+        if self._least(state, options) * SLACK >= self.best or self._is_seen(state):
+            return
+        if not options:
+            self._finish(state)
+            return
+        first = min(options, key=lambda option: (option.end, option.lane))
+        rivals = [
+            option
+            for option in options
+            if option.lane == first.lane and (option.start < first.end or option is first)
+        ]
+        for option in sorted(rivals, key=lambda option: (-option.after, option.start)):
+            self.go(self._done(state, option))
+        if first.action.kind is Kind.FORWARD and math.isfinite(self.problem.room[first.lane]):
+            self.go(replace(state, off=state.off | {first.action.stage}))
+
+    def _finish(self, state: _State) -> None:
+        if any(len(ends) < self.problem.microbatches for ends in state.inputs):
+            return  # too much has been put off
+        stages = len(self.world.placement)
+        self.best = max(state.free)
+        self.found = Schedule("auto", stages, self.problem.microbatches, state.orders)
+
+    # ----------------------------------------------------------------------------- what can be next
+
+    def _options(self, state: _State) -> list[_Option]:
+        found = []
+        for stage, lane in enumerate(self.world.placement):
+            for kind, microbatch, ready, after in (
+                *self._forward(state, stage, lane),
+                *self._backward(state, stage),
+                *((Kind.WEIGHT_GRAD, microbatch, 0.0, 0.0) for microbatch in state.owed[stage][:1]),
+            ):
+                start = max(ready, state.free[lane])
+                end = start + self.world.seconds(stage, kind)
+                found.append(_Option(Action(stage, kind, microbatch), lane, start, end, after))
+        return found
+
+    def _forward(
+        self, state: _State, stage: int, lane: int
+    ) -> list[tuple[Kind, int, float, float]]:
+        sources, i = self.world.before[stage], len(state.forwards[stage])
+        if (
+            i == self.problem.microbatches
+            or stage in state.off
+            or any(len(state.forwards[s]) <= i for s in sources)
+            or state.kept[lane] + self.problem.sizes[stage] > self.problem.room[lane] * SLACK
+        ):
+            return []
+        ways = [state.forwards[s][i] + self.world.travel(s, stage) for s in sources]
+        return [(Kind.FORWARD, i, max(ways, default=0.0), self.problem.after_forward[stage])]
+
+    def _backward(self, state: _State, stage: int) -> list[tuple[Kind, int, float, float]]:
+        targets, i = self.world.after[stage], len(state.inputs[stage])
+        if len(state.forwards[stage]) <= i or any(len(state.inputs[t]) <= i for t in targets):
+            return []
+        ready = max([0.0, *(state.inputs[t][i] + self.world.travel(t, stage) for t in targets)])
+        seconds = {kind: self.world.seconds(stage, kind) for kind in Kind}
+        both = seconds[Kind.BACKWARD_INPUT] + seconds[Kind.WEIGHT_GRAD]
+        found = []
+        if self.problem.is_halved(stage):
+            after = max(self.problem.after_gradient[stage], seconds[Kind.WEIGHT_GRAD])
+            found.append((Kind.BACKWARD_INPUT, i, ready, after))
+        if not found or seconds[Kind.BACKWARD] < both:
+            found.append((Kind.BACKWARD, i, ready, self.problem.after_gradient[stage]))
+        return found
+
+    def _done(self, state: _State, option: _Option) -> _State:
+        action, lane = option.action, option.lane
+        stage, kind = action.stage, action.kind
+        change = growth(kind, self.problem.released) * self.problem.sizes[stage]
+        done = replace(
+            state,
+            orders=_put(state.orders, lane, (*state.orders[lane], action)),
+            free=_put(state.free, lane, option.end),
+            kept=_put(state.kept, lane, state.kept[lane] + change),
+            off=state.off - frozenset(self.problem.own[lane]),
+        )
+        if kind is Kind.FORWARD:
+            ends = (*state.forwards[stage], option.end)
+            return replace(done, forwards=_put(state.forwards, stage, ends))
+        if kind is Kind.WEIGHT_GRAD:
+            return replace(done, owed=_put(state.owed, stage, state.owed[stage][1:]))
+        ends = (*state.inputs[stage], option.end)
+        done = replace(done, inputs=_put(state.inputs, stage, ends))
+        if kind is Kind.BACKWARD:
+            return done
+        owed = (*state.owed[stage], action.microbatch)
+        return replace(done, owed=_put(state.owed, stage, owed))
+
+    # ----------------------------------------------------------------------------- what can be left
+
+    def _least(self, state: _State, options: list[_Option]) -> float:
+        """No schedule that begins like this is shorter."""
+        ways: dict[tuple[int, bool], float] = {}
+        for option in options:  # of a backward, whole or in halves, whichever is sooner
+            key = option.action.stage, option.action.kind is Kind.FORWARD
+            if option.action.kind is not Kind.WEIGHT_GRAD:
+                ways[key] = min(option.end + option.after, ways.get(key, math.inf))
+        lanes = map(sum, zip(state.free, self._work(state), strict=True))
+        return max([*ways.values(), *lanes])
+
+    def _work(self, state: _State) -> list[float]:
+        """For each lane, the least that it still has to do."""
+        count, seconds = self.problem.microbatches, self.world.seconds
+        return [
+            sum(
+                (count - len(state.forwards[s])) * seconds(s, Kind.FORWARD)
+                + (count - len(state.inputs[s])) * self.problem.backward(s)
+                + len(state.owed[s]) * seconds(s, Kind.WEIGHT_GRAD)
+                for s in own
+            )
+            for own in self.problem.own
+        ]
+
+    def _is_seen(self, state: _State) -> bool:
+        """Whether the same was done, no later, in another order."""
+        counts = tuple(map(len, (*state.forwards, *state.inputs)))
+        times = (
+            *state.free,
+            *_awaited(state.forwards, self.world.after),
+            *_awaited(state.inputs, self.world.before),
+        )
+        known = self._seen.setdefault((counts, state.owed, state.off), [])
+        if any(all(a <= b for a, b in zip(old, times, strict=True)) for old in known):
+            return True
+        known.append(times)
+        return False
+
+
+def _awaited(ends: tuple[tuple[float, ...], ...], targets: list[list[int]]) -> list[float]:
+    """Of these ends, those that a stage at the other end of an edge has not made use of."""
+    found: list[float] = []
+    for own, others in zip(ends, targets, strict=True):
+        found += own[min((len(ends[other]) for other in others), default=len(own)) :]
+    return found
+
+
+def _put(items: tuple[_T, ...], index: int, value: _T) -> tuple[_T, ...]:
+    return (*items[:index], value, *items[index + 1 :])

@@ -1,0 +1,161 @@
+"""List scheduling: a lane that is free takes the best of what is ready, by a rule."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.problem import SLACK, Problem
+from fxpipe.schedule.schedule import Schedule
+from fxpipe.schedule.simulate import Run
+from fxpipe.schedule.validate import growth
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a lane prefers.
+
+    Attributes:
+        room: how much each lane may keep.
+        forward_first: forwards before backwards, as long as there is room for them.
+        deep_first: of forwards, those of the later stage.
+        patience: the lane waits for something better that it knows to come, if the wait is shorter
+            than this part of what it could do meanwhile.
+        halves: backwards in halves, weight gradients when there is nothing else to do.
+    """
+
+    room: tuple[float, ...]
+    forward_first: bool
+    deep_first: bool
+    patience: float
+    halves: bool
+
+
+def rules(problem: Problem) -> Iterator[Rule]:
+    """The rules worth trying: those that keep least first, all the room there is last."""
+    several = any(len(own) > 1 for own in problem.own)
+    costs = problem.world.costs
+    is_split_dear = any(c.seconds(Kind.BACKWARD) < c.backward_input + c.weight_grad for c in costs)
+    halves = [True, False] if is_split_dear else [True]
+    for room, forward, deep, patience, halved in product(
+        _rooms(problem),
+        (True, False),
+        (True, False) if several else (True,),
+        (0.0, 0.5, 1.0),
+        halves,
+    ):
+        yield Rule(room, forward, deep, patience, halved)
+
+
+def _rooms(problem: Problem) -> list[tuple[float, ...]]:
+    whole = [sum(problem.sizes[stage] for stage in own) for own in problem.own]
+    lanes = range(problem.lanes)
+    found = []
+    for microbatches in (
+        [problem.lanes - lane for lane in lanes],  # as 1F1B
+        [problem.lanes for _ in lanes],  # as ZB-H1 and ZB-V
+        [2 * problem.lanes - 1 for _ in lanes],  # as ZB-H2
+    ):
+        room = [size * count for size, count in zip(whole, microbatches, strict=True)]
+        found.append(tuple(map(min, room, problem.room)))
+    found.append(problem.room)
+    return list(dict.fromkeys(found))
+
+
+def list_schedule(problem: Problem, rule: Rule) -> Schedule:
+    """The schedule that the rule makes."""
+    lister = _Lister(problem, rule)
+    run = Run(problem.world, problem.lanes, problem.microbatches, lister.choose)
+    run.to_the_end()
+    lanes: list[list[Action]] = [[] for _ in range(problem.lanes)]
+    for span in run.spans:
+        if span.action is not None:
+            lanes[span.lane].append(span.action)
+    stages = len(problem.world.placement)
+    return Schedule("auto", stages, problem.microbatches, tuple(map(tuple, lanes)))
+
+
+class _Lister:
+    """How far each stage is, and what each lane keeps."""
+
+    def __init__(self, problem: Problem, rule: Rule) -> None:
+        self.problem, self.rule = problem, rule
+        stages = len(problem.world.placement)
+        self.forwards = [0] * stages
+        self.backwards = [0] * stages
+        self.owed: list[deque[int]] = [deque() for _ in range(stages)]
+        self.kept = [0.0] * problem.lanes
+        # What each lane knows to come: when, which stage, and whether it is for a forward.
+        self.coming: list[list[tuple[float, int, bool]]] = [[] for _ in range(problem.lanes)]
+        # To take a micro-batch in, there must be room for it at the lane's later stages too: or
+        # else those that are in would keep each other from getting on.
+        self.needed = [
+            sum(problem.sizes[other] for other in problem.own[lane] if other >= stage)
+            for stage, lane in enumerate(problem.world.placement)
+        ]
+
+    def choose(self, run: Run, lane: int) -> Action | None:
+        ready = [action for action in self._next(lane) if run.is_ready(action)]
+        if not ready:
+            return None
+        best = min(ready, key=lambda action: self._rank(action.kind, action.stage))
+        if self._waits(run, lane, best):
+            return None
+        self._take(run, lane, best)
+        return best
+
+    def _next(self, lane: int) -> Iterator[Action]:
+        for stage in self.problem.own[lane]:
+            forward, backward = self.forwards[stage], self.backwards[stage]
+            if forward < self.problem.microbatches and self._has_room(lane, stage):
+                yield Action(stage, Kind.FORWARD, forward)
+            if backward < forward:
+                is_halved = self.rule.halves and self.problem.is_halved(stage)
+                yield Action(stage, Kind.BACKWARD_INPUT if is_halved else Kind.BACKWARD, backward)
+            if self.owed[stage]:
+                yield Action(stage, Kind.WEIGHT_GRAD, self.owed[stage][0])
+
+    def _has_room(self, lane: int, stage: int) -> bool:
+        return self.kept[lane] + self.needed[stage] <= self.rule.room[lane] * SLACK
+
+    def _rank(self, kind: Kind, stage: int) -> tuple[int, int]:
+        """The lower the better."""
+        if kind is Kind.WEIGHT_GRAD:
+            return 2, -stage
+        if kind is Kind.FORWARD:
+            return 1 - self.rule.forward_first, -stage if self.rule.deep_first else stage
+        return int(self.rule.forward_first), -stage
+
+    def _waits(self, run: Run, lane: int, best: Action) -> bool:
+        """Whether something better comes soon enough."""
+        self.coming[lane] = [known for known in self.coming[lane] if known[0] > run.now]
+        latest = run.now + self.rule.patience * self.problem.world.seconds(best.stage, best.kind)
+        rank = self._rank(best.kind, best.stage)
+        return any(
+            time < latest
+            and self._rank(Kind.FORWARD if is_forward else Kind.BACKWARD, stage) < rank
+            and (not is_forward or self._has_room(lane, stage))
+            for time, stage, is_forward in self.coming[lane]
+        )
+
+    def _take(self, run: Run, lane: int, action: Action) -> None:
+        stage, world = action.stage, self.problem.world
+        change = growth(action.kind, self.problem.released)
+        self.kept[lane] += change * self.problem.sizes[stage]
+        if action.kind is Kind.WEIGHT_GRAD:
+            self.owed[stage].popleft()
+            return
+        is_forward = action.kind is Kind.FORWARD
+        if is_forward:
+            self.forwards[stage] += 1
+        else:
+            self.backwards[stage] += 1
+        if action.kind is Kind.BACKWARD_INPUT:
+            self.owed[stage].append(action.microbatch)
+        end = run.now + world.seconds(stage, action.kind)
+        for target in world.after[stage] if is_forward else world.before[stage]:
+            known = end + world.travel(stage, target), target, is_forward
+            self.coming[world.placement[target]].append(known)

@@ -1,0 +1,137 @@
+"""What the search for a schedule is given, and a bound that no schedule beats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.schedule.actions import Kind
+from fxpipe.schedule.schedule import Schedule
+from fxpipe.schedule.simulate import World
+from fxpipe.schedule.validate import live
+
+SLACK = 1 + 1e-9
+"""For sums that are the same but for rounding."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Stages on lanes, and how much each lane may keep.
+
+    Attributes:
+        sizes: what each stage keeps of a micro-batch.
+        room: the most that each lane may keep, in the same unit.
+        released: the part that is free after the input half of a backward.
+    """
+
+    world: World
+    lanes: int
+    microbatches: int
+    sizes: tuple[float, ...]
+    room: tuple[float, ...]
+    released: float
+
+    @cached_property
+    def own(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each lane."""
+        placement = self.world.placement
+        return tuple(
+            tuple(stage for stage, at in enumerate(placement) if at == lane)
+            for lane in range(self.lanes)
+        )
+
+    def misfit(self) -> str | None:
+        """Why nothing can run in this room; None if something can."""
+        for lane, (own, room) in enumerate(zip(self.own, self.room, strict=True)):
+            least = sum(self.sizes[stage] for stage in own)
+            if least > room * SLACK:
+                return (
+                    f"lane {lane} may keep {room:g} bytes of activations, and one micro-batch "
+                    f"needs {least:g} at its stages {', '.join(map(str, own))}: "
+                    "raise max_bytes, or make micro-batches smaller"
+                )
+        return None
+
+    def fits(self, schedule: Schedule) -> bool:
+        """Whether it keeps within the room."""
+        kept = live(schedule, self.sizes, self.released).lanes
+        return all(k <= room * SLACK for k, room in zip(kept, self.room, strict=True))
+
+    def kept(self, schedule: Schedule) -> float:
+        """The sum of what the lanes keep at most."""
+        return sum(live(schedule, self.sizes, self.released).lanes)
+
+    def backward(self, stage: int) -> float:
+        """The least that a backward takes of its lane."""
+        seconds = self.world.seconds
+        halves = seconds(stage, Kind.BACKWARD_INPUT) + seconds(stage, Kind.WEIGHT_GRAD)
+        return min(seconds(stage, Kind.BACKWARD), halves)
+
+    def is_halved(self, stage: int) -> bool:
+        """Whether there is a second half to put off."""
+        return self.world.costs[stage].weight_grad > 0
+
+    @cached_property
+    def before_forward(self) -> tuple[float, ...]:
+        """For each stage, the least time from the beginning to a micro-batch's forward."""
+        heads: list[float] = []
+        for stage, sources in enumerate(self.world.before):
+            ways = [
+                heads[s] + self.world.seconds(s, Kind.FORWARD) + self.world.travel(s, stage)
+                for s in sources
+            ]
+            heads.append(max(ways, default=0.0))
+        return tuple(heads)
+
+    @cached_property
+    def after_gradient(self) -> tuple[float, ...]:
+        """For each stage, the least time from a gradient of its inputs to the gradients of
+        all's."""
+        tails: list[float] = []
+        for stage, targets in enumerate(self.world.before):
+            ways = [self.world.travel(stage, t) + self._rest(t, tails[t]) for t in targets]
+            tails.append(max(ways, default=0.0))
+        return tuple(tails)
+
+    @cached_property
+    def after_forward(self) -> tuple[float, ...]:
+        """For each stage, the least time from the end of a forward to the end."""
+        stages = len(self.world.placement)
+        tails = [0.0] * stages
+        for stage in reversed(range(stages)):
+            ways = [
+                self.world.travel(stage, t) + self.world.seconds(t, Kind.FORWARD) + tails[t]
+                for t in self.world.after[stage]
+            ]
+            tails[stage] = max([*ways, self._rest(stage, self.after_gradient[stage])])
+        return tuple(tails)
+
+    def _rest(self, stage: int, after: float) -> float:
+        """The least time from the start of a backward to the end, with so much after its
+        gradient."""
+        seconds = self.world.seconds
+        whole = seconds(stage, Kind.BACKWARD) + after
+        if not self.is_halved(stage):
+            return whole
+        halves = seconds(stage, Kind.BACKWARD_INPUT) + max(seconds(stage, Kind.WEIGHT_GRAD), after)
+        return min(whole, halves)
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """For each lane, the least time that it works."""
+        return tuple(
+            self.microbatches
+            * sum(self.world.seconds(s, Kind.FORWARD) + self.backward(s) for s in own)
+            for own in self.own
+        )
+
+    @cached_property
+    def bound(self) -> float:
+        """No schedule is shorter: a lane's work after its first input came; a micro-batch's way."""
+        first = [min(self.before_forward[stage] for stage in own) for own in self.own]
+        lanes = [head + work for head, work in zip(first, self.work, strict=True)]
+        ways = [
+            self.before_forward[stage] + self.world.seconds(stage, Kind.FORWARD) + after
+            for stage, after in enumerate(self.after_forward)
+        ]
+        return max(*lanes, *ways)

@@ -1,0 +1,346 @@
+"""``schedule="auto"``: the search for the schedule with the smallest makespan.
+
+It starts from the named schedules and from list scheduling by many rules, looks through all
+schedules where they are few, and mends the best one by moving actions into idle time.
+
+Micro-batches are alike. So among the best schedules there is one in which every stage takes them in
+their order: forwards, backwards, and weight gradients. What is searched for is only, for each lane,
+in which order its stages take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fxpipe.schedule.actions import Action, Entry, Kind
+from fxpipe.schedule.exact import shorter
+from fxpipe.schedule.listing import list_schedule, rules
+from fxpipe.schedule.named import NAMES, named
+from fxpipe.schedule.problem import SLACK, Problem
+from fxpipe.schedule.schedule import Needs, Schedule
+from fxpipe.schedule.simulate import Links, Memory, StageCost, World, simulate
+from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.validate import Bound, ScheduleError, spread
+
+_FEW = 40
+"""With no more actions than this, all schedules are looked through."""
+_NODES = 20_000
+
+
+@dataclass(frozen=True)
+class Found:
+    """What :func:`search` gives.
+
+    Attributes:
+        bound: in seconds; no schedule with these stages on these lanes is shorter.
+        is_optimal: no such schedule is shorter than this one.
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    bound: float
+    is_optimal: bool
+
+
+def auto(
+    costs: Sequence[StageCost],
+    lanes: int,
+    microbatches: int,
+    *,
+    placement: Sequence[int] | None = None,
+    links: Links | None = None,
+    memory: Memory | None = None,
+    max_bytes: Bound | None = None,
+    effort: int = 200,
+) -> Schedule:
+    """The schedule that :func:`search` finds, for the same arguments."""
+    return search(
+        costs,
+        lanes,
+        microbatches,
+        placement=placement,
+        links=links,
+        memory=memory,
+        max_bytes=max_bytes,
+        effort=effort,
+    ).schedule
+
+
+def search(
+    costs: Sequence[StageCost],
+    lanes: int,
+    microbatches: int,
+    *,
+    placement: Sequence[int] | None = None,
+    links: Links | None = None,
+    memory: Memory | None = None,
+    max_bytes: Bound | None = None,
+    effort: int = 200,
+) -> Found:
+    """Search for the schedule with the smallest makespan, by the simulator's word.
+
+    Of equal ones it takes that with the least idle time within the lanes' own spans, which is what
+    a long run of steps pays, and then that which keeps least. It is never longer than a named
+    schedule with this placement that keeps the bound. The same arguments give the same schedule.
+
+    Args:
+        costs: one for each stage. Where ``weight_grad`` is 0, backwards are whole.
+        placement: the lane of each stage; None: the usual ones are tried: around the lanes in a
+            loop, down the lanes and up again, neighbours together.
+        links: see :func:`fxpipe.schedule.simulate`.
+        memory: what stages keep; needed for ``max_bytes`` only.
+        max_bytes: how much a lane may hold, ``memory.fixed`` with it, for all or for each.
+        effort: how many schedules to simulate in mending the best one.
+
+    Raises:
+        ValueError: for numbers that do not fit each other, or a bound within which nothing can run.
+    """
+    for what, count, least in (
+        ("lanes", lanes, 1),
+        ("microbatches", microbatches, 1),
+        ("effort", effort, 0),
+    ):
+        if count < least:
+            raise ValueError(f"{what} is {count}: give {least} or more")
+    if placement is None:
+        placements = _placements(len(costs), lanes)
+    else:
+        placements = [_checked(placement, len(costs), lanes)]
+    worlds = [World(each, costs, links or Links()) for each in placements]
+    problems = [_problem(world, lanes, microbatches, memory, max_bytes) for world in worlds]
+    errors = [problem.misfit() for problem in problems]
+    if all(errors):
+        raise ValueError(errors[0])
+    best: Found | None = None
+    for problem, error in zip(problems, errors, strict=True):
+        if error is None and (best is None or _ideal(problem) <= _key(best.timeline)):
+            found = _Search(problem, memory, effort).found()
+            if best is None or _value(problem, found) < _value(problem, best):
+                best = found
+    assert best is not None
+    return best
+
+
+def _placements(stages: int, lanes: int) -> list[tuple[int, ...]]:
+    if stages < lanes:
+        raise ValueError(f"costs are of {stages} stages: give {lanes} or more, one for each lane")
+    loop = tuple(stage % lanes for stage in range(stages))
+    turns = [*range(lanes), *reversed(range(lanes))]
+    snake = tuple(turns[stage % (2 * lanes)] for stage in range(stages))
+    blocks = tuple(stage * lanes // stages for stage in range(stages))
+    return list(dict.fromkeys((loop, snake, blocks)))
+
+
+def _checked(placement: Sequence[int], stages: int, lanes: int) -> tuple[int, ...]:
+    if len(placement) != stages or set(placement) != set(range(lanes)):
+        raise ValueError(
+            f"placement is {list(placement)}: give the lane of each of {stages} stages, "
+            f"and to each of {lanes} lanes, counted from 0, a stage"
+        )
+    return tuple(placement)
+
+
+def _problem(
+    world: World, lanes: int, microbatches: int, memory: Memory | None, max_bytes: Bound | None
+) -> Problem:
+    stages = len(world.placement)
+    if memory is None:
+        if max_bytes is not None:
+            raise ValueError(
+                "max_bytes needs memory=Memory(activations=...): what each stage keeps"
+            )
+        ones, no_bound = (1.0,) * stages, (float("inf"),) * lanes
+        return Problem(world, lanes, microbatches, ones, no_bound, 0.0)
+    sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
+    bounds = spread(
+        float("inf") if max_bytes is None else max_bytes, lanes, "max_bytes of each lane"
+    )
+    fixed = spread(memory.fixed, lanes, "fixed memory of each lane")
+    room = tuple(bound - held for bound, held in zip(bounds, fixed, strict=True))
+    return Problem(world, lanes, microbatches, tuple(sizes), room, memory.released_by_input)
+
+
+def _value(problem: Problem, found: Found) -> tuple[float, ...]:
+    return *_key(found.timeline), problem.kept(found.schedule)
+
+
+def _key(timeline: Timeline) -> tuple[float, float]:
+    """The smaller the better; rounded, so that the order of sums does not matter."""
+    return _rounded(timeline.makespan), _rounded(sum(timeline.own_spans))
+
+
+def _ideal(problem: Problem) -> tuple[float, float]:
+    """No key is smaller: as short as can be, and no lane idles between its actions."""
+    return _rounded(problem.bound), _rounded(sum(problem.work))
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.9g}")
+
+
+class _Search:
+    """The search with one placement. It knows the best so far."""
+
+    def __init__(self, problem: Problem, memory: Memory | None, effort: int) -> None:
+        self.problem, self.memory, self.effort = problem, memory, effort
+        self.best: tuple[Schedule, Timeline] | None = None
+
+    def found(self) -> Found:
+        problem = self.problem
+        for schedule in (*self._named(), *self._listed()):
+            self._try(schedule)
+        assert self.best is not None  # list schedules always run, and keep within the room
+        is_optimal = self._look_through()
+        while not self._is_perfect() and self._mend():
+            pass
+        for schedule in self._merged():
+            self._try(schedule, or_equal=True)
+        schedule, timeline = self.best
+        is_optimal = is_optimal or timeline.makespan <= problem.bound * SLACK
+        bound = timeline.makespan if is_optimal else problem.bound
+        return Found(
+            replace(schedule, name="auto"), replace(timeline, name="auto"), bound, is_optimal
+        )
+
+    def _try(self, schedule: Schedule, or_equal: bool = False) -> bool:
+        """Simulate it, and keep it if it is better."""
+        if not self.problem.fits(schedule):
+            return False
+        world = self.problem.world
+        try:
+            timeline = simulate(schedule, world.costs, world.links, self.memory)
+        except ScheduleError:
+            return False
+        if self.best is not None:
+            new, old = (
+                (*_key(t), self.problem.kept(s)) for s, t in ((schedule, timeline), self.best)
+            )
+            if new > old or (new == old and not or_equal):
+                return False
+        self.best = schedule, timeline
+        return True
+
+    def _is_perfect(self) -> bool:
+        assert self.best is not None
+        return _key(self.best[1]) <= _ideal(self.problem)
+
+    # ------------------------------------------------------------------------------- where to start
+
+    def _named(self) -> Iterator[Schedule]:
+        world = self.problem.world
+        for name in NAMES:
+            try:
+                schedule = named(
+                    name,
+                    lanes=self.problem.lanes,
+                    microbatches=self.problem.microbatches,
+                    stages=len(world.placement),
+                )
+            except ValueError:  # not for these numbers
+                continue
+            if schedule.placement == world.placement:
+                yield schedule
+
+    def _listed(self) -> Iterator[Schedule]:
+        for rule in rules(self.problem):
+            if self.best is None or not self._is_perfect():
+                yield list_schedule(self.problem, rule)
+
+    def _look_through(self) -> bool:
+        """All schedules, if they are few. Whether none is shorter than the best."""
+        assert self.best is not None
+        problem, world = self.problem, self.problem.world
+        actions = 3 * len(world.placement) * problem.microbatches
+        makespan = self.best[1].makespan
+        if actions > _FEW or makespan <= problem.bound * SLACK:
+            return False
+        schedule, is_all = shorter(problem, makespan, _NODES)
+        if schedule is None:
+            return is_all
+        # There, copies do not wait for each other. If they do not here either, nothing is shorter.
+        return self._try(schedule) and is_all and _alone(self.best[1])
+
+    # ----------------------------------------------------------------------------------- to mend it
+
+    def _mend(self) -> bool:
+        """Whether one of the moves that might help does."""
+        assert self.best is not None
+        schedule, timeline = self.best
+        for lane, source, target in _moves(
+            schedule, timeline, Needs(schedule, self.problem.world.edges)
+        ):
+            if self.effort == 0:
+                return False
+            self.effort -= 1
+            if self._try(_moved(schedule, lane, source, target)):
+                return True
+        return False
+
+    def _merged(self) -> Iterator[Schedule]:
+        """Halves that follow each other are one whole, where that costs nothing."""
+        assert self.best is not None
+        for stage, cost in enumerate(self.problem.world.costs):
+            if cost.seconds(Kind.BACKWARD) <= (cost.backward_input + cost.weight_grad) * SLACK:
+                yield _merge(self.best[0], stage)
+
+
+def _alone(timeline: Timeline) -> bool:
+    """Whether no copy waits for another: each starts when what it copies is made."""
+    ends = {span.action: span.end for span in timeline.spans}
+    return all(copy.start <= ends[copy.action] * SLACK for copy in timeline.transfers)
+
+
+_Move = tuple[int, int, int]
+"""Lane, where an action is, and where it goes."""
+
+
+def _moves(schedule: Schedule, timeline: Timeline, needs: Needs) -> Iterator[_Move]:
+    """What may shorten idle time: something else done in it, or what it waits for done earlier."""
+    lines = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
+    places = {action: (lane, i) for lane, line in enumerate(lines) for i, action in enumerate(line)}
+    ends = {span.action: span.end for span in timeline.spans}
+    for _, lane, position in sorted(_gaps(timeline), key=lambda gap: (-gap[0], *gap[1:])):
+        line = lines[lane]
+        seen = {(line[position].stage, line[position].kind)}
+        for later in range(position + 1, len(line)):
+            action = line[later]
+            if (action.stage, action.kind) not in seen:
+                seen.add((action.stage, action.kind))
+                yield lane, later, position
+        late = max(needs.of(line[position]), key=lambda need: ends[need], default=None)
+        if late is not None:
+            other, i = places[late]
+            for earlier in range(i - 1, max(i - 4, -1), -1):
+                yield other, i, earlier
+
+
+def _gaps(timeline: Timeline) -> Iterator[tuple[float, int, int]]:
+    """Idle times: how long, on which lane, before which of its actions."""
+    for lane in range(len(timeline.lanes)):
+        own = timeline.of_lane(lane)
+        for position in range(1, len(own)):
+            idle = own[position].start - own[position - 1].end
+            if idle > 1e-9 * timeline.makespan:
+                yield idle, lane, position
+
+
+def _moved(schedule: Schedule, lane: int, source: int, target: int) -> Schedule:
+    line: list[Entry] = list(schedule.actions(lane))
+    line.insert(target, line.pop(source))
+    lanes = (*schedule.lanes[:lane], tuple(line), *schedule.lanes[lane + 1 :])
+    return replace(schedule, lanes=lanes)
+
+
+def _merge(schedule: Schedule, stage: int) -> Schedule:
+    lanes = []
+    for lane in range(len(schedule.lanes)):
+        line: list[Action] = []
+        for action in schedule.actions(lane):
+            first = Action(stage, Kind.BACKWARD_INPUT, action.microbatch)
+            if action == replace(first, kind=Kind.WEIGHT_GRAD) and line and line[-1] == first:
+                line[-1] = replace(first, kind=Kind.BACKWARD)
+            else:
+                line.append(action)
+        lanes.append(tuple(line))
+    return replace(schedule, lanes=tuple(lanes))
