@@ -33,8 +33,8 @@ class Found:
     """What :func:`search` gives.
 
     Attributes:
-        bound: in seconds; no schedule with these stages on these lanes is shorter.
-        is_optimal: no such schedule is shorter than this one.
+        bound: in seconds; no schedule with this placement is shorter.
+        is_optimal: none with this placement is shorter than this one.
     """
 
     schedule: Schedule
@@ -86,8 +86,8 @@ def search(
 
     Args:
         costs: one for each stage. Where ``weight_grad`` is 0, backwards are whole.
-        placement: the lane of each stage; None: the usual ones are tried: around the lanes in a
-            loop, down the lanes and up again, neighbours together.
+        placement: the lane of each stage; None: the usual ones are tried: down the lanes and up
+            again, around the lanes in a loop, neighbours together.
         links: see :func:`fxpipe.schedule.simulate`.
         memory: what stages keep; needed for ``max_bytes`` only.
         max_bytes: how much a lane may hold, ``memory.fixed`` with it, for all or for each.
@@ -114,7 +114,7 @@ def search(
         raise ValueError(errors[0])
     best: Found | None = None
     for problem, error in zip(problems, errors, strict=True):
-        if error is None and (best is None or _ideal(problem) <= _key(best.timeline)):
+        if error is None and (best is None or _ideal(problem) < _key(best.timeline)):
             found = _Search(problem, memory, effort).found()
             if best is None or _value(problem, found) < _value(problem, best):
                 best = found
@@ -129,7 +129,7 @@ def _placements(stages: int, lanes: int) -> list[tuple[int, ...]]:
     turns = [*range(lanes), *reversed(range(lanes))]
     snake = tuple(turns[stage % (2 * lanes)] for stage in range(stages))
     blocks = tuple(stage * lanes // stages for stage in range(stages))
-    return list(dict.fromkeys((loop, snake, blocks)))
+    return list(dict.fromkeys((snake, loop, blocks)))
 
 
 def _checked(placement: Sequence[int], stages: int, lanes: int) -> tuple[int, ...]:

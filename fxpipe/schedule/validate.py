@@ -212,7 +212,7 @@ def _deadlock(
         met.append(lane)
         need = next(need for need in needs.of(waiting[lane]) if need not in done)
         steps.append(
-            f"lane {lane} waits, {_at(places[waiting[lane]])} ({waiting[lane]}), "
+            f"lane {lane} waits, at position {places[waiting[lane]][1]} ({waiting[lane]}), "
             f"for {need}, which is {_at(places[need])}"
         )
         lane = places[need][0]

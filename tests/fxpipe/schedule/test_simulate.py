@@ -1,0 +1,225 @@
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.schedule import (
+    Action,
+    Edge,
+    Kind,
+    Link,
+    Links,
+    Memory,
+    Schedule,
+    ScheduleError,
+    StageCost,
+    Transfer,
+    named,
+    simulate,
+    validate,
+)
+
+UNIT = StageCost(1, 1, 1)
+
+
+def starts(timeline):
+    return {str(span): span.start for span in timeline.spans}
+
+
+def equal(name, lanes, microbatches, stages=None):
+    schedule = named(name, lanes=lanes, microbatches=microbatches, stages=stages)
+    return simulate(schedule, [UNIT] * schedule.stages)
+
+
+# ------------------------------------------------------------------------------------ by hand
+
+
+def test_an_action_starts_when_its_lane_is_free_and_its_inputs_are_there():
+    schedule = Schedule.from_text("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
+    timeline = simulate(schedule, [StageCost(2, 1, 1), StageCost(3, 2, 2)])
+    assert starts(timeline) == {
+        "0F0": 0, "0F1": 2, "1F0": 2, "1B0": 5, "1F1": 9, "0B0": 9, "1B1": 12, "0B1": 16,
+    }  # fmt: skip
+    assert timeline.makespan == 18
+    assert timeline.busy == (8, 14)
+    assert timeline.own_spans == (18, 14)
+    assert timeline.bubble == 1 - 22 / 36
+    assert timeline.bubble_in_span == 1 - 22 / 32
+    assert timeline.period == 18
+
+
+def test_a_whole_backward_may_cost_less_than_its_halves():
+    costs = [StageCost(1, 2, 2, backward=3)]
+    assert simulate(Schedule.from_text("0F0 0B0"), costs).makespan == 4
+    assert simulate(Schedule.from_text("0F0 0I0 0W0"), costs).makespan == 5
+
+
+def test_a_gradient_leaves_after_the_first_half():
+    schedule = Schedule.from_text("0F0 0B0 \n 1F0 1I0 1W0")
+    assert starts(simulate(schedule, [UNIT] * 2))["0B0"] == 3
+
+
+def test_copies_delay_the_consumer_and_no_lane():
+    schedule = Schedule.from_text("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
+    links = Links([Edge(0, 1, bytes=10, gradient_bytes=40)], Link(latency=1, bandwidth=10))
+    timeline = simulate(schedule, [UNIT] * 2, links)
+    assert starts(timeline) == {
+        "0F0": 0, "0F1": 1, "1F0": 3, "1B0": 4, "1F1": 6, "1B1": 7, "0B0": 11, "0B1": 16,
+    }  # fmt: skip
+    forward, backward = Action(0, Kind.FORWARD, 0), Action(1, Kind.BACKWARD, 0)
+    assert timeline.transfers[0] == Transfer(0, 1, 1, 3, forward, 10)
+    assert Transfer(1, 0, 6, 11, backward, 40) in timeline.transfers
+
+
+def test_copies_between_two_lanes_go_one_after_the_other():
+    schedule = Schedule.from_text("0F0 0F1 0B0 0B1 \n 1F0 1F1 1B0 1B1")
+    timeline = simulate(schedule, [UNIT] * 2, Links(link=Link(latency=5)))
+    assert [(t.start, t.end) for t in timeline.transfers[:2]] == [(1, 6), (6, 11)]
+    assert starts(timeline)["1F1"] == 11
+
+
+def test_each_way_has_its_own_link():
+    schedule = Schedule.from_text("0F0 0B0 \n 1F0 1B0")
+    links = Links(link=Link(latency=1), between={(1, 0): Link(latency=7)})
+    assert starts(simulate(schedule, [UNIT] * 2, links)) == {
+        "0F0": 0,
+        "1F0": 2,
+        "1B0": 3,
+        "0B0": 12,
+    }
+
+
+def test_nothing_travels_between_stages_of_a_lane():
+    schedule = Schedule.from_text("0F0 1F0 1B0 0B0")
+    timeline = simulate(schedule, [UNIT] * 2, Links(link=Link(latency=100)))
+    assert timeline.makespan == 6
+    assert timeline.transfers == ()
+
+
+def test_copies_that_do_not_overlap_take_the_receivers_time():
+    schedule = Schedule.from_text("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
+    links = Links([Edge(0, 1, bytes=10)], Link(bandwidth=10), overlaps=False)
+    timeline = simulate(schedule, [UNIT] * 2, links)
+    assert starts(timeline) == {
+        "0F0": 0, "0F1": 1, "1F0": 1, "1B0": 3, "1F1": 5, "0B0": 5, "1B1": 7, "0B1": 9,
+    }  # fmt: skip
+    assert timeline.makespan == 12
+
+
+def test_a_skip_travels_straight_and_delays_only_its_consumer():
+    schedule = Schedule.from_text("0F0 0B0 \n 1F0 1B0 \n 2F0 2B0")
+    edges = [Edge(0, 1), Edge(1, 2), Edge(0, 2, bytes=8)]
+    timeline = simulate(schedule, [UNIT] * 3, Links(edges, Link(bandwidth=1)))
+    assert starts(timeline) == {"0F0": 0, "1F0": 1, "2F0": 9, "2B0": 10, "1B0": 12, "0B0": 20}
+    ways = [(t.source, t.target, t.start, t.end) for t in timeline.transfers]
+    assert ways == [(0, 2, 1, 9), (2, 0, 12, 20)]
+
+
+def test_overlapping_actions_run_one_after_the_other():
+    plain = Schedule.from_text("0F0 0F1 0B0 0B1")
+    paired = Schedule.from_text("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
+    assert simulate(paired, [UNIT]).spans == simulate(plain, [UNIT]).spans
+
+
+def test_actions_that_take_no_time():
+    timeline = simulate(named("zbv", lanes=2, microbatches=4), [StageCost(0, 0)] * 4)
+    assert (timeline.makespan, timeline.bubble, timeline.bubble_in_span) == (0, 0, 0)
+
+
+def test_memory_over_time():
+    schedule = Schedule.from_text("0F0 0F1 0I0 0W0 0B1")
+    memory = Memory([100], fixed=7, released_by_input=0.25)
+    timeline = simulate(schedule, [UNIT], memory=memory)
+    assert timeline.memory == (((0, 7), (0, 107), (1, 207), (3, 182), (4, 107), (6, 7)),)
+    assert timeline.peak_memory == (207,)
+
+
+# ------------------------------------------------------------------------------- against formulas
+
+
+@given(st.integers(1, 8), st.integers(1, 32))
+@settings(deadline=None)
+def test_1f1b_and_gpipe_idle_as_their_formula_says(lanes, microbatches):
+    for name in ("1f1b", "gpipe"):
+        bubble = equal(name, lanes, microbatches).bubble
+        assert bubble == pytest.approx((lanes - 1) / (microbatches + lanes - 1))
+
+
+@given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 4))
+@settings(deadline=None)
+def test_interleaving_divides_the_idle_time_by_the_stages_of_a_lane(lanes, rounds, per_lane):
+    timeline = equal("interleaved_1f1b", lanes, rounds * lanes, lanes * per_lane)
+    idle = timeline.makespan - timeline.busy[0]
+    assert idle == pytest.approx(3 * (lanes - 1))  # of a stage, which is a part of the lane's work
+    assert timeline.busy[0] == 3 * rounds * lanes * per_lane
+
+
+@given(st.integers(2, 8), st.integers(0, 24))
+@settings(deadline=None)
+def test_zb_h1_leaves_a_third_of_1f1bs_idle_time(lanes, more):
+    microbatches = lanes + more
+    whole, halved = (equal(name, lanes, microbatches) for name in ("1f1b", "zb_h1"))
+    assert whole.makespan - whole.busy[0] == 3 * (lanes - 1)
+    assert halved.makespan - halved.busy[0] == lanes - 1
+
+
+@given(st.integers(1, 8), st.integers(0, 24))
+@settings(deadline=None)
+def test_zbv_never_idles_within_a_lanes_own_span(lanes, more):
+    assert equal("zbv", lanes, 2 * lanes + more).bubble_in_span == pytest.approx(0)
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv"]),
+    st.lists(st.tuples(*[st.integers(1, 9)] * 3), min_size=4, max_size=4),
+    st.integers(1, 6),
+    st.integers(0, 3),
+)
+@settings(deadline=None)
+def test_nothing_runs_before_its_inputs_are_there(name, costs, microbatches, latency):
+    lanes = 4 if name in ("gpipe", "1f1b", "zb_h1") else 2
+    schedule = named(name, lanes=lanes, microbatches=microbatches, stages=4)
+    validate(schedule)
+    timeline = simulate(schedule, [StageCost(*c) for c in costs], Links(link=Link(latency)))
+    ends = {span.action: span.end for span in timeline.spans}
+    place = schedule.placement
+
+    def arrives(source, target, kind, i):
+        way = latency if place[source] != place[target] else 0
+        return ends[Action(source, kind, i)] + way
+
+    for span in timeline.spans:
+        stage, kind, i = span.action.stage, span.action.kind, span.action.microbatch
+        if kind is Kind.FORWARD and stage:
+            assert span.start >= arrives(stage - 1, stage, kind, i)
+        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            assert span.start >= ends[Action(stage, Kind.FORWARD, i)]
+            if stage < 3:
+                assert span.start >= arrives(stage + 1, stage, kind, i)
+        if kind is Kind.WEIGHT_GRAD:
+            assert span.start >= ends[Action(stage, Kind.BACKWARD_INPUT, i)]
+    for lane in range(lanes):
+        own = timeline.of_lane(lane)
+        assert [span.action for span in own] == list(schedule.actions(lane))
+        assert all(a.end <= b.start for a, b in pairwise(own))
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+def test_a_schedule_that_cannot_run_is_refused():
+    with pytest.raises(ScheduleError, match="deadlock"):
+        simulate(Schedule.from_text("0B0 0F0"), [UNIT])
+
+
+def test_numbers_that_do_not_fit():
+    schedule = named("gpipe", lanes=2, microbatches=1)
+    with pytest.raises(ValueError, match="costs of 3 stages are given: the schedule has 2"):
+        simulate(schedule, [UNIT] * 3)
+    with pytest.raises(ValueError, match="an edge goes from a stage to a later one, of 2"):
+        simulate(schedule, [UNIT] * 2, Links([Edge(1, 0)]))
+    with pytest.raises(ValueError, match="each stage: 1 numbers are given, 2 needed"):
+        simulate(schedule, [UNIT] * 2, memory=Memory([1]))
+    with pytest.raises(ValueError, match="give seconds, 0 or more"):
+        StageCost(1, -1)
