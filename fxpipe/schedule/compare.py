@@ -9,7 +9,7 @@ from statistics import fmean
 
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.gantt import draw
-from fxpipe.schedule.timeline import Span, Timeline
+from fxpipe.schedule.timeline import Span, Timeline, time_unit
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,25 @@ class Comparison:
     def __str__(self) -> str:
         a, b = self.first, self.second
         lines = [
-            f"{a.name} {a.makespan:.6g} s, {b.name} {b.makespan:.6g} s ({self.error:+.1%})",
+            f"{self._both(a.makespan, b.makespan)} ({self.error:+.1%})",
             f"idle: {a.name} {a.bubble:.1%}, {b.name} {b.bubble:.1%}",
         ]
         for (stage, kind), (first, second) in self.stages.items():
             what = kind.name.lower().replace("_", " ")
-            lines.append(f"stage {stage} {what}: {first:.6g} s, {second:.6g} s")
+            lines.append(f"stage {stage} {what}: {self._both(first, second)}")
         return "\n".join([*lines, self._caption()])
 
     def _caption(self) -> str:
         found = self.largest
         if found is None:
             return "no action is in both"
+        return f"largest disagreement: {found.action}, {self._both(found.first, found.second)}"
+
+    def _both(self, first: float, second: float) -> str:
+        unit, said = time_unit(max(first, second))
         return (
-            f"largest disagreement: {found.action}, {self.first.name} {found.first:.4g} s, "
-            f"{self.second.name} {found.second:.4g} s"
+            f"{self.first.name} {first / unit:.4g} {said}, "
+            f"{self.second.name} {second / unit:.4g} {said}"
         )
 
     def draw(self, memory: bool = False) -> str:

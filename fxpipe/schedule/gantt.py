@@ -12,7 +12,7 @@ from itertools import pairwise
 from xml.sax.saxutils import escape
 
 from fxpipe.schedule.actions import Action, Kind
-from fxpipe.schedule.timeline import Span, Timeline
+from fxpipe.schedule.timeline import Span, Timeline, time_unit
 
 _BASE = {
     Kind.FORWARD: (0x00, 0x72, 0xB2),
@@ -30,8 +30,7 @@ _LIGHT, _DARK = 0.72, 0.28  # how much white is in the first and in the last sta
 _OTHER, _COPY, _MARK, _HELD = "#BBBBBB", "#555555", "#CC0000", "#C9C9D6"
 _SIZE = 11  # of letters, in pixels
 _ROW, _GAP, _MEMORY, _WAY = 24, 9, 20, 4  # heights: boxes, between lanes, memory, copies
-_NARROWEST, _WIDEST = 640, 3200  # of the part with the boxes
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_NARROWEST, _WIDEST = 640, 8000  # of the part with the boxes
 _SIZES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 
 
@@ -89,9 +88,7 @@ class _Chart:
     ) -> None:
         self.marks, self.caption = set(marks), caption
         self.seconds = max((timeline.makespan for timeline in timelines), default=0.0) or 1.0
-        self.unit, self.unit_name = next(
-            (u for u in _UNITS if self.seconds >= u[0]), (_UNITS[-1][0], _UNITS[-1][1])
-        )
+        self.unit, self.unit_name = time_unit(self.seconds)
         self.labels = {
             (index, lane): _lane_label(timeline, lane)
             for index, timeline in enumerate(timelines)
@@ -143,12 +140,13 @@ class _Chart:
         return "\n".join([*parts, "</svg>", ""])
 
     def _axis(self) -> Iterator[str]:
-        top = self.panels[0].tops[0] - 3 if self.panels and self.panels[0].tops else 0
         step = _nice(self.seconds / self.unit / max(4, self.width / 90))
         count = int(self.seconds / self.unit / step + 1e-9)
         for i in range(count + 1):
             x = self.x(i * step * self.unit)
-            yield _line(x, top, x, self.axis + 4, 'stroke="#DDDDDD"')
+            for panel in self.panels:
+                yield _line(x, panel.title + 6, x, panel.bottom, 'stroke="#DDDDDD"')
+            yield _line(x, self.axis, x, self.axis + 4, 'stroke="black"')
             yield _text(x, self.axis + 16, f"{i * step:g}", "middle")
         yield _line(self.left, self.axis, self.left + self.width, self.axis, 'stroke="black"')
         middle = self.left + min(self.width, 900) / 2

@@ -11,6 +11,11 @@ from typing import Any
 from fxpipe.schedule.actions import Action
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit to say a time in: how many seconds it has, and its name."""
+    return next((u for u in ((1.0, "s"), (1e-3, "ms")) if seconds >= u[0]), (1e-6, "µs"))
+
+
 @dataclass(frozen=True)
 class Span:
     """Something that a lane does, from ``start`` to ``end``, in seconds since the step began.
@@ -114,15 +119,15 @@ class Timeline:
         return tuple(max((amount for _, amount in lane), default=0.0) for lane in self.memory)
 
     def __str__(self) -> str:
+        unit, said = time_unit(self.makespan)
         lines = [
-            f"{self.name}: {self.makespan:.6g} s, {self.bubble:.1%} of all lanes' time is idle, "
+            f"{self.name}: {self.makespan / unit:.4g} {said}, {self.bubble:.1%} of all lanes' time is idle, "
             f"{self.bubble_in_span:.1%} within their own spans"
         ]
         for lane, (name, busy) in enumerate(zip(self.lanes, self.busy, strict=True)):
-            said = f"{name}: works {busy:.6g} s of its {self.own_spans[lane]:.6g} s"
-            if self.memory:
-                said += f", peak {self.peak_memory[lane]:.6g} bytes"
-            lines.append(said)
+            own = self.own_spans[lane]
+            peak = f", peak {self.peak_memory[lane]:.6g} bytes" if self.memory else ""
+            lines.append(f"{name}: works {busy / unit:.4g} of its {own / unit:.4g} {said}{peak}")
         return "\n".join(lines)
 
     def draw(self, memory: bool = True) -> str:
