@@ -52,14 +52,13 @@ class Problem:
                 )
         return None
 
-    def fits(self, schedule: Schedule) -> bool:
-        """Whether it keeps within the room."""
-        kept = live(schedule, self.sizes, self.released).lanes
-        return all(k <= room * SLACK for k, room in zip(kept, self.room, strict=True))
+    def kept(self, schedule: Schedule) -> tuple[float, ...]:
+        """The most that each lane keeps."""
+        return live(schedule, self.sizes, self.released).lanes
 
-    def kept(self, schedule: Schedule) -> float:
-        """The sum of what the lanes keep at most."""
-        return sum(live(schedule, self.sizes, self.released).lanes)
+    def fits(self, kept: tuple[float, ...]) -> bool:
+        """Whether there is room for it."""
+        return all(k <= room * SLACK for k, room in zip(kept, self.room, strict=True))
 
     def backward(self, stage: int) -> float:
         """The least that a backward takes of its lane."""
@@ -85,8 +84,7 @@ class Problem:
 
     @cached_property
     def after_gradient(self) -> tuple[float, ...]:
-        """For each stage, the least time from a gradient of its inputs to the gradients of
-        all's."""
+        """For each stage, the least time from a gradient of its inputs to the end."""
         tails: list[float] = []
         for stage, targets in enumerate(self.world.before):
             ways = [self.world.travel(stage, t) + self._rest(t, tails[t]) for t in targets]

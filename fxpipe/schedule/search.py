@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from fxpipe.schedule.actions import Action, Entry, Kind
 from fxpipe.schedule.exact import shorter
@@ -19,13 +20,14 @@ from fxpipe.schedule.listing import list_schedule, rules
 from fxpipe.schedule.named import NAMES, named
 from fxpipe.schedule.problem import SLACK, Problem
 from fxpipe.schedule.schedule import Needs, Schedule
-from fxpipe.schedule.simulate import Links, Memory, StageCost, World, simulate
+from fxpipe.schedule.simulate import Links, Memory, StageCost, World, play
 from fxpipe.schedule.timeline import Timeline
-from fxpipe.schedule.validate import Bound, ScheduleError, spread
+from fxpipe.schedule.validate import Bound, spread
 
 _FEW = 40
 """With no more actions than this, all schedules are looked through."""
 _NODES = 20_000
+_HALVES = (Kind.BACKWARD_INPUT, Kind.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def _problem(
 
 
 def _value(problem: Problem, found: Found) -> tuple[float, ...]:
-    return *_key(found.timeline), problem.kept(found.schedule)
+    return *_key(found.timeline), sum(problem.kept(found.schedule))
 
 
 def _key(timeline: Timeline) -> tuple[float, float]:
@@ -185,10 +187,11 @@ class _Search:
     def __init__(self, problem: Problem, memory: Memory | None, effort: int) -> None:
         self.problem, self.memory, self.effort = problem, memory, effort
         self.best: tuple[Schedule, Timeline] | None = None
+        self.value: tuple[float, ...] = ()
 
     def found(self) -> Found:
         problem = self.problem
-        for schedule in (*self._named(), *self._listed()):
+        for schedule in chain(self._named(), self._listed()):
             self._try(schedule)
         assert self.best is not None  # list schedules always run, and keep within the room
         is_optimal = self._look_through()
@@ -204,21 +207,17 @@ class _Search:
         )
 
     def _try(self, schedule: Schedule, or_equal: bool = False) -> bool:
-        """Simulate it, and keep it if it is better."""
-        if not self.problem.fits(schedule):
+        """Simulate it, and keep it if it can run and is better."""
+        kept = self.problem.kept(schedule)
+        if not self.problem.fits(kept):
             return False
-        world = self.problem.world
-        try:
-            timeline = simulate(schedule, world.costs, world.links, self.memory)
-        except ScheduleError:
+        timeline = play(schedule, self.problem.world, self.memory)
+        if len(timeline.spans) < sum(len(entry.parts) for lane in schedule.lanes for entry in lane):
             return False
-        if self.best is not None:
-            new, old = (
-                (*_key(t), self.problem.kept(s)) for s, t in ((schedule, timeline), self.best)
-            )
-            if new > old or (new == old and not or_equal):
-                return False
-        self.best = schedule, timeline
+        value = *_key(timeline), sum(kept)
+        if self.best is not None and (value > self.value or (value == self.value and not or_equal)):
+            return False
+        self.best, self.value = (schedule, timeline), value
         return True
 
     def _is_perfect(self) -> bool:
@@ -334,13 +333,14 @@ def _moved(schedule: Schedule, lane: int, source: int, target: int) -> Schedule:
 
 def _merge(schedule: Schedule, stage: int) -> Schedule:
     lanes = []
-    for lane in range(len(schedule.lanes)):
-        line: list[Action] = []
-        for action in schedule.actions(lane):
-            first = Action(stage, Kind.BACKWARD_INPUT, action.microbatch)
-            if action == replace(first, kind=Kind.WEIGHT_GRAD) and line and line[-1] == first:
-                line[-1] = replace(first, kind=Kind.BACKWARD)
+    for lane in schedule.lanes:
+        line: list[Entry] = []
+        for entry in lane:
+            microbatch = entry.parts[0].microbatch
+            halves = [Action(stage, kind, microbatch) for kind in _HALVES]
+            if [*line[-1:], entry] == halves:
+                line[-1] = Action(stage, Kind.BACKWARD, microbatch)
             else:
-                line.append(action)
+                line.append(entry)
         lanes.append(tuple(line))
     return replace(schedule, lanes=tuple(lanes))

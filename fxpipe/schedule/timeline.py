@@ -121,7 +121,8 @@ class Timeline:
     def __str__(self) -> str:
         unit, said = time_unit(self.makespan)
         lines = [
-            f"{self.name}: {self.makespan / unit:.4g} {said}, {self.bubble:.1%} of all lanes' time is idle, "
+            f"{self.name}: {self.makespan / unit:.4g} {said}, "
+            f"{self.bubble:.1%} of all lanes' time is idle, "
             f"{self.bubble_in_span:.1%} within their own spans"
         ]
         for lane, (name, busy) in enumerate(zip(self.lanes, self.busy, strict=True)):

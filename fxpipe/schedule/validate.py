@@ -70,13 +70,15 @@ def _alive(
 
     What a backward releases is alive while it runs, so it shows only after it.
     """
-    counts = [0.0] * schedule.stages
+    amounts, total = [0.0] * schedule.stages, 0.0
     weights = [1.0] * schedule.stages if weights is None else weights
+    changes = {kind: growth(kind, released_by_input) for kind in Kind}
     for position, entry in enumerate(schedule.lanes[lane]):
         for action in entry.parts:
-            counts[action.stage] += growth(action.kind, released_by_input)
-            total = sum(c * w for c, w in zip(counts, weights, strict=True) if c)
-            yield position, action, counts[action.stage] * weights[action.stage], total
+            change = changes[action.kind] * weights[action.stage]
+            amounts[action.stage] += change
+            total += change
+            yield position, action, amounts[action.stage], total
 
 
 def validate(
