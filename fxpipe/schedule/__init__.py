@@ -4,13 +4,13 @@ Nothing here knows of tensors or devices: a schedule is a list of actions for ea
 """
 
 from fxpipe.schedule.actions import Action, Entry, Kind, Overlap
-from fxpipe.schedule.compare import Comparison, compare
-from fxpipe.schedule.named import NAMES, named
+from fxpipe.schedule.automatic import Found, auto, search
+from fxpipe.schedule.catalogue import NAMES, named
+from fxpipe.schedule.comparison import Comparison, compare
 from fxpipe.schedule.schedule import Edges, Needs, Schedule, chain
-from fxpipe.schedule.search import Found, auto, search
-from fxpipe.schedule.simulate import Edge, Link, Links, Memory, StageCost, simulate
+from fxpipe.schedule.simulator import Edge, Link, Links, Memory, StageCost, simulate
 from fxpipe.schedule.timeline import Span, Timeline, Transfer
-from fxpipe.schedule.validate import Live, ScheduleError, live, validate
+from fxpipe.schedule.validator import Live, ScheduleError, live, validate
 
 __all__ = [
     "NAMES",

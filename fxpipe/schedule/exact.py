@@ -16,7 +16,7 @@ from typing import TypeVar
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.problem import SLACK, Problem
 from fxpipe.schedule.schedule import Schedule
-from fxpipe.schedule.validate import growth
+from fxpipe.schedule.validator import growth
 
 _T = TypeVar("_T")
 

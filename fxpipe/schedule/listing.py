@@ -10,8 +10,8 @@ from itertools import product
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.problem import SLACK, Problem
 from fxpipe.schedule.schedule import Schedule
-from fxpipe.schedule.simulate import Run
-from fxpipe.schedule.validate import growth
+from fxpipe.schedule.simulator import Run
+from fxpipe.schedule.validator import growth
 
 
 @dataclass(frozen=True)

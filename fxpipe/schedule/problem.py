@@ -7,8 +7,8 @@ from functools import cached_property
 
 from fxpipe.schedule.actions import Kind
 from fxpipe.schedule.schedule import Schedule
-from fxpipe.schedule.simulate import World
-from fxpipe.schedule.validate import live
+from fxpipe.schedule.simulator import World
+from fxpipe.schedule.validator import live
 
 SLACK = 1 + 1e-9
 """For sums that are the same but for rounding."""

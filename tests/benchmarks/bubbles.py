@@ -2,8 +2,8 @@
 
 Forward, input half and weight half of a backward take one unit each. Copies take no time. Idle
 time is counted twice: over the whole step, and within each lane's own span, which is what steps
-that follow each other pay. Memory is the most that a lane keeps, in micro-batches of its whole part of the
-model, so that lanes with one stage and with two compare.
+that follow each other pay. Memory is the most that a lane keeps, in micro-batches of its whole part
+of the model, so that lanes with one stage and with two compare.
 """
 
 from __future__ import annotations

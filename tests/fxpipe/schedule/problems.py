@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fxpipe.schedule import Action, Kind, Links, Schedule, StageCost
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.simulate import World
+from fxpipe.schedule.simulator import World
 
 UNIT = StageCost(1, 1, 1)
 

@@ -36,10 +36,13 @@ def check(found):
     assert shorter(found, least, MANY) == (None, True)
 
 
-@given(costs(2), st.sampled_from([NEVER, 2, 1]), st.sampled_from([0.0, 1.5]))
+@given(costs(2), st.sampled_from([NEVER, 2, 1]), st.sampled_from([0.0, 0.5]))
 @settings(deadline=None, max_examples=15)
 def test_two_lanes_against_all_schedules(costs, room, latency):
-    """Of micro-batches in any order, too: that they may be taken in order is no restriction."""
+    """Of micro-batches in any order, too: that they may be taken in order is no restriction.
+
+    No action is shorter than a copy, so copies do not wait for each other.
+    """
     check(problem(costs, room=room, links=Links(link=Link(latency))))
 
 

@@ -90,10 +90,12 @@ def test_of_equal_ones_it_takes_what_keeps_least():
     assert max(live(found.schedule).lanes) <= 15  # ZB-H2 keeps as many
 
 
-def test_few_actions_are_looked_through():
-    costs = [StageCost(1, 3, 2), StageCost(2, 1, 4)]
-    found = search(costs, 2, 4, effort=0)
+def test_where_there_are_few_actions_it_shows_that_none_is_shorter():
+    costs = [StageCost(3, 1, 1), StageCost(1, 2, 3), StageCost(2, 2, 1), StageCost(1, 3, 2)]
+    hasty, found = search(costs, 4, 6, effort=0), search(costs, 4, 6)
+    assert not hasty.is_optimal
     assert found.is_optimal
+    assert hasty.bound < found.bound == found.timeline.makespan <= hasty.timeline.makespan
 
 
 # ---------------------------------------------------------------------------------- what it gives

@@ -15,18 +15,19 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from fxpipe.schedule.actions import Action, Entry, Kind
+from fxpipe.schedule.catalogue import NAMES, named
 from fxpipe.schedule.exact import shorter
 from fxpipe.schedule.listing import list_schedule, rules
-from fxpipe.schedule.named import NAMES, named
 from fxpipe.schedule.problem import SLACK, Problem
 from fxpipe.schedule.schedule import Needs, Schedule
-from fxpipe.schedule.simulate import Links, Memory, StageCost, World, play
+from fxpipe.schedule.simulator import Links, Memory, StageCost, World, play
 from fxpipe.schedule.timeline import Timeline
-from fxpipe.schedule.validate import Bound, spread
+from fxpipe.schedule.validator import Bound, spread
 
-_FEW = 40
-"""With no more actions than this, all schedules are looked through."""
-_NODES = 20_000
+_FEW = 200
+"""With no more actions than this, all schedules are looked through, as far as the effort goes."""
+_NODES = 100
+"""How many beginnings of schedules are looked at for the effort of one simulation."""
 _HALVES = (Kind.BACKWARD_INPUT, Kind.WEIGHT_GRAD)
 
 
@@ -93,7 +94,8 @@ def search(
         links: see :func:`fxpipe.schedule.simulate`.
         memory: what stages keep; needed for ``max_bytes`` only.
         max_bytes: how much a lane may hold, ``memory.fixed`` with it, for all or for each.
-        effort: how many schedules to simulate in mending the best one.
+        effort: how many schedules to simulate in mending the best one. Where there are few
+            actions, about as much time goes into a search through all schedules.
 
     Raises:
         ValueError: for numbers that do not fit each other, or a bound within which nothing can run.
@@ -254,7 +256,7 @@ class _Search:
         makespan = self.best[1].makespan
         if actions > _FEW or makespan <= problem.bound * SLACK:
             return False
-        schedule, is_all = shorter(problem, makespan, _NODES)
+        schedule, is_all = shorter(problem, makespan, _NODES * self.effort)
         if schedule is None:
             return is_all
         # There, copies do not wait for each other. If they do not here either, nothing is shorter.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.schedule import Schedule, chain
 from fxpipe.schedule.timeline import Span, Timeline, Transfer
-from fxpipe.schedule.validate import Bound, growth, spread, validate
+from fxpipe.schedule.validator import Bound, growth, spread, validate
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 import pytest
 
 from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, compare, named, simulate
-from fxpipe.schedule.compare import Disagreement
+from fxpipe.schedule.comparison import Disagreement
 
 FORWARD = Action(0, Kind.FORWARD, 0)
 SCHEDULE = named("1f1b", lanes=2, microbatches=2)
