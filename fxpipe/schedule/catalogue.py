@@ -1,7 +1,7 @@
 """Schedules by name, each from the paper that brought it up.
 
-In the pictures a line is a lane, a column a unit of time; a number is a micro-batch's forward, with
-a dash (``1'``) its whole backward, and ``i`` and ``w`` are the halves of one.
+The pictures are what the schedules print: a row a lane, a column an action, ``1F0`` the forward of
+stage 1 for micro-batch 0, ``B`` a whole backward, ``I`` and ``W`` its input and weight halves.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def gpipe(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, .
 
     ::
 
-        0 1 2 3 . . 0'1'2'3'
-        . 0 1 2 3 0'1'2'3' .
+        lane 0 | 0F0 0F1 0F2  .   .  0B0 0B1 0B2
+        lane 1 |  .  1F0 1F1 1F2 1B0 1B1 1B2  .
 
     Every activation is kept until the backwards begin.
     """
@@ -67,12 +67,12 @@ def gpipe(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, .
 
 
 def one_f_one_b(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
-    """One forward, one backward in turn (Narayanan et al. 2021, PipeDream-2BW, PipeDream-Flush).
+    """One forward, one backward in turn (Narayanan et al. 2021, PipeDream-Flush).
 
     ::
 
-        0 1 . 0'2 1'3 2'. 3'
-        . 0 0'1 1'2 2'3 3'.
+        lane 0 | 0F0 0F1  .  0B0 0F2 0B1  .  0B2
+        lane 1 |  .  1F0 1B0 1F1 1B1 1F2 1B2  .
 
     As long as GPipe's, but a stage keeps at most ``stages - stage`` micro-batches.
     """
@@ -93,34 +93,39 @@ def one_f_one_b(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[En
 def interleaved_1f1b(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
     """1F1B with several stages on each lane (Narayanan et al. 2021, Megatron-LM, section 2.2).
 
+    ::
+
+        lane 0 | 0F0 0F1 2F0 2F1  .  2B0  .  2B1 0B0 0B1
+        lane 1 |  .  1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1  .
+
     Lane ``i`` has the stages ``i``, ``i + lanes``, ... A round of micro-batches, about as many as
     there are lanes, goes through a lane's first stage, then through its second. With ``v`` stages a
     lane the idle time is that of 1F1B over ``v``, for more copies and more activations. Any number
     of micro-batches will do: rounds are as even as can be, larger ones first.
     """
-    return _interleaved(lanes, stages, microbatches, hop=2, owed=None)
+    return _interleaved(lanes, stages, microbatches, hop=2, halves=False)
 
 
 def zb_h1(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
-    """1F1B with backwards in halves, no more memory (Qi et al. 2023, Zero Bubble, section 2.1).
+    """1F1B with backwards in halves, no more memory (Qi et al. 2024, Zero Bubble, section 2).
 
     ::
 
-        0 1 . i w 2 i w 3 i w i w
-        . 0 i 1 i w 2 i w 3 i w w
+        lane 0 | 0F0 0F1  .  0I0 0W0 0F2 0I1 0W1 0I2 0W2
+        lane 1 |  .  1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
     Gradients travel after the first half; the second half fills what would be idle. With equal
     forward, input and weight halves a third of 1F1B's idle time is left. Lane ``i`` puts weight
     gradients off by ``i`` micro-batches. Several stages a lane are interleaved as in
     :func:`interleaved_1f1b`.
     """
-    return _interleaved(lanes, stages, microbatches, hop=1, owed=0)
+    return _interleaved(lanes, stages, microbatches, hop=1, halves=True)
 
 
 def _interleaved(
-    lanes: int, stages: int, microbatches: int, hop: int, owed: int | None
+    lanes: int, stages: int, microbatches: int, hop: int, halves: bool
 ) -> Iterable[tuple[Entry, ...]]:
-    """``hop``: forwards that a lane is ahead of the next; ``owed``: None for whole backwards."""
+    """``hop``: how many forwards a lane is ahead of the next; ``halves``: of backwards."""
     rounds = _rounds(lanes, microbatches)
     for lane in range(lanes):
         own = range(lane, stages, lanes)
@@ -131,11 +136,11 @@ def _interleaved(
         line.forward(*forwards[:warmup])
         for i, stage in enumerate(backwards):
             line.forward(*forwards[warmup + i : warmup + i + 1])
-            if owed is None:
-                line.backward(stage)
-            else:
+            if halves:
                 line.backward_input(stage)
                 line.weight_grads(owing=lane)
+            else:
+                line.backward(stage)
         line.weight_grads(owing=0)
         yield line.entries
 
@@ -149,15 +154,19 @@ def _rounds(lanes: int, microbatches: int) -> list[int]:
 def looped_bfs(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
     """All micro-batches through a stage, then the lane's next (Lamy-Poirier 2023, Breadth-First).
 
+    ::
+
+        lane 0 | 0F0 0F1 2F0 2F1  .   .  2B1 2B0 0B1 0B0
+        lane 1 |  .  1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0  .
+
     Lane ``i`` has the stages ``i``, ``i + lanes``, ... The backwards go the same way back, the last
     micro-batch first. A stage's parameters are needed in one stretch of time, which suits sharding.
     """
     for lane in range(lanes):
         own = range(lane, stages, lanes)
         entries = [Action(s, Kind.FORWARD, m) for s in own for m in range(microbatches)]
-        back = reversed(range(microbatches))
-        order = list(back)
-        entries += [Action(s, Kind.BACKWARD, m) for s in reversed(own) for m in order]
+        back = range(microbatches)[::-1]
+        entries += [Action(s, Kind.BACKWARD, m) for s in reversed(own) for m in back]
         yield tuple(entries)
 
 
@@ -165,7 +174,12 @@ def looped_bfs(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Ent
 
 
 def zbv(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
-    """Two stages a lane in the shape of a V (Qi et al. 2024, Controllable Memory, section 3, V-ZB).
+    """Two stages a lane in the shape of a V (Qi et al. 2024, Zero Bubble, section 6, ZB-V).
+
+    ::
+
+        lane 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2  .
+        lane 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
     Stages go down the lanes and up again, so that the last stage is on the first lane and backwards
     begin there at once. With equal forward, input and weight halves, ``2 * lanes`` micro-batches or
@@ -197,6 +211,10 @@ def zbv(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...
 
 def dualpipe_v(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
     """A V in which forwards and backwards overlap (DeepSeek-AI 2024, DualPipe, cut in half).
+
+    ::
+
+        lane 0 | 0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1
 
     As in :func:`zbv` stages go down the lanes and up again. In the middle the forward of one stage
     is paired with the backward of the lane's other stage, so that one's copies hide behind the

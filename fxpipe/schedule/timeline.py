@@ -137,7 +137,7 @@ class Timeline:
         Args:
             memory: draw what is known of it below each lane.
         """
-        from fxpipe.schedule.gantt import draw
+        from fxpipe.schedule.gantt import draw  # which draws timelines, and so imports this module
 
         return draw([self], memory=memory)
 

@@ -1,3 +1,5 @@
+import inspect
+import textwrap
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fxpipe.schedule import NAMES, live, named, validate
+from fxpipe.schedule import NAMES, Schedule, catalogue, live, named, validate
 
 PER_LANE = {"gpipe": [1], "1f1b": [1], "zbv": [2], "dualpipe_v": [2]}
 
@@ -35,6 +37,16 @@ def test_every_schedule_is_valid_for_any_numbers(size):
 
 
 # ----------------------------------------------------------------------------------------- as drawn
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_picture_in_the_docstring_is_the_schedule(name):
+    generate, _ = catalogue._NAMED[name]
+    doc = inspect.getdoc(generate)
+    drawn = Schedule.from_text("\n".join(line for line in doc.splitlines() if "|" in line), name)
+    size = {"lanes": len(drawn.lanes), "stages": drawn.stages, "microbatches": drawn.microbatches}
+    assert drawn == named(name, **size)
+    assert textwrap.indent(drawn.text(), "    ") in doc
 
 
 def test_gpipe():
