@@ -16,8 +16,10 @@ from fxpipe.compiler import Compiler, Example, Mode, Options, PassList, Unrolled
 from fxpipe.graph import COST, MICROBATCH, STAGE, Cost, format_code, stage_nodes
 from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages
 from fxpipe.inspect.report import report
+from fxpipe.loss import LossFunction
 from fxpipe.runtime.ambient import is_intercepted
 from fxpipe.runtime.lanes import Lanes, run_inline
+from fxpipe.schedule import Schedule, named
 from fxpipe.trace import CustomTracer
 from passes.partition import Spec
 from passes.skips import SkipLayout, skip_layout
@@ -43,6 +45,9 @@ def compile(
     partition: Spec = "auto",
     checkpoint: str = "never",
     checkpoint_segments: int = 1,
+    schedule: str | Schedule = "gpipe",
+    stages: int | None = None,
+    loss_fn: LossFunction | None = None,
     in_dims: Any = None,
     out_dims: Any = None,
     deferred_batch_norm: bool = False,
@@ -52,8 +57,9 @@ def compile(
     """The same model, as a pipeline over several devices.
 
     Args:
-        devices: one for each stage; repeats are allowed, and ``["cpu", "cpu"]`` is two lanes on the
-            CPU. None: every visible accelerator, or two CPU lanes where there is none.
+        devices: one for each lane; repeats are allowed, and ``["cpu", "cpu"]`` is two lanes on the
+            CPU. None: every visible accelerator, or two CPU lanes where there is none. A lane has
+            one stage, or as many as ``schedule`` and ``stages`` say.
         example_inputs: arguments of one mini-batch; if these or ``example_kwargs`` are given, the
             pipeline is compiled now, otherwise at its first call.
         chunks: micro-batches per mini-batch. None: four for each stage, as far as the batch goes.
@@ -64,6 +70,13 @@ def compile(
         checkpoint_segments: a checkpointed stage is cut in so many segments, each of which is run
             again on its own: at no time are there more activations than those of one of them. The
             inputs of all segments are kept.
+        schedule: the order of :meth:`Pipeline.step`: one of :data:`fxpipe.schedule.NAMES`, or a
+            :class:`fxpipe.schedule.Schedule` for as many lanes as there are devices.
+        stages: how many, if not as many as the schedule takes: one for each device, or two for
+            schedules that give each device several ("interleaved_1f1b", "looped_bfs", "zbv",
+            "dualpipe_v").
+        loss_fn: for :meth:`Pipeline.step`: ``loss_fn(output, target)`` gives a scalar. None: the
+            model returns its loss, as its output, the first of a tuple, or under the name "loss".
         in_dims, out_dims: the batch dimension of inputs and outputs, where it cannot be inferred:
             an int or None for all, or nested like the arguments, or the output. An output without
             one (None) is averaged, weighted by the sizes of the micro-batches.
@@ -84,8 +97,13 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes an nn.Module, got a {type(model).__name__}")
+    lanes = _devices(devices)
+    placement = _placement(len(lanes), schedule, stages)
     options = Options(
-        devices=_devices(devices),
+        devices=tuple(lanes[lane] for lane in placement),
+        placement=placement,
+        schedule=schedule,
+        loss_fn=loss_fn,
         chunks=_checked_chunks(chunks),
         partition=partition,
         checkpoint=default.Checkpoint(checkpoint, checkpoint_segments).mode,
@@ -133,6 +151,26 @@ def _devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device
     return tuple(found)
 
 
+SEVERAL = ("interleaved_1f1b", "looped_bfs")  # stages on each lane, two unless told otherwise
+
+
+def _placement(lanes: int, schedule: str | Schedule, stages: int | None) -> tuple[int, ...]:
+    """The lane of each stage."""
+    if not isinstance(schedule, Schedule):
+        if stages is None and schedule in SEVERAL:
+            stages = 2 * lanes
+        # Where the stages are does not depend on the number of micro-batches.
+        schedule = named(schedule, lanes=lanes, stages=stages, microbatches=2 * lanes)
+    elif len(schedule.lanes) != lanes or stages not in (None, schedule.stages):
+        raise ValueError(
+            f"the schedule {schedule.name!r} has {len(schedule.lanes)} lanes and {schedule.stages} "
+            f"stages, and there are {lanes} devices"
+            + ("" if stages is None else f" and stages={stages}")
+            + ": give one device for each lane"
+        )
+    return schedule.placement
+
+
 def _checked_chunks(chunks: int | None) -> int | None:
     if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
         raise ValueError(f"chunks is {chunks!r}: give the number of micro-batches, 1 or more")
@@ -162,6 +200,8 @@ class Pipeline(nn.Module):
     _compiler: Compiler
     _lanes: Lanes
     _shown: tuple[Mode, Unrolled] | None
+    _step: Unrolled | None
+    losses: tuple[Tensor, ...]
     _example: Example | None
     _closed: bool
 
@@ -179,8 +219,10 @@ class Pipeline(nn.Module):
             _modules=model._modules,
             **{name: vars(model)[name] for name in HOOKS},
             _compiler=compiler,
-            _lanes=Lanes(compiler.options.devices),
+            _lanes=Lanes(compiler.options.lanes),
             _shown=None,
+            _step=None,
+            losses=(),
             _example=example,
             _closed=False,
         )
@@ -194,12 +236,54 @@ class Pipeline(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these arguments, computed micro-batch by micro-batch."""
         mode, values, unrolled = self._ready(args, kwargs)
+        return mode.traced.rebuild(self._run(unrolled, values))
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """A training step in the order of the schedule: forward, loss, and backward.
+
+        The gradients are added to ``.grad``, micro-batch by micro-batch; the inputs get none. Each
+        micro-batch counts by its rows, so that a loss which is a mean over rows is that of the
+        mini-batch. :attr:`losses` has those of the micro-batches.
+
+        Args:
+            target: the second argument of ``loss_fn``: tensors, in any nesting, with as many rows
+                as the batch.
+            scaler: its scale is multiplied into the gradients; unscale and step with it afterwards.
+
+        Returns:
+            The loss of the mini-batch, without history and not scaled.
+
+        Raises:
+            ValueError: if the loss is no scalar, the target has another number of rows, or the
+                schedule does not fit the number of micro-batches.
+            RuntimeError: in inference mode, where there are no gradients.
+        """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("a training step needs gradients: call it outside of inference_mode")
+        if target is not None and self._options.loss_fn is None:
+            raise ValueError("a target is given, but no loss_fn: give compile(loss_fn=...)")
+        self._check_open()
+        values, unrolled = self._compiler.ready_to_step(args, kwargs, target)
+        self.__dict__["_step"] = unrolled
+        last = self._options.devices[-1]
+        scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
+        with torch.no_grad():  # each forward records for itself
+            values = [v.detach() if isinstance(v, Tensor) else v for v in values]
+            total, losses = self._run(unrolled, [*values, scale])
+        self.__dict__["losses"] = losses
+        return total  # type: ignore[no-any-return]
+
+    def _run(self, unrolled: Unrolled, values: list[Any]) -> Any:
         in_a_lane = self._lanes.is_one(threading.current_thread())  # a hook may call us again
         if unrolled.lanes is None or in_a_lane or is_intercepted():
-            output = run_inline(unrolled.inline, values)
-        else:
-            output = self._lanes.run(unrolled.lanes, values)
-        return mode.traced.rebuild(output)
+            return run_inline(unrolled.inline, values)
+        return self._lanes.run(unrolled.lanes, values)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for calls like this one, without running it."""
@@ -216,13 +300,16 @@ class Pipeline(nn.Module):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ready(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Mode, list[Any], Unrolled]:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(
                 "this pipeline is closed: compile the model again, or call the model itself"
             )
+
+    def _ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Mode, list[Any], Unrolled]:
+        self._check_open()
         mode, values, unrolled = self._compiler.ready(args, kwargs)
         self.__dict__["_shown"] = mode, unrolled
         return mode, values, unrolled
@@ -244,6 +331,13 @@ class Pipeline(nn.Module):
     def graph_module(self) -> fx.GraphModule:
         """The pipeline graph of the last call (or of the example inputs)."""
         return self._last()[1].graph_module
+
+    @property
+    def step_graph(self) -> fx.GraphModule:
+        """The training step of the last call of :meth:`step`."""
+        if self._step is None:
+            raise RuntimeError("there has been no training step yet: call step()")
+        return self._step.graph_module
 
     @property
     def stage_graph(self) -> fx.GraphModule:

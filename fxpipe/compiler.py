@@ -15,7 +15,9 @@ import passes as default
 from fxpipe import ops
 from fxpipe.batch import input_dims, output_dims
 from fxpipe.graph import ONCE, STAGE, attribute, stage_nodes
+from fxpipe.loss import Loss, LossFunction, Target
 from fxpipe.runtime.program import Program, lower
+from fxpipe.schedule import Schedule, named
 from fxpipe.trace import (
     CustomTracer,
     Traced,
@@ -34,9 +36,12 @@ PassList = Callable[..., Sequence[default.Pass]]
 
 @dataclass(frozen=True)
 class Options:
-    """What :func:`fxpipe.compile` has been told."""
+    """What :func:`fxpipe.compile` has been told. ``devices``: one for each stage."""
 
     devices: tuple[torch.device, ...]
+    placement: tuple[int, ...]  # of each stage: its lane
+    schedule: str | Schedule
+    loss_fn: LossFunction | None
     chunks: int | None
     partition: Spec
     checkpoint: str
@@ -51,6 +56,28 @@ class Options:
     def names(self) -> tuple[str, ...]:
         """The devices, as text."""
         return tuple(map(str, self.devices))
+
+    @property
+    def lanes(self) -> tuple[torch.device, ...]:
+        """The device of each lane."""
+        return tuple(self.devices[self.placement.index(i)] for i in range(1 + max(self.placement)))
+
+    def schedule_for(self, chunks: int) -> Schedule:
+        """The order of a training step of so many micro-batches."""
+        if isinstance(self.schedule, Schedule):
+            if self.schedule.microbatches != chunks:
+                raise ValueError(
+                    f"the schedule {self.schedule.name!r} has {self.schedule.microbatches} "
+                    f"micro-batches, the mini-batch {chunks}: give chunks="
+                    f"{self.schedule.microbatches}, and a batch of as many rows or more"
+                )
+            return self.schedule
+        return named(
+            self.schedule,
+            lanes=len(self.lanes),
+            microbatches=chunks,
+            stages=len(self.devices),
+        )
 
     def chunks_for(self, batch: int | None) -> int:
         """Micro-batches for a batch of that size: none is empty."""
@@ -80,6 +107,7 @@ class Mode:
     example: Example | None = None
     bindings: list[_Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
+    steps: dict[Any, Unrolled] = field(default_factory=dict)
 
     @property
     def model_graph(self) -> fx.GraphModule:
@@ -168,6 +196,35 @@ class Compiler:
             for binding in mode.bindings:
                 binding.refresh()
         return mode, values, unrolled
+
+    def ready_to_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[list[Any], Unrolled]:
+        """What a training step runs, and the values to run it with."""
+        with self._lock:
+            mode = self._mode(args, kwargs)
+            values = mode.traced.bind(args, kwargs)
+            batch = mode.batch_of(values)
+            wanted = Target.of(target, batch)
+            chunks = self.options.chunks_for(batch)
+            key = chunks, wanted.spec, wanted.has_batch
+            if key not in mode.steps:
+                mode.steps[key] = self._unroll_step(mode, chunks, wanted)
+            for binding in mode.bindings:
+                binding.refresh()
+        return [*values, *wanted.leaves], mode.steps[key]
+
+    def _unroll_step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
+        options = self.options
+        rewrite = default.Step(
+            loss=Loss(options.loss_fn, mode.traced.rebuild, target.spec),
+            schedule=options.schedule_for(chunks),
+            devices=options.names,
+            in_dims=tuple(mode.in_dims),
+            targets=target.has_batch,
+            checkpoint=options.checkpoint,
+        )
+        return self._unrolled(mode, rewrite(mode.stage_graph), chunks)
 
     def forget(self) -> None:
         """All that has been compiled, but for where the model is cut."""
@@ -286,15 +343,18 @@ class Compiler:
             checkpoint_segments=options.checkpoint_segments,
         ):
             gm = rewrite(gm)
+        return self._unrolled(mode, gm, chunks)
+
+    def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int) -> Unrolled:
+        """Make a graph ready to run."""
         stages = stages_of(mode.stage_graph)
         for made in gm.modules():  # the graph itself, and what passes have added to it
             if isinstance(made, fx.GraphModule) and made not in stages:
                 mode.bindings += _bindings(made, self.model)
         # One micro-batch has nothing to run beside it.
-        runs_inline = chunks == 1 or len(options.devices) == 1
-        return Unrolled(
-            gm, lower(gm, inline=True), None if runs_inline else lower(gm, inline=False)
-        )
+        runs_inline = chunks == 1 or len(self.options.lanes) == 1
+        in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
+        return Unrolled(gm, lower(gm), in_lanes)
 
 
 @dataclass

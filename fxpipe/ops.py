@@ -23,8 +23,10 @@ from fxpipe.runtime import microbatch as _microbatch
 from fxpipe.runtime import portal as _portal
 from fxpipe.runtime import random as _random
 from fxpipe.runtime import shared as _shared
+from fxpipe.runtime import step as _step
 from fxpipe.runtime.checkpoint import Handle
 from fxpipe.runtime.portal import Portal
+from fxpipe.runtime.step import Tape
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -243,6 +245,101 @@ def update_statistics(
     _batch_norm.update_statistics(running_mean, running_var, tracked, momentum, parts)
 
 
+@_op
+def forward(
+    stage: nn.Module, args: tuple[Any, ...], passed: Sequence[int], single: bool, checkpoint: bool
+) -> tuple[tuple[Any, ...], Tape]:
+    """The forward of a stage for a micro-batch, in a training step::
+
+        args --- stage ---+--- results
+          `---------------+--- arguments that are passed on
+                          `... tape: what its backward needs
+
+    ``single``: the stage gives one result, not a tuple. ``checkpoint``: no activations are kept.
+    """
+    return _step.forward(stage, args, passed, single, checkpoint)
+
+
+@_op
+def loss(function: nn.Module, output: Any, target: Any, number: int) -> tuple[Tensor, Tape]:
+    """The loss of micro-batch ``number``::
+
+    output ---+--- loss ---+--- value
+    target ---+            `... tape
+    """
+    return _step.loss(function, output, target, number)
+
+
+@_op
+def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
+    """Where the backward of a micro-batch begins: the gradient of the model's output::
+
+    gradient of the output --- loss --- weight (times scale)
+    """
+    return _step.loss_backward(tape, weight, scale)
+
+
+@_op
+def backward(tape: Tape, grads: Sequence[Any]) -> Any:
+    """The backward of a stage for a micro-batch. Parameters get their gradients on the way::
+
+    gradients of the arguments --- stage --- gradients of the results
+                                     `--- parameters
+    """
+    return _step.backward(tape, grads)
+
+
+@_op
+def backward_input(tape: Tape, grads: Sequence[Any]) -> Any:
+    """The first half of a backward: what the stage before waits for::
+
+    gradients of the arguments --- stage --- gradients of the results
+    """
+    return _step.backward_input(tape, grads)
+
+
+@_op
+def weight_grad(tape: Tape) -> None:
+    """The second half of a backward: what nobody waits for::
+
+    tape --- parameters
+    """
+    _step.weight_grad(tape)
+
+
+@_op
+def replay(tape: Tape) -> None:
+    """Run a checkpointed stage again, while the gradients of its results are still on their way."""
+    _step.replay(tape)
+
+
+@_op
+def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
+    """Values without history, on the device of the target stream::
+
+    source ---[source stream]--- send ---[target stream]--- target
+    """
+    return _step.send(values, source, target)
+
+
+@_op
+def weights(parts: Sequence[Tensor], dim: int | None) -> tuple[float, ...]:
+    """Each micro-batch's part of the mini-batch, by which its loss counts."""
+    return _step.weights(parts, dim)
+
+
+@_op
+def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The loss of the mini-batch, from those of its micro-batches."""
+    return _step.average(losses, weights)
+
+
+@_op
+def defer(module: nn.Module, *args: Any) -> Any:
+    """Run a module whose parameters' gradients may be computed later (``weight_grad``)."""
+    return _step.defer(module, *args)
+
+
 VOCABULARY: tuple[Callable[..., Any], ...] = (
     scatter,
     write_back,
@@ -261,4 +358,15 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     call,
     batch_norm,
     update_statistics,
+    forward,
+    loss,
+    loss_backward,
+    backward,
+    backward_input,
+    weight_grad,
+    replay,
+    send,
+    weights,
+    average,
+    defer,
 )

@@ -12,6 +12,7 @@ from passes.batch_norm import DeferredBatchNorm
 from passes.checkpoint import Checkpoint
 from passes.copies import Copies
 from passes.cost import AnalyticCost
+from passes.defer import Defer
 from passes.dependencies import Dependencies
 from passes.inputs import InputError, WrittenInputs
 from passes.microbatch import Dims, Microbatch
@@ -20,6 +21,7 @@ from passes.portals import Portals
 from passes.random import Random
 from passes.shared import Shared
 from passes.split import Split, SplitError
+from passes.step import Step, StepError
 from passes.streams import Streams
 from passes.verify import Verify, VerifyError
 
@@ -28,6 +30,7 @@ __all__ = [
     "AnalyticCost",
     "Checkpoint",
     "Copies",
+    "Defer",
     "DeferredBatchNorm",
     "Dependencies",
     "InputError",
@@ -40,6 +43,8 @@ __all__ = [
     "Shared",
     "Split",
     "SplitError",
+    "Step",
+    "StepError",
     "Streams",
     "Verify",
     "VerifyError",

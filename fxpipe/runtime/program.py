@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,16 @@ class Program:
     lanes: dict[int, list[Instruction]] = field(default_factory=dict)
 
 
-def lower(gm: fx.GraphModule, *, inline: bool) -> Program:
-    """Make a pipeline graph ready to run, on a lane a stage or all of it by the caller."""
+def lower(gm: fx.GraphModule, *, placement: Sequence[int] | None = None) -> Program:
+    """Make a pipeline graph ready to run: all of it by the caller, or each stage in its lane.
+
+    ``placement``: the lane of each stage.
+    """
     inputs = gm.graph.find_nodes(op="placeholder")
     nodes = [n for n in gm.graph.nodes if n.op != "placeholder"]
-    lane_of = {n: CALLER if inline else n.meta.get(STAGE, CALLER) for n in nodes}
-    lane_of |= dict.fromkeys(inputs, CALLER)
+    lane_of = dict.fromkeys([*inputs, *nodes], CALLER)
+    if placement is not None:
+        lane_of.update({n: placement[n.meta[STAGE]] for n in nodes if STAGE in n.meta})
 
     def others(node: fx.Node) -> tuple[int, ...]:
         """The lanes that need a value of another one's."""

@@ -23,6 +23,7 @@ def compiler(model, devices=("cpu", "cpu"), **options):
         tracer="auto",
         passes=default_passes,
     )
+    told |= dict(placement=tuple(range(len(devices))), schedule="gpipe", loss_fn=None)
     return Compiler(model, Options(tuple(map(torch.device, devices)), **{**told, **options}))
 
 

@@ -17,7 +17,7 @@ X = torch.ones(4, 3)
 
 def programs(**options):
     gm = after("dependencies", Chain(2), (X,), ["b"], chunks=2, **options)
-    return gm, lower(gm, inline=True), lower(gm, inline=False)
+    return gm, lower(gm), lower(gm, placement=[0, 1])
 
 
 def test_lanes_keep_the_graphs_order_and_have_all_of_it():
@@ -103,7 +103,7 @@ def test_a_method_call_is_not_part_of_a_pipeline_graph():
     graph = torch.fx.Graph()
     graph.output(graph.call_method("sin", (graph.placeholder("x"),)))
     with pytest.raises(ValueError, match=r"has no call_method nodes: sin = \.sin"):
-        lower(torch.fx.GraphModule({}, graph), inline=True)
+        lower(torch.fx.GraphModule({}, graph))
 
 
 def test_an_inline_run_is_the_graph_module():

@@ -1,0 +1,246 @@
+"""A training step, action by action: each stage's forward and backward by themselves.
+
+::
+
+    x ── forward ──┬── y ── loss ──┬── value
+                   └── tape        └── tape ── backward ── grad y ┐
+    grad x ── backward (tape of the stage) ───────────────────────┘
+
+A stage's forward records an autograd graph of its own: what comes in is cut off from what has made
+it, what goes out is handed on without history. A :class:`Tape` keeps both ends until the backward.
+Gradients of parameters go into ``.grad`` there and then, so that they are summed in the order in
+which the backwards run.
+
+The backward may be done in two halves (Qi et al., "Zero Bubble Pipeline Parallelism", 2023): what
+is :func:`defer`\\ red gives the gradient of its input at once, and those of its parameters later.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.runtime.checkpoint import Handle, checkpointed
+from fxpipe.runtime.copy import moved
+from fxpipe.runtime.streams import device_of
+
+_recording = threading.local()  # .tape: that of the forward which runs in this thread
+
+
+class Tape:
+    """The autograd graph of one forward, by its ends."""
+
+    def __init__(self) -> None:
+        self.inputs: list[Tensor | None] = []  # leaves, one for each leaf of the arguments
+        self.spec: Any = None  # of the arguments
+        self.results: list[list[Any]] = []  # the leaves of each result
+        self.handle: Handle | None = None  # of a checkpointed forward
+        self.deferred: list[Callable[[], None]] = []  # gradients of parameters, to be computed
+        self.is_halved = False
+
+    def record(self, function: Callable[..., tuple[Any, ...]], args: Any) -> tuple[Any, ...]:
+        """Run a function of these arguments. Gives what it gives, without history."""
+        leaves, self.spec = pytree.tree_flatten(args)
+        own = [_cut_off(leaf) for leaf in leaves]
+        self.inputs = [leaf if _has_history(leaf) else None for leaf in own]
+        outer, _recording.tape = getattr(_recording, "tape", None), self
+        try:
+            with torch.enable_grad():
+                results = function(*pytree.tree_unflatten(own, self.spec))
+        finally:
+            _recording.tape = outer
+        self.results = [pytree.tree_leaves(result) for result in results]
+        return tuple(pytree.tree_map(_cut_off, result) for result in results)
+
+    def backward(self, grads: Sequence[Any]) -> Any:
+        """The gradients of the arguments, from those of the results (None: there is none).
+
+        Those of parameters are added to theirs.
+        """
+        roots, given = [], []
+        for leaves, grad in zip(self.results, grads, strict=True):
+            for leaf, each in zip(leaves, pytree.tree_leaves(grad), strict=False):
+                if each is not None and _has_history(leaf):
+                    roots.append(leaf)
+                    given.append(each)
+        self.results = []
+        if roots:
+            torch.autograd.backward(roots, given)
+        found = [None if leaf is None else leaf.grad for leaf in self.inputs]
+        self.inputs = []
+        return pytree.tree_unflatten(found, self.spec)
+
+
+def _has_history(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _cut_off(value: Any) -> Any:
+    """Without history, but with the word whether it had one: whether a gradient is wanted."""
+    return value.detach().requires_grad_() if _has_history(value) else value
+
+
+def forward(
+    stage: nn.Module, args: tuple[Any, ...], passed: Sequence[int], single: bool, checkpoint: bool
+) -> tuple[tuple[Any, ...], Tape]:
+    """Run a stage. Gives its results, and after them the arguments that are ``passed`` on.
+
+    ``single``: the stage returns one result, not a tuple of them.
+    """
+    tape = Tape()
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        if checkpoint:
+            own, tape.handle = checkpointed(stage.forward, *args, preserve_rng_state=False)
+        else:
+            own = stage.forward(*args)
+        results = (own,) if single else own
+        # Made last: in the backward, what comes from behind is the first of a sum.
+        return (*results, *(pytree.tree_map(_through, args[i]) for i in passed))
+
+    return tape.record(run, args), tape
+
+
+def _through(value: Any) -> Any:
+    return value.view_as(value) if _has_history(value) else value
+
+
+def loss(function: nn.Module, output: Any, target: Any, number: int) -> tuple[Tensor, Tape]:
+    """The loss of a micro-batch: ``function(output, target)``, a scalar."""
+    tape = Tape()
+
+    def run(output: Any) -> tuple[Tensor]:
+        value = function(output, target)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            what = (
+                f"a tensor of shape {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else (f"a {type(value).__name__}")
+            )
+            raise ValueError(
+                f"the loss of micro-batch {number} is {what}: a scalar tensor is needed; give "
+                "loss_fn(output, target) that returns one"
+            )
+        if not value.requires_grad:
+            raise ValueError(
+                f"the loss of micro-batch {number} does not depend on any parameter that requires "
+                "a gradient"
+            )
+        return (value,)
+
+    (value,) = tape.record(run, (output,))
+    return value.detach(), tape
+
+
+def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
+    """The gradient of a loss's output, weighted by the micro-batch's part of the mini-batch."""
+    ((value,),) = tape.results
+    grad = torch.full_like(value, weight)
+    (found,) = tape.backward((grad if scale is None else grad * scale.to(grad),))
+    return found
+
+
+def backward(tape: Tape, grads: Sequence[Any]) -> Any:
+    """The whole backward of a stage: gradients of its arguments, and into its parameters."""
+    return tape.backward(grads)
+
+
+def backward_input(tape: Tape, grads: Sequence[Any]) -> Any:
+    """The first half: what is deferred gives the gradient of its input only."""
+    tape.is_halved = True
+    return tape.backward(grads)
+
+
+def weight_grad(tape: Tape) -> None:
+    """The second half: the gradients that have been deferred, in the order of the backward."""
+    for compute in tape.deferred:
+        compute()
+    tape.deferred = []
+
+
+def replay(tape: Tape) -> None:
+    """Run a checkpointed stage again, ahead of its backward."""
+    if tape.handle is not None:
+        tape.handle.recompute()
+
+
+def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
+    """Values without history on the target stream's device."""
+    device = device_of(target)
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        result = moved(value.detach(), device, source, target)
+        return result.requires_grad_(value.requires_grad)
+
+    return tuple(pytree.tree_map(move, value) for value in values)
+
+
+def weights(parts: Sequence[Tensor], dim: int | None) -> tuple[float, ...]:
+    """Each micro-batch's part of the mini-batch."""
+    if dim is None:
+        return (1 / len(parts),) * len(parts)
+    total = sum(part.shape[dim] for part in parts)
+    return tuple(part.shape[dim] / total for part in parts)
+
+
+def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The loss of the mini-batch."""
+    parts = [value * weight for value, weight in zip(losses, weights, strict=True)]
+    total: Tensor = functools.reduce(torch.add, parts)
+    return total
+
+
+class _Deferred(torch.autograd.Function):
+    """Runs a function in a graph of its own, whose backward can be had in two parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tape: Tape, function: Callable[..., Tensor], args: Any, *tensors: Tensor
+    ) -> Tensor:
+        leaves, spec = pytree.tree_flatten(args)
+        own = [leaf if isinstance(leaf, nn.Parameter) else _cut_off(leaf) for leaf in leaves]
+        with torch.enable_grad():
+            output = function(*pytree.tree_unflatten(own, spec))
+        ctx.output, ctx.tape = output, tape
+        known = {id(tensor): leaf for tensor, leaf in zip(leaves, own, strict=True)}
+        ctx.own = [known.get(id(tensor), tensor) for tensor in tensors]
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = [t for t, w in zip(ctx.own, ctx.needs_input_grad[3:], strict=True) if w]
+        parameters = [tensor for tensor in wanted if isinstance(tensor, nn.Parameter)]
+        now = wanted
+        if ctx.tape.is_halved and parameters:
+            now = [tensor for tensor in wanted if not isinstance(tensor, nn.Parameter)]
+            ctx.tape.deferred.append(
+                functools.partial(torch.autograd.backward, ctx.output, grad, inputs=parameters)
+            )
+        found: dict[int, Tensor | None] = {}
+        if now:
+            grads = torch.autograd.grad(
+                ctx.output, now, grad, retain_graph=now is not wanted, allow_unused=True
+            )
+            found = {id(tensor): each for tensor, each in zip(now, grads, strict=True)}
+        result = [found.get(id(tensor)) for tensor in ctx.own]
+        ctx.output = ctx.own = None
+        return (None, None, None, *result)
+
+
+def defer(module: nn.Module, *args: Any) -> Any:
+    """Run a module; in a backward of two halves, the gradients of its parameters, and of those
+    among the arguments, come in the second. Outside of a step this is a plain call."""
+    tape: Tape | None = getattr(_recording, "tape", None)
+    tensors = [*module.parameters(), *(a for a in pytree.tree_leaves(args) if _has_history(a))]
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if tape is None or not torch.is_grad_enabled() or not wanted:
+        return module(*args)
+    return _Deferred.apply(tape, module, args, *wanted)  # type: ignore[no-untyped-call]

@@ -1,0 +1,521 @@
+"""Step: from the stage graph to a whole training step, in the order of a schedule.
+
+::
+
+    stage graph     x ─ stage_0 ─ stage_1 ─ y
+
+    step graph      x_mb0 ─ forward ── send ── forward ─ loss ─┐
+                               :                  :            │
+                     (tape)    :         (tape)   :            │
+                            backward ─ send ─ backward ─ loss_backward
+
+A value that several stages use visits them in order (0 → 1 → 3), as in the pipeline graph: each
+passes it on with its results, and its gradient comes back the same way, so that the sums are those
+of the model's own backward. The loss is one stage more, in the lane of the last.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe import ops
+from fxpipe.graph import (
+    DEVICE,
+    MICROBATCH,
+    ONCE,
+    SEED,
+    STAGE,
+    STREAM,
+    VALUE,
+    WRITTEN,
+    attribute,
+)
+from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
+from fxpipe.schedule import Action, Kind, Needs, Schedule, validate
+from passes.defer import Defer
+
+LOSS = "loss"
+
+
+class StepError(ValueError):
+    """A schedule and a stage graph do not go together."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Stage graph → step graph, which returns the loss and the losses of the micro-batches.
+
+    Args:
+        loss: a module that is called with the output, as the stage graph gives it, and a tuple of
+            the target's tensors.
+        schedule: as many stages as there are, and the number of micro-batches.
+        devices: one for each stage.
+        in_dims: as for pass "microbatch".
+        targets: for each tensor of the target, whether it has a batch dimension (the first).
+        checkpoint: "never", "always" or "except_last" (micro-batch).
+
+    Raises :class:`StepError` or :class:`fxpipe.schedule.ScheduleError` if the schedule does not
+    fit.
+    """
+
+    name: ClassVar[str] = "step"
+    loss: nn.Module
+    schedule: Schedule
+    devices: tuple[str, ...]
+    in_dims: tuple[int | None, ...]
+    targets: tuple[bool, ...] = ()
+    checkpoint: str = "never"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        stages = len(gm.graph.find_nodes(op="call_module"))
+        if self.schedule.stages != stages:
+            raise StepError(
+                f"the schedule {self.schedule.name!r} has {self.schedule.stages} stages, the "
+                f"pipeline {stages}: give a schedule of {stages}, or as many devices"
+            )
+        return _Writer(self, gm).write()
+
+
+@dataclass
+class _Flow:
+    """A value of the stage graph, and the stages that it visits, from its own on."""
+
+    value: fx.Node
+    stages: list[int]
+
+    def before(self, stage: int) -> int:
+        """Where it has come from."""
+        return self.stages[self.stages.index(stage) - 1]
+
+    def after(self, stage: int) -> int | None:
+        """Where it goes from there."""
+        later = self.stages[self.stages.index(stage) + 1 :]
+        return later[0] if later else None
+
+
+@dataclass
+class _Stage:
+    """What a stage takes and gives: nodes of the stage graph."""
+
+    call: fx.Node
+    results: list[fx.Node]  # in the order of what it returns
+    passed: list[fx.Node] = field(default_factory=list)  # arguments that go on to others
+
+    @property
+    def is_single(self) -> bool:
+        return self.results == [self.call]
+
+
+class _Writer:
+    """Writes a step graph, action by action."""
+
+    def __init__(self, step: Step, gm: fx.GraphModule) -> None:
+        self.step, self.gm, self.schedule = step, gm, step.schedule
+        self.new = fx.Graph()
+        self.attributes: dict[str, Any] = {LOSS: step.loss}
+        self.stages = [_stage(call) for call in gm.graph.find_nodes(op="call_module")]
+        self.loss_stage = len(self.stages)
+        self.outputs = gm.graph.output_node().all_input_nodes
+        self.flows = self._flows()
+        self.parts: dict[fx.Node, fx.Node] = {}  # of inputs
+        self.here: dict[tuple[fx.Node, int, int], Any] = {}  # value, stage, micro-batch
+        self.grads: dict[tuple[fx.Node, int, int], fx.Node] = {}  # of what has left a stage
+        self.tapes: dict[tuple[int, int], fx.Node] = {}
+        self.going: dict[tuple[int, int, int], tuple[list[fx.Node], Any]] = {}  # from, to, mb
+        self.losses: dict[int, fx.Node] = {}
+
+    # ------------------------------------------------------------------------------ what goes where
+
+    def _flows(self) -> dict[fx.Node, _Flow]:
+        flows = {}
+        for j, stage in enumerate(self.stages):
+            for value in stage.results:
+                users = {self._stage_of(user) for user in value.users if ONCE not in user.meta}
+                later = sorted(user for user in users if user is not None and user != j)
+                flows[value] = _Flow(value, [j, *later])
+        for value, flow in flows.items():
+            for j in flow.stages[1:-1]:
+                self.stages[j].passed.append(value)
+        return flows
+
+    def _stage_of(self, user: fx.Node) -> int | None:
+        return self.loss_stage if user.op == "output" else user.meta.get(STAGE)
+
+    def lane(self, stage: int) -> int:
+        return self.schedule.placement[min(stage, self.loss_stage - 1)]
+
+    def device(self, stage: int) -> str:
+        return self.step.devices[min(stage, self.loss_stage - 1)]
+
+    # -------------------------------------------------------------------------------------- writing
+
+    def write(self) -> fx.GraphModule:
+        edges = sorted(
+            {
+                (a, b)
+                for flow in self.flows.values()
+                for a, b in zip(flow.stages, flow.stages[1:], strict=False)
+                if b != self.loss_stage
+            }
+        )
+        validate(self.schedule)
+        self._inputs()
+        for action in _in_order(self.schedule, edges):
+            if action.kind is Kind.FORWARD:
+                self._forward(action.stage, action.microbatch)
+                if action.stage == self.loss_stage - 1:
+                    self._loss(action.microbatch)
+            elif action.kind is Kind.WEIGHT_GRAD:
+                tape = self.tapes[action.stage, action.microbatch]
+                self._call(ops.weight_grad, (tape,), "weight_grad", action)
+            else:
+                if action.stage == self.loss_stage - 1:
+                    self._loss_backward(action.microbatch)
+                self._backward(action)
+        self._once()
+        count = self.schedule.microbatches
+        losses = tuple(self.losses[i] for i in range(count))
+        total = self.new.create_node(
+            "call_function", ops.average, (losses, self.weights), name="loss_all"
+        )
+        self.new.output((total, losses))
+        return fx.GraphModule(self.attributes, self.new)
+
+    def _inputs(self) -> None:
+        count = self.schedule.microbatches
+        placeholders = self.gm.graph.find_nodes(op="placeholder")
+        dims = iter(self.step.in_dims)
+        size: tuple[Any, ...] | None = None
+        for node in placeholders:
+            if SEED in node.meta:
+                if node.users:
+                    self.parts[node] = self.new.create_node(
+                        "call_function", ops.seeds, (count,), name="seeds"
+                    )
+                continue
+            dim = next(dims)
+            own = self.new.node_copy(node)
+            self.here[node, -1, -1] = own
+            args: tuple[Any, ...] = (own, dim, count)
+            if WRITTEN in node.meta:
+                args = (*args, True)
+            if node.users:
+                parts = self.new.create_node(
+                    "call_function", ops.scatter, args, name=f"{node.name}_parts"
+                )
+                self.parts[node] = parts
+                if size is None and dim is not None:
+                    size = (parts, dim)
+        self.targets = []
+        for i, has_batch in enumerate(self.step.targets):
+            own = self.new.placeholder(f"target_{i}")
+            args = (own, 0 if has_batch else None, count)
+            self.targets.append(
+                self.new.create_node("call_function", ops.scatter, args, name=f"target_{i}_parts")
+            )
+        self.scale = self.new.placeholder("scale", default_value=None)
+        if size is None:
+            size = (((None,) * count), None)
+        weights = self.new.create_node("call_function", ops.weights, size, name="weights")
+        self.weights = weights
+
+    def _call(self, function: Any, args: tuple[Any, ...], name: str, at: Action) -> fx.Node:
+        node = self.new.create_node(
+            "call_function", function, args, name=f"{name}_s{at.stage}_mb{at.microbatch}"
+        )
+        self._place(node, at.stage, at.microbatch)
+        return node
+
+    def _part(self, values: fx.Node, index: int, name: str) -> fx.Node:
+        """One of the caller's values for all micro-batches."""
+        return self.new.create_node("call_function", operator.getitem, (values, index), name=name)
+
+    def _place(self, node: fx.Node, stage: int, microbatch: int, role: str = COMPUTE) -> None:
+        own = min(stage, self.loss_stage - 1)
+        device = self.device(own)
+        node.meta |= {
+            STAGE: own,
+            MICROBATCH: microbatch,
+            DEVICE: torch.device(device),
+            STREAM: stream_name(device, role),
+        }
+
+    def _item(self, values: fx.Node, index: int, name: str, at: Action) -> fx.Node:
+        return self._call(operator.getitem, (values, index), name, at)
+
+    def _module(self, path: str, at: Action) -> fx.Node:
+        name = f"{path}_mb{at.microbatch}_module"
+        node = self.new.create_node("get_attr", path, name=name)
+        self._place(node, at.stage, at.microbatch)
+        return node
+
+    # ----------------------------------------------------------------------------------- one action
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        at = Action(stage, Kind.FORWARD, microbatch)
+        own = self.stages[stage]
+        self._arrive(stage, microbatch)
+        args = tuple(self._value(arg, stage, microbatch) for arg in own.call.args)
+        passed = tuple(own.call.args.index(value) for value in own.passed)
+        checkpoint = self._is_checkpointed(microbatch)
+        path = self._stage_path(own, microbatch)
+        pair = self._call(
+            ops.forward,
+            (self._module(path, at), args, passed, own.is_single, checkpoint),
+            "forward",
+            at,
+        )
+        results = self._item(pair, 0, "results", at)
+        self.tapes[stage, microbatch] = self._item(pair, 1, "tape", at)
+        for index, value in enumerate((*own.results, *own.passed)):
+            self.here[value, stage, microbatch] = self._item(results, index, value.name, at)
+        following: dict[int, list[fx.Node]] = {}
+        for value in (*own.results, *own.passed):
+            target = self.flows[value].after(stage)
+            if target is not None:
+                following.setdefault(target, []).append(value)
+        for target, values in sorted(following.items()):
+            made = [self.here[value, stage, microbatch] for value in values]
+            self.going[stage, target, microbatch] = values, self._left(made, target, at)
+
+    def _stage_path(self, own: _Stage, microbatch: int) -> str:
+        """The module to run: one whose gradients can be deferred, if the schedule does."""
+        path = str(own.call.target)
+        stage = attribute(self.gm, path)
+        is_halved = any(
+            action.kind is Kind.WEIGHT_GRAD and action.stage == own.call.meta[STAGE]
+            for lane in range(len(self.schedule.lanes))
+            for action in self.schedule.actions(lane)
+        )
+        if is_halved and not self._is_checkpointed(microbatch):
+            path = f"{path}_deferred"
+            if path not in self.attributes:
+                self.attributes[path] = Defer()(stage)
+        self.attributes.setdefault(path, stage)
+        return path
+
+    def _is_checkpointed(self, microbatch: int) -> bool:
+        is_last = microbatch == self.schedule.microbatches - 1
+        mode = self.step.checkpoint
+        return mode == "always" or (mode == "except_last" and not is_last)
+
+    def _value(self, value: Any, stage: int, microbatch: int) -> Any:
+        """A value of the stage graph, as it has arrived at a stage."""
+        if not isinstance(value, fx.Node):
+            return value
+        key = (value, stage, microbatch)
+        if key not in self.here:  # an input: straight from the caller
+            if value.op == "get_attr":  # given out as it is
+                self.attributes[str(value.target)] = attribute(self.gm, str(value.target))
+                self.here[key] = self.new.node_copy(value)
+                return self.here[key]
+            at = Action(stage, Kind.FORWARD, microbatch)
+            name = f"{value.name}_s{stage}_mb{microbatch}"
+            part = self._part(self.parts[value], microbatch, name)
+            self.here[key] = part
+            if SEED not in value.meta:
+                self.here[key] = self._arrived((part,), 1, "caller", at, value.name)[0]
+        return self.here[key]
+
+    def _arrive(self, stage: int, microbatch: int) -> None:
+        """Bring what other stages have made for this one."""
+        at = Action(stage, Kind.FORWARD, microbatch)
+        for source in range(stage):
+            if (source, stage, microbatch) in self.going:
+                values, made = self.going.pop((source, stage, microbatch))
+                self._bring(values, made, source, at, self.here)
+
+    def _left(self, values: list[fx.Node], target: int, at: Action) -> Any:
+        """Let values leave for another stage: its copy stream waits for them."""
+        if self.lane(at.stage) == self.lane(target):
+            return tuple(values)
+        device = self.device(at.stage)
+        streams = stream_name(device, COMPUTE), stream_name(device, COPY)
+        return self._call(ops.wait, (tuple(values), *streams), "wait", at)
+
+    def _bring(
+        self,
+        values: list[fx.Node],
+        made: Any,
+        source: int,
+        at: Action,
+        where: dict[tuple[fx.Node, int, int], Any],
+    ) -> None:
+        """Note, by value, what has come from another stage."""
+        if isinstance(made, fx.Node):
+            start = stream_name(self.device(source), COPY)
+            made = self._arrived(made, len(values), start, at, "value")
+        for value, node in zip(values, made, strict=True):
+            where[value, at.stage, at.microbatch] = node
+
+    def _arrived(
+        self, together: Any, count: int, start: str, at: Action, name: str
+    ) -> list[fx.Node]:
+        """Send values to a stage's device, and let it wait for them."""
+        device = self.device(at.stage)
+        streams = stream_name(device, COPY), stream_name(device, COMPUTE)
+        sent = self._call(ops.send, (together, start, streams[0]), "send", at)
+        sent.meta[STREAM] = streams[0]
+        waited = self._call(ops.wait, (sent, *streams), "wait", at)
+        return [self._item(waited, i, name, at) for i in range(count)]
+
+    def _loss(self, microbatch: int) -> None:
+        at = Action(self.loss_stage, Kind.FORWARD, microbatch)
+        self._arrive(self.loss_stage, microbatch)
+        output = fx.map_arg(
+            self.gm.graph.output_node().args[0],
+            lambda value: self._value(value, self.loss_stage, microbatch),
+        )
+        targets = []
+        for i, parts in enumerate(self.targets):
+            part = self.new.create_node(
+                "call_function",
+                operator.getitem,
+                (parts, microbatch),
+                name=f"target_{i}_mb{microbatch}",
+            )
+            targets += self._arrived((part,), 1, "caller", at, f"target_{i}")
+        module = self._module(LOSS, at)
+        pair = self._call(ops.loss, (module, output, tuple(targets), microbatch), "loss", at)
+        self.losses[microbatch] = self._item(pair, 0, "loss_value", at)
+        self.tapes[self.loss_stage, microbatch] = self._item(pair, 1, "tape", at)
+
+    def _loss_backward(self, microbatch: int) -> None:
+        at = Action(self.loss_stage, Kind.BACKWARD, microbatch)
+        weight = self.new.create_node(
+            "call_function",
+            operator.getitem,
+            (self.weights, microbatch),
+            name=f"weight_mb{microbatch}",
+        )
+        tape = self.tapes[self.loss_stage, microbatch]
+        grads = self._call(ops.loss_backward, (tape, weight, self.scale), "loss_backward", at)
+        structure = self.gm.graph.output_node().args[0]
+        self._taken_apart(structure, grads, at)
+        self._send_back(self.outputs, at)
+
+    def _taken_apart(self, structure: Any, grads: fx.Node, at: Action) -> None:
+        """The gradients of the output, built like it, by the values that it is made of."""
+        if isinstance(structure, fx.Node):
+            if structure in self.flows:
+                key = (structure, at.stage, at.microbatch)
+                if key in self.grads:  # one value twice in the output
+                    grads = self._call(operator.add, (self.grads[key], grads), "sum", at)
+                self.grads[key] = grads
+            return
+        pairs = structure.items() if isinstance(structure, dict) else enumerate(structure)
+        if isinstance(structure, dict | list | tuple):
+            for index, part in pairs:
+                if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(part)):
+                    self._taken_apart(part, self._item(grads, index, "grad", at), at)
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        own = self.stages[stage]
+        tape = self.tapes[stage, microbatch]
+        if self._is_checkpointed(microbatch):
+            self._call(ops.replay, (tape,), "replay", action)
+        grads = self._gradients(own, stage, microbatch)
+        is_halved = action.kind is Kind.BACKWARD_INPUT
+        function = ops.backward_input if is_halved else ops.backward
+        found = self._call(function, (tape, grads), function.__name__, action)
+        for i, arg in enumerate(own.call.args):
+            if isinstance(arg, fx.Node) and arg in self.flows:
+                self.grads[arg, stage, microbatch] = self._item(found, i, f"grad_{arg}", action)
+        self._send_back(own.call.args, action)
+
+    def _send_back(self, values: Sequence[Any], at: Action) -> None:
+        """Let the gradients of values leave for the stages that they have come from."""
+        previous: dict[int, list[fx.Node]] = {}
+        for value in dict.fromkeys(values):
+            if (value, at.stage, at.microbatch) in self.grads and carries_gradient(value):
+                previous.setdefault(self.flows[value].before(at.stage), []).append(value)
+        for target, each in sorted(previous.items()):
+            made = [self.grads[value, at.stage, at.microbatch] for value in each]
+            self.going[at.stage, target, at.microbatch] = each, self._left(made, target, at)
+
+    def _gradients(self, own: _Stage, stage: int, microbatch: int) -> tuple[Any, ...]:
+        """Those of all that the stage has given, brought here from where each went next."""
+        at = Action(stage, Kind.BACKWARD, microbatch)
+        arrived: dict[tuple[fx.Node, int, int], Any] = {}
+        for source in range(stage + 1, self.loss_stage + 1):
+            if (source, stage, microbatch) in self.going:
+                values, made = self.going.pop((source, stage, microbatch))
+                self._bring(values, made, source, at, arrived)
+        return tuple(
+            arrived.get((value, stage, microbatch)) for value in (*own.results, *own.passed)
+        )
+
+    def _once(self) -> None:
+        """What comes after all micro-batches: running statistics, inputs written back."""
+        for node in self.gm.graph.nodes:
+            if ONCE not in node.meta:
+                continue
+            stage = node.meta[STAGE]
+            *first, parts = node.args
+
+            def top(value: fx.Node) -> fx.Node:
+                if value.op == "get_attr":
+                    self.attributes[str(value.target)] = attribute(self.gm, str(value.target))
+                    return self.new.node_copy(value)
+                made: fx.Node = self.here[value, -1, -1]
+                return made
+
+            args = fx.map_arg(first, top)
+            every = tuple(
+                fx.map_arg(part, partial(self._made, stage, i))
+                for i in range(self.schedule.microbatches)
+                for part in parts
+            )
+            made = self.new.create_node(
+                "call_function", node.target, (*args, every), name=node.name
+            )
+            self._place(made, stage, self.schedule.microbatches - 1)
+
+    def _made(self, stage: int, microbatch: int, value: fx.Node) -> Any:
+        return self.here[value, stage, microbatch]
+
+
+def _stage(call: fx.Node) -> _Stage:
+    items = [user for user in call.users if user.target is operator.getitem]
+    if not items:
+        return _Stage(call, [call])
+    return _Stage(call, sorted(items, key=lambda item: item.args[1]))  # type: ignore[arg-type, return-value]
+
+
+def _in_order(schedule: Schedule, edges: Sequence[tuple[int, int]]) -> list[Action]:
+    """All actions, those that another needs before it, each lane's in its order."""
+    needs = Needs(schedule, edges)
+    lanes = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
+    at = [0] * len(lanes)
+    done: set[Action] = set()
+    order: list[Action] = []
+    while len(order) < sum(map(len, lanes)):
+        ready = [
+            (lane, actions[at[lane]])
+            for lane, actions in enumerate(lanes)
+            if at[lane] < len(actions) and done.issuperset(needs.of(actions[at[lane]]))
+        ]
+        if not ready:
+            raise StepError(
+                f"the schedule {schedule.name!r} cannot run: its lanes wait for each other"
+            )
+        for lane, action in ready:
+            at[lane] += 1
+            done.add(action)
+            order.append(action)
+    return order
+
+
+def carries_gradient(value: fx.Node) -> bool:
+    """Whether gradients can come back for a value of the stage graph."""
+    leaves = pytree.tree_leaves(value.meta.get(VALUE))
+    return any(isinstance(x, Tensor) and x.is_floating_point() for x in leaves)
