@@ -199,48 +199,60 @@ def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 class _Deferred(torch.autograd.Function):
-    """Runs a function in a graph of its own, whose backward can be had in two parts."""
+    """Runs a function in a graph of its own, whose backward can be had in two parts.
+
+    Its parameters are known to that graph only: the outer one leads to them in no other way. The
+    anchor makes it come by where nothing else needs a gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, tape: Tape, function: Callable[..., Tensor], args: Any, *tensors: Tensor
+        ctx: Any,
+        tape: Tape,
+        function: Callable[..., Tensor],
+        args: Any,
+        parameters: list[Tensor],
+        anchor: Tensor,
+        *tensors: Tensor,
     ) -> Tensor:
         leaves, spec = pytree.tree_flatten(args)
-        own = [leaf if isinstance(leaf, nn.Parameter) else _cut_off(leaf) for leaf in leaves]
+        cut_off = {id(tensor): _cut_off(tensor) for tensor in tensors}
         with torch.enable_grad():
+            own = (cut_off.get(id(leaf), leaf) for leaf in leaves)
             output = function(*pytree.tree_unflatten(own, spec))
-        ctx.output, ctx.tape = output, tape
-        known = {id(tensor): leaf for tensor, leaf in zip(leaves, own, strict=True)}
-        ctx.own = [known.get(id(tensor), tensor) for tensor in tensors]
+        ctx.tape, ctx.output, ctx.parameters = tape, output, parameters
+        ctx.tensors = list(cut_off.values())
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = [t for t, w in zip(ctx.own, ctx.needs_input_grad[3:], strict=True) if w]
-        parameters = [tensor for tensor in wanted if isinstance(tensor, nn.Parameter)]
-        now = wanted
-        if ctx.tape.is_halved and parameters:
-            now = [tensor for tensor in wanted if not isinstance(tensor, nn.Parameter)]
-            ctx.tape.deferred.append(
-                functools.partial(torch.autograd.backward, ctx.output, grad, inputs=parameters)
+        found: tuple[Tensor | None, ...] = ()
+        if ctx.tensors:
+            keep = bool(ctx.parameters)
+            found = torch.autograd.grad(ctx.output, ctx.tensors, grad, retain_graph=keep)
+        if ctx.parameters:
+            parameters = functools.partial(
+                torch.autograd.backward, ctx.output, grad, inputs=ctx.parameters
             )
-        found: dict[int, Tensor | None] = {}
-        if now:
-            grads = torch.autograd.grad(
-                ctx.output, now, grad, retain_graph=now is not wanted, allow_unused=True
-            )
-            found = {id(tensor): each for tensor, each in zip(now, grads, strict=True)}
-        result = [found.get(id(tensor)) for tensor in ctx.own]
-        ctx.output = ctx.own = None
-        return (None, None, None, *result)
+            if ctx.tape.is_halved:
+                ctx.tape.deferred.append(parameters)
+            else:
+                parameters()
+        ctx.output = ctx.tensors = ctx.parameters = None
+        return (None,) * 5 + found
 
 
 def defer(module: nn.Module, *args: Any) -> Any:
     """Run a module; in a backward of two halves, the gradients of its parameters, and of those
     among the arguments, come in the second. Outside of a step this is a plain call."""
     tape: Tape | None = getattr(_recording, "tape", None)
-    tensors = [*module.parameters(), *(a for a in pytree.tree_leaves(args) if _has_history(a))]
-    wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    if tape is None or not torch.is_grad_enabled() or not wanted:
+    given = [leaf for leaf in pytree.tree_leaves(args) if _has_history(leaf)]
+    parameters = [
+        *(p for p in module.parameters() if p.requires_grad),
+        *(tensor for tensor in given if isinstance(tensor, nn.Parameter)),
+    ]
+    if tape is None or not torch.is_grad_enabled() or not parameters:
         return module(*args)
-    return _Deferred.apply(tape, module, args, *wanted)  # type: ignore[no-untyped-call]
+    tensors = {id(t): t for t in given if not isinstance(t, nn.Parameter)}.values()
+    anchor = torch.empty(0, requires_grad=True)
+    return _Deferred.apply(tape, module, args, parameters, anchor, *tensors)  # type: ignore[no-untyped-call]

@@ -1,0 +1,417 @@
+"""A training step gives the gradients of a loop over micro-batches, in its schedule's order."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fxpipe
+from fxpipe.schedule import NAMES, Kind, Schedule, named
+from tests.zoo import MLP, MODELS, Tied, gradients, loss_of, parts, same
+
+MODELS = MODELS | {"tied": (Tied, lambda batch: (torch.randint(11, (batch, 4)),))}
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (torch.sin(output).flatten(1).sum(1) * target).mean()
+
+
+def expected(model, x, target, pipe, schedule, chunks, loss_fn=mean_loss):
+    """Loss and gradients: each micro-batch by itself, summed in the order of the stage's
+    backwards."""
+    chunks = min(chunks, len(target))
+    parameters = list(model.parameters())
+    losses, grads = [], []
+    rows = zip(*(parts(t, chunks) for t in (*x, target)), strict=True)
+    for *inputs, y in rows:
+        loss = loss_fn(model(*inputs), y)
+        weight = torch.tensor(len(y) / len(target))
+        losses.append(loss.detach() * weight)
+        grads.append(torch.autograd.grad(loss, parameters, weight, allow_unused=True))
+    order = {stage: [] for stage in range(schedule.stages)}
+    for lane in range(len(schedule.lanes)):
+        for action in schedule.actions(lane):
+            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                order[action.stage].append(action.microbatch)
+    homes = {}
+    for stage in reversed(pipe.stages):
+        homes |= dict.fromkeys(map(id, stage.module.parameters()), stage.index)
+    sums = []
+    for i, parameter in enumerate(parameters):
+        found = [grads[j][i] for j in order[homes.get(id(parameter), 0)]]
+        sums.append(None if found[0] is None else sum(found[1:], found[0].clone()))
+    return sum(losses), sums
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_the_loop_in_that_order(name, schedule):
+    make, inputs = MODELS[name]
+    model, x, target = make(), inputs(7), torch.randn(7)
+    reference, full = copy.deepcopy(model), copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4, schedule=schedule, loss_fn=mean_loss) as pipe:
+        loss = pipe.step(*x, target=target)
+        pipe.prepare(*x)
+        order = named(schedule, lanes=2, microbatches=4, stages=len(pipe.stages))
+        wanted = expected(reference, x, target, pipe, order, 4)
+        assert same(gradients(model), wanted[1])
+        torch.testing.assert_close(loss, wanted[0], rtol=1e-6, atol=1e-6)
+        assert len(pipe.losses) == 4 and not loss.requires_grad
+        assert same(list(model.buffers()), list(reference.buffers()))
+    if name != "resnet":  # whose batch norm sees micro-batches
+        mean_loss(full(*x), target).backward()
+        torch.testing.assert_close(gradients(model), gradients(full), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv"])
+@pytest.mark.parametrize("name", ["resnet", "unet", "transformer"])
+def test_checkpoints_change_nothing(name, schedule, checkpoint):
+    make, inputs = MODELS[name]
+    first, x, target = make(), inputs(6), torch.randn(6)
+    results = []
+    for mode in ("never", checkpoint):
+        model = copy.deepcopy(first)
+        with fxpipe.compile(
+            model, ["cpu"] * 2, chunks=3, schedule=schedule, checkpoint=mode, loss_fn=mean_loss
+        ) as pipe:
+            loss = pipe.step(*x, target=target)
+        results.append([loss, gradients(model), list(model.buffers())])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
+def test_four_lanes_up_to_eight_stages_and_any_batch(schedule):
+    model = MLP(depth=9)
+    with fxpipe.compile(model, ["cpu"] * 4, chunks=8, schedule=schedule, loss_fn=mean_loss) as pipe:
+        for batch in (16, 5, 1):
+            x, target = torch.randn(batch, 12), torch.randn(batch)
+            model.zero_grad()
+            pipe.step(x, target=target)
+            pipe.prepare(x)
+            order = named(schedule, lanes=4, microbatches=min(8, batch), stages=len(pipe.stages))
+            reference = copy.deepcopy(model)
+            wanted = expected(reference, (x,), target, pipe, order, 8)
+            assert same(gradients(model), wanted[1])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
+def test_with_dropout_the_seed_decides_whatever_the_lanes_and_checkpoints(schedule):
+    first = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(5)])
+    x, target, results = torch.randn(6, 6), torch.randn(6), []
+    for checkpoint in ("never", "always", "never"):
+        model = copy.deepcopy(first)
+        torch.manual_seed(3)
+        with fxpipe.compile(
+            model,
+            ["cpu"] * 2,
+            chunks=3,
+            schedule=schedule,
+            checkpoint=checkpoint,
+            loss_fn=mean_loss,
+        ) as pipe:
+            loss = pipe.step(x, target=target)
+        results.append([loss, gradients(model)])
+    assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+def test_the_step_graph_alone_gives_the_same():
+    make, inputs = MODELS["unet"]
+    model, x, target = make(), inputs(6), torch.randn(6)
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=3, schedule="1f1b", loss_fn=mean_loss) as pipe:
+        loss = pipe.step(*x, target=target)
+        wanted = gradients(model)
+        model.zero_grad()
+        with torch.no_grad():
+            again, losses = pipe.step_graph(*x, target, None)
+    assert same(loss, again) and same(gradients(model), wanted)
+    assert same(losses, pipe.losses)
+
+
+def test_a_stage_of_1f1b_keeps_as_many_micro_batches_as_there_are_stages_from_it_on():
+    stages, x = 3, torch.randn(16, 4)
+    for schedule, most in (("1f1b", [3, 2, 1]), ("zb_h1", [3, 3, 3]), ("gpipe", [8, 8, 8])):
+        model = nn.Sequential(*(Kept(i) for i in range(stages)))
+        with fxpipe.compile(
+            model,
+            ["cpu"] * stages,
+            chunks=8,
+            schedule=schedule,
+            partition=["1", "2"],
+            loss_fn=lambda out, _: out.sum(),
+        ) as pipe:
+            pipe.step(x)
+            Kept.clear()
+            pipe.step(x)
+        counted_most = [Kept.most[i] for i in range(stages)]
+        if schedule == "zb_h1":
+            assert all(a <= b for a, b in zip(counted_most, most, strict=True))
+        else:
+            assert counted_most == most
+
+
+class Kept(nn.Module):
+    """Counts the micro-batches whose activations its stage keeps."""
+
+    alive: ClassVar[dict[int, list[weakref.ref[object]]]] = {}
+    most: ClassVar[dict[int, int]] = {}
+    lock = threading.Lock()
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage, self.linear = stage, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(counted(self.linear(x), self.stage)) * 0.1
+
+    @staticmethod
+    def clear() -> None:
+        Kept.alive, Kept.most = {}, {}
+
+
+@fx.wrap
+def counted(x: Tensor, stage: int) -> Tensor:
+    y = torch.tanh(x)
+    with Kept.lock:
+        mine = Kept.alive.setdefault(stage, [])
+        mine.append(weakref.ref(y.untyped_storage()))
+        now = sum(ref() is not None for ref in mine)
+        Kept.most[stage] = max(Kept.most.get(stage, 0), now)
+    return y
+
+
+# ------------------------------------------------------------------------------------------ losses
+
+
+class OwnLoss(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.a, self.b = kind, nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> object:
+        out = self.b(torch.tanh(self.a(x)))
+        loss = (out[:, 0] - y).square().mean()
+        return {"alone": loss, "first": (loss, out), "named": {"logits": out, "loss": loss}}[
+            self.kind
+        ]
+
+
+@pytest.mark.parametrize("kind", ["alone", "first", "named"])
+def test_a_model_may_return_its_loss(kind):
+    model, x, y = OwnLoss(kind), torch.randn(6, 4), torch.randn(6)
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, schedule="1f1b") as pipe:
+        loss = pipe.step(x, y)
+    wanted = OwnLoss("alone")
+    wanted.load_state_dict(reference.state_dict())
+    value = wanted(x, y)
+    value.backward()
+    torch.testing.assert_close(loss, value.detach())
+    torch.testing.assert_close(gradients(model), gradients(wanted))
+
+
+def test_a_target_may_be_nested():
+    model, x = MLP(), torch.randn(6, 12)
+    target = {"y": torch.randn(6, 12), "scale": 2.0, "more": [torch.tensor(3.0)]}
+
+    def loss_fn(out, t):
+        return ((out - t["y"]).square() * t["scale"] * t["more"][0]).mean()
+
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=loss_fn) as pipe:
+        loss = pipe.step(x, target=target)
+    torch.testing.assert_close(loss, loss_fn(model(x), target).detach())
+
+
+def test_a_scaler_scales_the_gradients_and_not_the_loss():
+    model, x, target = MLP(), torch.randn(6, 12), torch.randn(6)
+    reference = copy.deepcopy(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=mean_loss) as pipe:
+        loss = pipe.step(x, target=target, scaler=scaler)
+    value = mean_loss(reference(x), target)
+    value.backward()
+    torch.testing.assert_close(loss, value.detach())
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(gradients(model), gradients(reference))
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_frozen_parameters_and_integer_inputs_get_none():
+    make, inputs = MODELS["transformer"]
+    model = make()
+    model.embed.requires_grad_(False)
+    model.head.requires_grad_(False)
+    with fxpipe.compile(
+        model, ["cpu"] * 3, chunks=2, schedule="zb_h1", loss_fn=lambda o, _: loss_of(o)
+    ) as pipe:
+        pipe.step(*inputs(4))
+    assert model.embed.weight.grad is None and model.head.weight.grad is None
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_parameter_hooks_fire_once_a_micro_batch():
+    model, x, seen = MLP(depth=3), torch.randn(6, 12), []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    for schedule in ("1f1b", "zb_h1"):
+        seen.clear()
+        with fxpipe.compile(
+            model, ["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=lambda o, _: o.sum()
+        ) as pipe:
+            pipe.step(x)
+        assert len(seen) == 3 * len(list(model.parameters()))
+
+
+def test_deferred_batch_norm_and_written_inputs_come_once():
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    reference, x = copy.deepcopy(model), torch.randn(6, 4)
+    seen = x.clone()
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        chunks=3,
+        schedule="1f1b",
+        loss_fn=lambda o, _: o.sum(),
+        deferred_batch_norm=True,
+    ) as pipe:
+        pipe.step(seen)
+    assert same(seen, torch.relu(x))
+    reference(x.clone())
+    torch.testing.assert_close(list(model.buffers()), list(reference.buffers()))
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+def compiled(**options):
+    told = dict(chunks=4, schedule="1f1b", loss_fn=mean_loss) | options
+    return fxpipe.compile(MLP(), ["cpu"] * 2, **told)
+
+
+@pytest.mark.parametrize(
+    "options, call, message",
+    [
+        (
+            {"loss_fn": lambda o, t: o},
+            lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
+            r"the loss of micro-batch 0 is a tensor of shape \(1, 12\): a scalar tensor is needed",
+        ),
+        (
+            {"loss_fn": lambda o, t: 3},
+            lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
+            "the loss of micro-batch 0 is a int: a scalar",
+        ),
+        (
+            {"loss_fn": lambda o, t: o.detach().sum()},
+            lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
+            "does not depend on any parameter",
+        ),
+        (
+            {},
+            lambda p: p.step(torch.randn(4, 12), target=torch.randn(5)),
+            r"the target has a tensor of shape \(5,\), and the batch has 4 rows",
+        ),
+        (
+            {"loss_fn": None},
+            lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
+            "a target is given, but no loss_fn",
+        ),
+        (
+            {"schedule": named("1f1b", lanes=2, microbatches=3)},
+            lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
+            "has 3 micro-batches, the mini-batch 4",
+        ),
+        (
+            {"schedule": Schedule.from_text("0F0 0B0 \n 1B0 1F0"), "chunks": 1},
+            lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
+            "deadlock: lane 1 waits",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(options, call, message):
+    with compiled(**options) as pipe, pytest.raises(ValueError, match=message):
+        call(pipe)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"schedule": "2f2b"}, "schedule is '2f2b': give one of"),
+        ({"schedule": "interleaved_1f1b", "stages": 3}, "as many stages on each lane"),
+        ({"schedule": named("1f1b", lanes=3, microbatches=4)}, "has 3 lanes and 3 stages"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused_at_once(options, message):
+    with pytest.raises(ValueError, match=message):
+        compiled(**options)
+
+
+class Fails(nn.Module):
+    """Fails in its third backward."""
+
+    count: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(Third.apply(self.a(x))))
+
+
+class Third(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        Fails.count += 1
+        if Fails.count == 3:
+            raise ArithmeticError("the third time")
+        return grad
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
+def test_a_backward_that_fails_is_said_and_the_next_step_works(schedule):
+    model, x, target = Fails(), torch.randn(8, 12), torch.randn(8)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4, schedule=schedule, loss_fn=mean_loss) as pipe:
+        Fails.count = 100
+        pipe.step(x, target=target)
+        wanted = gradients(model)
+        Fails.count = 0
+        with pytest.raises(ArithmeticError, match="the third time") as caught:
+            pipe.step(x, target=target)
+        assert "stage" in caught.value.__notes__[0] and "micro-batch 2" in caught.value.__notes__[0]
+        model.zero_grad()
+        Fails.count = 100
+        pipe.step(x, target=target)
+    assert same(gradients(model), wanted)
+
+
+def test_two_threads_may_step_at_once():
+    model, x = MLP(), torch.randn(6, 12)
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, schedule="1f1b", loss_fn=lambda o, _: o.sum()
+    ) as pipe:
+        losses = []
+        first = pipe.step(x)
+        threads = [threading.Thread(target=lambda: losses.append(pipe.step(x))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(same(loss, first) for loss in losses) and len(losses) == 4
+
+
+def test_in_inference_mode_there_is_no_step():
+    with compiled() as pipe, torch.inference_mode(), pytest.raises(RuntimeError, match="outside"):
+        pipe.step(torch.randn(4, 12), target=torch.randn(4))
