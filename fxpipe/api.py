@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, fx, nn
 
 import passes as default
-from fxpipe.compiler import Compiler, Example, Mode, Options, PassList, Unrolled, stages_of
-from fxpipe.graph import COST, MICROBATCH, STAGE, Cost, format_code, stage_nodes
+from fxpipe.compiler import AUTO, Compiler, Example, Mode, Options, PassList, Unrolled, stages_of
+from fxpipe.graph import MICROBATCH, Cost, format_code
 from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages
 from fxpipe.inspect.report import report
 from fxpipe.loss import LossFunction
 from fxpipe.runtime.ambient import is_intercepted
+from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
-from fxpipe.schedule import Schedule, named
-from fxpipe.trace import CustomTracer
+from fxpipe.schedule import Schedule, Timeline, named
+from fxpipe.timelines import estimated_costs, measured, measured_costs, predicted
+from fxpipe.trace import CustomTracer, untouched
 from passes.partition import Spec
 from passes.skips import SkipLayout, skip_layout
 
@@ -70,8 +72,9 @@ def compile(
         checkpoint_segments: a checkpointed stage is cut in so many segments, each of which is run
             again on its own: at no time are there more activations than those of one of them. The
             inputs of all segments are kept.
-        schedule: the order of :meth:`Pipeline.step`: one of :data:`fxpipe.schedule.NAMES`, or a
-            :class:`fxpipe.schedule.Schedule` for as many lanes as there are devices.
+        schedule: the order of :meth:`Pipeline.step`: one of :data:`fxpipe.schedule.NAMES`; "auto",
+            the best that is found for the stages' costs; or a :class:`fxpipe.schedule.Schedule` for
+            as many lanes as there are devices.
         stages: how many, if not as many as the schedule takes: one for each device, or two for
             schedules that give each device several ("interleaved_1f1b", "looped_bfs", "zbv",
             "dualpipe_v").
@@ -156,6 +159,12 @@ SEVERAL = ("interleaved_1f1b", "looped_bfs")  # stages on each lane, two unless 
 
 def _placement(lanes: int, schedule: str | Schedule, stages: int | None) -> tuple[int, ...]:
     """The lane of each stage."""
+    if schedule == AUTO:  # down the lanes, and up again
+        down, count = tuple(range(lanes)), stages or lanes
+        placement = tuple(((down + down[::-1]) * count)[:count])
+        if count % lanes:
+            raise ValueError(f"stages is {count}: give as many for each of the {lanes} devices")
+        return placement
     if not isinstance(schedule, Schedule):
         if stages is None and schedule in SEVERAL:
             stages = 2 * lanes
@@ -201,6 +210,7 @@ class Pipeline(nn.Module):
     _lanes: Lanes
     _shown: tuple[Mode, Unrolled] | None
     _step: Unrolled | None
+    _measured: Timeline | None
     losses: tuple[Tensor, ...]
     _example: Example | None
     _closed: bool
@@ -222,6 +232,7 @@ class Pipeline(nn.Module):
             _lanes=Lanes(compiler.options.lanes),
             _shown=None,
             _step=None,
+            _measured=None,
             losses=(),
             _example=example,
             _closed=False,
@@ -264,26 +275,76 @@ class Pipeline(nn.Module):
                 schedule does not fit the number of micro-batches.
             RuntimeError: in inference mode, where there are no gradients.
         """
+        unrolled, values = self._ready_to_step(args, kwargs, target)
+        last = self._options.devices[-1]
+        scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
+        with torch.no_grad():  # each forward records for itself
+            total, losses = self._run(unrolled, [*values, scale])
+        self.__dict__["losses"] = losses
+        return total  # type: ignore[no-any-return]
+
+    def measure(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Timeline:
+        """What the lanes do in a training step, measured: that of median length of a few steps.
+
+        Gradients, buffers and random states are afterwards what they were.
+        """
+        unrolled, values = self._ready_to_step(args, kwargs, target)
+        parameters = list(self.module.parameters())
+        before = [p.grad for p in parameters]
+        found = []
+        try:
+            for number in range(rounds + 1):  # the first is to warm up
+                for p in parameters:
+                    p.grad = None
+                record = Record()
+                with untouched(self.module), torch.no_grad():
+                    self._run(unrolled, [*values, None], record)
+                if number:
+                    found.append(measured("measured", self._lane_names, record.marks))
+        finally:
+            for p, grad in zip(parameters, before, strict=True):
+                p.grad = grad
+        found.sort(key=lambda timeline: timeline.makespan)
+        self.__dict__["_measured"] = found[len(found) // 2]
+        return found[len(found) // 2]
+
+    def timeline(self) -> Timeline:
+        """The training step as predicted: what each lane does, and when.
+
+        From the times of :meth:`measure`, if that has been called, else from estimated costs.
+        """
+        mode, _ = self._last()
+        schedule = self._options.schedule_for(self.chunks, [s.cost for s in self.stages])
+        if self._measured is not None:
+            costs = measured_costs(self._measured, len(self.stages))
+        else:
+            costs = estimated_costs([stage.cost for stage in self.stages], self.chunks)
+        layout = skip_layout(mode.stage_graph)
+        return predicted(schedule, costs, layout, self._options.names)
+
+    @property
+    def _lane_names(self) -> list[str]:
+        return [f"lane {i} · {device}" for i, device in enumerate(self._options.lanes)]
+
+    def _ready_to_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[Unrolled, list[Any]]:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a training step needs gradients: call it outside of inference_mode")
         if target is not None and self._options.loss_fn is None:
             raise ValueError("a target is given, but no loss_fn: give compile(loss_fn=...)")
         self._check_open()
-        values, unrolled = self._compiler.ready_to_step(args, kwargs, target)
+        mode, values, unrolled = self._compiler.ready_to_step(args, kwargs, target)
+        if self._shown is None or self._shown[0] is not mode:
+            self.prepare(*args, **kwargs)
         self.__dict__["_step"] = unrolled
-        last = self._options.devices[-1]
-        scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
-        with torch.no_grad():  # each forward records for itself
-            values = [v.detach() if isinstance(v, Tensor) else v for v in values]
-            total, losses = self._run(unrolled, [*values, scale])
-        self.__dict__["losses"] = losses
-        return total  # type: ignore[no-any-return]
+        return unrolled, [v.detach() if isinstance(v, Tensor) else v for v in values]
 
-    def _run(self, unrolled: Unrolled, values: list[Any]) -> Any:
+    def _run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
         in_a_lane = self._lanes.is_one(threading.current_thread())  # a hook may call us again
         if unrolled.lanes is None or in_a_lane or is_intercepted():
-            return run_inline(unrolled.inline, values)
-        return self._lanes.run(unrolled.lanes, values)
+            return run_inline(unrolled.inline, values, record)
+        return self._lanes.run(unrolled.lanes, values, record)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for calls like this one, without running it."""
@@ -363,13 +424,10 @@ class Pipeline(nn.Module):
     def stages(self) -> list[Stage]:
         """The stages, in order."""
         mode, _ = self._last()
-        costs = [Cost() for _ in self._options.devices]
-        for node in stage_nodes(mode.model_graph.graph):
-            costs[node.meta[STAGE]] += node.meta.get(COST, Cost())
         return [
             Stage(i, module, device, cost)
             for i, (module, device, cost) in enumerate(
-                zip(stages_of(mode.stage_graph), self._options.devices, costs, strict=True)
+                zip(stages_of(mode.stage_graph), self._options.devices, mode.costs, strict=True)
             )
         ]
 

@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 import passes as default
 from fxpipe import ops
 from fxpipe.batch import input_dims, output_dims
-from fxpipe.graph import ONCE, STAGE, attribute, stage_nodes
+from fxpipe.graph import COST, ONCE, STAGE, Cost, attribute, stage_nodes
 from fxpipe.loss import Loss, LossFunction, Target
 from fxpipe.runtime.program import Program, lower
-from fxpipe.schedule import Schedule, named
+from fxpipe.schedule import Schedule, auto, named
+from fxpipe.timelines import estimated_costs
 from fxpipe.trace import (
     CustomTracer,
     Traced,
@@ -30,6 +31,8 @@ from fxpipe.trace import (
 )
 from passes.microbatch import Dims
 from passes.partition import PartitionError, Spec
+
+AUTO = "auto"  # the schedule that is searched for
 
 PassList = Callable[..., Sequence[default.Pass]]
 
@@ -62,8 +65,11 @@ class Options:
         """The device of each lane."""
         return tuple(self.devices[self.placement.index(i)] for i in range(1 + max(self.placement)))
 
-    def schedule_for(self, chunks: int) -> Schedule:
-        """The order of a training step of so many micro-batches."""
+    def schedule_for(self, chunks: int, costs: Sequence[Cost]) -> Schedule:
+        """The order of a training step of so many micro-batches.
+
+        ``costs``: of the stages, for a mini-batch.
+        """
         if isinstance(self.schedule, Schedule):
             if self.schedule.microbatches != chunks:
                 raise ValueError(
@@ -72,6 +78,10 @@ class Options:
                     f"{self.schedule.microbatches}, and a batch of as many rows or more"
                 )
             return self.schedule
+        if self.schedule == AUTO:
+            return auto(
+                estimated_costs(costs, chunks), len(self.lanes), chunks, placement=self.placement
+            )
         return named(
             self.schedule,
             lanes=len(self.lanes),
@@ -113,6 +123,15 @@ class Mode:
     def model_graph(self) -> fx.GraphModule:
         """The traced model."""
         return self.traced.graph_module
+
+    @property
+    def costs(self) -> list[Cost]:
+        """Of each stage, for the example's mini-batch."""
+        nodes = list(stage_nodes(self.model_graph.graph))
+        costs = [Cost() for _ in {node.meta[STAGE] for node in nodes}]
+        for node in nodes:
+            costs[node.meta[STAGE]] += node.meta.get(COST, Cost())
+        return costs
 
     def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The size of the mini-batch of a call."""
@@ -199,7 +218,7 @@ class Compiler:
 
     def ready_to_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[list[Any], Unrolled]:
+    ) -> tuple[Mode, list[Any], Unrolled]:
         """What a training step runs, and the values to run it with."""
         with self._lock:
             mode = self._mode(args, kwargs)
@@ -212,13 +231,13 @@ class Compiler:
                 mode.steps[key] = self._unroll_step(mode, chunks, wanted)
             for binding in mode.bindings:
                 binding.refresh()
-        return [*values, *wanted.leaves], mode.steps[key]
+        return mode, [*values, *wanted.leaves], mode.steps[key]
 
     def _unroll_step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
         options = self.options
         rewrite = default.Step(
             loss=Loss(options.loss_fn, mode.traced.rebuild, target.spec),
-            schedule=options.schedule_for(chunks),
+            schedule=options.schedule_for(chunks, mode.costs),
             devices=options.names,
             in_dims=tuple(mode.in_dims),
             targets=target.has_batch,

@@ -23,6 +23,7 @@ DEVICE = "device"
 STREAM = "stream"
 COST = "cost"
 ORIGIN = "origin"  # str: the value of the stage graph that a node of the pipeline graph stands for
+ACTION = "action"  # fxpipe.schedule.Action: the one that a node of the step graph is
 VALUE = "val"  # fx's key: the fake (or example) value of a node
 ALIAS = "alias"  # int: nodes with the same number have to stay in one stage
 WRITES = "writes"  # tuple[str, ...]: the nodes whose memory this one writes to

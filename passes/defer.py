@@ -14,6 +14,7 @@ first half.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
         *(F.linear, F.bilinear, F.embedding, F.conv1d, F.conv2d, F.conv3d),
         *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-        *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm),
+        *(operator.matmul, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm),
         *(_aten.linear.default, _aten.embedding.default, _aten.convolution.default),
         *(_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default),
         *(_aten.conv1d.padding, _aten.conv2d.padding, _aten.conv3d.padding),

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import ops
 from fxpipe.graph import (
+    ACTION,
     DEVICE,
     MICROBATCH,
     ONCE,
@@ -175,7 +176,7 @@ class _Writer:
                     self._loss(action.microbatch)
             elif action.kind is Kind.WEIGHT_GRAD:
                 tape = self.tapes[action.stage, action.microbatch]
-                self._call(ops.weight_grad, (tape,), "weight_grad", action)
+                self._call(ops.weight_grad, (tape,), "weight_grad", action).meta[ACTION] = action
             else:
                 if action.stage == self.loss_stage - 1:
                     self._loss_backward(action.microbatch)
@@ -228,9 +229,9 @@ class _Writer:
         self.weights = weights
 
     def _call(self, function: Any, args: tuple[Any, ...], name: str, at: Action) -> fx.Node:
-        node = self.new.create_node(
-            "call_function", function, args, name=f"{name}_s{at.stage}_mb{at.microbatch}"
-        )
+        stage = min(at.stage, self.loss_stage - 1)
+        name = f"{name}_s{stage}_mb{at.microbatch}"
+        node = self.new.create_node("call_function", function, args, name=name)
         self._place(node, at.stage, at.microbatch)
         return node
 
@@ -273,6 +274,7 @@ class _Writer:
             "forward",
             at,
         )
+        pair.meta[ACTION] = at
         results = self._item(pair, 0, "results", at)
         self.tapes[stage, microbatch] = self._item(pair, 1, "tape", at)
         for index, value in enumerate((*own.results, *own.passed)):
@@ -318,11 +320,11 @@ class _Writer:
                 self.here[key] = self.new.node_copy(value)
                 return self.here[key]
             at = Action(stage, Kind.FORWARD, microbatch)
-            name = f"{value.name}_s{stage}_mb{microbatch}"
+            name = f"{value.name}_mb{microbatch}"
             part = self._part(self.parts[value], microbatch, name)
             self.here[key] = part
             if SEED not in value.meta:
-                self.here[key] = self._arrived((part,), 1, "caller", at, value.name)[0]
+                self.here[key] = self._arrived((part,), "caller", at, [value.name])[0]
         return self.here[key]
 
     def _arrive(self, stage: int, microbatch: int) -> None:
@@ -352,12 +354,13 @@ class _Writer:
         """Note, by value, what has come from another stage."""
         if isinstance(made, fx.Node):
             start = stream_name(self.device(source), COPY)
-            made = self._arrived(made, len(values), start, at, "value")
+            kind = "" if at.kind is Kind.FORWARD else "grad_"
+            made = self._arrived(made, start, at, [f"{kind}{value}" for value in values])
         for value, node in zip(values, made, strict=True):
             where[value, at.stage, at.microbatch] = node
 
     def _arrived(
-        self, together: Any, count: int, start: str, at: Action, name: str
+        self, together: Any, start: str, at: Action, names: Sequence[str]
     ) -> list[fx.Node]:
         """Send values to a stage's device, and let it wait for them."""
         device = self.device(at.stage)
@@ -365,7 +368,7 @@ class _Writer:
         sent = self._call(ops.send, (together, start, streams[0]), "send", at)
         sent.meta[STREAM] = streams[0]
         waited = self._call(ops.wait, (sent, *streams), "wait", at)
-        return [self._item(waited, i, name, at) for i in range(count)]
+        return [self._item(waited, i, name, at) for i, name in enumerate(names)]
 
     def _loss(self, microbatch: int) -> None:
         at = Action(self.loss_stage, Kind.FORWARD, microbatch)
@@ -382,7 +385,7 @@ class _Writer:
                 (parts, microbatch),
                 name=f"target_{i}_mb{microbatch}",
             )
-            targets += self._arrived((part,), 1, "caller", at, f"target_{i}")
+            targets += self._arrived((part,), "caller", at, [f"target_{i}"])
         module = self._module(LOSS, at)
         pair = self._call(ops.loss, (module, output, tuple(targets), microbatch), "loss", at)
         self.losses[microbatch] = self._item(pair, 0, "loss_value", at)
@@ -427,6 +430,7 @@ class _Writer:
         is_halved = action.kind is Kind.BACKWARD_INPUT
         function = ops.backward_input if is_halved else ops.backward
         found = self._call(function, (tape, grads), function.__name__, action)
+        found.meta[ACTION] = action
         for i, arg in enumerate(own.call.args):
             if isinstance(arg, fx.Node) and arg in self.flows:
                 self.grads[arg, stage, microbatch] = self._item(found, i, f"grad_{arg}", action)

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.clock import Record, Stopwatch
 from fxpipe.runtime.program import CALLER, Env, Instruction, Program
 from fxpipe.runtime.streams import COMPUTE, COPY, make_wait, stream, stream_name
 
@@ -41,6 +42,7 @@ class _Run:
     """One call of a program: an inbox for each lane, and the first thing that went wrong."""
 
     lanes: Sequence[int]
+    record: Record | None = None
     inboxes: dict[int, SimpleQueue[Message]] = field(init=False)
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -57,7 +59,13 @@ class _Run:
         for inbox in self.inboxes.values():
             inbox.put((None, None))
 
-    def execute(self, lane: int, instructions: Sequence[Instruction], env: Env) -> None:
+    def execute(
+        self,
+        lane: int,
+        instructions: Sequence[Instruction],
+        env: Env,
+        stopwatch: Stopwatch | None = None,
+    ) -> None:
         inbox = self.inboxes[lane]
         for instruction in instructions:
             for node in instruction.awaits:
@@ -66,7 +74,10 @@ class _Run:
                     if key is None or self.error is not None:
                         raise _Dropped
                     env[key] = value
-            value = instruction.run(env)
+            if stopwatch is None:
+                value = instruction.run(env)
+            else:
+                value = stopwatch.time(instruction.node, partial(instruction.run, env))
             for other in instruction.posts:
                 self.inboxes[other].put((instruction.node, value))
             for node in instruction.forgets:
@@ -82,7 +93,12 @@ class _Run:
         try:
             with ambient.applied():
                 hand_over.begin()
-                self.execute(lane, instructions, {})
+                if self.record is None:
+                    self.execute(lane, instructions, {})
+                else:
+                    stopwatch = self.record.stopwatch(lane, hand_over.device)
+                    self.execute(lane, instructions, {}, stopwatch)
+                    self.record.marks += stopwatch.marks()
                 hand_over.end()
         except _Dropped:
             pass
@@ -96,6 +112,7 @@ class _HandOver:
     """Between the caller's stream and a lane's, on the device of the lane."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.names = [stream_name(device, role) for role in (COMPUTE, COPY)]
         self.caller = stream(self.names[0])
         self.finished: list[torch.Stream | None] = []
@@ -112,13 +129,19 @@ class _HandOver:
             make_wait(self.caller, own, output)
 
 
-def run_inline(program: Program, values: Sequence[Any]) -> Any:
+def run_inline(program: Program, values: Sequence[Any], record: Record | None = None) -> Any:
     """Run a program that has been lowered for the caller alone."""
     env: Env = dict(zip(program.inputs, values, strict=True))
+    stopwatch = None if record is None else record.stopwatch(0, torch.device("cpu"))
     for instruction in program.lanes[CALLER]:
-        instruction.run(env)
+        if stopwatch is None:
+            instruction.run(env)
+        else:
+            stopwatch.time(instruction.node, partial(instruction.run, env))
         for node in instruction.forgets:
             env.pop(node, None)
+    if record is not None and stopwatch is not None:
+        record.marks += stopwatch.marks()
     return env[program.output]
 
 
@@ -136,13 +159,15 @@ class Lanes:
         self._lock = threading.Lock()
         self._close: weakref.finalize[..., Lanes] | None = None
 
-    def run(self, program: Program, values: Sequence[Any]) -> Any:
+    def run(self, program: Program, values: Sequence[Any], record: Record | None = None) -> Any:
         """Run a program on the lanes, and the caller's part of it here.
+
+        ``record`` gets the times of what the lanes do.
 
         Raises what an instruction raises, after all lanes have come to rest.
         """
         self._start()
-        run = _Run(list(program.lanes))
+        run = _Run(list(program.lanes), record)
         ambient = Ambient.here()
         hand_overs = [_HandOver(device) for device in self._devices]
         lanes = [lane for lane in program.lanes if lane != CALLER]

@@ -1,0 +1,82 @@
+"""Each stage's forward and backward by themselves."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from fxpipe.runtime.step import average, backward, forward, loss, loss_backward, send, weights
+from tests.zoo import same
+
+
+class Two(nn.Module):
+    def forward(self, x, y):
+        return x * 2, y.sin()
+
+
+def test_results_have_no_history_but_say_whether_they_had_one():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2)
+    (a, b, passed), tape = forward(Two(), (x, y), (0,), False, False)
+    assert a.requires_grad and a.grad_fn is None and not b.requires_grad
+    assert same(passed.detach(), x.detach()) and passed.requires_grad
+    gx, gy = backward(tape, (torch.ones(2), None, torch.full((2,), 5.0)))
+    assert same(gx, torch.full((2,), 7.0)) and gy is None
+    assert x.grad is None, "the gradient is handed on, not kept"
+
+
+def test_what_nobody_wants_a_gradient_for_costs_nothing():
+    (a, _), tape = forward(Two(), (torch.ones(2), torch.ones(2)), (), False, False)
+    assert not a.requires_grad and backward(tape, (None, None)) == (None, None)
+
+
+def test_a_tape_lets_go_of_all_in_the_backward():
+    kept = []
+
+    class Keeps(nn.Module):
+        def forward(self, x):
+            y = torch.exp(x)
+            kept.append(weakref.ref(y.untyped_storage()))
+            return y * 1
+
+    x = torch.ones(2, requires_grad=True)
+    results, tape = forward(Keeps(), (x,), (), True, False)
+    assert kept[0]() is not None
+    backward(tape, (torch.ones(2),))
+    assert kept[0]() is None and results is not None
+
+
+def test_values_that_are_no_tensors_pass():
+    class Mixed(nn.Module):
+        def forward(self, x, n):
+            return {"y": x * n, "n": (n, None)}
+
+    x = torch.ones(2, requires_grad=True)
+    (result,), tape = forward(Mixed(), (x, 3), (), True, False)
+    assert result["n"] == (3, None)
+    gx, gn = backward(tape, ({"y": torch.ones(2), "n": (None, None)},))
+    assert same(gx, torch.full((2,), 3.0)) and gn is None
+
+
+def test_a_loss_is_weighted_and_scaled_in_the_backward():
+    class Half(nn.Module):
+        def forward(self, output, target):
+            return (output * target).sum() / 2
+
+    output, target = torch.ones(3, requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
+    value, tape = loss(Half(), output, target, 0)
+    assert value.item() == 3.0 and not value.requires_grad
+    assert same(loss_backward(tape, 0.25, torch.tensor(8.0)), target)
+
+
+def test_weights_are_shares_of_the_rows():
+    parts = [torch.ones(1, 3), torch.ones(1, 1)]
+    assert weights(parts, 1) == (0.75, 0.25) and weights((None, None), None) == (0.5, 0.5)
+    assert average([torch.tensor(1.0), torch.tensor(5.0)], (0.75, 0.25)).item() == 2.0
+
+
+def test_what_is_sent_says_whether_it_carries_gradient():
+    x = torch.ones(2, requires_grad=True)
+    moved, n = send((x, 3), "cpu/copy", "meta/copy")
+    assert moved.device.type == "meta" and moved.requires_grad and n == 3

@@ -1,0 +1,99 @@
+"""Timelines of a step: predicted from costs, measured on the lanes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.graph import Cost
+from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, named
+from fxpipe.timelines import estimated_costs, measured_costs, predicted
+from passes.skips import Hop, SkipLayout
+from tests.zoo import MLP, gradients, same
+
+
+def loss(output, target):
+    return output.square().mean()
+
+
+def test_estimates_are_those_of_a_micro_batch():
+    (cost,) = estimated_costs([Cost(forward_s=4.0, backward_s=8.0)], chunks=4)
+    assert cost == StageCost(1.0, 1.0, 1.0)
+
+
+def test_measured_costs_are_medians_and_the_loss_is_the_last_stages():
+    def span(stage, kind, seconds, start=0.0):
+        return Span(stage, start, start + seconds, Action(stage, kind, 0))
+
+    spans = (
+        *(span(0, Kind.FORWARD, s) for s in (1.0, 2.0, 9.0)),
+        *(span(1, Kind.FORWARD, s) for s in (3.0, 3.0)),
+        span(0, Kind.BACKWARD, 4.0),
+        span(1, Kind.BACKWARD, 5.0),
+        Span(1, 0.0, 0.5, None, "loss"),
+        Span(1, 0.0, 0.25, None, "loss backward"),
+    )
+    costs = measured_costs(Timeline("t", ("a", "b"), spans), 2)
+    assert [c.seconds(Kind.FORWARD) for c in costs] == [2.0, 3.5]
+    assert [c.seconds(Kind.BACKWARD) for c in costs] == [4.0, 5.25]
+
+
+def test_a_prediction_counts_what_travels_between_devices_only():
+    schedule = named("gpipe", lanes=2, microbatches=2)
+    layout = SkipLayout((Hop("x", None, 0, 10), Hop("a", 0, 1, 1_600_000)))
+    costs = [StageCost(1e-3, 1e-3)] * 2
+    same_device = predicted(schedule, costs, layout, ["cpu", "cpu"])
+    assert same_device.makespan == pytest.approx(6e-3), "two forwards, two backwards, one each idle"
+    apart = predicted(schedule, costs, layout, ["cuda:0", "cuda:1"])
+    one_way = 1e-5 + 800_000 / 1.6e10
+    assert apart.makespan == pytest.approx(6e-3 + 2 * one_way)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_measured_step_has_every_action_once_in_the_lanes_order(schedule, devices):
+    model, x = MLP(), torch.randn(6, 12)
+    with fxpipe.compile(
+        model, ["cpu"] * devices, chunks=3, schedule=schedule, loss_fn=loss
+    ) as pipe:
+        timeline = pipe.measure(x, rounds=1)
+        stages = len(pipe.stages)
+        order = named(schedule, lanes=devices, microbatches=3, stages=stages)
+        assert pipe.timeline().makespan > 0
+    for lane in range(devices):
+        spans = [span for span in timeline.of_lane(lane) if span.action is not None]
+        assert [span.action for span in spans] == list(order.actions(lane))
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+    assert [s.name for s in timeline.spans if s.action is None].count("loss") == 3
+
+
+def test_measuring_leaves_gradients_buffers_and_random_states_alone():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    x, state = torch.randn(6, 4), torch.get_rng_state()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, schedule="1f1b", loss_fn=loss) as pipe:
+        pipe.step(x)
+        before = [gradients(model), [b.clone() for b in model.buffers()]]
+        state = torch.get_rng_state()
+        pipe.measure(x, rounds=2)
+        assert same([gradients(model), list(model.buffers())], before)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_schedule_may_be_searched_for():
+    model, x = MLP(depth=8), torch.randn(8, 12)
+    with (
+        fxpipe.compile(
+            model, ["cpu"] * 2, chunks=8, schedule="auto", stages=4, loss_fn=loss
+        ) as pipe,
+        fxpipe.compile(model, ["cpu"] * 2, chunks=8, schedule="zbv", loss_fn=loss) as other,
+    ):
+        pipe.step(x)
+        found = gradients(model)
+        model.zero_grad()
+        other.step(x)
+        torch.testing.assert_close(gradients(model), found)
+        assert pipe.timeline().makespan <= other.timeline().makespan * (1 + 1e-9)
