@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.graph import VALUE
+from fxpipe.structure import children
 from fxpipe.trace import bound_arguments
 from passes.fakes import FakeInterpreter
 from passes.microbatch import Dims
@@ -100,33 +99,23 @@ def _dim(tensor: Tensor, dim: Any, sizes: set[int]) -> int | None:
 
 def broadcast(dims: Any, value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Every leaf of a value with its path, and the dimension that a prefix of its tree says."""
-    children = _children(value)
-    if children is None:
+    parts = None if isinstance(value, _Slot) else children(value)
+    if parts is None:
         yield path, value, dims
         return
-    for key, child in children.items():
+    for key, part in parts.items():
         below = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
         if dims is None or dims is INFER or isinstance(dims, int):
-            yield from broadcast(dims, child, below)
+            yield from broadcast(dims, part, below)
         elif isinstance(dims, Mapping):
-            yield from broadcast(dims.get(key, INFER), child, below)
-        elif isinstance(key, int) and len(dims) == len(children):
-            yield from broadcast(dims[key], child, below)
+            yield from broadcast(dims.get(key, INFER), part, below)
+        elif isinstance(key, int) and len(dims) == len(parts):
+            yield from broadcast(dims[key], part, below)
         else:
             raise BatchError(
                 f"{dims!r} does not fit {path or 'the value'}, a {type(value).__name__} of "
-                f"{', '.join(map(str, children))}"
+                f"{', '.join(map(str, parts))}"
             )
-
-
-def _children(value: Any) -> dict[Any, Any] | None:
-    """The elements of a pytree node by key or index; None for a leaf."""
-    if isinstance(value, Tensor):
-        return None
-    elements, spec = pytree.tree_flatten(value, is_leaf=partial(operator.is_not, value))
-    if spec.is_leaf():
-        return None
-    return dict(value) if isinstance(value, Mapping) else dict(enumerate(elements))
 
 
 def output_dims(

@@ -12,7 +12,6 @@ pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import io
 import linecache
@@ -43,6 +42,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import skip
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.structure import Structure, is_opened, leaves
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -254,14 +254,15 @@ class _Example:
         clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
         with untouched(self.model), torch.no_grad():
             # Cloned, since an output may be a buffer, and buffers are about to be restored.
-            output = pytree.tree_map_only(Tensor, torch.clone, self.call(clones, traced))
+            results, structure = Structure.of(self.call(clones, traced))
+            output = structure.fill(t.clone() if isinstance(t, Tensor) else t for t in results)
             return _Result(output, {n: b.clone() for n, b in self.model.named_buffers()})
 
     def gradients(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> list[Tensor]:
         """The parameters' gradients, zero where there is none, of some scalar of the outputs."""
         with untouched(self.model), torch.inference_mode(False), torch.enable_grad():
             output = self.call([tensor.clone() for tensor in tensors], traced)
-            outputs = [t for t in pytree.tree_leaves(output) if _has_gradient(t)]
+            outputs = [t for t in Structure.of(output)[0] if _has_gradient(t)]
             # Not the sum: that of a softmax, or of a normalised tensor, has no gradient.
             weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
             parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -389,6 +390,7 @@ class _SymbolicTracer(fx.Tracer):
         super().__init__()
         self.example = example
         self.hooked = {module for module in example.model.modules() if has_hooks(module)}
+        self.rebuild: Callable[[Any], Any] = lambda output: output
         self.modes = Ambient.here()
         self.thread = threading.get_ident()
 
@@ -424,7 +426,16 @@ class _SymbolicTracer(fx.Tracer):
     ) -> tuple[Callable[..., Any], list[Any]]:
         proxies = [self.create_proxy("placeholder", n, (), {}) for n in self.example.names]
         args, kwargs = self.example.arguments(proxies)
-        return partial(self.example.model.forward, *args, **kwargs), []
+
+        def forward() -> Any:
+            output = self.example.model.forward(*args, **kwargs)
+            tensors, structure = Structure.of(output)
+            if not structure.opens_objects:  # what it is made of is part of the graph
+                return output
+            self.rebuild = structure.fill
+            return tensors
+
+        return forward, []
 
 
 def _stack_trace() -> str:
@@ -489,7 +500,7 @@ def _symbolic(example: _Example) -> Traced:
                 "it draws random numbers that do not depend on its inputs: fx freezes them"
             )
         graph_module = fx.GraphModule(model, graph, type(model).__name__)
-    return Traced(graph_module, "symbolic", example.binder(), lambda output: output)
+    return Traced(graph_module, "symbolic", example.binder(), tracer.rebuild)
 
 
 def _custom(tracer: CustomTracer, example: _Example) -> Traced:
@@ -510,18 +521,21 @@ def _custom(tracer: CustomTracer, example: _Example) -> Traced:
 
 
 class _OnTensors(nn.Module):
-    """The model as a function of its tensors alone: export needs to know of no other inputs."""
+    """The model as a function from tensors to tensors: export needs to know of nothing else."""
 
-    def __init__(self, example: _Example) -> None:
+    def __init__(self, example: _Example, keep: Callable[[Structure], None]) -> None:
         super().__init__()
         self.model = example.model
         self.training = example.model.training
         self.arguments = example.arguments
+        self.keep = keep  # that of the output, which is made of its tensors alone
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> list[Any]:
         args, kwargs = self.arguments(inputs)
         with skip.tracking(self.model):
-            return self.model(*args, **kwargs)
+            outputs, structure = Structure.of(self.model(*args, **kwargs))
+        self.keep(structure)
+        return outputs
 
 
 _GUARDS = {
@@ -546,6 +560,7 @@ def _export(example: _Example) -> Traced:
     dynamic = tuple(
         None if dim is None else {dim: torch.export.Dim.AUTO} for dim in example.batch_dims
     )
+    structures: list[Structure] = []
     # With gradients: under no_grad, modules may choose kernels that have no backward.
     with (
         untouched(example.model),
@@ -554,7 +569,7 @@ def _export(example: _Example) -> Traced:
         _silent(),
     ):
         program = torch.export.export(
-            _OnTensors(example),
+            _OnTensors(example, structures.append),
             tuple(tensor.clone() for tensor in tensors),
             dynamic_shapes={"inputs": dynamic},
             strict=False,
@@ -562,15 +577,7 @@ def _export(example: _Example) -> Traced:
     largest = _largest_batch(program, example.batch or 0)
     exported = program.module(check_guards=False)
     graph_module = _on_the_model(exported, example)
-    out_spec = program.call_spec.out_spec
-    assert out_spec is not None  # for mypy: a program that was exported has one
-    return Traced(
-        graph_module,
-        "export",
-        example.binder(),
-        lambda output: pytree.tree_unflatten(list(output), out_spec),
-        largest,
-    )
+    return Traced(graph_module, "export", example.binder(), structures[-1].fill, largest)
 
 
 @contextmanager
@@ -804,8 +811,8 @@ def _leaf_difference(expected: Any, actual: Any, tolerance: float) -> str | None
         return f"a {type(actual).__name__} in place of a {type(expected).__name__}"
     if isinstance(expected, Tensor):
         return _tensor_difference(expected, actual, tolerance)
-    if dataclasses.is_dataclass(expected):  # one that pytree does not know
-        return _difference(vars(expected), vars(actual), tolerance)
+    if is_opened(expected):
+        return _difference(list(leaves(expected)), list(leaves(actual)), tolerance)
     return None if expected == actual else f"{actual!r} in place of {expected!r}"
 
 

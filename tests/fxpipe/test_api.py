@@ -464,17 +464,29 @@ def test_gradients_that_a_model_stops_are_stopped():
     assert model.a.weight.grad is None and model.b.weight.grad is not None
 
 
-def test_an_output_whose_tensors_cannot_be_seen_is_refused():
-    class Box:
-        def __init__(self, value):
-            self.value = value
+class Box:
+    def __init__(self, value):
+        self.value = value
 
-    class Boxes(MLP):
-        def forward(self, x):
-            return Box(super().forward(x))
 
-    with pytest.raises((BatchError, TraceError), match="Box"):
-        fxpipe.compile(Boxes(), TWO, chunks=2)(X)
+class Boxes(MLP):
+    def forward(self, x):
+        y = super().forward(x)
+        return {"box": Box([y, None]), "mean": y.mean()}
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_an_object_with_tensors_is_an_output_like_any_other(tracer):
+    model = Boxes()
+    with fxpipe.compile(model, TWO, chunks=2, tracer=tracer) as pipe:
+        output = pipe(X)
+    assert type(output["box"]) is Box and output["box"].value[1] is None
+    assert torch.allclose(output["box"].value[0], model(X)["box"].value[0])
+    with (
+        pytest.raises(BatchError, match=r"out_dims says 5 for output.box.value\[0\], whose shape"),
+        fxpipe.compile(model, TWO, chunks=2, out_dims={"box": 5}, tracer=tracer) as pipe,
+    ):
+        pipe(X)
 
 
 def test_a_model_that_needs_values_is_refused_with_the_line():

@@ -1,0 +1,116 @@
+"""What a value is made of: the tensors in it, and all that is around them.
+
+Lists, dicts and whatever else pytree has been told of are containers. An object that pytree does
+not know is opened by its attributes: a cache of keys and values, say, or a dataclass that nobody
+has registered.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+# The pytree that torch.export and Hugging Face register their types with.
+from torch.utils import _pytree as pytree
+
+VARYING = (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""What may differ from call to call, also while a model is traced; all else is constant."""
+
+
+def children(value: Any) -> dict[Any, Any] | None:
+    """The parts of a value by key, index or attribute; None for what has no parts."""
+    if isinstance(value, VARYING):
+        return None
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    if not spec.is_leaf():
+        return dict(value) if isinstance(value, Mapping) else dict(enumerate(parts))
+    return _attributes(value) if is_opened(value) else None
+
+
+def is_opened(value: Any) -> bool:
+    """Whether it is an object with attributes; classes, functions and modules are not."""
+    return bool(_attributes(value)) and not callable(value) and not isinstance(value, Enum)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+    named = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
+    found = {name: getattr(value, name) for name in named if hasattr(value, name)}
+    return found | getattr(value, "__dict__", {})
+
+
+def leaves(value: Any, path: str = "", _within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """All that has no parts, with its path: ``.past.layers[0].keys``."""
+    parts = children(value)
+    if parts is None:
+        yield path, value
+    elif id(value) not in _within:  # an object may point back to one that it is part of
+        for key, part in parts.items():
+            below = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
+            yield from leaves(part, below, (*_within, id(value)))
+
+
+class _Hole:
+    """Where a tensor was."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A leaf of a pytree: an object with holes in it, a hole, or anything without tensors."""
+
+    value: Any
+    holes: list[_Hole]
+    kept: dict[int, Any]  # the modules and functions that are no part of it, by id
+
+    @staticmethod
+    def of(value: Any) -> tuple[list[Any], _Part]:
+        within = {id(leaf): leaf for _, leaf in leaves(value)}
+        holes = {key: _Hole() for key, leaf in within.items() if isinstance(leaf, VARYING)}
+        kept = {key: leaf for key, leaf in within.items() if callable(leaf)} if holes else {}
+        emptied = _copied(value, kept | holes) if holes else value
+        return [within[key] for key in holes], _Part(emptied, list(holes.values()), kept)
+
+    def fill(self, tensors: Iterator[Any]) -> Any:
+        if not self.holes:
+            return self.value
+        return _copied(self.value, self.kept | {id(hole): next(tensors) for hole in self.holes})
+
+
+def _copied(value: Any, instead: dict[int, Any]) -> Any:
+    """A copy in which other objects, by the ids of those they replace, take their places."""
+    return copy.deepcopy(value, dict(instead))
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A value without its tensors."""
+
+    parts: list[_Part]
+    spec: pytree.TreeSpec
+
+    @staticmethod
+    def of(value: Any) -> tuple[list[Any], Structure]:
+        """The tensors of a value in order, and what is around them.
+
+        Those that occur several times within one object count once.
+        """
+        flat, spec = pytree.tree_flatten(value)
+        found = [_Part.of(part) for part in flat]
+        tensors = [tensor for within, _ in found for tensor in within]
+        return tensors, Structure([part for _, part in found], spec)
+
+    @property
+    def opens_objects(self) -> bool:
+        """Whether there are tensors that pytree does not see."""
+        return any(part.holes and not isinstance(part.value, _Hole) for part in self.parts)
+
+    def fill(self, tensors: Iterable[Any]) -> Any:
+        """The value again, with these in place of the tensors. Objects in it are new ones."""
+        remaining = iter(tensors)
+        return pytree.tree_unflatten([part.fill(remaining) for part in self.parts], self.spec)
