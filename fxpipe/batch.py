@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe import skip
 from fxpipe.graph import VALUE
-from fxpipe.structure import children
-from fxpipe.trace import bound_arguments
+from fxpipe.structure import Structure, children, map_tensors
+from fxpipe.trace import bound_arguments, canonical, untouched
 from passes.fakes import FakeInterpreter
 from passes.microbatch import Dims
 
@@ -31,29 +34,29 @@ def input_dims(
             dict of these by argument name, the others being inferred.
 
     Inferred is 0, except for tensors without dimensions, and those whose first has one element
-    while others have more: these are shared.
+    while others have more: these are shared. Where more than one size is left, tables of positions
+    may be among the inputs: the batch is that size which the model also takes another of, and
+    tensors of other sizes are shared.
 
     Raises:
         BatchError: if batch sizes differ, a dimension does not exist, or in_dims does not fit.
     """
     arguments = bound_arguments(model, args, kwargs).arguments
-    named = []
+    inputs = []
     for name, value in arguments.items():
         said = _of_argument(in_dims, list(arguments), name)
-        leaves = broadcast(said, value, name)
-        named += [(path, leaf, dim) for path, leaf, dim in leaves if isinstance(leaf, Tensor)]
-    sizes = {t.shape[0] for _, t, dim in named if dim is INFER and t.ndim}
-    dims = [_dim(tensor, dim, sizes) for _, tensor, dim in named]
+        tensors, structure = Structure.of(value)
+        slots = [_Slot() for _ in tensors]
+        _say(said, structure.fill(slots), name)
+        inputs += [_Input(s.path, t, s.said) for t, s in zip(tensors, slots, strict=True)]
+    sizes = {
+        each.tensor.shape[0]: None for each in inputs if each.said is INFER and each.tensor.ndim
+    }
+    dims = _batch_that_varies(model, args, kwargs, inputs, list(sizes)) or _dims(inputs, sizes)
     batches: dict[int, str] = {}
-    for (name, tensor, _), dim in zip(named, dims, strict=True):
-        if dim is None:
-            continue
-        if not -tensor.ndim <= dim < tensor.ndim:
-            raise BatchError(
-                f"in_dims says that dimension {dim} of {name} is the batch, but its shape is "
-                f"{tuple(tensor.shape)}"
-            )
-        batches.setdefault(tensor.shape[dim], f"{name} {tuple(tensor.shape)}")
+    for each, dim in zip(inputs, dims, strict=True):
+        if dim is not None:
+            batches.setdefault(each.tensor.shape[dim], f"{each.name} {tuple(each.tensor.shape)}")
     if len(batches) > 1:
         (one, first), (two, second), *_ = batches.items()
         raise BatchError(
@@ -61,10 +64,104 @@ def input_dims(
             "in_dims, with the batch dimension of each input, or None for one that all "
             "micro-batches share"
         )
+    return dims
+
+
+@dataclass(frozen=True)
+class _Input:
+    """A tensor among the inputs, and what has been said of its batch dimension."""
+
+    name: str
+    tensor: Tensor
+    said: Any
+
+    @property
+    def dim(self) -> int | None:
+        """What has been said, counted from the front."""
+        dim, ndim = self.said, self.tensor.ndim
+        if dim is None or -ndim <= dim < ndim:
+            return None if dim is None else int(dim % ndim)
+        raise BatchError(
+            f"in_dims says that dimension {dim} of {self.name} is the batch, but its shape is "
+            f"{tuple(self.tensor.shape)}"
+        )
+
+
+def _dims(inputs: Sequence[_Input], batches: Container[int]) -> list[int | None]:
+    """The first dimensions, where their size is one of these, and what has been said."""
     return [
-        dim if dim is None else dim % tensor.ndim
-        for (_, tensor, _), dim in zip(named, dims, strict=True)
+        (0 if each.tensor.ndim and each.tensor.shape[0] in batches else None)
+        if each.said is INFER
+        else each.dim
+        for each in inputs
     ]
+
+
+_FOUND: WeakKeyDictionary[nn.Module, dict[Any, list[int | None]]] = WeakKeyDictionary()
+"""What has been tried out, by the names of the tensors."""
+
+
+def _batch_that_varies(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[_Input],
+    sizes: Sequence[int],
+) -> list[int | None] | None:
+    """The batch dimensions, if there is one of the sizes of which the model also takes another.
+
+    A size of one is the batch's only if no other is, since one row may be for all.
+    """
+    found = _FOUND.setdefault(model, {})
+    key = tuple((each.name, each.tensor.ndim, each.said) for each in inputs)
+    if key in found and _agree(inputs, found[key]):
+        return found[key]
+    if len(sizes) < 2:
+        return None
+    guesses = [_dims(inputs, [size]) for size in sizes if size != 1]
+    good = [dims for dims in guesses if _takes_another_size(model, args, kwargs, inputs, dims)]
+    if not good and 1 in sizes:
+        dims = _dims(inputs, [1])
+        good = [dims] if _takes_another_size(model, args, kwargs, inputs, dims) else []
+    if len(good) != 1:
+        return None
+    found[key] = good[0]
+    return good[0]
+
+
+def _agree(inputs: Sequence[_Input], dims: Sequence[int | None]) -> bool:
+    """Whether all batch dimensions are of one size."""
+    pairs = zip(inputs, dims, strict=True)
+    return len({each.tensor.shape[dim] for each, dim in pairs if dim is not None}) == 1
+
+
+def _takes_another_size(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[_Input],
+    dims: Sequence[int | None],
+) -> bool:
+    """Whether the model runs with these dimensions halved (or doubled), and its outputs follow."""
+    if not _agree(inputs, dims):
+        return False
+    size = next(each.tensor.shape[d] for each, d in zip(inputs, dims, strict=True) if d is not None)
+    other = size // 2 if size > 1 else 2
+    remaining = iter(dims)
+
+    def resized(tensor: Tensor) -> Tensor:
+        dim = next(remaining)
+        if dim is None:
+            return tensor.clone()
+        return tensor.index_select(dim, torch.arange(other, device=tensor.device) % size)
+
+    args, kwargs = map_tensors(resized, canonical(model, args, kwargs))
+    try:
+        with untouched(model), torch.no_grad(), skip.tracking(model):
+            output = model(*args, **kwargs)
+    except Exception:  # whatever the model says of sizes that do not fit
+        return False
+    return any(isinstance(t, Tensor) and other in t.shape for t in Structure.of(output)[0])
 
 
 INFER = object()
@@ -90,13 +187,6 @@ def _of_argument(in_dims: Any, names: Sequence[str], name: str) -> Any:
     return in_dims[names.index(name)]
 
 
-def _dim(tensor: Tensor, dim: Any, sizes: set[int]) -> int | None:
-    if dim is not INFER:
-        return dim  # type: ignore[no-any-return]
-    is_shared = tensor.ndim == 0 or (tensor.shape[0] == 1 and len(sizes) > 1)
-    return None if is_shared else 0
-
-
 def broadcast(dims: Any, value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Every leaf of a value with its path, and the dimension that a prefix of its tree says."""
     parts = None if isinstance(value, _Slot) else children(value)
@@ -116,6 +206,20 @@ def broadcast(dims: Any, value: Any, path: str = "") -> Iterator[tuple[str, Any,
                 f"{dims!r} does not fit {path or 'the value'}, a {type(value).__name__} of "
                 f"{', '.join(map(str, parts))}"
             )
+
+
+class _Slot:
+    """The place of a tensor in the inputs or outputs."""
+
+    path: str = "an output"
+    said: Any = INFER
+
+
+def _say(dims: Any, value: Any, path: str) -> None:
+    """Tell each slot within a value where it is, and what a prefix of the value's tree says."""
+    for where, slot, dim in broadcast(dims, value, path):
+        if isinstance(slot, _Slot):
+            slot.path, slot.said = where, dim
 
 
 def output_dims(
@@ -144,23 +248,13 @@ def output_dims(
         node: pytree.tree_map(lambda leaf: _Slot(), one[node]) for node in output.all_input_nodes
     }
     structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))
-    out_dims = INFER if out_dims is None else out_dims
-    for path, slot, dim in broadcast(out_dims, structure, "output"):
-        if isinstance(slot, _Slot):
-            slot.path, slot.said = path, dim
+    _say(INFER if out_dims is None else out_dims, structure, "output")
     found: list[Dims] = []
     for node in output.all_input_nodes:
         leaves = [pytree.tree_leaves(values[node]) for values in (slots, one, other)]
         dims = tuple(_output_dim(*leaf) for leaf in zip(*leaves, strict=True))
         found.append(dims[0] if len(dims) == 1 else dims)
     return found
-
-
-class _Slot:
-    """The place of one leaf in the output."""
-
-    path: str = "an output"
-    said: Any = INFER
 
 
 def _values(

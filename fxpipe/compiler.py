@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 import passes as default
 from fxpipe import ops
@@ -19,6 +18,7 @@ from fxpipe.loss import Loss, LossFunction, Target
 from fxpipe.runtime.program import Program, lower
 from fxpipe.schedule import Schedule, auto, named
 from fxpipe.timelines import estimated_costs
+from fxpipe.structure import map_tensors
 from fxpipe.trace import (
     CustomTracer,
     Traced,
@@ -412,7 +412,7 @@ def _along(inputs: Any, dims: Sequence[int | None], change: Callable[[Tensor, in
         dim = next(remaining)
         return tensor if dim is None else change(tensor.detach(), dim)
 
-    return pytree.tree_map_only(Tensor, each, inputs)
+    return map_tensors(each, inputs)
 
 
 def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
@@ -477,4 +477,4 @@ def _bindings(gm: fx.GraphModule, model: nn.Module) -> list[_Binding]:
 
 def _usual(inputs: Any) -> Any:
     """The inputs, copied out of inference mode if they have been made in it."""
-    return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, inputs)
+    return map_tensors(lambda t: t.clone() if t.is_inference() else t, inputs)

@@ -8,7 +8,7 @@ has registered.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -66,15 +66,24 @@ class _Part:
 
     value: Any
     holes: list[_Hole]
+    paths: list[str]  # to the holes
     kept: dict[int, Any]  # the modules and functions that are no part of it, by id
 
     @staticmethod
     def of(value: Any) -> tuple[list[Any], _Part]:
-        within = {id(leaf): leaf for _, leaf in leaves(value)}
-        holes = {key: _Hole() for key, leaf in within.items() if isinstance(leaf, VARYING)}
-        kept = {key: leaf for key, leaf in within.items() if callable(leaf)} if holes else {}
+        within = list(leaves(value))
+        paths: dict[int, str] = {}
+        for path, leaf in within:
+            if isinstance(leaf, VARYING):
+                paths.setdefault(id(leaf), path)
+        holes = {key: _Hole() for key in paths}
+        kept = {id(leaf): leaf for _, leaf in within if callable(leaf) and holes}
         emptied = _copied(value, kept | holes) if holes else value
-        return [within[key] for key in holes], _Part(emptied, list(holes.values()), kept)
+        tensors = {id(leaf): leaf for _, leaf in within}
+        return (
+            [tensors[key] for key in paths],
+            _Part(emptied, list(holes.values()), list(paths.values()), kept),
+        )
 
     def fill(self, tensors: Iterator[Any]) -> Any:
         if not self.holes:
@@ -98,7 +107,7 @@ class Structure:
     def of(value: Any) -> tuple[list[Any], Structure]:
         """The tensors of a value in order, and what is around them.
 
-        Those that occur several times within one object count once.
+        One that occurs several times within an object counts once.
         """
         flat, spec = pytree.tree_flatten(value)
         found = [_Part.of(part) for part in flat]
@@ -110,7 +119,27 @@ class Structure:
         """Whether there are tensors that pytree does not see."""
         return any(part.holes and not isinstance(part.value, _Hole) for part in self.parts)
 
+    def paths(self) -> list[str]:
+        """Of each tensor, how it is reached."""
+        marks = [object() for part in self.parts for _ in part.holes]
+        found: dict[int, str] = {}
+        for path, leaf in leaves(self.fill(marks)):
+            found.setdefault(id(leaf), path)
+        return [found[id(mark)] for mark in marks]
+
+    def fits(self, other: Structure) -> bool:
+        """Whether they are alike but for what is constant."""
+        return self.spec == other.spec and all(
+            ours.paths == theirs.paths for ours, theirs in zip(self.parts, other.parts, strict=True)
+        )
+
     def fill(self, tensors: Iterable[Any]) -> Any:
         """The value again, with these in place of the tensors. Objects in it are new ones."""
         remaining = iter(tensors)
         return pytree.tree_unflatten([part.fill(remaining) for part in self.parts], self.spec)
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """The value with what the function makes of each of its tensors."""
+    tensors, structure = Structure.of(value)
+    return structure.fill(map(function, tensors))

@@ -107,9 +107,12 @@ def input_key(
     dtypes and all sizes but the batch's; ``shapes=False`` leaves them out, which is right for a
     "symbolic" trace.
     """
-    leaves, spec = pytree.tree_flatten(canonical(model, args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    constants = tuple(_constant_key(leaf) for leaf in leaves)
+    inputs = canonical(model, args, kwargs)
+    parts, spec = pytree.tree_flatten(inputs)
+    tensors, _ = Structure.of(inputs)
+    constants = tuple(
+        (path, type(part), _constant_key(leaf)) for part in parts for path, leaf in leaves(part)
+    )
     modules = tuple((id(m), m.training, has_hooks(m)) for m in model.modules())
     key = (spec, constants, modules, autocast_of(tensors))
     if not shapes:
@@ -187,28 +190,23 @@ class _Example:
 
     model: nn.Module
     names: list[str]  # of the tensors
-    leaves: list[Any]  # of (args, kwargs), a constant or None where a tensor was
-    spec: pytree.TreeSpec
-    positions: list[int]  # of the tensors among the leaves
+    structure: Structure  # of (args, kwargs)
     tensors: list[Tensor]
     batch_dims: list[int | None]  # of the tensors
 
     @staticmethod
     def of(model: nn.Module, args: Args, kwargs: Kwargs, batch_dims: BatchDims | None) -> _Example:
         bound = bound_arguments(model, args, kwargs)
-        paths, _ = pytree.tree_flatten_with_path(dict(bound.arguments))
-        leaves, spec = pytree.tree_flatten((bound.args, bound.kwargs))
-        positions = _tensor_positions(leaves)
-        tensors = [leaves[i].detach() for i in positions]
+        tensors, structure = Structure.of((bound.args, bound.kwargs))
         dims = _infer_batch_dims(tensors) if batch_dims is None else list(batch_dims)
         if len(dims) != len(tensors):
             raise ValueError(
                 f"batch_dims has {len(dims)} entries, but the inputs hold {len(tensors)} tensors: "
                 "give one, an int or None, for each"
             )
-        constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        names = _identifiers([pytree.keystr(paths[i][0]) for i in positions])
-        return _Example(model, names, constants, spec, positions, tensors, dims)
+        _, by_name = Structure.of(dict(bound.arguments))
+        detached = [tensor.detach() for tensor in tensors]
+        return _Example(model, _identifiers(by_name.paths()), structure, detached, dims)
 
     @property
     def batch(self) -> int | None:
@@ -231,21 +229,18 @@ class _Example:
 
     def arguments(self, tensors: Sequence[Any]) -> tuple[Args, Kwargs]:
         """The call ``(args, kwargs)`` with these in place of the tensors."""
-        leaves = list(self.leaves)
-        for position, tensor in zip(self.positions, tensors, strict=True):
-            leaves[position] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = self.structure.fill(tensors)
         return args, kwargs
 
     def binder(self) -> Callable[[Args, Kwargs], list[Any]]:
         """``Traced.bind``; it does not keep the example's tensors alive."""
-        model, spec, positions = self.model, self.spec, self.positions
+        model, structure = self.model, self.structure
 
         def bind(args: Args, kwargs: Kwargs) -> list[Any]:
-            leaves, other_spec = pytree.tree_flatten(canonical(model, args, kwargs))
-            if other_spec != spec or positions != _tensor_positions(leaves):
+            tensors, other = Structure.of(canonical(model, args, kwargs))
+            if not structure.fits(other):
                 raise TypeError("these inputs are built otherwise than the model was traced with")
-            return [leaves[position] for position in positions]
+            return tensors
 
         return bind
 
@@ -299,10 +294,6 @@ def bound_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> inspect.Bou
         raise TypeError(f"{type(model).__name__}.forward(): {error}") from None
 
 
-def _tensor_positions(leaves: Sequence[Any]) -> list[int]:
-    return [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
 
@@ -349,14 +340,12 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: _Example) -> None:
         )
     if example.batch == 0:
         raise TraceError("the example batch is empty: give one with two rows or more")
-    for leaf in example.leaves:
-        # A graph would keep such tensors as constants, and repeat them at every call.
-        inner = getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, type) else ()
-        is_array = getattr(leaf, "ndim", 0) > 0
-        if is_array or any(isinstance(value, Tensor) for value in inner):
+    for _, leaf in leaves(example.arguments(example.tensors)):
+        # A graph would keep an array as a constant, and repeat it at every call.
+        if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
             raise TraceError(
-                f"an input is a {type(leaf).__name__}, whose tensors a graph cannot see: pass "
-                "tensors, or make it known with torch.export.register_dataclass or as a pytree node"
+                f"an input is a {type(leaf).__name__}, whose values a graph cannot see: pass it as "
+                "a tensor"
             )
 
 
@@ -795,11 +784,11 @@ def _check_gradients(example: _Example, references: list[_Reference], traced: Tr
 
 def _difference(expected: Any, actual: Any, tolerance: float) -> str | None:
     """How two values of any structure differ; None if they do not."""
-    leaves, spec = pytree.tree_flatten(expected)
+    parts, spec = pytree.tree_flatten(expected)
     others, other_spec = pytree.tree_flatten(actual)
     if spec != other_spec:
         return f"{_structure(actual)} in place of {_structure(expected)}"
-    for leaf, other in zip(leaves, others, strict=True):
+    for leaf, other in zip(parts, others, strict=True):
         difference = _leaf_difference(leaf, other, tolerance)
         if difference:
             return difference

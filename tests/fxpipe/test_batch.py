@@ -14,6 +14,16 @@ class Takes(nn.Module):
         return x
 
 
+class Adds(nn.Module):
+    def forward(self, x, y):
+        return x + y
+
+
+class Pairs(nn.Module):
+    def forward(self, x, y):
+        return x @ y.t()
+
+
 def dims(*args, in_dims=None, **kwargs):
     return input_dims(Takes(), args, kwargs, in_dims)
 
@@ -31,6 +41,24 @@ def test_what_has_no_dimension_or_one_row_for_all_is_shared():
     assert dims(t(1, 3), t(1, 2)) == [0, 0], "all have one row: it is the batch"
 
 
+def test_a_table_for_all_rows_is_found_by_trying_out_another_batch_size():
+    class Looks(nn.Module):
+        def forward(self, x, *, table):
+            return x + table.view(-1)[:3] if table.shape == (5, 3) else x @ table.t() @ "fails"
+
+    model = Looks()
+    assert input_dims(model, (t(4, 3),), {"table": t(5, 3)}) == [0, None]
+    assert input_dims(model, (t(1, 3),), {"table": t(5, 3)}) == [0, None], "remembered"
+    assert input_dims(Looks(), (t(1, 3),), {"table": t(5, 3)}) == [0, None], "a batch of one"
+    assert input_dims(model, (t(5, 3),), {"table": t(5, 3)}) == [0, None], "remembered"
+
+
+def test_where_the_model_takes_other_sizes_of_each_nothing_is_guessed():
+    with pytest.raises(BatchError, match=r"4 in x \(4, 3\), 5 in y \(5, 3\)"):
+        input_dims(Pairs(), (t(4, 3), t(5, 3)), {})
+    assert input_dims(Pairs(), (t(4, 3), t(5, 3)), {}, in_dims=(0, None)) == [0, None]
+
+
 def test_in_dims_say_otherwise():
     assert dims(t(3, 4), t(4, 3), in_dims=(1, 0)) == [1, 0]
     assert dims(t(3, 4), t(5, 4), in_dims=-1) == [1, 1]
@@ -43,7 +71,7 @@ def test_in_dims_say_otherwise():
     ("call", "message"),
     [
         (
-            lambda: dims(t(4, 3), t(5, 3)),
+            lambda: input_dims(Adds(), (t(4, 3), t(5, 3)), {}),
             r"batch size differs between inputs: 4 in x \(4, 3\), 5 in y \(5, 3\); give in_dims",
         ),
         (lambda: dims(t(4), t(4), in_dims=(0,)), r"1 entries for 2 arguments \(x, y\)"),

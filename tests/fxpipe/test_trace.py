@@ -338,17 +338,30 @@ def test_an_error_of_the_model_is_passed_on() -> None:
         trace(MLP(), (x(4, 9),))
 
 
-def test_inputs_whose_tensors_are_hidden_are_refused() -> None:
-    class Box:
-        def __init__(self, value: Tensor) -> None:
-            self.value = value
+class Box:
+    def __init__(self, value: Tensor, scale: float = 2.0) -> None:
+        self.value, self.scale = value, scale
 
-    class Unboxes(nn.Module):
-        def forward(self, box: Box) -> Tensor:
-            return box.value * 2
 
-    with pytest.raises(TraceError, match="an input is a Box"):
-        trace(Unboxes(), (Box(x()),))
+@BOTH
+def test_objects_of_any_class_are_inputs_and_outputs(tracer: str) -> None:
+    class Reboxes(nn.Module):
+        def forward(self, box: Box) -> dict[str, Any]:
+            return {"box": Box(box.value * box.scale, box.scale)}
+
+    traced = trace(Reboxes(), (Box(x()),), tracer=tracer)
+    assert placeholders(traced) == ["box_value"]
+    given = Box(x(3))
+    output = run(traced, given)["box"]
+    assert type(output) is Box and output.scale == 2.0
+    assert torch.equal(output.value, x(3) * 2) and output.value is not given.value
+    one, two = (input_key(Reboxes(), (Box(x(), scale),), {}) for scale in (2.0, 3.0))
+    assert one != two, "what is not a tensor is constant"
+
+
+def test_an_array_is_no_input() -> None:
+    with pytest.raises(TraceError, match="an input is a ndarray, whose values a graph cannot see"):
+        trace(MLP(), (x().numpy(),))
 
 
 def test_a_lazy_model_is_refused() -> None:
