@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test check wheel benchmarks clean
+.PHONY: demo test zoo check wheel benchmarks clean
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -20,6 +20,10 @@ demo: .venv/.demo
 
 test: .venv/.test
 	$(BIN)/python -m pytest --numprocesses auto
+
+# every model of tests/models; writes the tables of results
+zoo: .venv/.test
+	$(BIN)/python -m tests.models.table
 
 check: .venv/.test
 	$(BIN)/ruff check .

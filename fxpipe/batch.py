@@ -147,21 +147,27 @@ def _takes_another_size(
         return False
     size = next(each.tensor.shape[d] for each, d in zip(inputs, dims, strict=True) if d is not None)
     other = size // 2 if size > 1 else 2
-    remaining = iter(dims)
 
-    def resized(tensor: Tensor) -> Tensor:
-        dim = next(remaining)
-        if dim is None:
-            return tensor.clone()
-        return tensor.index_select(dim, torch.arange(other, device=tensor.device) % size)
+    def shapes(batch: int) -> list[torch.Size]:
+        remaining = iter(dims)
 
-    args, kwargs = map_tensors(resized, canonical(model, args, kwargs))
-    try:
+        def resized(tensor: Tensor) -> Tensor:
+            dim = next(remaining)
+            rows = torch.arange(batch, device=tensor.device) % size
+            return tensor.clone() if dim is None else tensor.index_select(dim, rows)
+
+        some, named = map_tensors(resized, canonical(model, args, kwargs))
         with untouched(model), torch.no_grad(), skip.tracking(model):
-            output = model(*args, **kwargs)
+            outputs, _ = Structure.of(model(*some, **named))
+        return [tensor.shape for tensor in outputs]
+
+    try:
+        pairs = zip(shapes(size), shapes(other), strict=True)
+        return any(
+            (one, two) == (size, other) for a, b in pairs for one, two in zip(a, b, strict=True)
+        )
     except Exception:  # whatever the model says of sizes that do not fit
         return False
-    return any(isinstance(t, Tensor) and other in t.shape for t in Structure.of(output)[0])
 
 
 INFER = object()
@@ -302,8 +308,9 @@ def _output_dim(slot: _Slot, one: Any, other: Any) -> int | None:
     shape = tuple(one.shape)
     if differing:
         raise BatchError(
-            f"dimensions {differing} of {slot.path}, {shape}, all depend on the batch size: "
-            "micro-batches cannot be put together; use chunks=1"
+            f"dimensions {differing} of {slot.path}, {shape}, all depend on the batch size, and "
+            "what a pipeline computes is that of each micro-batch by itself: give out_dims with one of "
+            "these dimensions for it, to join them along that, or chunks=1"
         )
     raise BatchError(
         f"{slot.path} has shape {shape} whatever the batch size, so it is not clear what to make "

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 # The pytree that torch.export and Hugging Face register their types with.
@@ -73,6 +74,8 @@ class Traced:
     """The graph's output as the model's own structure."""
     largest_batch: int = sys.maxsize
     """Beyond it the model takes another branch, which the graph has not."""
+    warning: str = ""
+    """What to say besides if the graph turns out not to be the model."""
 
 
 def canonical(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -165,13 +168,15 @@ def _trace(
 
     reasons = []
     for name, front_end in front_ends.items():
+        warning = ""
         try:
             traced = front_end(example)
+            warning = traced.warning
             _check(example, references, traced, 0.0 if name == "symbolic" else EXPORT_TOLERANCE)
             _check_gradients(example, references, traced)
             return traced
         except Exception as error:  # a front end runs the model's code: anything may come out
-            reasons.append(f"  {name}: {_sentence(error)}")
+            reasons.append(f"  {name}: {_sentence(error)}{warning}")
             last = error
     raise TraceError(
         f"no front end can trace {type(model).__name__}:\n"
@@ -556,6 +561,7 @@ def _export(example: _Example) -> Traced:
         torch.inference_mode(False),
         torch.enable_grad(),
         _silent(),
+        _conversions_only_where_needed(),
     ):
         program = torch.export.export(
             _OnTensors(example, structures.append),
@@ -566,7 +572,8 @@ def _export(example: _Example) -> Traced:
     largest = _largest_batch(program, example.batch or 0)
     exported = program.module(check_guards=False)
     graph_module = _on_the_model(exported, example)
-    return Traced(graph_module, "export", example.binder(), structures[-1].fill, largest)
+    warning = _fixed_batch(program)
+    return Traced(graph_module, "export", example.binder(), structures[-1].fill, largest, warning)
 
 
 @contextmanager
@@ -585,6 +592,30 @@ def _silent() -> Iterator[None]:
             logger.disabled = disabled
 
 
+@contextmanager
+def _conversions_only_where_needed() -> Iterator[None]:
+    """A module that is converted to the dtype and device that it has is left alone.
+
+    Otherwise its parameters, which export has replaced by fakes, would be replaced again.
+    """
+    original = nn.Module._apply
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = (*self.parameters(recurse), *self.buffers(recurse))
+        kinds = {
+            (t.dtype, t.device): fn(torch.empty(0, dtype=t.dtype, device=t.device)) for t in tensors
+        }
+        if all((t.dtype, t.device) == kind for kind, t in kinds.items()):
+            return self
+        return original(self, fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
+
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
 def _largest_batch(program: torch.export.ExportedProgram, batch: int) -> int:
     """The largest batch that the graph is for: a model that branches on its batch size is exported
     as one branch. Raises ``_Refused`` if that does not hold for all smaller ones too."""
@@ -600,6 +631,18 @@ def _largest_batch(program: torch.export.ExportedProgram, batch: int) -> int:
             )
         largest = min(largest, upper)
     return largest
+
+
+def _fixed_batch(program: torch.export.ExportedProgram) -> str:
+    """Where the model made a constant of its batch size, "" if it did not."""
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    for guard in getattr(mode and mode.shape_env, "guards", ()):
+        size = guard.expr.args[-1] if guard.expr.is_Equality else None
+        frame = guard.sloc.framework_loc
+        if getattr(size, "is_Integer", False) and isinstance(frame, traceback.FrameSummary):
+            return f"; the batch size is fixed at {size} by {_at(frame)}"
+    return ""
 
 
 def _on_the_model(exported: fx.GraphModule, example: _Example) -> fx.GraphModule:
@@ -844,6 +887,8 @@ def _sentence(error: BaseException) -> str:
         if not frame.filename.startswith(not_the_model) and frame.line
     ]
     text = _first_line(error)
-    if not frames:
-        return text
-    return f"{text} (at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})"
+    return f"{text} (at {_at(frames[-1])})" if frames else text
+
+
+def _at(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno}: {frame.line}"

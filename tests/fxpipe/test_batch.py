@@ -53,6 +53,14 @@ def test_a_table_for_all_rows_is_found_by_trying_out_another_batch_size():
     assert input_dims(model, (t(5, 3),), {"table": t(5, 3)}) == [0, None], "remembered"
 
 
+def test_a_table_of_which_less_is_needed_is_no_batch():
+    class Cuts(nn.Module):
+        def forward(self, x, table):
+            return x + table[:3, 0]
+
+    assert input_dims(Cuts(), (t(4, 3), t(6, 2)), {}) == [0, None]
+
+
 def test_where_the_model_takes_other_sizes_of_each_nothing_is_guessed():
     with pytest.raises(BatchError, match=r"4 in x \(4, 3\), 5 in y \(5, 3\)"):
         input_dims(Pairs(), (t(4, 3), t(5, 3)), {})

@@ -1,0 +1,186 @@
+"""One model of the zoo against the loop over its micro-batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from tests.models.registry import Entry
+from tests.zoo import parts
+
+STAGES, CHUNKS, BATCH = 4, 3, 6
+CASES = [(training, mode) for training in (True, False) for mode in ("never", "always")]
+"""Train or eval mode, and when to checkpoint."""
+
+TOLERANCE = 1e-5  # relative; for models that torch.export has traced
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of one model in one case."""
+
+    front_end: str
+    nodes: int  # of the model graph
+    skips: int
+    difference: float  # the largest, relative to the largest value of what is compared
+    compile_s: float
+
+    @property
+    def is_good(self) -> bool:
+        """As near as the front end promises."""
+        return self.difference <= (0.0 if self.front_end == "symbolic" else TOLERANCE)
+
+
+@dataclass(frozen=True)
+class Step:
+    """All that a forward and a backward leave behind, on the CPU, by name."""
+
+    outputs: dict[str, Any]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Bits are compared: the same number of intra-op threads everywhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def compare(entry: Entry, training: bool, checkpoint: str) -> Result:
+    """Run a model as a pipeline and in a loop, and look for differences.
+
+    Raises:
+        AssertionError: for outputs of another structure, or gradients in other places.
+        What the model or ``fxpipe`` raise.
+    """
+    with one_thread():
+        torch.manual_seed(0)
+        inputs = entry.inputs(BATCH)
+        model = _build(entry, training)
+        pipe = fxpipe.compile(
+            model, ["cpu"] * STAGES, chunks=CHUNKS, checkpoint=checkpoint, **entry.options
+        )
+        with pipe:
+            start = time.perf_counter()
+            pipe.prepare(**inputs)
+            compile_s = time.perf_counter() - start
+            actual = _step(model, lambda: [pipe(**inputs)])
+            plain = _build(entry, training)
+            expected = _step(plain, lambda: [plain(**part) for part in micro_batches(inputs)])
+            mode, _ = pipe._last()
+            return Result(
+                front_end=mode.traced.front_end,
+                nodes=len(pipe.model_graph.graph.nodes),
+                skips=len(pipe.skip_layout.skips),
+                difference=difference(expected, actual),
+                compile_s=compile_s,
+            )
+
+
+def _build(entry: Entry, training: bool) -> nn.Module:
+    torch.manual_seed(1)
+    return entry.build().train(training)
+
+
+def micro_batches(inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The inputs, cut as a pipeline cuts them: what has no row for each is in all of them."""
+    for i in range(CHUNKS):
+        yield pytree.tree_map_only(
+            Tensor, lambda t, i=i: parts(t, CHUNKS)[i] if t.shape[0] == BATCH else t, inputs
+        )
+
+
+def _step(model: nn.Module, run: Any) -> Step:
+    """A forward of the micro-batches, and the backward of them, the last one first."""
+    torch.manual_seed(2)
+    outputs = run()
+    named = [_leaves(output) for output in outputs]
+    gathered: dict[str, Any] = {}
+    cut: list[dict[str, Tensor]] = [{} for _ in outputs]
+    for name, leaf in named[0].items():
+        if not isinstance(leaf, Tensor):
+            gathered[name] = leaf
+            continue
+        leaves = [output[name] for output in named]
+        for part, tensor in zip(cut, leaves, strict=True):
+            part[name] = tensor.detach().requires_grad_(tensor.requires_grad)
+        whole = [part[name] for part in cut]
+        gathered[name] = torch.cat(whole) if leaf.ndim else torch.stack(whole).mean(0)
+    loss = [torch.sin(t).sum() for t in gathered.values() if _is_differentiable(t)]
+    if loss:
+        torch.stack(loss).sum().backward()
+    for output, part in zip(reversed(named), reversed(cut), strict=True):
+        pairs = [(output[name], t.grad) for name, t in part.items() if t.grad is not None]
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True))
+    return Step(
+        {k: v.detach() if isinstance(v, Tensor) else v for k, v in gathered.items()},
+        {name: p.grad for name, p in model.named_parameters()},
+        dict(model.named_buffers()),
+    )
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _leaves(value: Any, path: str = "output") -> dict[str, Any]:
+    """All that an output holds, by where it is; objects are opened."""
+    if isinstance(value, Mapping):
+        children = {f"{path}.{key}": child for key, child in value.items()}
+    elif isinstance(value, list | tuple):
+        children = {f"{path}[{i}]": child for i, child in enumerate(value)}
+    elif hasattr(value, "__dict__") and not isinstance(value, Tensor | type):
+        children = {f"{path}.{key}": child for key, child in vars(value).items()}
+    else:
+        return {path: value}
+    return {k: leaf for key, child in children.items() for k, leaf in _leaves(child, key).items()}
+
+
+def difference(expected: Step, actual: Step) -> float:
+    """The largest, relative to the largest of the outputs, of the gradients, of the buffers."""
+    worst = 0.0
+    for ours, theirs in (
+        (actual.outputs, expected.outputs),
+        (actual.gradients, expected.gradients),
+        (actual.buffers, expected.buffers),
+    ):
+        assert list(ours) == list(theirs), f"{list(ours)} in place of {list(theirs)}"
+        scale = max((_largest(t) for t in theirs.values() if isinstance(t, Tensor)), default=0.0)
+        for name, value in theirs.items():
+            other = ours[name]
+            assert type(other) is type(value), f"{name}: {type(other)} in place of {type(value)}"
+            if isinstance(value, Tensor):
+                assert other.dtype == value.dtype and other.shape == value.shape, name
+                worst = max(worst, _apart(value, other, scale))
+            else:
+                assert other == value, f"{name}: {other!r} in place of {value!r}"
+    return worst
+
+
+def _largest(tensor: Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    return float(torch.nan_to_num(tensor.detach().abs().double(), posinf=0.0).max())
+
+
+def _apart(expected: Tensor, actual: Tensor, scale: float) -> float:
+    if torch.equal(expected, actual) or not expected.numel():
+        return 0.0
+    apart = (expected.detach().to(torch.complex128) - actual.detach().to(torch.complex128)).abs()
+    same = (expected == actual) | (expected.isnan() & actual.isnan())
+    apart = apart.masked_fill(same, 0.0).nan_to_num(nan=torch.inf)
+    return float(apart.max()) / (scale or 1.0)

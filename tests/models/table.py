@@ -1,0 +1,190 @@
+"""Compile the whole zoo, and write down what came of it.
+
+``python -m tests.models.table`` takes all models; names after it take these, and write nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import textwrap
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import groupby
+from multiprocessing import get_context
+from pathlib import Path
+
+import click
+
+from tests.models.compare import CASES, Result, compare
+from tests.models.registry import Entry, entries
+
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("results.md")
+LIBRARIES = "torch", "transformers", "diffusers", "monai"
+START, END = "<!-- the zoo: written by python -m tests.models.table -->", "<!-- /the zoo -->"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one model, in all its cases."""
+
+    name: str
+    results: dict[tuple[bool, str], Result]
+    errors: dict[tuple[bool, str], str]  # by case: the message that a user gets
+
+    @property
+    def bad(self) -> list[tuple[bool, str]]:
+        """The cases that did not work, or not well enough."""
+        return [c for c in CASES if c in self.errors or not self.results[c].is_good]
+
+    def says(self, case: tuple[bool, str]) -> str:
+        """What went wrong."""
+        if case in self.errors:
+            return self.errors[case]
+        return f"differs by {self.results[case].difference:.1e}"
+
+
+def run(name: str) -> Row:
+    """One model in all its cases. Whatever goes wrong is a result too."""
+    entry, results, errors = entries()[name], {}, {}
+    for case in CASES:
+        try:
+            results[case] = compare(entry, *case)
+        except Exception as error:
+            errors[case] = f"{type(error).__name__}: {error}"
+    return Row(name, results, errors)
+
+
+def _quiet() -> None:
+    """The libraries have much to say of their defaults."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+def run_all(names: Iterable[str], workers: int) -> Iterator[Row]:
+    """Models in several processes; rows in the order of the names."""
+    with ProcessPoolExecutor(workers, get_context("spawn"), _quiet) as pool:
+        yield from pool.map(run, names)
+
+
+# ------------------------------------------------------------------------------------------- words
+
+
+def called(case: tuple[bool, str]) -> str:
+    """A case in words."""
+    training, mode = case
+    return f"{'train' if training else 'eval'}, checkpoint {mode}"
+
+
+def short(message: str) -> str:
+    """A message without this machine's paths, fit for a cell."""
+    message = re.sub(r"/\S*/site-packages/", "", message)
+    return " ".join(message.split()).replace("|", "\\|")
+
+
+def line(entry: Entry, row: Row) -> str:
+    """A row of the full table."""
+    results = row.results.values()
+    ends = ", ".join(sorted({result.front_end for result in results}))
+    nodes, skips = (max((getattr(r, k) for r in results), default=0) for k in ("nodes", "skips"))
+    difference = max((result.difference for result in results), default=0.0)
+    seconds = max((result.compile_s for result in results), default=0.0)
+    good = f"{len(CASES) - len(row.bad)} of {len(CASES)}"
+    apart = f"{difference:.0e}" if difference else "0"
+    numbers = (ends, nodes, skips, apart, f"{seconds:.1f}") if results else ("",) * 5
+    cells = (entry.name, entry.library, entry.family, *numbers, good)
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def failures(rows: Iterable[Row]) -> Iterator[str]:
+    """For each message that a user gets, the models and cases that give it."""
+    for row in rows:
+        by_message: dict[str, list[str]] = {}
+        for case in row.bad:
+            by_message.setdefault(short(row.says(case)), []).append(called(case))
+        for message, cases in by_message.items():
+            where = "" if len(cases) == len(CASES) else f" ({'; '.join(cases)})"
+            yield f"- **{row.name}**{where}: {message}"
+
+
+def results_page(rows: list[Row], minutes: float) -> str:
+    """The full table."""
+    known = entries()
+    libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    text = textwrap.dedent("""\
+        # The zoo
+
+        Written by `python -m tests.models.table`. Every model is small, has random weights and no
+        dropout, and is compiled for four stages on the CPU with three micro-batches: in train and
+        in eval mode, with checkpoint "never" and "always". Outputs, every gradient and every buffer
+        are compared with a loop over the micro-batches. With the symbolic front end they have to be
+        the same bits; with `torch.export` they may be apart by 1e-5 of the largest output, gradient
+        or buffer.
+
+        """)
+    text += f"{libraries}; {minutes:.0f} minutes on two cores.\n\n"
+    heads = "model, library, family, front end, nodes, skips, difference, compile s, good".split(
+        ", "
+    )
+    text += f"| {' | '.join(heads)} |\n| {'--- | ' * 4}{'---: | ' * 5}\n".replace(" \n", "\n")
+    text += "\n".join(line(known[row.name], row) for row in rows) + "\n"
+    bad = list(failures(rows))
+    if bad:
+        text += "\n## What does not work, and what a user is told\n\n" + "\n".join(bad) + "\n"
+    return text
+
+
+def summary(rows: list[Row]) -> str:
+    """The table of the README: a line for each family."""
+    known = entries()
+    good = sum(not row.bad for row in rows)
+    text = f"{good} of {len(rows)} work in all cases; struck out are those that do not.\n\n"
+    text += "| library | family | models |\n| --- | --- | --- |\n"
+    groups = groupby(rows, lambda row: (known[row.name].library, known[row.name].family))
+    for (library, family), members in groups:
+        names = (f"~~{row.name}~~" if row.bad else row.name for row in members)
+        text += f"| {library} | {family} | {', '.join(map(_model, names))} |\n"
+    return text
+
+
+HEADS = r"(For(?!mer)[A-Z]\w+|LMHeadModel|MTModel|Transformer[23]DModel|(?<=\w{3})Model)(?=~*$)"
+
+
+def _model(name: str) -> str:
+    """A name without what the model is for: BertForMaskedLM is a Bert."""
+    return re.sub(HEADS, "", name)
+
+
+def write(rows: list[Row], minutes: float) -> None:
+    """Into the page of results, and into the README."""
+    TABLE.write_text(results_page(rows, minutes))
+    readme = ROOT / "README.md"
+    before, _, rest = readme.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    readme.write_text(f"{before}{START}\n{summary(rows)}{END}{after}")
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--workers", default=os.cpu_count() or 1, help="Processes to run at the same time.")
+def main(names: tuple[str, ...], workers: int) -> None:
+    """Compile the models of the zoo, and write tests/models/results.md and the README's table."""
+    _quiet()
+    start, rows, known = time.perf_counter(), [], entries()
+    for row in run_all(names or known, workers):
+        rows.append(row)
+        print(line(known[row.name], row), *failures([row]), sep="\n", flush=True)
+    minutes = (time.perf_counter() - start) / 60
+    if not names:
+        write(rows, minutes)
+    print(f"{sum(not row.bad for row in rows)} of {len(rows)} in {minutes:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()
