@@ -309,8 +309,8 @@ def _output_dim(slot: _Slot, one: Any, other: Any) -> int | None:
     if differing:
         raise BatchError(
             f"dimensions {differing} of {slot.path}, {shape}, all depend on the batch size, and "
-            "what a pipeline computes is that of each micro-batch by itself: give out_dims with one of "
-            "these dimensions for it, to join them along that, or chunks=1"
+            "what a pipeline computes is that of each micro-batch by itself: give out_dims with one "
+            "of these dimensions for it, to join them along that, or chunks=1"
         )
     raise BatchError(
         f"{slot.path} has shape {shape} whatever the batch size, so it is not clear what to make "
