@@ -52,19 +52,22 @@ def input_dims(
     sizes = {
         each.tensor.shape[0]: None for each in inputs if each.said is INFER and each.tensor.ndim
     }
-    dims = _batch_that_varies(model, args, kwargs, inputs, list(sizes)) or _dims(inputs, sizes)
-    batches: dict[int, str] = {}
-    for each, dim in zip(inputs, dims, strict=True):
-        if dim is not None:
-            batches.setdefault(each.tensor.shape[dim], f"{each.name} {tuple(each.tensor.shape)}")
-    if len(batches) > 1:
-        (one, first), (two, second), *_ = batches.items()
-        raise BatchError(
-            f"the batch size differs between inputs: {one} in {first}, {two} in {second}; give "
-            "in_dims, with the batch dimension of each input, or None for one that all "
-            "micro-batches share"
-        )
-    return dims
+    guesses = _guesses(model, args, kwargs, inputs, sizes)
+    if len(guesses) == 1 and _agree(inputs, guesses[0]):
+        return guesses[0]
+    rows: dict[int, str] = {}
+    for each, dim in zip(inputs, _dims(inputs, sizes), strict=True):
+        if dim is not None and (each.tensor.shape[dim] != 1 or each.said is not INFER):
+            rows.setdefault(each.tensor.shape[dim], f"{each.name} {tuple(each.tensor.shape)}")
+    (one, first), (two, second), *_ = rows.items()
+    tried = {0: ", and the model takes no other size of either", 1: ""}.get(
+        len(guesses), ", and the model takes other sizes of both"
+    )
+    raise BatchError(
+        f"the batch size differs between inputs: {one} in {first}, {two} in {second}{tried}; give "
+        "in_dims, with the batch dimension of each input, or None for one that all micro-batches "
+        "share"
+    )
 
 
 @dataclass(frozen=True)
@@ -101,38 +104,42 @@ _FOUND: WeakKeyDictionary[nn.Module, dict[Any, list[int | None]]] = WeakKeyDicti
 """What has been tried out, by the names of the tensors."""
 
 
-def _batch_that_varies(
+def _guesses(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     inputs: Sequence[_Input],
-    sizes: Sequence[int],
-) -> list[int | None] | None:
-    """The batch dimensions, if there is one of the sizes of which the model also takes another.
+    sizes: dict[int, None],
+) -> list[list[int | None]]:
+    """What the batch dimensions may be.
 
-    A size of one is the batch's only if no other is, since one row may be for all.
+    Where first dimensions have several sizes, those of which the model also takes another. One row
+    may be for all, so a size of one is the batch's only if no other is.
     """
     found = _FOUND.setdefault(model, {})
     key = tuple((each.name, each.tensor.ndim, each.said) for each in inputs)
     if key in found and _agree(inputs, found[key]):
-        return found[key]
-    if len(sizes) < 2:
-        return None
-    guesses = [_dims(inputs, [size]) for size in sizes if size != 1]
-    good = [dims for dims in guesses if _takes_another_size(model, args, kwargs, inputs, dims)]
-    if not good and 1 in sizes:
-        dims = _dims(inputs, [1])
-        good = [dims] if _takes_another_size(model, args, kwargs, inputs, dims) else []
-    if len(good) != 1:
-        return None
-    found[key] = good[0]
-    return good[0]
+        return [found[key]]
+    many = [size for size in sizes if size != 1]
+    plain = _dims(inputs, many or sizes)
+    if many == list(sizes) and len(many) < 2:
+        return [plain]
+    good: list[list[int | None]] = []
+    for some in (many, [1]):
+        guesses = [_dims(inputs, [size]) for size in some if size in sizes]
+        good = good or [g for g in guesses if _takes_another_size(model, args, kwargs, inputs, g)]
+    if len(good) == 1:
+        found[key] = good[0]
+    elif len(many) == 1:  # nothing speaks against it
+        found[key] = plain
+        return [plain]
+    return good
 
 
 def _agree(inputs: Sequence[_Input], dims: Sequence[int | None]) -> bool:
     """Whether all batch dimensions are of one size."""
     pairs = zip(inputs, dims, strict=True)
-    return len({each.tensor.shape[dim] for each, dim in pairs if dim is not None}) == 1
+    return len({each.tensor.shape[dim] for each, dim in pairs if dim is not None}) <= 1
 
 
 def _takes_another_size(
@@ -143,9 +150,10 @@ def _takes_another_size(
     dims: Sequence[int | None],
 ) -> bool:
     """Whether the model runs with these dimensions halved (or doubled), and its outputs follow."""
-    if not _agree(inputs, dims):
+    pairs = zip(inputs, dims, strict=True)
+    size = next((each.tensor.shape[d] for each, d in pairs if d is not None), 0)
+    if not size or not _agree(inputs, dims):
         return False
-    size = next(each.tensor.shape[d] for each, d in zip(inputs, dims, strict=True) if d is not None)
     other = size // 2 if size > 1 else 2
 
     def shapes(batch: int) -> list[torch.Size]:
@@ -162,9 +170,10 @@ def _takes_another_size(
         return [tensor.shape for tensor in outputs]
 
     try:
-        pairs = zip(shapes(size), shapes(other), strict=True)
         return any(
-            (one, two) == (size, other) for a, b in pairs for one, two in zip(a, b, strict=True)
+            (one, two) == (size, other)
+            for shape, another in zip(shapes(size), shapes(other), strict=True)
+            for one, two in zip(shape, another, strict=True)
         )
     except Exception:  # whatever the model says of sizes that do not fit
         return False
@@ -255,10 +264,11 @@ def output_dims(
     }
     structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))
     _say(INFER if out_dims is None else out_dims, structure, "output")
+    has_batch = any(dim is not None for dim in in_dims)  # else there is one micro-batch
     found: list[Dims] = []
     for node in output.all_input_nodes:
         leaves = [pytree.tree_leaves(values[node]) for values in (slots, one, other)]
-        dims = tuple(_output_dim(*leaf) for leaf in zip(*leaves, strict=True))
+        dims = tuple(_output_dim(*leaf, has_batch=has_batch) for leaf in zip(*leaves, strict=True))
         found.append(dims[0] if len(dims) == 1 else dims)
     return found
 
@@ -281,7 +291,7 @@ def _values(
     return {node: interpreter.env[node] for node in gm.graph.output_node().all_input_nodes}
 
 
-def _output_dim(slot: _Slot, one: Any, other: Any) -> int | None:
+def _output_dim(slot: _Slot, one: Any, other: Any, *, has_batch: bool) -> int | None:
     if not isinstance(one, Tensor):
         if any(isinstance(each, Tensor) for each in getattr(one, "__dict__", {}).values()):
             raise BatchError(
@@ -300,7 +310,7 @@ def _output_dim(slot: _Slot, one: Any, other: Any) -> int | None:
                 f"out_dims says {slot.said} for {slot.path}, whose shape is {tuple(one.shape)}"
             )
         return None if slot.said is None else slot.said % one.ndim
-    if one.ndim == 0:
+    if one.ndim == 0 or not has_batch:
         return None
     differing = [i for i in range(one.ndim) if one.shape[i] != other.shape[i]]
     if len(differing) == 1:
@@ -309,8 +319,8 @@ def _output_dim(slot: _Slot, one: Any, other: Any) -> int | None:
     if differing:
         raise BatchError(
             f"dimensions {differing} of {slot.path}, {shape}, all depend on the batch size, and "
-            "what a pipeline computes is that of each micro-batch by itself: give out_dims with one "
-            "of these dimensions for it, to join them along that, or chunks=1"
+            "what a pipeline computes is that of each micro-batch by itself: give out_dims with "
+            "one of these dimensions for it, to join them along that, or chunks=1"
         )
     raise BatchError(
         f"{slot.path} has shape {shape} whatever the batch size, so it is not clear what to make "

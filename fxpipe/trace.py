@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.parameter import is_lazy
 
 # The pytree that torch.export and Hugging Face register their types with.
@@ -91,7 +92,7 @@ def autocast_of(tensors: Sequence[Tensor]) -> tuple[torch.dtype | None, ...]:
     """The autocast dtype, or None, of each kind of device that the tensors are on."""
     return tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in sorted({tensor.device.type for tensor in tensors})
+        for kind in sorted({tensor.device.type for tensor in tensors} - {"meta"})
     )
 
 
@@ -164,7 +165,11 @@ def _trace(
     example = _Example.of(model, args, kwargs, batch_dims)
     front_ends = _front_ends(tracer)
     _refuse_what_cannot_be_traced(model, example)
-    references = _references(example)
+    try:
+        references = _references(example)
+    except Exception as error:
+        _explain_several_devices(model, error)
+        raise
 
     reasons = []
     for name, front_end in front_ends.items():
@@ -338,6 +343,20 @@ def _identifiers(paths: Sequence[str]) -> list[str]:
 
 
 def _refuse_what_cannot_be_traced(model: nn.Module, example: _Example) -> None:
+    own = dict((*model.named_parameters(), *model.named_buffers()))
+    unset = [name for name, tensor in own.items() if tensor.is_meta]
+    if unset:
+        others = f" and {len(unset) - 1} others" if len(unset) > 1 else ""
+        raise TraceError(
+            f"{type(model).__name__} has parameters without values ({unset[0]}{others}): "
+            'they are on the device "meta"; load the model, say by model.to_empty(device="cpu") and '
+            "load_state_dict(), ahead of compiling it"
+        )
+    for name, tensor in zip(example.names, example.tensors, strict=True):
+        if tensor.is_meta:
+            raise TraceError(
+                f'the input {name} has no values: it is on the device "meta"; give one that has'
+            )
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise TraceError(
             f"{type(model).__name__} has parameters without a shape: run it once, so that its lazy "
@@ -352,6 +371,20 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: _Example) -> None:
                 f"an input is a {type(leaf).__name__}, whose values a graph cannot see: pass it as "
                 "a tensor"
             )
+
+
+def _explain_several_devices(model: nn.Module, error: Exception) -> None:
+    """Raise ``TraceError`` where a model may have failed because it is on several devices."""
+    where: dict[torch.device, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        where.setdefault(tensor.device, name)
+    if len(where) > 1:
+        raise TraceError(
+            f"{type(model).__name__} is on several devices "
+            f"({', '.join(f'{name} on {device}' for device, name in where.items())}) and does not "
+            f"run as it is, {_first_line(error)}; move it to one, model.to(device): compiled, each "
+            "stage is moved to its own"
+        ) from error
 
 
 # -------------------------------------------------------------------------------------- front ends
@@ -873,6 +906,8 @@ def _structure(value: Any) -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return "which way it goes depends on the values of tensors"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = textwrap.shorten(lines[0], 240, placeholder=" ...") if lines else "(no message)"
     return text if isinstance(error, _Refused) else f"{type(error).__name__}: {text}"

@@ -53,6 +53,18 @@ def test_a_table_for_all_rows_is_found_by_trying_out_another_batch_size():
     assert input_dims(model, (t(5, 3),), {"table": t(5, 3)}) == [0, None], "remembered"
 
 
+def test_one_row_is_for_all_also_if_nothing_can_be_tried_out():
+    class Fails(nn.Module):
+        def forward(self, x, mask):
+            raise RuntimeError
+
+    assert input_dims(Fails(), (t(4, 3), t(1, 3)), {}) == [0, None]
+
+
+def test_where_no_input_has_a_batch_no_output_needs_one():
+    assert found(lambda x: (x, x.sum(0)), in_dim=None) == [None, None]
+
+
 def test_a_table_of_which_less_is_needed_is_no_batch():
     class Cuts(nn.Module):
         def forward(self, x, table):
@@ -62,7 +74,7 @@ def test_a_table_of_which_less_is_needed_is_no_batch():
 
 
 def test_where_the_model_takes_other_sizes_of_each_nothing_is_guessed():
-    with pytest.raises(BatchError, match=r"4 in x \(4, 3\), 5 in y \(5, 3\)"):
+    with pytest.raises(BatchError, match=r"4 in x \(4, 3\), 5 in y \(5, 3\), and .* of both; give"):
         input_dims(Pairs(), (t(4, 3), t(5, 3)), {})
     assert input_dims(Pairs(), (t(4, 3), t(5, 3)), {}, in_dims=(0, None)) == [0, None]
 
@@ -80,7 +92,8 @@ def test_in_dims_say_otherwise():
     [
         (
             lambda: input_dims(Adds(), (t(4, 3), t(5, 3)), {}),
-            r"batch size differs between inputs: 4 in x \(4, 3\), 5 in y \(5, 3\); give in_dims",
+            r"batch size differs between inputs: 4 in x \(4, 3\), 5 in y \(5, 3\), and the "
+            "model takes no other size of either; give in_dims",
         ),
         (lambda: dims(t(4), t(4), in_dims=(0,)), r"1 entries for 2 arguments \(x, y\)"),
         (lambda: dims(t(4), in_dims={"z": 0}), "names 'z', but the arguments are x"),

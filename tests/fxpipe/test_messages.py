@@ -1,0 +1,124 @@
+"""What a user is told where a model cannot work: what stands in the way, where, and what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fxpipe
+from fxpipe.batch import BatchError
+from fxpipe.trace import TraceError
+from tests.zoo import MLP, Chain, gradients, same
+
+
+def x(batch: int = 4) -> torch.Tensor:
+    return torch.randn(batch, 3)
+
+
+def message(model: nn.Module, kind: type[Exception], *args, stages: int = 2, **kwargs) -> str:
+    with pytest.raises(kind) as error:
+        fxpipe.compile(model, ["cpu"] * stages, chunks=2).prepare(*args, **kwargs)
+    return str(error.value)
+
+
+class Halves(nn.Module):
+    """Goes on until a value says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.a(x)
+        while y.norm() > 1:
+            y = y / 2
+        return y
+
+
+def test_control_flow_by_values():
+    said = message(Halves(), TraceError, x())
+    assert "no front end can trace Halves" in said
+    assert "export: which way it goes depends on the values of tensors" in said
+    assert said.count("test_messages.py") == 2 and said.count("while y.norm() > 1:") == 2
+    assert "Change the model at the lines named" in said
+
+
+def test_a_batch_size_that_the_model_makes_a_constant_of():
+    class Repeats(MLP):
+        def forward(self, x):
+            return super().forward(x) * torch.tensor([2.0] * x.shape[0])[:, None]
+
+    said = message(Repeats(), TraceError, torch.randn(4, 12))
+    assert "its graph fails at batch size 5" in said
+    assert "the batch size is fixed at 4 by" in said and "[2.0] * x.shape[0]" in said
+
+
+def test_a_model_without_values():
+    with torch.device("meta"):
+        model = Chain(2)
+    said = message(model, TraceError, x())
+    assert "Chain has parameters without values (a.weight and 3 others)" in said
+    assert 'on the device "meta"' in said and 'model.to_empty(device="cpu")' in said
+
+    said = message(Chain(2), TraceError, x().to("meta"))
+    assert said == 'the input x has no values: it is on the device "meta"; give one that has'
+
+
+def test_a_model_on_several_devices():
+    model = Chain(2)
+    with FakeTensorMode():  # no accelerator is needed to be on one
+        model.b.weight = nn.Parameter(torch.empty(3, 3, device="cuda:0"))
+    said = message(model, TraceError, x())
+    assert "Chain is on several devices (a.weight on cpu, b.weight on cuda:0) and does not" in said
+    assert "move it to one, model.to(device)" in said
+
+
+def test_a_batch_that_cannot_be_found():
+    class Pairs(Chain):
+        def forward(self, x, *, table):
+            return super().forward(x) @ table.t()
+
+    said = message(Pairs(2), BatchError, x(4), table=x(6))
+    assert "4 in x (4, 3), 6 in table (6, 3), and the model takes other sizes of both" in said
+    assert "give in_dims" in said
+
+
+def test_an_output_for_pairs_of_rows():
+    class Similar(Chain):
+        def forward(self, x):
+            y = super().forward(x)
+            return {"y": y, "similar": y @ y.t()}
+
+    said = message(Similar(2), BatchError, x())
+    assert "dimensions [0, 1] of output.similar, (4, 4), all depend on the batch size" in said
+    assert "give out_dims" in said and "chunks=1" in said
+
+
+def test_nothing_stands_in_the_way_of_a_stage_that_gives_no_tensors():
+    class Sizes(Chain):
+        def forward(self, x):
+            y, twice = self.a(x), x.size(1) * 2
+            return self.b(y) * twice
+
+    model = Sizes(2)
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=2, partition=["size", "b"]) as pipe:
+        pipe(batch := x()).sum().backward()
+        ours = gradients(model)
+        assert [node.name for node in pipe.stages[1].module.graph.find_nodes(op="call_method")] == [
+            "size"
+        ]
+    model.zero_grad()
+    model(batch).sum().backward()
+    assert all(torch.allclose(a, b) for a, b in zip(ours, gradients(model), strict=True))
+
+
+def test_nothing_stands_in_the_way_of_inputs_without_a_batch():
+    class Scales(Chain):
+        def forward(self, scale):
+            return self.a.weight * scale
+
+    model = Scales(2)
+    with fxpipe.compile(model, ["cpu"], chunks=2) as pipe:
+        assert same(pipe(torch.tensor(2.0)), model.a.weight * 2)
