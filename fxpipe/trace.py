@@ -42,7 +42,7 @@ from torch.nn.parameter import is_lazy
 # The pytree that torch.export and Hugging Face register their types with.
 from torch.utils import _pytree as pytree
 
-from fxpipe import skip
+from fxpipe import skip, whole
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.structure import Structure, is_opened, leaves
 
@@ -349,8 +349,8 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: _Example) -> None:
         others = f" and {len(unset) - 1} others" if len(unset) > 1 else ""
         raise TraceError(
             f"{type(model).__name__} has parameters without values ({unset[0]}{others}): "
-            'they are on the device "meta"; load the model, say by model.to_empty(device="cpu") and '
-            "load_state_dict(), ahead of compiling it"
+            'they are on the device "meta"; load the model ahead of compiling it, say by '
+            'model.to_empty(device="cpu") and load_state_dict()'
         )
     for name, tensor in zip(example.names, example.tensors, strict=True):
         if tensor.is_meta:
@@ -588,6 +588,8 @@ def _export(example: _Example) -> Traced:
         None if dim is None else {dim: torch.export.Dim.AUTO} for dim in example.batch_dims
     )
     structures: list[Structure] = []
+    paths: dict[nn.Module, str] = {}  # of the modules that are kept whole
+    first_error: Exception | None = None
     # With gradients: under no_grad, modules may choose kernels that have no backward.
     with (
         untouched(example.model),
@@ -596,17 +598,40 @@ def _export(example: _Example) -> Traced:
         _silent(),
         _conversions_only_where_needed(),
     ):
-        program = torch.export.export(
-            _OnTensors(example, structures.append),
-            tuple(tensor.clone() for tensor in tensors),
-            dynamic_shapes={"inputs": dynamic},
-            strict=False,
-        )
+        while True:
+            try:
+                calls = whole.seen(paths, _runs(example)) if paths else {}
+                with whole.kept_whole(paths, calls):
+                    program = torch.export.export(
+                        _OnTensors(example, structures.append),
+                        tuple(tensor.clone() for tensor in tensors),
+                        dynamic_shapes={"inputs": dynamic},
+                        strict=False,
+                    )
+                break
+            except Exception as error:
+                first_error = first_error or error
+                paths = whole.more(example.model, paths, error) or {}
+                if not paths:
+                    raise first_error from None
     largest = _largest_batch(program, example.batch or 0)
     exported = program.module(check_guards=False)
-    graph_module = _on_the_model(exported, example)
+    graph_module = _on_the_model(exported, example, calls)
     warning = _fixed_batch(program)
     return Traced(graph_module, "export", example.binder(), structures[-1].fill, largest, warning)
+
+
+def _runs(example: _Example) -> Iterator[Callable[[], Any]]:
+    """Runs of the model at the batch sizes that it takes, of a few."""
+    batch = example.batch
+    for size in [2] if batch is None else sorted({max(batch, 2), batch + 1, batch + 3}):
+        tensors = example.resized(size)
+        try:
+            with untouched(example.model):
+                example.call([tensor.clone() for tensor in tensors], None)
+        except Exception:  # it does not take this one
+            continue
+        yield partial(example.call, [tensor.clone() for tensor in tensors], None)
 
 
 @contextmanager
@@ -678,7 +703,9 @@ def _fixed_batch(program: torch.export.ExportedProgram) -> str:
     return ""
 
 
-def _on_the_model(exported: fx.GraphModule, example: _Example) -> fx.GraphModule:
+def _on_the_model(
+    exported: fx.GraphModule, example: _Example, calls: dict[str, whole.Call]
+) -> fx.GraphModule:
     """The exported graph on the model's own tensors, by the model's own names, without guards."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -701,6 +728,7 @@ def _on_the_model(exported: fx.GraphModule, example: _Example) -> fx.GraphModule
             copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = _without_wrapper(node.meta)
     graph.eliminate_dead_code()  # what guards looked at, and all but one name of tied parameters
+    attributes |= whole.as_modules(graph, calls)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
 
 

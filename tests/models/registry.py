@@ -105,11 +105,11 @@ def with_time(**shapes: tuple[int, ...]) -> Inputs:
 
 
 def without_dropout(config: Any) -> None:
-    """Every probability of a Hugging Face configuration, and of those within it, to zero."""
+    """No randomness in the training of a Hugging Face model, nor of models within it."""
     for key, value in vars(config).items():
         if hasattr(value, "model_type"):
             without_dropout(value)
-        elif isinstance(value, float) and any(word in key for word in ("drop", "pdrop")):
+        elif isinstance(value, float) and any(word in key for word in ("drop", "jitter")):
             setattr(config, key, 0.0)
         elif isinstance(value, float) and key.startswith("mask_") and key.endswith("_prob"):
             setattr(config, key, 0.0)  # SpecAugment
