@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe import skip
 from fxpipe.graph import VALUE
 from fxpipe.structure import Structure, children, map_tensors
-from fxpipe.trace import bound_arguments, canonical, untouched
+from fxpipe.trace import bound_arguments, called, canonical, untouched
 from passes.fakes import FakeInterpreter
 from passes.microbatch import Dims
 
@@ -165,8 +164,8 @@ def _takes_another_size(
             return tensor.clone() if dim is None else tensor.index_select(dim, rows)
 
         some, named = map_tensors(resized, canonical(model, args, kwargs))
-        with untouched(model), torch.no_grad(), skip.tracking(model):
-            outputs, _ = Structure.of(model(*some, **named))
+        with untouched(model), torch.no_grad():
+            outputs, _ = Structure.of(called(model, some, named))
         return [tensor.shape for tensor in outputs]
 
     try:

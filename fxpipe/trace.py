@@ -26,7 +26,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from torch.nn.parameter import is_lazy
 
 # The pytree that torch.export and Hugging Face register their types with.
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe import skip, whole
 from fxpipe.runtime.ambient import Ambient
@@ -167,18 +168,23 @@ def _trace(
     _refuse_what_cannot_be_traced(model, example)
     try:
         references = _references(example)
+    except TraceError:
+        raise
     except Exception as error:
         _explain_several_devices(model, error)
         raise
 
     reasons = []
+    written = references[0].written
     for name, front_end in front_ends.items():
-        warning = ""
+        warning = f"; the model writes to its parameters ({written}, say)" if written else ""
         try:
             traced = front_end(example)
-            warning = traced.warning
-            _check(example, references, traced, 0.0 if name == "symbolic" else EXPORT_TOLERANCE)
-            _check_gradients(example, references, traced)
+            warning += traced.warning
+            tolerance = 0.0 if name == "symbolic" else EXPORT_TOLERANCE
+            with parameters_put_back(model) if written else nullcontext():
+                _check(example, references, traced, tolerance)
+                _check_gradients(example, references, traced)
             return traced
         except Exception as error:  # a front end runs the model's code: anything may come out
             reasons.append(f"  {name}: {_sentence(error)}{warning}")
@@ -284,8 +290,13 @@ class _Example:
             # Not called as a module, since fx then prints what goes wrong to stderr.
             return traced.rebuild(traced.graph_module.forward(*tensors))
         args, kwargs = self.arguments(tensors)
-        with skip.tracking(self.model):
-            return self.model(*args, **kwargs)
+        return called(self.model, args, kwargs)
+
+
+def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    """The model's output; what it writes to its parameters is put back."""
+    with skip.tracking(model), parameters_put_back(model):
+        return model(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -819,6 +830,49 @@ def _is_torchs(hook: Any) -> bool:
     return str(maker.__module__).startswith("torch.")
 
 
+@contextmanager
+def parameters_put_back(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yields the parameters that get written to, by name, as they were, and puts them back."""
+    saved: dict[str, Tensor] = {}
+    try:
+        with _Writes(model, saved):
+            yield saved
+    finally:
+        for name, value in saved.items():
+            model.get_parameter(name).data.copy_(value)
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Saves each parameter just ahead of the first operator that writes to it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, saved: dict[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saved = saved
+        self.parameters = {
+            p.untyped_storage()._cdata: (name, p)
+            for name, p in model.named_parameters()
+            if p.layout == torch.strided
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for i, argument in enumerate(schema.arguments):
+                value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._save(value if isinstance(value, list | tuple) else [value])
+        return func(*args, **(kwargs or {}))
+
+    def _save(self, tensors: Sequence[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                name, owner = self.parameters.get(tensor.untyped_storage()._cdata, (None, None))
+                if name is not None and owner is not None and name not in self.saved:
+                    self.saved[name] = owner.detach().clone()
+
+
 @dataclass(frozen=True)
 class _Reference:
     """What the model does at one batch size."""
@@ -826,6 +880,7 @@ class _Reference:
     tensors: list[Tensor]
     result: _Result
     where: str
+    written: str | None = None  # a parameter that it writes to
 
 
 def _references(example: _Example) -> list[_Reference]:
@@ -834,7 +889,11 @@ def _references(example: _Example) -> list[_Reference]:
     Raises what the model raises at the example's size.
     """
     batch = example.batch
-    references = [_Reference(example.tensors, example.run(example.tensors), "on the example")]
+    with parameters_put_back(example.model) as written:
+        result = example.run(example.tensors)
+    if written:
+        _refuse_what_is_done_once(example)
+    references = [_Reference(example.tensors, result, "on the example", next(iter(written), None))]
     # Micro-batches are smaller, later batches may be larger; a size that got fixed shows at either.
     sizes = set() if batch is None else {1, batch // 2, batch + 1} - {0, batch}
     for size in sorted(sizes, reverse=True):
@@ -845,6 +904,22 @@ def _references(example: _Example) -> list[_Reference]:
             continue
         references.append(_Reference(tensors, result, f"at batch size {size}"))
     return references
+
+
+def _refuse_what_is_done_once(example: _Example) -> None:
+    """A graph would write to the parameters at every call."""
+    written = []
+    with untouched(example.model), torch.no_grad():
+        for _ in range(2):
+            with parameters_put_back(example.model) as saved:
+                example.call([tensor.clone() for tensor in example.tensors], None)
+            written.append(list(saved))
+    if written[0] != written[1]:
+        raise TraceError(
+            f"{type(example.model).__name__} writes to its parameters ({written[0][0]}, say) when "
+            f"it is first called in {'train' if example.model.training else 'eval'} mode, and not "
+            "later: call it once in this mode ahead of compiling it"
+        )
 
 
 def _check(

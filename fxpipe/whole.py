@@ -122,6 +122,13 @@ class Whole(nn.Module):
             return self._pretend(tensors)
         args, kwargs = self.seen.inputs.fill(tensors)
         outputs, _ = Structure.of(self.module(*args, **kwargs))
+        for output, shape in zip(outputs, self.seen.shapes, strict=True):
+            if list(output.shape) != shape.of(tensors):
+                raise RuntimeError(
+                    f"{type(self.module).__name__} gave a tensor of shape {tuple(output.shape)} in "
+                    f"place of {tuple(shape.of(tensors))}: how large it is depends on the values "
+                    "of the inputs, and a graph needs to know it ahead"
+                )
         memory = {tensor.untyped_storage()._cdata for tensor in tensors}
         return [t.clone() if t.untyped_storage()._cdata in memory else t for t in outputs]
 

@@ -469,3 +469,54 @@ def test_a_branch_beyond_the_batch_is_no_hindrance():
     assert (traced.front_end, traced.largest_batch) == ("export", 63)
     with pytest.raises(TraceError, match="it branches on its batch size"):
         trace(Branches(), (x(80),))
+
+
+class Scales(MLP):
+    """Writes to its weights when it is called for the first time."""
+
+    done = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.done:
+            with torch.no_grad():
+                self.layers[0].weight.mul_(2)
+            self.done = True
+        return super().forward(x)
+
+
+def test_a_model_that_writes_to_its_weights_once_is_to_be_called_first() -> None:
+    model = Scales()
+    before = model.layers[0].weight.detach().clone()
+    with pytest.raises(
+        TraceError, match=r"layers.0.weight, say\) when it is first called in train"
+    ):
+        trace(model, (x(),))
+    assert torch.equal(model.layers[0].weight, before) and not model.done
+    model(x())
+    traced = trace(model, (x(),))
+    assert torch.equal(run(traced, x()), model(x()))
+    assert torch.equal(model.layers[0].weight, before * 2)
+
+
+def test_a_model_that_writes_to_its_weights_at_every_call_may_and_tracing_does_not() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, max_norm=0.1), nn.Linear(4, 4))
+    before = model[0].weight.detach().clone()
+    ids = torch.arange(6) % 4
+    traced = trace(model, (ids,))
+    assert torch.equal(model[0].weight, before)
+    assert torch.equal(run(traced, ids), model(ids))
+
+
+def test_a_module_that_is_converted_to_what_it_is_already_is_exported() -> None:
+    class Converts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.linear = self.linear.to(torch.float32)
+            return self.linear(x)
+
+    model = Converts()
+    traced = trace(model, (x(),), tracer="export")
+    assert torch.equal(run(traced, x()), model(x()))

@@ -93,7 +93,11 @@ def compare(entry: Entry, training: bool, checkpoint: str) -> Result:
 
 def _build(entry: Entry, training: bool) -> nn.Module:
     torch.manual_seed(1)
-    return entry.build().train(training)
+    model = entry.build().train(training)
+    if entry.warm:
+        with torch.no_grad():
+            model(**entry.inputs(BATCH))
+    return model
 
 
 def micro_batches(inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:

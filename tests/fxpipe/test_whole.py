@@ -1,0 +1,181 @@
+"""Modules whose way depends on values stay whole, as calls in an exported graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.trace import Traced, TraceError, trace
+from fxpipe.whole import Whole
+from tests.zoo import gradients, loop, loss_of, same
+
+
+class Experts(nn.Module):
+    """Runs the experts that rows have been sent to, and no others."""
+
+    def __init__(self, width: int = 6, count: int = 3) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        scores = self.router(x).softmax(-1)
+        chosen = scores.argmax(-1)
+        y = torch.zeros_like(x)
+        for i in chosen.unique().tolist():
+            rows = chosen == i
+            y[rows] = self.experts[i](x[rows]) * scores[rows, i, None]
+        return {"y": self.drop(y) * scale, "flat": scores.flatten(), "scale": scale}
+
+
+class Mixture(nn.Module):
+    """Has a branch on a fixed size too, so that fx does not take it."""
+
+    def __init__(self, kind: type[nn.Module] = Experts, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+        self.mixtures = nn.ModuleList(kind() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, mixture in zip(self.layers, self.mixtures, strict=True):
+            made = mixture(torch.tanh(layer(x)), scale=2.0)
+            x = x + made["y"] + made["flat"].view(x.shape[0], -1).sum(-1, keepdim=True)
+        return x * 2 if x.shape[1] > 2 else x
+
+
+def wholes(traced: Traced) -> dict[str, type]:
+    modules = traced.graph_module.named_modules()
+    return {name: type(m.module) for name, m in modules if isinstance(m, Whole)}
+
+
+def test_a_module_that_goes_by_values_is_a_call_in_the_graph() -> None:
+    model = Mixture()
+    traced = trace(model, (torch.randn(4, 6),))
+    assert traced.front_end == "export"
+    assert wholes(traced) == {f"mixtures.{i}": Experts for i in range(3)}
+    for batch in 1, 3, 8:
+        x = torch.randn(batch, 6)
+        assert torch.equal(traced.rebuild(traced.graph_module(x)), model(x))
+    ours = {id(p) for p in model.parameters()}
+    assert {id(p) for p in traced.graph_module.parameters()} == ours
+    assert not any("forward" in vars(module) for module in model.modules()), "it is as it was"
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_it_trains_like_the_model(checkpoint: str) -> None:
+    model, x = Mixture(), torch.randn(6, 6)
+    expected = loop(model, (x,), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 4, chunks=3, checkpoint=checkpoint) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        found = [any(isinstance(m, Whole) for m in s.module.modules()) for s in pipe.stages]
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+    assert sum(found) > 1, "they may be in several stages"
+
+
+class Noisy(Experts):
+    """Draws random numbers, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        self.count += 1
+        return super().forward(x, scale)
+
+
+def test_its_random_numbers_and_buffers_are_known_of() -> None:
+    model, x = Mixture(Noisy), torch.randn(6, 6)
+    seen = []
+    for mode in "never", "always":
+        for mixture in model.mixtures:
+            mixture.count.zero_()
+        model.zero_grad()
+        with fxpipe.compile(model, ["cpu"] * 4, chunks=3, checkpoint=mode) as pipe:
+            pipe.prepare(x)
+            assert [m.count.item() for m in model.mixtures] == [0, 0, 0]
+            torch.manual_seed(0)
+            loss_of(pipe(x)).backward()
+        seen.append(gradients(model))
+    assert same(*seen), "a recomputation draws what the forward drew"
+    assert [m.count.item() for m in model.mixtures] == [3, 3, 3]
+
+
+class Passes(nn.Module):
+    """Gives its input back, now and then."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        y = x if x.sum() > 1e9 else x * 1
+        return {"y": x if x.sum() < 1e9 else y, "flat": y.flatten()}
+
+
+def test_an_output_that_is_an_input_is_a_copy() -> None:
+    class Writes(Mixture):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mixtures[0](x)["y"]
+            return y.add_(1) + x
+
+    model, x = Writes(Passes), torch.randn(4, 6)
+    with pytest.raises(TraceError, match="differs on the example"):
+        trace(model, (x,), tracer="export")  # the write is seen elsewhere: not the model
+
+
+def test_what_encloses_is_kept_whole_where_a_part_cannot_be() -> None:
+    class Given(nn.Module):
+        def forward(self, x: Tensor, flag: bool) -> Tensor:
+            return x + 1 if flag else x
+
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Given()
+
+        def forward(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+            y = self.part(x, (x.sum() > 0).item())
+            return {"y": y, "flat": y}
+
+    traced = trace(Mixture(Decides, depth=1), (torch.randn(4, 6),))
+    assert wholes(traced) == {"mixtures.0": Decides}
+
+
+class Picks(nn.Module):
+    """As many rows as are above the mean."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        count = len((x[:, 0] > x[:, 0].mean()).nonzero().tolist())
+        return {"y": x, "flat": x[:count]}
+
+
+class SumOfPicks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.picks = Picks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.picks(x)
+        return made["y"] * 2 + made["flat"].sum() if x.shape[1] > 2 else x
+
+
+def test_sizes_that_values_decide_are_refused_with_the_line() -> None:
+    x = torch.eye(6)[:4]  # one of four is above the mean; two of five, the first being repeated
+    with pytest.raises(TraceError, match=r"(?s)export: .*test_whole.py.*nonzero\(\).tolist\(\)"):
+        trace(SumOfPicks(), (x,))
+
+
+def test_sizes_that_turn_out_to_depend_on_values_are_an_error_when_run() -> None:
+    traced = trace(SumOfPicks(), (torch.zeros(4, 6),))
+    graph = traced.graph_module
+    assert torch.equal(traced.rebuild(graph.forward(torch.zeros(3, 6))), torch.zeros(3, 6))
+    with pytest.raises(
+        RuntimeError, match=r"Picks gave a tensor of shape \(1, 6\) in place of \(0"
+    ):
+        graph.forward(torch.eye(6)[:4])
