@@ -333,7 +333,7 @@ class Pairs(nn.Module):
         (
             lambda: fxpipe.compile(Branches(), TWO)(X),
             TraceError,
-            r"(?s)symbolic: .*if x.sum\(\) > 0.*export: .*data-dependent.*if x.sum\(\) > 0",
+            r"(?s)symbolic: .*if x.sum\(\) > 0.*export: .*depends on the values.*if x.sum\(\) > 0",
         ),
         (lambda: fxpipe.compile(MLP(), TWO)(), TypeError, r"MLP.forward\(\): missing .* 'x'"),
         (
