@@ -71,6 +71,10 @@ class _Part:
 
     @staticmethod
     def of(value: Any) -> tuple[list[Any], _Part]:
+        if isinstance(value, VARYING):
+            return [value], _Part(hole := _Hole(), [hole], [""], {})
+        if not is_opened(value):
+            return [], _Part(value, [], [], {})
         within = list(leaves(value))
         paths: dict[int, str] = {}
         for path, leaf in within:
@@ -88,6 +92,8 @@ class _Part:
     def fill(self, tensors: Iterator[Any]) -> Any:
         if not self.holes:
             return self.value
+        if isinstance(self.value, _Hole):
+            return next(tensors)
         return _copied(self.value, self.kept | {id(hole): next(tensors) for hole in self.holes})
 
 

@@ -153,7 +153,9 @@ _CALLS: dict[str, Call] = {}
 """Of the export that is going on."""
 
 
-@torch.library.custom_op("fxpipe::whole", mutates_args=())
+@torch.library.custom_op(
+    "fxpipe::whole", mutates_args=(), schema="(Tensor[] inputs, str key) -> Tensor[]"
+)
 def whole(inputs: list[Tensor], key: str) -> list[Tensor]:
     """In an exported graph: the call of a module that is kept whole."""
     raise NotImplementedError("stands in a graph for the call of a module, and is never run")
