@@ -177,10 +177,10 @@ def _trace(
     reasons = []
     written = references[0].written
     for name, front_end in front_ends.items():
-        warning = f"; the model writes to its parameters ({written}, say)" if written else ""
+        warning = ""
         try:
             traced = front_end(example)
-            warning += traced.warning
+            warning = traced.warning
             tolerance = 0.0 if name == "symbolic" else EXPORT_TOLERANCE
             with parameters_put_back(model) if written else nullcontext():
                 _check(example, references, traced, tolerance)
@@ -189,6 +189,8 @@ def _trace(
         except Exception as error:  # a front end runs the model's code: anything may come out
             reasons.append(f"  {name}: {_sentence(error)}{warning}")
             last = error
+    if written:
+        reasons.append(f"  It writes to its parameters: {written}")
     raise TraceError(
         f"no front end can trace {type(model).__name__}:\n"
         + "\n".join(reasons)
@@ -831,15 +833,22 @@ def _is_torchs(hook: Any) -> bool:
 
 
 @contextmanager
-def parameters_put_back(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yields the parameters that get written to, by name, as they were, and puts them back."""
-    saved: dict[str, Tensor] = {}
+def parameters_put_back(model: nn.Module) -> Iterator[dict[str, _Write]]:
+    """Yields the first write to each parameter that gets written to, by its name, and puts back
+    what was there."""
+    saved: dict[str, _Write] = {}
     try:
         with _Writes(model, saved):
             yield saved
     finally:
-        for name, value in saved.items():
-            model.get_parameter(name).data.copy_(value)
+        for name, write in saved.items():
+            model.get_parameter(name).data.copy_(write.before)
+
+
+@dataclass(frozen=True)
+class _Write:
+    before: Tensor
+    where: str  # the line
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -847,7 +856,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module, saved: dict[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, saved: dict[str, _Write]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saved = saved
         self.parameters = {
@@ -870,7 +879,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                 name, owner = self.parameters.get(tensor.untyped_storage()._cdata, (None, None))
                 if name is not None and owner is not None and name not in self.saved:
-                    self.saved[name] = owner.detach().clone()
+                    frames = [f for f in _since(called) if _is_of_a_model(f)]
+                    where = _at(frames[-1]) if frames else "a module of PyTorch"
+                    self.saved[name] = _Write(owner.detach().clone(), where)
 
 
 @dataclass(frozen=True)
@@ -880,7 +891,7 @@ class _Reference:
     tensors: list[Tensor]
     result: _Result
     where: str
-    written: str | None = None  # a parameter that it writes to
+    written: str | None = None  # a parameter that it writes to, and where
 
 
 def _references(example: _Example) -> list[_Reference]:
@@ -893,7 +904,8 @@ def _references(example: _Example) -> list[_Reference]:
         result = example.run(example.tensors)
     if written:
         _refuse_what_is_done_once(example)
-    references = [_Reference(example.tensors, result, "on the example", next(iter(written), None))]
+    where = next((f"{name}, by {w.where}" for name, w in written.items()), None)
+    references = [_Reference(example.tensors, result, "on the example", where)]
     # Micro-batches are smaller, later batches may be larger; a size that got fixed shows at either.
     sizes = set() if batch is None else {1, batch // 2, batch + 1} - {0, batch}
     for size in sorted(sizes, reverse=True):
@@ -913,11 +925,12 @@ def _refuse_what_is_done_once(example: _Example) -> None:
         for _ in range(2):
             with parameters_put_back(example.model) as saved:
                 example.call([tensor.clone() for tensor in example.tensors], None)
-            written.append(list(saved))
-    if written[0] != written[1]:
+            written.append({name: write.where for name, write in saved.items()})
+    if written[0].keys() != written[1].keys():
+        name, where = next(iter(written[0].items()))
         raise TraceError(
-            f"{type(example.model).__name__} writes to its parameters ({written[0][0]}, say) when "
-            f"it is first called in {'train' if example.model.training else 'eval'} mode, and not "
+            f"{type(example.model).__name__} writes to its parameters ({name}, by {where}) when it "
+            f"is first called in {'train' if example.model.training else 'eval'} mode, and not "
             "later: call it once in this mode ahead of compiling it"
         )
 
@@ -1018,14 +1031,24 @@ def _first_line(error: BaseException) -> str:
 
 def _sentence(error: BaseException) -> str:
     """One line: what went wrong, and the last line of the model's code that was running then."""
-    not_the_model = (str(Path(torch.__file__).parent), __file__, "<")
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(not_the_model) and frame.line
-    ]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_of_a_model(f)]
     text = _first_line(error)
     return f"{text} (at {_at(frames[-1])})" if frames else text
+
+
+def _is_of_a_model(frame: traceback.FrameSummary) -> bool:
+    not_the_model = (str(Path(torch.__file__).parent), __file__, whole.__file__, "<")
+    return not frame.filename.startswith(not_the_model) and bool(frame.line)
+
+
+def _since(function: Callable[..., Any]) -> list[traceback.FrameSummary]:
+    """What is running now, from the last call of a function on."""
+    stack = traceback.extract_stack()
+    code = function.__code__
+    calls = [
+        i for i, f in enumerate(stack) if (f.filename, f.name) == (code.co_filename, code.co_name)
+    ]
+    return stack[calls[-1] + 1 :] if calls else stack
 
 
 def _at(frame: traceback.FrameSummary) -> str:

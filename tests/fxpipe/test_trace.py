@@ -487,15 +487,24 @@ class Scales(MLP):
 def test_a_model_that_writes_to_its_weights_once_is_to_be_called_first() -> None:
     model = Scales()
     before = model.layers[0].weight.detach().clone()
-    with pytest.raises(
-        TraceError, match=r"layers.0.weight, say\) when it is first called in train"
-    ):
+    with pytest.raises(TraceError, match=r"layers.0.weight, by .*mul_\(2\)\) when it is first"):
         trace(model, (x(),))
     assert torch.equal(model.layers[0].weight, before) and not model.done
     model(x())
     traced = trace(model, (x(),))
     assert torch.equal(run(traced, x()), model(x()))
     assert torch.equal(model.layers[0].weight, before * 2)
+
+
+def test_a_model_that_writes_to_its_weights_and_cannot_be_traced_is_told_so() -> None:
+    class Keeps(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.layers[0].weight.data.copy_(y.sum() * torch.eye(8))
+            return y if y.sum() > 0 else -y
+
+    with pytest.raises(TraceError, match=r"It writes to its parameters: layers.0.weight, by .*eye"):
+        trace(Keeps(), (x(),))
 
 
 def test_a_model_that_writes_to_its_weights_at_every_call_may_and_tracing_does_not() -> None:
