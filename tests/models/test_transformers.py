@@ -107,3 +107,17 @@ def test_the_state_dict_is_the_models_both_ways():
     assert abs(pipe(input_ids=ids, labels=ids).loss.item() - expected.item()) <= 1e-5
     assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert all(p is q for p, q in zip(pipe.parameters(), model.parameters(), strict=True))
+
+
+def test_a_cache_of_keys_and_values_comes_out_and_goes_in_again():
+    model, ids = gpt2().eval(), text(4)
+    model.config.use_cache = True
+    prompt, token = ids[:, :-1], ids[:, -1:]
+    with torch.no_grad(), fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        output = pipe(input_ids=prompt)
+        assert type(output.past_key_values) is transformers.DynamicCache
+        assert output.past_key_values.get_seq_length() == LENGTH - 1
+        output = pipe(input_ids=token, past_key_values=output.past_key_values)
+        assert output.past_key_values.get_seq_length() == LENGTH
+        expected = model(input_ids=ids).logits[:, -1:]
+    torch.testing.assert_close(output.logits, expected)
