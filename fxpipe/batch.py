@@ -33,9 +33,9 @@ def input_dims(
             dict of these by argument name, the others being inferred.
 
     Inferred is 0, except for tensors without dimensions, and those whose first has one element
-    while others have more: these are shared. Where more than one size is left, tables of positions
-    may be among the inputs: the batch is that size which the model also takes another of, and
-    tensors of other sizes are shared.
+    while others have more: these are shared. Where more than one size is left, tables of positions,
+    say, may be among the inputs: the model is run, and the batch is the size of which it also takes
+    one more. Tensors of other sizes are shared.
 
     Raises:
         BatchError: if batch sizes differ, a dimension does not exist, or in_dims does not fit.
@@ -148,12 +148,11 @@ def _takes_another_size(
     inputs: Sequence[_Input],
     dims: Sequence[int | None],
 ) -> bool:
-    """Whether the model runs with these dimensions halved (or doubled), and its outputs follow."""
+    """Whether the model runs with one more along these dimensions, and its outputs follow."""
     pairs = zip(inputs, dims, strict=True)
     size = next((each.tensor.shape[d] for each, d in pairs if d is not None), 0)
     if not size or not _agree(inputs, dims):
         return False
-    other = size // 2 if size > 1 else 2
 
     def shapes(batch: int) -> list[torch.Size]:
         remaining = iter(dims)
@@ -170,8 +169,8 @@ def _takes_another_size(
 
     try:
         return any(
-            (one, two) == (size, other)
-            for shape, another in zip(shapes(size), shapes(other), strict=True)
+            (one, two) == (size, size + 1)
+            for shape, another in zip(shapes(size), shapes(size + 1), strict=True)
             for one, two in zip(shape, another, strict=True)
         )
     except Exception:  # whatever the model says of sizes that do not fit

@@ -129,8 +129,8 @@ class Whole(nn.Module):
                     f"place of {tuple(shape.of(tensors))}: how large it is depends on the values "
                     "of the inputs, and a graph needs to know it ahead"
                 )
-        memory = {tensor.untyped_storage()._cdata for tensor in tensors}
-        return [t.clone() if t.untyped_storage()._cdata in memory else t for t in outputs]
+        memory = {_memory(tensor) for tensor in tensors}  # a graph knows of none that is shared
+        return [t.clone() if _memory(t) in memory else t for t in outputs]
 
     def _pretend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         for name in self.seen.written:
@@ -145,6 +145,10 @@ class Whole(nn.Module):
                     output = output + source.sum().to(output.dtype)
             outputs.append(output)
         return outputs
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 # ---------------------------------------------------------------------------------- while exporting

@@ -118,7 +118,7 @@ class Passes(nn.Module):
         return {"y": x if x.sum() < 1e9 else y, "flat": y.flatten()}
 
 
-def test_an_output_that_is_an_input_is_a_copy() -> None:
+def test_a_write_to_an_output_that_is_an_input_too_is_noticed() -> None:
     class Writes(Mixture):
         def forward(self, x: Tensor) -> Tensor:
             y = self.mixtures[0](x)["y"]
@@ -126,7 +126,7 @@ def test_an_output_that_is_an_input_is_a_copy() -> None:
 
     model, x = Writes(Passes), torch.randn(4, 6)
     with pytest.raises(TraceError, match="differs on the example"):
-        trace(model, (x,), tracer="export")  # the write is seen elsewhere: not the model
+        trace(model, (x,), tracer="export")  # the graph has a copy
 
 
 def test_what_encloses_is_kept_whole_where_a_part_cannot_be() -> None:
