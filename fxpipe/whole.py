@@ -134,7 +134,8 @@ class Whole(nn.Module):
 
     def _pretend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         for name in self.seen.written:
-            self.module.get_buffer(name).add_(0)
+            buffer = self.module.get_buffer(name)
+            buffer.copy_(buffer.clone())
         if self.seen.draws:
             torch.rand(())
         sources = [t for t in (*tensors, *self.parameters()) if t.requires_grad]

@@ -457,7 +457,6 @@ transformer(
     backbone_out_indices=[0, 1, 2, 3],
 )
 
-CLIP_TEXT = {k: v for k, v in TEXT.items()}
 transformer("text and vision", "CLIPTextModel", tokens, **TEXT)
 transformer("text and vision", "CLIPVisionModel", pixels, **VISION)
 transformer("text and vision", "SiglipVisionModel", pixels, **VISION)
