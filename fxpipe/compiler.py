@@ -299,6 +299,8 @@ class Compiler:
             gm = default.Random()(gm)
         self._label(gm)
         stage_graph = default.Split()(gm)
+        if values:
+            stage_graph = default.Devices(values[0].device, options.devices)(stage_graph)
         self._place(stage_graph)
         mode = Mode(
             traced=traced,

@@ -14,6 +14,7 @@ from passes.copies import Copies
 from passes.cost import AnalyticCost
 from passes.defer import Defer
 from passes.dependencies import Dependencies
+from passes.devices import Devices
 from passes.inputs import InputError, WrittenInputs
 from passes.microbatch import Dims, Microbatch
 from passes.partition import Partition, PartitionError
@@ -33,6 +34,7 @@ __all__ = [
     "Defer",
     "DeferredBatchNorm",
     "Dependencies",
+    "Devices",
     "InputError",
     "Microbatch",
     "Partition",
