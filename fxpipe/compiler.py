@@ -17,8 +17,8 @@ from fxpipe.graph import COST, ONCE, STAGE, Cost, attribute, stage_nodes
 from fxpipe.loss import Loss, LossFunction, Target
 from fxpipe.runtime.program import Program, lower
 from fxpipe.schedule import Schedule, auto, named
-from fxpipe.timelines import estimated_costs
 from fxpipe.structure import map_tensors
+from fxpipe.timelines import estimated_costs
 from fxpipe.trace import (
     CustomTracer,
     Traced,
