@@ -1,0 +1,299 @@
+"""What is to be cut, and for what: a weighted DAG, the machine, and what a cut of it costs.
+
+::
+
+    values   a ──12 KB──┬── b          stages   0 ── 1 ── 2 ── 3
+                        └── d                   a    b         d
+                                       a's value goes 0 → 1 → 3: two hops, 24 KB
+
+Plain arrays and tuples; nothing here knows of torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+OUTSIDE = -1  # the source of what the caller gives: it goes straight to its first user
+
+
+@dataclass(frozen=True)
+class Value:
+    """What one node makes and others use: one hyperedge.
+
+    It visits the stages of its users in order, one hop each. ``size`` are the bytes of one way (of
+    a mini-batch), ``volume`` those of both, with its gradient's; ``count`` says of how many tensors
+    it is.
+    """
+
+    source: int
+    users: tuple[int, ...]
+    size: float = 0.0
+    volume: float = 0.0
+    count: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Dag:
+    """Nodes ``0 .. n - 1`` in a topological order, that of the program.
+
+    Args:
+        seconds: ``[rows, n]``: the time of each node, one row for all stages, or one for each.
+        values: the data edges.
+        order: pairs ``(u, v)``: v must not be in an earlier stage than u, though nothing flows.
+        fixed: ``[n]``: bytes that a node occupies, whatever the schedule (parameters and such).
+        saved: ``[n]``: bytes that it keeps for the backward of one mini-batch.
+    """
+
+    seconds: Floats
+    values: tuple[Value, ...] = ()
+    order: tuple[tuple[int, int], ...] = ()
+    fixed: Floats = field(default_factory=lambda: np.zeros(0))
+    saved: Floats = field(default_factory=lambda: np.zeros(0))
+
+    def __post_init__(self) -> None:
+        for name in "fixed", "saved":
+            if not len(getattr(self, name)):
+                object.__setattr__(self, name, np.zeros(self.size))
+        for u, v in self.edges:
+            if not u < v:
+                raise ValueError(f"edge {u} -> {v}: number the nodes in a topological order")
+
+    @property
+    def size(self) -> int:
+        """The number of nodes."""
+        return int(self.seconds.shape[1])
+
+    @cached_property
+    def edges(self) -> list[tuple[int, int]]:
+        """All pairs whose stages have to be in order."""
+        data = ((v.source, user) for v in self.values if v.source != OUTSIDE for user in v.users)
+        return list(dict.fromkeys((*data, *self.order)))
+
+    @cached_property
+    def before(self) -> list[list[int]]:
+        """The direct predecessors of each node."""
+        found: list[list[int]] = [[] for _ in range(self.size)]
+        for u, v in self.edges:
+            found[v].append(u)
+        return found
+
+    @cached_property
+    def after(self) -> list[list[int]]:
+        """The direct successors of each node."""
+        found: list[list[int]] = [[] for _ in range(self.size)]
+        for u, v in self.edges:
+            found[u].append(v)
+        return found
+
+    @cached_property
+    def weight(self) -> Floats:
+        """Each node's time on the stage that is fastest for it."""
+        least: Floats = self.seconds.min(axis=0)
+        return least
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """The stages and the links between them.
+
+    Args:
+        stages: how many, k.
+        bandwidth, latency: ``[k, k]``, bytes per second and seconds per tensor, from stage to
+            stage. None: links cost nothing.
+        memory: ``[k]``, bytes. None: no limit.
+        held: ``[k]``: which part of a mini-batch's saved bytes is alive at once.
+        received: ``[k]``: which part of what a stage receives is kept (under checkpoint).
+        overlap: which part of its computation a stage can send and receive beside: with 1 a stage
+            takes the longer of the two, with 0 their sum.
+    """
+
+    stages: int
+    bandwidth: Floats | None = None
+    latency: Floats | None = None
+    memory: Floats | None = None
+    held: Floats | None = None
+    received: Floats | None = None
+    overlap: float = 1.0
+
+    def __post_init__(self) -> None:
+        k = self.stages
+        defaults: dict[str, Floats] = {
+            "bandwidth": np.full((k, k), np.inf),
+            "latency": np.zeros((k, k)),
+            "memory": np.full(k, np.inf),
+            "held": np.ones(k),
+            "received": np.zeros(k),
+        }
+        for name, default in defaults.items():
+            given = getattr(self, name)
+            value = default if given is None else np.asarray(given, dtype=np.float64)
+            if value.shape != default.shape:
+                raise ValueError(f"{name} has shape {value.shape}: {k} stages need {default.shape}")
+            object.__setattr__(self, name, value)
+
+    def hop(self, source: int, target: int, volume: float, count: int) -> float:
+        """Seconds that a hop occupies both its ends."""
+        assert self.bandwidth is not None and self.latency is not None
+        return float(volume / self.bandwidth[source, target] + count * self.latency[source, target])
+
+    def taken(self, compute: Floats, link: Floats) -> Floats:
+        """The time of a stage: what it computes, and what of its links that cannot hide."""
+        total: Floats = compute + np.maximum(0.0, link - self.overlap * compute)
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What a cut costs. Arrays are ``[k]``, a stage each."""
+
+    compute: Floats  # seconds
+    link: Floats  # seconds that its hops take, both directions
+    times: Floats  # compute, and the part of link that it cannot hide
+    memory: Floats  # bytes
+    sent: float  # bytes over all hops, one way
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of the slowest stage."""
+        return float(self.times.max())
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether every stage has the memory that it needs."""
+        return bool((self.memory <= np.asarray(machine.memory) * (1 + 1e-12)).all())
+
+
+def route(value: Value, stage: Sequence[int]) -> list[int]:
+    """The stages that a value visits, in order, its own first. Negative stages are left out."""
+    users = {stage[user] for user in value.users}
+    own = OUTSIDE if value.source == OUTSIDE else stage[value.source]
+    return ([] if own < 0 else [own]) + sorted(s for s in users if s >= 0 and s != own)
+
+
+def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
+    """What it costs to put each node into its stage; -1 leaves a node out."""
+    k = machine.stages
+    label = np.asarray(stage)
+    compute, fixed, saved = np.zeros(k), np.zeros(k), np.zeros(k)
+    for s in range(k):
+        inside = label == s
+        compute[s] = dag.seconds[s % len(dag.seconds)][inside].sum()
+        fixed[s], saved[s] = dag.fixed[inside].sum(), dag.saved[inside].sum()
+    link, taken_in = np.zeros(k), np.zeros(k)
+    sent = 0.0
+    labels: list[int] = label.tolist()
+    for value in dag.values:
+        visited = route(value, labels)
+        if value.source == OUTSIDE and visited:
+            taken_in[visited[0]] += value.size
+        for source, target in pairwise(visited):
+            seconds = machine.hop(source, target, value.volume, value.count)
+            link[source] += seconds
+            link[target] += seconds
+            taken_in[target] += value.size
+            sent += value.size
+    assert machine.held is not None and machine.received is not None
+    memory = fixed + machine.held * saved + machine.received * taken_in
+    return Prices(compute, link, machine.taken(compute, link), memory, sent)
+
+
+# -------------------------------------------------------------------------------------- contracting
+
+
+def contracted(dag: Dag, cluster: Sequence[int]) -> tuple[Dag, list[int]]:
+    """The DAG of the clusters, and which of its nodes each node of ``dag`` is in.
+
+    Clusters that need each other in a circle become one.
+    """
+    pairs = dict.fromkeys(
+        (cluster[u], cluster[v]) for u, v in dag.edges if cluster[u] != cluster[v]
+    )
+    first: dict[int, int] = {}
+    for node, c in enumerate(cluster):
+        first.setdefault(c, node)
+    after: dict[int, list[int]] = {c: [] for c in first}
+    for a, b in pairs:
+        after[a].append(b)
+    found = topological(after, first.__getitem__)
+    if len(found) < len(first):
+        quotient: nx.DiGraph[int] = nx.DiGraph(list(pairs))
+        circles = nx.strongly_connected_components(quotient)
+        joined = {c: min(circle) for circle in circles for c in circle}
+        return contracted(dag, [joined.get(c, c) for c in cluster])
+    place = {c: i for i, c in enumerate(found)}
+    return _renumbered(dag, [place[c] for c in cluster], len(place))
+
+
+def _renumbered(dag: Dag, home: list[int], size: int) -> tuple[Dag, list[int]]:
+    merged: dict[tuple[int, tuple[int, ...]], Value] = {}
+    for value in dag.values:
+        source = OUTSIDE if value.source == OUTSIDE else home[value.source]
+        users = tuple(sorted({home[user] for user in value.users} - {source}))
+        if users:
+            same = merged.get((source, users), Value(source, users, count=0))
+            merged[source, users] = Value(
+                source,
+                users,
+                same.size + value.size,
+                same.volume + value.volume,
+                same.count + value.count,
+            )
+    where = np.asarray(home)
+
+    def summed(weights: Floats) -> Floats:
+        return np.bincount(where, weights, minlength=size).astype(np.float64)
+
+    order = dict.fromkeys((home[u], home[v]) for u, v in dag.order if home[u] != home[v])
+    small = Dag(
+        seconds=np.stack([summed(row) for row in dag.seconds]),
+        values=tuple(merged.values()),
+        order=tuple(order),
+        fixed=summed(dag.fixed),
+        saved=summed(dag.saved),
+    )
+    return small, home
+
+
+def topological(after: dict[int, list[int]], key: Callable[[int], float]) -> list[int]:
+    """A topological order of the graph; of the nodes that are ready, the one of least key first."""
+    waiting = dict.fromkeys(after, 0)
+    for successors in after.values():
+        for node in successors:
+            waiting[node] += 1
+    ready = [(key(node), node) for node, count in waiting.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for successor in after[node]:
+            waiting[successor] -= 1
+            if not waiting[successor]:
+                heapq.heappush(ready, (key(successor), successor))
+    return order
+
+
+def grouped(size: int, groups: Iterable[Sequence[int]]) -> list[int]:
+    """A cluster for each of ``size`` nodes: those of a group share one."""
+    parent = list(range(size))
+
+    def root(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for group in groups:
+        for a, b in pairwise(group):
+            parent[max(root(a), root(b))] = min(root(a), root(b))
+    return [root(node) for node in range(size)]
