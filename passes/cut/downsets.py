@@ -12,7 +12,8 @@ a matrix of bools, a row each.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice, zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,35 +38,25 @@ def downsets_near(dag: Dag, downset: NDArray[np.bool_], limit: int, rng: random.
 
     Nodes are drawn from the border inwards and outwards, as many as give no more than ``limit``.
     """
-    inside, family = downset.copy(), downset[None, :]
-    free: list[int] = []
-    frontiers = (
-        _peeled(downset, dag.before, dag.after, rng),
-        _peeled(~downset, dag.after, dag.before, rng),
-    )
-    turns = (node for pair in _alternating(*frontiers) for node in pair)
-    misses = 0
-    for node in turns:
-        trial = sorted([*free, node])
-        base = inside.copy()
-        base[trial] = False
-        grown = _grown(dag, base, trial, limit)
-        if grown is None:
-            misses += 1
-            if misses > 1:
-                break
-            continue
-        free, inside, family = trial, base, grown
+    inner = _peeled(downset, dag.before, dag.after, rng)
+    outer = _peeled(~downset, dag.after, dag.before, rng)
+    turns = (node for pair in zip_longest(inner, outer) for node in pair if node is not None)
+    nodes = list(islice(turns, limit))
+
+    def grown(count: int) -> Family | None:
+        base = downset.copy()
+        base[nodes[:count]] = False
+        return _grown(dag, base, sorted(nodes[:count]), limit)
+
+    family, low, high = downset[None, :], 0, len(nodes) + 1
+    while high - low > 1:
+        middle = min((low + high) // 2, 2 * low + 4)
+        larger = grown(middle)
+        if larger is None:
+            high = middle
+        else:
+            low, family = middle, larger
     return family
-
-
-def _alternating(inner: Iterable[int], outer: Iterable[int]) -> Iterator[tuple[int, ...]]:
-    a, b = iter(inner), iter(outer)
-    while True:
-        pair = tuple(x for x in (next(a, None), next(b, None)) if x is not None)
-        if not pair:
-            return
-        yield pair
 
 
 def _peeled(

@@ -22,7 +22,7 @@ from passes.cut.downsets import Family, all_downsets, downsets_near, members, pr
 from passes.cut.search import EQUAL, Search, TooMuch
 
 DOWNSETS = 20_000  # as many as are all looked at
-WORK = 2e10  # multiplications of one search
+WORK = 5e9  # multiplications of one search
 LARGE = 400  # nodes; more are made fewer
 VISITS = 200  # boundaries that one inexact search may look at
 NEAR = 1000  # downsets near a boundary
@@ -40,6 +40,7 @@ class Effort:
     work: float = WORK
     large: int = LARGE
     near: int = NEAR
+    patience: int = PATIENCE
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,17 @@ def solve(
         return None
     task = Task(machine, slack, pins or {}, effort or Effort())
     bound = lower_bound(dag, machine)
-    found = _multilevel(dag, task) if dag.size > task.effort.large else _lines(dag, task)
+    is_large = dag.size > task.effort.large
+    found = _multilevel(dag, task, in_order=True) if is_large else _lines(dag, task)
     exact = _exact(dag, task, found)
     if exact is not None:
         return exact.cut
-    if dag.size <= task.effort.large:
+    if not is_large:
         found = _improved(dag, task, found)
+    elif found is None or prices(dag, machine, found).slowest > bound * (1 + slack):
+        freely = _multilevel(dag, task)
+        if freely is not None and (found is None or _is_better(dag, task, freely, found)):
+            found = freely
     return None if found is None else Cut(found, prices(dag, machine, found), bound, False)
 
 
@@ -113,6 +119,8 @@ def solve_in_order(
 def _multilevel(dag: Dag, task: Task, in_order: bool = False) -> tuple[int, ...] | None:
     """A cut of a DAG that has been made small; then again and again of one that is fine where the
     last one cut."""
+    effort = replace(task.effort, near=task.effort.near // 4, patience=1)  # there are many levels
+    task = replace(task, effort=effort)
     parts = [task.pins.get(node) for node in range(dag.size)]
     pieces = task.effort.large // 2
     if in_order:
@@ -247,7 +255,7 @@ def _improved(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, .
     best, failures = tuple(found), 0
     rng = random.Random(0)
     lines = united(*map(prefixes, orders(dag)))
-    while failures < PATIENCE:
+    while failures < task.effort.patience:
         label = np.asarray(best)
         near = [
             downsets_near(dag, label < s, task.effort.near, rng)
