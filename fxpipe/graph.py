@@ -22,6 +22,7 @@ MICROBATCH = "microbatch"
 DEVICE = "device"
 STREAM = "stream"
 COST = "cost"
+SAVED = "saved"  # tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
 ORIGIN = "origin"  # str: the value of the stage graph that a node of the pipeline graph stands for
 ACTION = "action"  # fxpipe.schedule.Action: the one that a node of the step graph is
 VALUE = "val"  # fx's key: the fake (or example) value of a node
@@ -44,6 +45,20 @@ class Cost:
     activation_bytes: int = 0
     output_bytes: int = 0
     flops: int = 0
+    backward_flops: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What is there however small the batch: parameters and all that is kept for them."""
+        return self.param_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
