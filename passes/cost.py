@@ -5,127 +5,268 @@
     conv  ──  relu  ──  linear            conv:   4.1 ms, 1.2 MB of parameters, 3 MB kept, 2 MB out
                                           relu:   0.2 ms, 0, 2 MB, 2 MB ...
 
-The time is the roofline's (Williams et al., "Roofline: an insightful visual performance model",
-2009): the larger of FLOPs over peak rate and bytes moved over bandwidth. Nothing is computed: nodes
-run on fake tensors, ``torch.utils.flop_counter`` counts.
+Nothing is computed: nodes run on fake tensors, forward and backward, and what they would compute
+and move is counted. Nodes that do the same (operator, shapes, dtypes, settings) are run once.
+
+Measured and given costs, which replace the times of this pass, are in :mod:`passes.measure` and
+:mod:`passes.profile`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpipe.graph import COST, VALUE, Cost, attribute, stage_nodes, tensor_bytes
+from fxpipe.devices import CPU_CORE, DeviceSpec
+from fxpipe.graph import COST, NO_BACKWARD, SAVED, VALUE, Cost, attribute, stage_nodes, tensor_bytes
 from passes.fakes import FakeInterpreter, fake_mode
 
-
-@dataclass(frozen=True)
-class Roofline:
-    """A device, by its two limits. The defaults are one core of a server CPU of the 2020s."""
-
-    flops_per_s: float = 5e10
-    bytes_per_s: float = 1e10
-    launch_s: float = 2e-6  # what an operator costs that does nothing
+ADAM = 2  # tensors that the optimizer keeps for each parameter
 
 
 @dataclass(frozen=True)
 class AnalyticCost:
     """Model graph with fake values (pass "alias") → the same, with a :class:`Cost` at each node.
 
-    The backward is taken for twice the forward where the node has a gradient to hand on.
+    ``meta["saved"]`` lists the memories that a node keeps for its backward; one that several nodes
+    keep is in ``activation_bytes`` of the first. ``optimizer_states``: how many tensors of a
+    parameter's size the optimizer keeps for it: 2 for Adam, 1 for SGD with momentum.
     """
 
     name: ClassVar[str] = "cost"
-    device: Roofline = Roofline()
+    device: DeviceSpec = CPU_CORE
+    optimizer_states: float = ADAM
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        counted: set[int] = set()  # a shared parameter is counted where it is used first
-        interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
+        runs = _Runs(gm)
+        counted: set[int] = set()  # of parameters, buffers and memories: where they are used first
         for node in stage_nodes(gm.graph):
-            node.meta[COST] = self._of(gm, node, interpreter, counted)
+            work = runs.of(node)
+            node.meta[SAVED] = tuple(runs.saved(node, work).items())
+            tensors = {id(t): t for t in _state(gm, node) if id(t) not in counted}
+            memories = {m: size for m, size in node.meta[SAVED] if m not in counted}
+            counted.update(tensors, memories)
+            trained = {i: t for i, t in tensors.items() if t.requires_grad}
+            parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
+            gradients = tensor_bytes(list(trained.values()))
+            node.meta[COST] = Cost(
+                forward_s=work.forward.seconds(self.device),
+                backward_s=work.backward.seconds(self.device),
+                param_bytes=tensor_bytes(parameters),
+                activation_bytes=sum(memories.values()),
+                output_bytes=tensor_bytes(node.meta[VALUE]),
+                flops=work.forward.flops,
+                backward_flops=work.backward.flops,
+                gradient_bytes=gradients,
+                optimizer_bytes=round(gradients * self.optimizer_states),
+                buffer_bytes=tensor_bytes(list(tensors.values())) - tensor_bytes(parameters),
+            )
         return gm
-
-    def _of(
-        self, gm: fx.GraphModule, node: fx.Node, interpreter: FakeInterpreter, counted: set[int]
-    ) -> Cost:
-        work = _run(interpreter, node)
-        forward = max(work.flops / self.device.flops_per_s, work.bytes / self.device.bytes_per_s)
-        forward += work.operators * self.device.launch_s
-        output = node.meta[VALUE]
-        has_gradient = any(getattr(t, "requires_grad", False) for t in pytree.tree_leaves(output))
-        parameters = {id(p): p for p in _parameters(gm, node) if id(p) not in counted}
-        counted.update(parameters)
-        return Cost(
-            forward_s=forward,
-            backward_s=2 * forward if has_gradient else 0.0,
-            param_bytes=sum(p.numel() * p.element_size() for p in parameters.values()),
-            activation_bytes=work.saved if has_gradient else 0,
-            output_bytes=tensor_bytes(output),
-            flops=work.flops,
-        )
 
 
 @dataclass
-class _Work:
+class Load:
+    """What operators compute and move."""
+
     flops: int = 0
     bytes: int = 0
     operators: int = 0
-    saved: int = 0
+    is_half: bool = False  # whether it computes in 16 bits
+
+    def seconds(self, device: DeviceSpec) -> float:
+        """By the roofline."""
+        rate = device.half_flops_per_s if self.is_half else None
+        computing = self.flops / (rate or device.flops_per_s)
+        return max(computing, self.bytes / device.bytes_per_s) + self.operators * device.launch_s
 
 
-class _Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+@dataclass
+class Work:
+    """What a node does. ``saved``: which of its inputs and outputs (by place among the tensors) it
+    keeps for the backward, and the sizes of what else it keeps."""
+
+    forward: Load
+    backward: Load
+    saved_inputs: tuple[int, ...] = ()
+    saved_outputs: tuple[int, ...] = ()
+    saved_inside: tuple[int, ...] = ()
+
+
+class _Runs:
+    """Runs nodes on fake tensors, equal ones once."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
+        self.known: dict[Any, Work] = {}
+        self.inside = 0  # numbers of memories that no value shows: below zero
+
+    def of(self, node: fx.Node) -> Work:
+        """What a node does."""
+        key = signature(self.gm, node)
+        if key is None:
+            return self._run(node)
+        if key not in self.known:
+            self.known[key] = self._run(node)
+        return self.known[key]
+
+    def saved(self, node: fx.Node, work: Work) -> dict[int, int]:
+        """The memories that a node keeps, other than parameters and buffers, and their bytes."""
+        inputs, outputs = _inputs(node), tensors_of(node.meta[VALUE])
+        shown = [inputs[i] for i in work.saved_inputs] + [outputs[i] for i in work.saved_outputs]
+        own = {_memory(t) for n in node.all_input_nodes if n.op == "get_attr" for t in _values([n])}
+        found = {_memory(t): t.untyped_storage().nbytes() for t in shown}
+        for size in work.saved_inside:
+            self.inside -= 1
+            found[self.inside] = size
+        return {memory: size for memory, size in found.items() if memory not in own}
+
+    def _run(self, node: fx.Node) -> Work:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
+        kept: dict[int, int] = {}  # memory: bytes
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[_memory(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        interpreter = self.interpreter
+        forward, backward = Load(), Load()
+        with interpreter.mode, torch.enable_grad():
+            leaves: list[Tensor] = []
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda tensor: _fresh(tensor, leaves), (args, kwargs)
+            )
+            inputs = tensors_of((args, kwargs))
+            with hooks, _Counting(forward):
+                result = getattr(interpreter, node.op)(node.target, args, kwargs)
+            outputs = tensors_of(result)
+            parameters = [interpreter.fake(t) for t in _state(self.gm, node)]
+            if NO_BACKWARD not in node.meta:
+                _run_backward(outputs, [*leaves, *parameters], backward)
+        where_in = {_memory(t): i for i, t in reversed(list(enumerate(inputs)))}
+        where_out = {_memory(t): i for i, t in reversed(list(enumerate(outputs)))}
+        for parameter in parameters:
+            kept.pop(_memory(parameter), None)
+        return Work(
+            forward,
+            backward,
+            tuple(where_in[m] for m in kept if m in where_in),
+            tuple(where_out[m] for m in kept if m not in where_in and m in where_out),
+            tuple(size for m, size in kept.items() if m not in where_in and m not in where_out),
+        )
+
+
+def _run_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor], load: Load) -> None:
+    given = [t for t in outputs if t.grad_fn is not None]
+    wanted = list({id(t): t for t in inputs if t.requires_grad}.values())
+    if given and wanted:
+        gradients = [torch.empty_like(t) for t in given]
+        with _Counting(load):
+            torch.autograd.grad(given, wanted, gradients, allow_unused=True)
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators, and the bytes that they read and write. Views move nothing."""
 
-    def __init__(self, work: _Work) -> None:
+    def __init__(self, load: Load) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.work = work
+        self.load = load
+        self.flops = FlopCounterMode(display=False)
+
+    def __enter__(self) -> Any:
+        self.flops.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.flops.__exit__(*error)  # type: ignore[no-untyped-call]
+        self.load.flops = self.flops.get_total_flops()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self.work.operators += 1
-            self.work.bytes += tensor_bytes((args, kwargs, result))
+            self.load.operators += 1
+            self.load.bytes += tensor_bytes((args, kwargs, result))
+            self.load.is_half |= any(t.dtype.itemsize == 2 for t in tensors_of(result))
         return result
 
 
-def _run(interpreter: FakeInterpreter, node: fx.Node) -> _Work:
-    """Run one node on its inputs' fake values."""
-    work = _Work()
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            saved[tensor.untyped_storage()._cdata] = tensor_bytes(tensor)
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with interpreter.mode, torch.enable_grad():
-        args, kwargs = pytree.tree_map_only(FakeTensor, _fresh, (args, kwargs))
-        with hooks, FlopCounterMode(display=False) as flops, _Traffic(work):
-            getattr(interpreter, node.op)(node.target, args, kwargs)
-    work.flops = flops.get_total_flops()
-    work.saved = sum(saved.values())
-    return work
+# ----------------------------------------------------------------------------------- what is equal
 
 
-def _fresh(tensor: FakeTensor) -> Tensor:
-    """One like it that may be written to, with its requires_grad but without its history."""
-    if isinstance(tensor, nn.Parameter):
-        return tensor
-    requires_grad = tensor.requires_grad
-    return tensor.detach().requires_grad_(requires_grad).clone()
-
-
-def _parameters(gm: fx.GraphModule, node: fx.Node) -> list[Tensor]:
+def signature(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """What decides how much a node costs; None where that is not known to be all there is."""
+    target: Any = node.target
     if node.op == "call_module":
-        return list(gm.get_submodule(str(node.target)).parameters())
-    values = (attribute(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr")
-    return [v for v in values if isinstance(v, nn.Parameter)]
+        module = gm.get_submodule(str(node.target))
+        if not all(type(m).__module__.startswith("torch.nn.") for m in module.modules()):
+            return None
+        state = tuple(_look(t) for t in (*module.parameters(), *module.buffers()))
+        target = type(module), repr(module), module.training, state
+    values = pytree.tree_leaves(
+        fx.map_arg((node.args, node.kwargs), lambda n: (_is_state(n), n.meta[VALUE]))
+    )
+    memories: dict[int, int] = {}  # which inputs share memory
+    look = []
+    for value in values:
+        if isinstance(value, Tensor):
+            look.append((_look(value), memories.setdefault(_memory(value), len(memories))))
+        else:
+            look.append((repr(value), -1))
+    _, structure = pytree.tree_flatten((node.args, node.kwargs))
+    given = node.meta.get(VALUE)
+    wants_gradient = tuple(t.requires_grad for t in tensors_of(given))
+    return node.op, target, tuple(look), str(structure), wants_gradient
+
+
+def _look(tensor: Tensor) -> Any:
+    layout = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    return tuple(tensor.shape), layout, tensor.dtype, tensor.requires_grad, type(tensor)
+
+
+def _is_state(node: fx.Node) -> bool:
+    return node.op == "get_attr"
+
+
+def _fresh(tensor: Tensor, leaves: list[Tensor]) -> Tensor:
+    """One like it that may be written to; the leaf that its gradient goes to joins ``leaves``."""
+    if isinstance(tensor, nn.Parameter):
+        leaves.append(tensor)
+        return tensor
+    leaves.append(tensor.detach().requires_grad_(tensor.requires_grad))
+    return leaves[-1].clone()
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a value (any pytree), in order."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:
+    return tensors_of([node.meta.get(VALUE) for node in nodes])
+
+
+def _inputs(node: fx.Node) -> list[Tensor]:
+    return tensors_of(fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE]))
+
+
+def _memory(tensor: Tensor) -> int:
+    """A number of the tensor's memory, the same for all its views."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def _state(gm: fx.GraphModule, node: fx.Node) -> list[Tensor]:
+    """The parameters and buffers that a node uses."""
+    if node.op == "call_module":
+        module = gm.get_submodule(str(node.target))
+        return [*module.parameters(), *module.buffers()]
+    attributes = (attribute(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr")
+    return [value for value in attributes if isinstance(value, Tensor)]

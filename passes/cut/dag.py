@@ -43,6 +43,14 @@ class Value:
     count: int = 1
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Memory that several nodes keep for the backward: it is there once in each of their stages."""
+
+    nodes: tuple[int, ...]
+    size: float
+
+
 @dataclass(frozen=True, eq=False)
 class Dag:
     """Nodes ``0 .. n - 1`` in a topological order, that of the program.
@@ -53,6 +61,7 @@ class Dag:
         order: pairs ``(u, v)``: v must not be in an earlier stage than u, though nothing flows.
         fixed: ``[n]``: bytes that a node occupies, whatever the schedule (parameters and such).
         saved: ``[n]``: bytes that it keeps for the backward of one mini-batch.
+        kept: bytes that several nodes keep.
     """
 
     seconds: Floats
@@ -60,6 +69,7 @@ class Dag:
     order: tuple[tuple[int, int], ...] = ()
     fixed: Floats = field(default_factory=lambda: np.zeros(0))
     saved: Floats = field(default_factory=lambda: np.zeros(0))
+    kept: tuple[Kept, ...] = ()
 
     def __post_init__(self) -> None:
         for name in "fixed", "saved":
@@ -192,6 +202,9 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
     link, taken_in = np.zeros(k), np.zeros(k)
     sent = 0.0
     labels: list[int] = label.tolist()
+    for kept in dag.kept:
+        for s in {labels[node] for node in kept.nodes} - {OUTSIDE}:
+            saved[s] += kept.size
     for value in dag.values:
         visited = route(value, labels)
         if value.source == OUTSIDE and visited:
@@ -253,13 +266,22 @@ def _renumbered(dag: Dag, home: list[int], size: int) -> tuple[Dag, list[int]]:
     def summed(weights: Floats) -> Floats:
         return np.bincount(where, weights, minlength=size).astype(np.float64)
 
+    saved = summed(dag.saved)
+    several: dict[tuple[int, ...], float] = {}
+    for kept in dag.kept:
+        nodes = tuple(sorted({home[node] for node in kept.nodes}))
+        if len(nodes) == 1:
+            saved[nodes[0]] += kept.size
+        else:
+            several[nodes] = several.get(nodes, 0.0) + kept.size
     order = dict.fromkeys((home[u], home[v]) for u, v in dag.order if home[u] != home[v])
     small = Dag(
         seconds=np.stack([summed(row) for row in dag.seconds]),
         values=tuple(merged.values()),
         order=tuple(order),
         fixed=summed(dag.fixed),
-        saved=summed(dag.saved),
+        saved=saved,
+        kept=tuple(Kept(*item) for item in several.items()),
     )
     return small, home
 

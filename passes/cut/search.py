@@ -94,11 +94,22 @@ class Search:
         self.live = self.made & (used < np.array([len(v.users) for v in values])[None, :])
         # What the caller gives is free as far as its first user.
         self.moves = np.where(self.given[self.column] & (self.level == 0), 0.0, 1.0)
+        self._kept()
         inputs = [v for v in self.dag.values if v.source == OUTSIDE]
         self.inputs = np.array([v.size for v in inputs])
         self.begun = np.zeros((len(self.family), len(inputs)), dtype=np.float64)
         for i, v in enumerate(inputs):
             self.begun[:, i] = self.family[:, list(v.users)].any(axis=1)
+
+    def _kept(self) -> None:
+        """The same for memory that several nodes keep."""
+        kept = self.dag.kept
+        self.keepers = np.zeros((len(self.family), len(kept)), dtype=np.int32)
+        for i, k in enumerate(kept):
+            self.keepers[:, i] = self.family[:, list(k.nodes)].sum(axis=1)
+        self.keeper = np.array([i for i, k in enumerate(kept) for _ in k.nodes], dtype=np.int64)
+        self.rank = np.array([c for k in kept for c in range(len(k.nodes))], dtype=np.int64)
+        self.kept_size = np.array([k.size for k in kept for _ in k.nodes])
 
     def _best_links(self, stage: int) -> tuple[Floats, Floats]:
         """Seconds of one hop of each value into a stage, and out of it, by the best links."""
@@ -195,6 +206,10 @@ class Search:
             return np.ones((len(first), len(then)), dtype=bool)
         alive = self.fixed + m.held[stage] * self.saved
         need = alive[then][None, :] - alive[first][:, None]
+        if len(self.rank):
+            waits = (self.keepers[first][:, self.keeper] == self.rank) * self.kept_size
+            comes = (self.keepers[then][:, self.keeper] > self.rank).astype(np.float64)
+            need = need + m.held[stage] * (waits @ comes.T)
         if m.received[stage]:
             need = need + m.received[stage] * self._sent(first, then)
             need += m.received[stage] * ((1 - self.begun[first]) * self.inputs) @ self.begun[then].T

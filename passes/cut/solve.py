@@ -226,7 +226,10 @@ def tightest(
 ) -> tuple[int, ...] | None:
     """The cut of which the fullest device is least full, be it above its memory."""
     assert machine.memory is not None and machine.held is not None
-    need = dag.fixed[None, :] + machine.held[:, None] * dag.saved[None, :]
+    saved = dag.saved.copy()
+    for kept in dag.kept:  # as if the first alone kept it
+        saved[min(kept.nodes)] += kept.size
+    need = dag.fixed[None, :] + machine.held[:, None] * saved[None, :]
     by_memory = replace(dag, seconds=need / machine.memory[:, None])
     found = solve(by_memory, Machine(machine.stages), pins=pins, effort=effort)
     return None if found is None else found.stage

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from passes.cut.dag import OUTSIDE, Dag, Machine, Value
+from passes.cut.dag import OUTSIDE, Dag, Kept, Machine, Value
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,14 @@ def random_dag(rng: random.Random, n: int, *, edges: float = 1.5, rows: int = 1)
         volume = size * rng.choice([1, 2])
         values.append(Value(source, tuple(sorted(found)), size, volume, rng.choice([1, 1, 2])))
     order = [tuple(sorted(rng.sample(range(n), 2))) for _ in range(rng.choice([0, 0, 1]))]
+    kept = [
+        Kept(
+            tuple(sorted(rng.sample(range(n), rng.randint(2, min(n, 4))))), float(rng.randrange(4))
+        )
+        for _ in range(rng.choice([0, 0, 1, 2]))
+    ]
     return Dag(
+        kept=tuple(kept),
         seconds=base * np.array(speeds),
         values=tuple(values),
         order=tuple(order),
@@ -94,6 +101,9 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
     for node, s in enumerate(labels):
         compute[s] += dag.seconds[s if len(dag.seconds) > 1 else 0][node]
         memory[s] += dag.fixed[node] + m.held[s] * dag.saved[node]
+    for kept in dag.kept:
+        for s in {labels[node] for node in kept.nodes}:
+            memory[s] += m.held[s] * kept.size
     for value in dag.values:
         at = None if value.source == OUTSIDE else labels[value.source]
         for target in sorted({labels[user] for user in value.users}):

@@ -1,0 +1,80 @@
+"""Devices as numbers: what a plan needs to know of one, so that it need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+GB = 10**9
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A device, by its limits. The defaults are one core of a server CPU of the 2020s.
+
+    A node takes the longer of its FLOPs over the peak rate and its bytes over the bandwidth (the
+    roofline: Williams et al., "Roofline: an insightful visual performance model", 2009). No program
+    reaches the figures of a data sheet, so times are short of the truth; their proportions, on
+    which a cut depends, suffer less.
+
+    Args:
+        name: for tables.
+        flops_per_s: FLOPs per second in float32 (and wider).
+        half_flops_per_s: in 16 bits; None: as in float32.
+        bytes_per_s: of its memory.
+        memory: bytes that the model may use of it; None: no limit.
+        link_bytes_per_s: of the link to other devices, one way.
+        link_latency_s: of one tensor, from call to arrival.
+        launch_s: what an operator costs that does nothing.
+    """
+
+    name: str = "cpu core"
+    flops_per_s: float = 5e10
+    half_flops_per_s: float | None = None
+    bytes_per_s: float = 1e10
+    memory: float | None = None
+    link_bytes_per_s: float = 1e10
+    link_latency_s: float = 5e-6
+    launch_s: float = 2e-6
+
+    def __post_init__(self) -> None:
+        rates = {
+            "flops_per_s": self.flops_per_s,
+            "bytes_per_s": self.bytes_per_s,
+            "link_bytes_per_s": self.link_bytes_per_s,
+        }
+        for what, rate in rates.items():
+            if not rate > 0:
+                raise ValueError(f"{what} is {rate!r}: give a rate above zero")
+        if self.memory is not None and not self.memory > 0:
+            raise ValueError(f"memory is {self.memory!r}: give bytes, or None for no limit")
+
+    @staticmethod
+    def of(name: str) -> DeviceSpec:
+        """A known device: one of :data:`KNOWN`."""
+        if name not in KNOWN:
+            raise ValueError(
+                f"no device {name!r} is known: give one of {', '.join(KNOWN)}, or describe it "
+                "as DeviceSpec(flops_per_s=..., bytes_per_s=..., memory=...)"
+            )
+        return KNOWN[name]
+
+
+CPU_CORE = DeviceSpec()
+
+# Peaks of the vendors' data sheets: dense, without sparsity; TF32 where float32 may use it.
+KNOWN: Mapping[str, DeviceSpec] = MappingProxyType(
+    {
+        spec.name: spec
+        for spec in (
+            CPU_CORE,
+            DeviceSpec("p40", 11.8e12, None, 346 * GB, 24 * GB, 12 * GB, 10e-6, 5e-6),
+            DeviceSpec("v100", 15.7e12, 125e12, 900 * GB, 32 * GIB, 25 * GB, 10e-6, 5e-6),
+            DeviceSpec("a100", 156e12, 312e12, 2039 * GB, 80 * GIB, 300 * GB, 10e-6, 4e-6),
+            DeviceSpec("h100", 495e12, 989e12, 3350 * GB, 80 * GIB, 450 * GB, 10e-6, 4e-6),
+            DeviceSpec("h200", 495e12, 989e12, 4800 * GB, 141 * GB, 450 * GB, 10e-6, 4e-6),
+        )
+    }
+)
