@@ -14,6 +14,7 @@ Measured and given costs, which replace the times of this pass, are in :mod:`pas
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,10 +25,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxpipe import ops
 from fxpipe.devices import CPU_CORE, DeviceSpec
 from fxpipe.graph import COST, NO_BACKWARD, SAVED, VALUE, Cost, attribute, stage_nodes, tensor_bytes
-from passes.fakes import FakeInterpreter, fake_mode
+from passes.fakes import FakeInterpreter, backward_edges, fake_mode
 
+WORK = "work"  # of a node's meta: its :class:`Work`
 ADAM = 2  # tensors that the optimizer keeps for each parameter
 
 
@@ -49,6 +52,7 @@ class AnalyticCost:
         counted: set[int] = set()  # of parameters, buffers and memories: where they are used first
         for node in stage_nodes(gm.graph):
             work = runs.of(node)
+            node.meta[WORK] = work
             node.meta[SAVED] = tuple(runs.saved(node, work).items())
             tensors = {id(t): t for t in _state(gm, node) if id(t) not in counted}
             memories = {m: size for m, size in node.meta[SAVED] if m not in counted}
@@ -90,13 +94,45 @@ class Load:
 @dataclass
 class Work:
     """What a node does. ``saved``: which of its inputs and outputs (by place among the tensors) it
-    keeps for the backward, and the sizes of what else it keeps."""
+    keeps for the backward, and the sizes of what else it keeps. ``edges``: how many edges of the
+    autograd graph lead to each of its inputs."""
 
     forward: Load
     backward: Load
     saved_inputs: tuple[int, ...] = ()
     saved_outputs: tuple[int, ...] = ()
     saved_inside: tuple[int, ...] = ()
+    edges: tuple[int, ...] = ()
+
+    def seconds(self, device: DeviceSpec) -> float:
+        """Forward and backward, by the roofline."""
+        return self.forward.seconds(device) + self.backward.seconds(device)
+
+
+def relative_time(node: fx.Node, device: DeviceSpec, reference: DeviceSpec) -> float:
+    """How many times as long a node takes on a device as on another."""
+    work: Work | None = node.meta.get(WORK)
+    seconds = 0.0 if work is None else work.seconds(reference)
+    return 1.0 if work is None or not seconds else work.seconds(device) / seconds
+
+
+def edges_to(node: fx.Node) -> Counter[fx.Node]:
+    """How many edges of the autograd graph lead from a node to each of those that it uses.
+
+    To what pass "shared" makes parameters of a module to: two, which stands for any number.
+    """
+    work: Work | None = node.meta.get(WORK)
+    places = iter(() if work is None else work.edges)
+    args: Any = node.args
+    found: Counter[fx.Node] = Counter()
+    if node.target is ops.call:
+        _, values, *args = args
+        found.update({value: 2 for value in values.values()})
+    for leaf in pytree.tree_leaves((args, node.kwargs)):
+        if isinstance(leaf, fx.Node):
+            for _ in tensors_of(leaf.meta.get(VALUE)):
+                found[leaf] += next(places, 1)
+    return found
 
 
 class _Runs:
@@ -145,10 +181,14 @@ class _Runs:
                 Tensor, lambda tensor: _fresh(tensor, leaves), (args, kwargs)
             )
             inputs = tensors_of((args, kwargs))
+            ends = [tensor.grad_fn or id(tensor) for tensor in inputs]  # before a write to them
             with hooks, _Counting(forward):
                 result = getattr(interpreter, node.op)(node.target, args, kwargs)
             outputs = tensors_of(result)
             parameters = [interpreter.fake(t) for t in _state(self.gm, node)]
+            edges = Counter(
+                id(f.variable) if hasattr(f, "variable") else f for f in backward_edges(outputs)
+            )
             if NO_BACKWARD not in node.meta:
                 _run_backward(outputs, [*leaves, *parameters], backward)
         where_in = {_memory(t): i for i, t in reversed(list(enumerate(inputs)))}
@@ -161,6 +201,7 @@ class _Runs:
             tuple(where_in[m] for m in kept if m in where_in),
             tuple(where_out[m] for m in kept if m not in where_in and m in where_out),
             tuple(size for m, size in kept.items() if m not in where_in and m not in where_out),
+            tuple(edges[end] for end in ends),
         )
 
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
-from fxpipe.graph import STAGE, stage_nodes
+from fxpipe.graph import COST, STAGE, Cost, stage_nodes
 from passes import Alias, AnalyticCost, Partition, PartitionError
-from passes.partition import SLACK, _cuts
+from passes.partition import SLACK
 from tests.zoo import Chain
 
 
@@ -30,28 +30,42 @@ def test_one_stage_takes_all():
     assert cut(Chain(3), 1) == [["a", "b", "c"]]
 
 
+def contiguous_cuts(count, stages):
+    """All ways to cut a row: which stage each is in."""
+    for inner in itertools.combinations(range(1, count), stages - 1):
+        yield [sum(i >= cut for cut in inner) for i in range(count)]
+
+
 @given(
     st.lists(st.integers(1, 9), min_size=2, max_size=8),
     st.integers(1, 4),
     st.randoms(use_true_random=False),
 )
 @settings(deadline=None)
-def test_the_slowest_stage_is_as_fast_as_can_be_and_then_bytes_are_least(times, stages, random):
+def test_a_row_is_cut_where_the_slowest_is_fastest_and_then_least_is_sent(times, stages, random):
     stages = min(stages, len(times))
-    crossing = [random.randrange(100) for _ in times]
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    value.meta["val"] = torch.ones(1)
+    for i, seconds in enumerate(times):
+        value = graph.call_function(torch.sin, (value,), name=f"n{i}")
+        value.meta = {"val": torch.ones(random.randrange(1, 100)), COST: Cost(forward_s=seconds)}
+    graph.output(value)
+    work = list(stage_nodes(graph))
 
-    def slowest(ends):
-        starts = [0, *ends[:-1]]
-        return max(sum(times[a:b]) for a, b in zip(starts, ends, strict=True))
+    def slowest(labels):
+        return max(
+            sum(t for t, s in zip(times, labels, strict=True) if s == stage) for stage in labels
+        )
 
-    def sent(ends):
-        return sum(crossing[end - 1] for end in ends[:-1])
+    def sent(labels):
+        ends = [i for i, (a, b) in enumerate(itertools.pairwise(labels)) if a != b]
+        return sum(len(work[i].meta["val"]) for i in ends)
 
-    every = [
-        [*inner, len(times)] for inner in itertools.combinations(range(1, len(times)), stages - 1)
-    ]
+    every = list(contiguous_cuts(len(times), stages))
     best = min(map(slowest, every))
-    found = _cuts([float(t) for t in times], crossing, stages)
+    Partition(stages)(fx.GraphModule({}, graph))
+    found = [node.meta[STAGE] for node in work]
     assert found in every
     assert slowest(found) <= best * (1 + SLACK)
     assert sent(found) == min(sent(e) for e in every if slowest(e) <= best * (1 + SLACK))

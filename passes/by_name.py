@@ -1,0 +1,125 @@
+"""Not a pass: stages by the names of modules and nodes, for cuts that the user gives.
+
+::
+
+    ["layer3", "head"]             each begins a stage
+    {"encoder": 0, "decoder": 1}   each goes there, and the rest to the latest stage that it needs
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from itertools import pairwise
+
+import networkx as nx
+from torch import fx
+
+from fxpipe.graph import stage_nodes
+from passes.problem import PartitionError, together
+
+
+def labels_of_starts(graph: fx.Graph, starts: list[str], stages: int) -> dict[fx.Node, int]:
+    """Each name begins a stage; the first stage begins at the beginning, named or not."""
+    work = list(stage_nodes(graph))
+    position = {node: i for i, node in enumerate(work)}
+    first = {name: min(position[node] for node in named(work, name)) for name in starts}
+    starts = [name for name in starts if first[name] > 0]
+    cuts = [first[name] for name in starts]
+    if len(cuts) != stages - 1:
+        raise PartitionError(
+            f"partition names {len(cuts)} places to cut, which makes {len(cuts) + 1} stages, but "
+            f"there are {stages} devices: give one name for each stage but the first"
+        )
+    for (a, b), (i, j) in zip(pairwise(starts), pairwise(cuts), strict=True):
+        if i >= j:
+            raise PartitionError(
+                f"{b!r} begins a stage after {a!r}, but in the model it comes no later: stages "
+                "would need each other in a circle; give the names in the model's order"
+            )
+    labels = {node: sum(position[node] >= cut for cut in cuts) for node in work}
+    _check(work, labels)
+    return labels
+
+
+def labels_of_mapping(
+    graph: fx.Graph, mapping: Mapping[str, int], stages: int
+) -> dict[fx.Node, int]:
+    """Named nodes go where they are told, the others to the latest stage that they need."""
+    work = list(stage_nodes(graph))
+    told: dict[fx.Node, tuple[int, str]] = {}
+    # The longer path is the more particular one: {"encoder": 0, "encoder.head": 1}.
+    for name, stage in sorted(mapping.items(), key=lambda item: len(item[0])):
+        if not isinstance(stage, int) or not 0 <= stage < stages:
+            raise PartitionError(
+                f"partition puts {name!r} into stage {stage!r}: with {stages} devices there are "
+                f"stages 0 to {stages - 1}"
+            )
+        told.update({node: (stage, name) for node in named(work, name)})
+    labels: dict[fx.Node, int] = {}
+    for node in work:
+        needed = max((labels[n] for n in node.all_input_nodes if n in labels), default=0)
+        labels[node] = told[node][0] if node in told else needed
+    _check(work, labels)
+    missing = set(range(stages)) - set(labels.values())
+    if missing:
+        raise PartitionError(
+            f"partition leaves stage {min(missing)} without a node; with {stages} devices, every "
+            f"stage from 0 to {stages - 1} needs one"
+        )
+    return labels
+
+
+def named(work: list[fx.Node], name: str) -> list[fx.Node]:
+    """The nodes of that name, or of the module of that path and all within it."""
+    found = [node for node in work if node.name == name or is_within(node, name)]
+    if not found:
+        known = {node.name for node in work} | {path for node in work for path in _paths(node)}
+        close = difflib.get_close_matches(name, sorted(known), n=3)
+        if close:
+            hint = f"did you mean {' or '.join(map(repr, close))}?"
+        else:
+            hint = f"it has {', '.join(repr(node.name) for node in work[:3])}, for example"
+        raise PartitionError(
+            f"partition names {name!r}, but the model graph has no such module or node; {hint}"
+        )
+    return found
+
+
+def _paths(node: fx.Node) -> set[str]:
+    """The paths of the modules that a node belongs to."""
+    paths = {path for path, _ in node.meta.get("nn_module_stack", {}).values() if path}
+    if node.op == "call_module":
+        paths.add(str(node.target))
+    return paths
+
+
+def is_within(node: fx.Node, name: str) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for path in _paths(node))
+
+
+def _check(work: list[fx.Node], labels: dict[fx.Node, int]) -> None:
+    for node in work:
+        for source in node.all_input_nodes:
+            if source in labels and labels[source] > labels[node]:
+                raise PartitionError(_describe_cycle(node, source, labels))
+    for group in together(work):
+        stages = {labels[node] for node in group}
+        if len(stages) > 1:
+            one, other = group[0], next(n for n in group if labels[n] != labels[group[0]])
+            raise PartitionError(
+                f"{one.name!r} (stage {labels[one]}) and {other.name!r} (stage {labels[other]}) "
+                "share memory that is written to (a buffer, say), or are parts of one result: "
+                "put them into one stage"
+            )
+
+
+def _describe_cycle(node: fx.Node, source: fx.Node, labels: dict[fx.Node, int]) -> str:
+    early, late = labels[node], labels[source]
+    stages: nx.DiGraph[int] = nx.DiGraph(
+        (labels[a], labels[b]) for b in labels for a in b.all_input_nodes if a in labels
+    )
+    text = f"{node.name!r} in stage {early} needs {source.name!r} from the later stage {late}"
+    if nx.has_path(stages, early, late):
+        text += f", and stage {late} needs stage {early}: the stages would wait in a circle"
+    return text + f"; put {node.name!r} into stage {late} or later, or {source.name!r} earlier"

@@ -1,0 +1,224 @@
+"""Not a pass: what the cut of a model graph has to solve, as a weighted DAG.
+
+::
+
+    model graph                                   DAG
+    conv ─ bn ─ relu_ ─ getitem ...               0 ─ 1 ─ 2 ...   seconds, bytes, order
+
+Beside the data edges the DAG has edges of order, so that any cut of it is as good as one that is
+contiguous in the program:
+
+- what reads memory comes no later than what writes to it afterwards: the two may be apart, but not
+  in the wrong order;
+- three gradients or more of a value are summed from that of the last user to that of the first, and
+  a sum of floats depends on the order. So users come in the order of the program, but for the last
+  two (if each gives one gradient): the first sum that is formed is theirs, and ``a + b`` is
+  ``b + a``. Every cut then gives the bits that the model gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from torch import Tensor, fx
+
+from fxpipe.devices import DeviceSpec
+from fxpipe.graph import (
+    ALIAS,
+    COST,
+    SAVED,
+    VALUE,
+    WRITES,
+    Cost,
+    is_work,
+    operator_name,
+    stage_nodes,
+    tensor_bytes,
+)
+from passes.cost import edges_to, relative_time, tensors_of
+from passes.cut.dag import OUTSIDE, Dag, Kept, Machine, Value, contracted, grouped
+
+OBJECTIVES: Mapping[str, Callable[[Cost], float]] = {
+    "time": lambda cost: cost.seconds,
+    "memory": lambda cost: cost.fixed_bytes + cost.activation_bytes,
+    "params": lambda cost: cost.param_bytes,
+    "flops": lambda cost: cost.flops + cost.backward_flops,
+}
+"""What the cut makes even: the largest sum of a stage is as small as can be."""
+
+
+class PartitionError(ValueError):
+    """A model cannot be cut as asked."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model graph as a DAG of what may be in different stages.
+
+    ``home`` says which node of ``dag`` each node of ``whole``, or of ``work``, is in.
+    """
+
+    work: list[fx.Node]
+    whole: Dag
+    dag: Dag
+    home: list[int]
+
+    def labels(self, stage: Sequence[int]) -> dict[fx.Node, int]:
+        """The stages of the graph's nodes."""
+        return {node: stage[home] for node, home in zip(self.work, self.home, strict=True)}
+
+
+def problem(
+    graph: fx.Graph,
+    objective: str = "time",
+    *,
+    devices: Sequence[DeviceSpec] | None = None,
+    groups: Iterable[Sequence[fx.Node]] = (),
+    recomputed: float = 0.0,
+) -> Problem:
+    """The DAG of a model graph with costs.
+
+    Args:
+        objective: which of :data:`OBJECTIVES` the stages are to have equally.
+        devices: of the stages. Times are those of the first, and the others are as much faster
+            or slower, node by node, as their descriptions say.
+        groups: further groups of nodes that stay in one stage.
+        recomputed: which part of the forward is run a second time (see :func:`recomputed`).
+    """
+    work = list(stage_nodes(graph))
+    position = {node: i for i, node in enumerate(work)}
+    costs: list[Cost] = [node.meta[COST] for node in work]
+    weights = np.array([[OBJECTIVES[objective](cost) for cost in costs]], dtype=np.float64)
+    if objective == "time" and recomputed:
+        weights = weights + recomputed * np.array([[cost.forward_s for cost in costs]])
+    if objective == "time" and devices is not None and len(set(devices)) > 1:
+        weights = weights * np.array(
+            [[relative_time(node, device, devices[0]) for node in work] for device in devices]
+        )
+    saved, kept = _saved(work, costs)
+    whole = Dag(
+        seconds=weights.reshape(-1, len(work)),
+        values=tuple(_values(graph, position)),
+        order=tuple(dict.fromkeys((*_writes(work, position), *_sums(graph, position)))),
+        fixed=np.array([cost.fixed_bytes for cost in costs], dtype=np.float64),
+        saved=saved,
+        kept=kept,
+    )
+    joined = [[position[node] for node in group] for group in (*together(work), *groups)]
+    dag, home = contracted(whole, grouped(len(work), joined))
+    return Problem(work, whole, dag, home)
+
+
+def machine(
+    devices: Sequence[DeviceSpec] | int, *, chunks: int = 1, checkpoint: str = "never"
+) -> Machine:
+    """The machine that stages on these devices are; for a mere number of them, one without limits.
+
+    Every value crosses a link once for each micro-batch. With ``checkpoint`` a stage keeps what it
+    receives, and the activations of one micro-batch: "except_last" of the last, "always" of the one
+    that is computed again.
+    """
+    if isinstance(devices, int):
+        return Machine(devices)
+    k = len(devices)
+    bandwidth = np.array(
+        [[min(a.link_bytes_per_s, b.link_bytes_per_s) for b in devices] for a in devices]
+    )
+    latency = np.array(
+        [[max(a.link_latency_s, b.link_latency_s) for b in devices] for a in devices]
+    )
+    limits = [np.inf if device.memory is None else device.memory for device in devices]
+    held, received = (1.0, 0.0) if checkpoint == "never" else (1 / chunks, 1.0)
+    return Machine(
+        k,
+        bandwidth=bandwidth,
+        latency=chunks * latency,
+        memory=np.array(limits),
+        held=np.full(k, held),
+        received=np.full(k, received),
+    )
+
+
+def recomputed(checkpoint: str, chunks: int) -> float:
+    """Which part of the forward a checkpoint mode runs a second time."""
+    return {"never": 0.0, "except_last": 1 - 1 / chunks, "always": 1.0}[checkpoint]
+
+
+def _values(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[Value]:
+    for node in graph.nodes:
+        if node.op not in ("get_attr", "output"):
+            users = tuple(sorted(position[user] for user in node.users if user in position))
+            tensors = tensors_of(node.meta.get(VALUE))
+            size = tensor_bytes(tensors)
+            back = tensor_bytes([t for t in tensors if t.requires_grad])
+            if users:
+                yield Value(position.get(node, OUTSIDE), users, size, size + back, len(tensors))
+
+
+def _writes(work: Iterable[fx.Node], position: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]]:
+    """Who reads memory before it is written to, and who writes to it."""
+    by_name = {node.name: node for node in position}
+    for writer in work:
+        for name in writer.meta.get(WRITES, ()):
+            for reader in by_name[name].users if name in by_name else ():
+                if reader in position and position[reader] < position[writer]:
+                    yield position[reader], position[writer]
+
+
+def _sums(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]]:
+    """The order in which gradients are summed."""
+    edges = {node: edges_to(node) for node in position}
+    for node in graph.nodes:
+        if any(t.requires_grad for t in tensors_of(node.meta.get(VALUE))):
+            users = sorted(
+                (user for user in node.users if user in position), key=position.__getitem__
+            )
+            users = [user for user in users if edges[user][node]]
+            if sum(edges[user][node] for user in users) < 3:
+                continue
+            is_free = all(edges[user][node] == 1 for user in users[-2:])
+            ordered = [position[user] for user in users]
+            yield from pairwise(ordered[:-1] if is_free else ordered)
+            if is_free:
+                yield ordered[-3], ordered[-1]
+
+
+def _saved(
+    work: Sequence[fx.Node], costs: Sequence[Cost]
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], tuple[Kept, ...]]:
+    """What each node keeps alone, and what several keep."""
+    saved = np.zeros(len(work))
+    keepers: dict[int, list[int]] = {}
+    sizes: dict[int, int] = {}
+    for i, (node, cost) in enumerate(zip(work, costs, strict=True)):
+        if SAVED not in node.meta:
+            saved[i] = cost.activation_bytes
+        for memory, size in node.meta.get(SAVED, ()):
+            keepers.setdefault(memory, []).append(i)
+            sizes[memory] = size
+    kept = []
+    for memory, nodes in keepers.items():
+        if len(nodes) == 1:
+            saved[nodes[0]] += sizes[memory]
+        else:
+            kept.append(Kept(tuple(nodes), float(sizes[memory])))
+    return saved, tuple(kept)
+
+
+def together(work: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
+    """Groups of nodes that stay in one stage: alias sets; what takes a result apart, and its maker.
+
+    Stages hand each other tensors: a tuple is taken apart where it is made.
+    """
+    aliases: dict[int, list[fx.Node]] = {}
+    for node in work:
+        if ALIAS in node.meta:
+            aliases.setdefault(node.meta[ALIAS], []).append(node)
+        if operator_name(node) == "getitem":
+            maker = node.all_input_nodes[0]
+            if is_work(maker) and not isinstance(maker.meta.get(VALUE), Tensor):
+                yield [maker, node]
+    yield from aliases.values()
