@@ -366,9 +366,7 @@ def test_a_stage_in_segments_is_a_chain_of_checkpoints_the_last_of_which_recompu
         """\
 x: input
 segment_0 = segment_0(x)  # stage 0
-a = segment_0[0]  # stage 0
-b = segment_0[1]  # stage 0
-segment_1 = segment_1(b, a)  # stage 1
+segment_1 = segment_1(segment_0)  # stage 1
 return segment_1
 """,
     )
@@ -383,11 +381,9 @@ wait_s0_mb0 = wait(copy_s0_mb0, 'cpu/copy', 'cpu/compute')  # stage 0, mb 0, cpu
 x_s0_mb0 = wait_s0_mb0[0]  # stage 0, mb 0, cpu/compute
 segment_0_mb0_module = self.stage_0_segments.segment_0  # stage 0, mb 0
 checkpoint_s0_mb0 = checkpoint(segment_0_mb0_module, x_s0_mb0)  # stage 0, mb 0
-segment_0_s0_mb0 = checkpoint_s0_mb0[0]  # stage 0, mb 0
-a_s0_mb0 = segment_0_s0_mb0[0]  # stage 0, mb 0
-b_s0_mb0 = segment_0_s0_mb0[1]  # stage 0, mb 0
+a_s0_mb0 = checkpoint_s0_mb0[0]  # stage 0, mb 0
 segment_1_mb0_module = self.stage_0_segments.segment_1  # stage 0, mb 0
-checkpoint_s0_mb0_1 = checkpoint(segment_1_mb0_module, b_s0_mb0, a_s0_mb0)  # stage 0, mb 0
+checkpoint_s0_mb0_1 = checkpoint(segment_1_mb0_module, a_s0_mb0)  # stage 0, mb 0
 add_s0_mb0 = checkpoint_s0_mb0_1[0]  # stage 0, mb 0
 handle_s0_mb0_1 = checkpoint_s0_mb0_1[1]  # stage 0, mb 0
 recompute_s0_mb0 = recompute((add_s0_mb0,), handle_s0_mb0_1)  # stage 0, mb 0
