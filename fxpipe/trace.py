@@ -133,6 +133,7 @@ def trace(
     *,
     tracer: str | CustomTracer = "auto",
     batch_dims: BatchDims | None = None,
+    check: bool = True,
 ) -> Traced:
     """The model graph of ``model`` as called with ``args`` and ``kwargs``.
 
@@ -141,6 +142,8 @@ def trace(
             ``(model, args, kwargs) -> fx.GraphModule`` with a placeholder for each input tensor.
         batch_dims: for each input tensor, in order, its batch dimension or None; by default the
             first, of every tensor whose first dimension has the size most of them have.
+        check: whether to run the model and its graph and compare. On "meta" there is nothing to
+            compare.
 
     Raises:
         TraceError: if no front end gives a graph that computes what the model computes.
@@ -149,7 +152,7 @@ def trace(
     What the model itself raises on these inputs is passed on as it is.
     """
     with _ONE_AT_A_TIME:
-        return _trace(model, args, kwargs or {}, tracer, batch_dims)
+        return _trace(model, args, kwargs or {}, tracer, batch_dims, check)
 
 
 # fx takes over nn.Module while it traces, and what a trace does to the model is put back after it.
@@ -162,12 +165,13 @@ def _trace(
     kwargs: Kwargs,
     tracer: str | CustomTracer,
     batch_dims: BatchDims | None,
+    check: bool,
 ) -> Traced:
     example = _Example.of(model, args, kwargs, batch_dims)
     front_ends = _front_ends(tracer)
     _refuse_what_cannot_be_traced(model, example)
     try:
-        references = _references(example)
+        references = _references(example) if check else []
     except TraceError:
         raise
     except Exception as error:
@@ -175,7 +179,7 @@ def _trace(
         raise
 
     reasons = []
-    written = references[0].written
+    written = references[0].written if references else ""
     for name, front_end in front_ends.items():
         warning = ""
         try:
@@ -184,7 +188,8 @@ def _trace(
             tolerance = 0.0 if name == "symbolic" else EXPORT_TOLERANCE
             with parameters_put_back(model) if written else nullcontext():
                 _check(example, references, traced, tolerance)
-                _check_gradients(example, references, traced)
+                if references:
+                    _check_gradients(example, references, traced)
             return traced
         except Exception as error:  # a front end runs the model's code: anything may come out
             reasons.append(f"  {name}: {_sentence(error)}{warning}")
@@ -775,10 +780,11 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         value
         for owner in attributes
         for value in owner.values()
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta
     ]
     saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    devices = {t.device for t in (*model.parameters(), *tensors) if t.device.type != "cpu"}
+    own = (*model.parameters(), *tensors)
+    devices = {t.device for t in own if t.device.type not in ("cpu", "meta")}
     generators = [(torch.get_rng_state, torch.set_rng_state)]
     for device in devices:
         backend = torch.get_device_module(device)
