@@ -9,19 +9,28 @@ if TYPE_CHECKING:
     from fxpipe import skip
     from fxpipe.api import Pipeline, Stage, compile
     from fxpipe.batch import BatchError
+    from fxpipe.devices import DeviceSpec
+    from fxpipe.planning import Plan, plan
     from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
     from fxpipe.trace import TraceError
-    from passes.partition import PartitionError
+    from passes.partition import Auto, DoesNotFit, PartitionError
+    from passes.profile import Profile
 
 __all__ = [
+    "Auto",
     "BatchError",
     "CheckpointError",
+    "DeviceSpec",
+    "DoesNotFit",
     "PartitionError",
     "Pipeline",
+    "Plan",
+    "Profile",
     "Stage",
     "TraceError",
     "checkpoint",
     "compile",
+    "plan",
     "skip",
 ]
 
@@ -34,6 +43,12 @@ _HOMES = {
     "BatchError": "fxpipe.batch",
     "TraceError": "fxpipe.trace",
     "PartitionError": "passes.partition",
+    "Auto": "passes.partition",
+    "DoesNotFit": "passes.partition",
+    "DeviceSpec": "fxpipe.devices",
+    "Plan": "fxpipe.planning",
+    "plan": "fxpipe.planning",
+    "Profile": "passes.profile",
 }
 
 

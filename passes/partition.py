@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import fx
 
 from fxpipe.devices import DeviceSpec
@@ -28,7 +27,7 @@ from passes.cut.search import EQUAL
 from passes.cut.solve import Cut, solve, solve_in_order, tightest
 from passes.problem import OBJECTIVES, PartitionError, Problem, machine, problem, recomputed
 
-__all__ = ["SLACK", "Auto", "Partition", "PartitionError", "Spec", "automatic"]
+__all__ = ["SLACK", "Auto", "DoesNotFit", "Partition", "PartitionError", "Spec", "automatic"]
 
 SLACK = 0.02  # costs are estimates: within this of the best, the cut that sends less wins
 
@@ -56,6 +55,10 @@ class Auto:
             )
         if not self.slack >= 0:
             raise PartitionError(f"slack is {self.slack!r}: give a fraction, 0 or more")
+
+
+class DoesNotFit(PartitionError):
+    """No cut fits the devices' memory; the message says how much is short, and what would help."""
 
 
 Spec = str | Auto | Sequence[str] | Mapping[str, int] | Callable[[fx.GraphModule], Any]
@@ -101,12 +104,45 @@ class Partition:
         return gm
 
     def _automatic(self, graph: fx.Graph, spec: Auto) -> dict[fx.Node, int]:
+        try:
+            found, cut = self.solved(graph, spec)
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{error}; {self._ways_out(graph, spec)}") from None
+        return found.labels(cut.stage)
+
+    def solved(self, graph: fx.Graph, spec: Auto) -> tuple[Problem, Cut]:
+        """The automatic cut of a model graph with costs."""
         target = machine(
             self.devices or self.stages, chunks=self.chunks, checkpoint=self.checkpoint
         )
         again = recomputed(self.checkpoint, self.chunks)
-        found, cut = automatic(graph, target, spec, self.devices, again)
-        return found.labels(cut.stage)
+        return automatic(graph, target, spec, self.devices, again)
+
+    def _ways_out(self, graph: fx.Graph, spec: Auto) -> str:
+        """What would make the model fit."""
+        assert self.devices is not None
+        ways: list[str] = []
+        checkpointed = replace(self, checkpoint="except_last")
+        if self.checkpoint == "never" and checkpointed.is_possible(graph, spec):
+            ways.append('checkpoint="except_last"')
+        n = len(self.devices)
+        for count in (n + 1, n + 2, 2 * n):
+            devices = (*self.devices, *self.devices[-1:] * (count - n))
+            wider = replace(self, stages=count, devices=devices)
+            if wider.is_possible(graph, spec):
+                ways.append(f"{count} devices")
+                break
+        if not ways:
+            return f"neither a checkpoint nor {2 * n} devices help: give devices with more memory"
+        return f"it would fit with {' or '.join(ways)}"
+
+    def is_possible(self, graph: fx.Graph, spec: Auto) -> bool:
+        """Whether there is such a cut."""
+        try:
+            self.solved(graph, spec)
+        except PartitionError:
+            return False
+        return True
 
 
 def automatic(
@@ -136,7 +172,7 @@ def automatic(
     pins = _pins(found, work, spec.pins, target.stages)
     best = solve(found.dag, target, slack=spec.slack, pins=pins)
     if best is None:
-        raise PartitionError(_why_not(found, target, pins))
+        raise _why_not(found, target, pins)
     return found, _easier(found, target, spec.slack, pins, best)
 
 
@@ -169,18 +205,18 @@ def _pins(
     return pins
 
 
-def _why_not(found: Problem, target: Machine, pins: Mapping[int, int]) -> str:
-    """Which devices have too little memory, and what could be done."""
+def _why_not(found: Problem, target: Machine, pins: Mapping[int, int]) -> PartitionError:
+    """Which devices have too little memory, cut so that the fullest is least full."""
     assert target.memory is not None
-    stage = tightest(found.dag, target, pins=pins) if np.isfinite(target.memory).all() else None
+    stage = tightest(found.dag, target, pins=pins)
     if stage is None:
-        return "no cut puts all pins into their stages: give fewer, or other ones"
+        return PartitionError("no cut puts all pins into their stages: give fewer, or other ones")
     need = prices(found.dag, target, stage).memory
     short = [
         f"device {s} needs {n:,.0f} bytes and has {m:,.0f}, {n - m:,.0f} short"
         for s, (n, m) in enumerate(zip(need, target.memory, strict=True))
         if n > m
     ]
-    if not short:
-        return "no cut fits the memory of the devices together with the pins: give fewer pins"
-    return f"the model does not fit, even cut for memory alone: {'; '.join(short)}"
+    return DoesNotFit(
+        "the model does not fit into the devices' memory; cut for memory alone, " + "; ".join(short)
+    )

@@ -211,7 +211,7 @@ def _lines(dag: Dag, task: Task) -> tuple[int, ...] | None:
 
 def _roomiest(dag: Dag, task: Task) -> tuple[int, ...] | None:
     """A cut that fits the memory, if one is found by looking at nothing else."""
-    if np.isinf(np.asarray(task.machine.memory)).any():
+    if np.isinf(np.asarray(task.machine.memory)).all():
         return None
     found = tightest(dag, task.machine, pins=task.pins, effort=task.effort)
     return found if found and prices(dag, task.machine, found).fits(task.machine) else None
