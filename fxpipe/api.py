@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import graphviz  # type: ignore[import-untyped]
@@ -23,6 +23,7 @@ from fxpipe.runtime.lanes import Lanes, run_inline
 from fxpipe.schedule import Schedule, Timeline, named
 from fxpipe.timelines import estimated_costs, measured, measured_costs, predicted
 from fxpipe.trace import CustomTracer, untouched
+from passes.costs import Costs
 from passes.partition import Spec
 from passes.skips import SkipLayout, skip_layout
 
@@ -45,6 +46,7 @@ def compile(
     example_kwargs: dict[str, Any] | None = None,
     chunks: int | None = None,
     partition: Spec = "auto",
+    costs: Costs = "auto",
     checkpoint: str = "never",
     checkpoint_segments: int = 1,
     schedule: str | Schedule = "gpipe",
@@ -66,7 +68,12 @@ def compile(
             pipeline is compiled now, otherwise at its first call.
         chunks: micro-batches per mini-batch. None: four for each stage, as far as the batch goes.
         partition: "auto"; or the names of the modules or nodes that begin a stage; or a dict from
-            names to stages; or a function that takes the model graph and gives one of these.
+            names to stages; or a function that takes the model graph and gives one of these; or an
+            :class:`Auto`, which says what is to be even, and under which conditions.
+        costs: what the automatic cut goes by: "analytic", "measured" (each node is run and timed on
+            the first device), a :class:`Profile` or the path of a saved one, or seconds by name of
+            node or module. "auto": measured on accelerators if there are example inputs, else
+            analytic.
         checkpoint: "never", "always", or "except_last": which micro-batches keep no activations and
             compute them again in the backward.
         checkpoint_segments: a checkpointed stage is cut in so many segments, each of which is run
@@ -109,6 +116,7 @@ def compile(
         loss_fn=loss_fn,
         chunks=_checked_chunks(chunks),
         partition=partition,
+        costs=costs,
         checkpoint=default.Checkpoint(checkpoint, checkpoint_segments).mode,
         checkpoint_segments=checkpoint_segments,
         deferred_batch_norm=deferred_batch_norm,
@@ -117,6 +125,10 @@ def compile(
         tracer=tracer,
         passes=default.default_passes if passes is None else passes,
     )
+    if isinstance(costs, str) and costs == "auto":
+        has_example = example_inputs is not None or example_kwargs is not None
+        is_measurable = has_example and options.devices[0].type not in ("cpu", "meta")
+        options = replace(options, costs="measured" if is_measurable else "analytic")
     if not callable(options.passes):
         raise TypeError(
             f"passes is a {type(passes).__name__}: give a function that takes the "

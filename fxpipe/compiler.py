@@ -29,6 +29,7 @@ from fxpipe.trace import (
     trace,
     untouched,
 )
+from passes.costs import Costs, cost_pass
 from passes.microbatch import Dims
 from passes.partition import PartitionError, Spec
 
@@ -54,6 +55,7 @@ class Options:
     out_dims: Any
     tracer: str | CustomTracer
     passes: PassList
+    costs: Costs = "analytic"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -294,7 +296,8 @@ class Compiler:
             if any(ONCE in node.meta for node in gm.graph.nodes):
                 gm = default.Alias(tuple(values))(gm)
             found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
-            gm = default.AnalyticCost()(gm)
+            costs = "analytic" if self.labels else options.costs  # it has been cut
+            gm = cost_pass(costs, tuple(values), device=options.devices[0])(gm)
             gm = default.Shared()(gm)
             gm = default.Random()(gm)
         self._label(gm)
