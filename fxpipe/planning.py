@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -15,20 +14,17 @@ from torch import fx, nn
 import passes as default
 from fxpipe.batch import input_dims
 from fxpipe.devices import DeviceSpec
-from fxpipe.graph import COST, STAGE, Cost
+from fxpipe.graph import COST, STAGE
 from fxpipe.inspect.report import bubble
 from fxpipe.inspect.text import human_bytes, human_time
 from fxpipe.trace import CustomTracer, Traced, TraceError, canonical, trace, untouched
 from passes.cost import ADAM
+from passes.costs import Costs, cost_pass
 from passes.cut.bounds import gap, lower_bound
 from passes.cut.dag import Machine, Prices, prices
-from passes.partition import Spec
+from passes.partition import BOUND, Spec
 from passes.problem import Problem, machine, problem, recomputed
-from passes.profile import GivenCost, Profile
 from passes.skips import SkipLayout, skip_layout
-
-Costs = str | Path | Profile | Mapping[str, float | Cost]
-"""Where costs come from: "analytic", the path of a saved profile, a profile, or seconds by name."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +175,9 @@ def plan(
 
     Args:
         devices: descriptions, or names of known ones ("h100"), one for each stage.
-        costs: "analytic": by the descriptions; or a profile (or the path of one) measured on
-            ``devices[0]``, or seconds by name of node or module.
+        costs: "analytic": by the descriptions; "measured": on the device that the model is on,
+            which stands for ``devices[0]``; a :class:`Profile` or the path of a saved one; or
+            seconds by name of node or module.
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam.
 
     The others are those of :func:`fxpipe.compile`.
@@ -197,7 +194,8 @@ def plan(
     # Every micro-batch launches every operator.
     specs_of_all = tuple(replace(s, launch_s=s.launch_s * count) for s in specs)
     with untouched(model):
-        gm = _costed(gm, costs, specs_of_all[0], optimizer_states)
+        spec = specs_of_all[0]
+        gm = cost_pass(costs, tuple(values), spec=spec, optimizer_states=optimizer_states)(gm)
         gm = default.Random()(default.Shared()(gm))
     cut = default.Partition(len(specs), partition, specs_of_all, count, checkpoint)
     gm = cut(gm)
@@ -225,7 +223,7 @@ def _plan(
         skip_layout(default.Split()(gm)),
         chunks,
         checkpoint,
-        lower_bound(found.dag, target),
+        gm.meta.get(BOUND, 0.0) or lower_bound(found.dag, target),
     )
 
 
@@ -277,15 +275,6 @@ def _traced(
             if one == tracers[-1]:
                 raise
     raise TraceError("no tracer")  # for mypy: the loop returns or raises
-
-
-def _costed(
-    gm: fx.GraphModule, costs: Costs, device: DeviceSpec, optimizer_states: float
-) -> fx.GraphModule:
-    if isinstance(costs, str) and costs == "analytic":
-        return default.AnalyticCost(device, optimizer_states)(gm)
-    given = Profile.load(costs) if isinstance(costs, str | Path) else costs
-    return GivenCost(given, device, optimizer_states)(gm)
 
 
 def _chunks(

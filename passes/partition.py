@@ -27,8 +27,18 @@ from passes.cut.search import EQUAL
 from passes.cut.solve import Cut, solve, solve_in_order, tightest
 from passes.problem import OBJECTIVES, PartitionError, Problem, machine, problem, recomputed
 
-__all__ = ["SLACK", "Auto", "DoesNotFit", "Partition", "PartitionError", "Spec", "automatic"]
+__all__ = [
+    "BOUND",
+    "SLACK",
+    "Auto",
+    "DoesNotFit",
+    "Partition",
+    "PartitionError",
+    "Spec",
+    "automatic",
+]
 
+BOUND = "bound"  # of a graph module's meta: no cut has a slowest stage that takes fewer seconds
 SLACK = 0.02  # costs are estimates: within this of the best, the cut that sends less wins
 
 
@@ -41,12 +51,15 @@ class Auto:
         slack: a cut may be so much slower than the fastest, as a fraction, if it sends less.
         pins: names of modules or nodes, and the stages that they go to.
         together: groups of such names; each stays in one stage.
+        devices: descriptions, one a stage, where the devices differ, have limits, or are far from
+            each other. None: they are alike, and links cost nothing.
     """
 
     objective: str = "time"
     slack: float = SLACK
     pins: Mapping[str, int] = field(default_factory=dict)
     together: Sequence[Sequence[str]] = ()
+    devices: Sequence[DeviceSpec] | None = None
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -89,7 +102,7 @@ class Partition:
         if isinstance(spec, str) and spec == "auto":
             spec = Auto()
         if isinstance(spec, Auto):
-            labels = self._automatic(gm.graph, spec)
+            labels = self._automatic(gm, spec)
         elif isinstance(spec, Mapping):
             labels = labels_of_mapping(gm.graph, spec, self.stages)
         elif isinstance(spec, str):
@@ -103,11 +116,20 @@ class Partition:
             node.meta[STAGE] = stage
         return gm
 
-    def _automatic(self, graph: fx.Graph, spec: Auto) -> dict[fx.Node, int]:
+    def _automatic(self, gm: fx.GraphModule, spec: Auto) -> dict[fx.Node, int]:
+        if self.devices is None and spec.devices is not None:
+            if len(spec.devices) != self.stages:
+                raise PartitionError(
+                    f"{len(spec.devices)} devices are described, but there are {self.stages} "
+                    "stages: describe one for each"
+                )
+            return replace(self, devices=tuple(spec.devices))._automatic(gm, spec)
         try:
-            found, cut = self.solved(graph, spec)
+            found, cut = self.solved(gm.graph, spec)
         except DoesNotFit as error:
-            raise DoesNotFit(f"{error}; {self._ways_out(graph, spec)}") from None
+            raise DoesNotFit(f"{error}; {self._ways_out(gm.graph, spec)}") from None
+        if spec.objective == "time":
+            gm.meta[BOUND] = cut.bound
         return found.labels(cut.stage)
 
     def solved(self, graph: fx.Graph, spec: Auto) -> tuple[Problem, Cut]:

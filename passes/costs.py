@@ -1,0 +1,45 @@
+"""Not a pass: which of the cost passes is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpipe.devices import CPU_CORE, DeviceSpec
+from fxpipe.graph import Cost
+from passes.cost import ADAM, AnalyticCost
+from passes.measure import MeasuredCost
+from passes.profile import GivenCost, Profile
+
+Costs = str | Path | Profile | Mapping[str, float | Cost]
+"""Where costs come from: "analytic", "measured", a :class:`Profile` or the path of a saved one, or
+seconds by name of node or module."""
+
+
+def cost_pass(
+    costs: Costs,
+    inputs: tuple[Any, ...],
+    *,
+    device: torch.device | None = None,
+    spec: DeviceSpec = CPU_CORE,
+    optimizer_states: float = ADAM,
+) -> AnalyticCost | MeasuredCost | GivenCost:
+    """The pass for these costs.
+
+    ``inputs`` and ``device`` are what measuring needs, ``spec`` describes the device for the rest.
+    """
+    if isinstance(costs, str) and costs == "analytic":
+        return AnalyticCost(spec, optimizer_states)
+    if isinstance(costs, str) and costs == "measured":
+        return MeasuredCost(inputs, device, spec=spec, optimizer_states=optimizer_states)
+    if isinstance(costs, str | Path):
+        if not Path(costs).exists():
+            raise ValueError(
+                f'costs is {str(costs)!r}: give "analytic", "measured", the path of a saved '
+                "profile, a Profile, or a dict from names to seconds"
+            )
+        costs = Profile.load(costs)
+    return GivenCost(costs, spec, optimizer_states)
