@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 GB = 10**9
@@ -50,6 +50,10 @@ class DeviceSpec:
                 raise ValueError(f"{what} is {rate!r}: give a rate above zero")
         if self.memory is not None and not self.memory > 0:
             raise ValueError(f"memory is {self.memory!r}: give bytes, or None for no limit")
+
+    def with_memory(self, memory: float | None) -> DeviceSpec:
+        """The same device with so many bytes for the model; None: no limit."""
+        return replace(self, memory=memory)
 
     @staticmethod
     def of(name: str) -> DeviceSpec:

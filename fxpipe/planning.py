@@ -189,7 +189,7 @@ def plan(
     specs = _specs(devices)
     args, kwargs = canonical(model, example_inputs, example_kwargs or {})
     dims = input_dims(model, args, kwargs, in_dims)
-    gm, values = _traced(model, args, kwargs, dims, tracer)
+    gm, values = sketch(model, args, kwargs, dims, tracer)
     count = _chunks(chunks, len(specs), values, dims)
     # Every micro-batch launches every operator.
     specs_of_all = tuple(replace(s, launch_s=s.launch_s * count) for s in specs)
@@ -256,14 +256,14 @@ def _specs(devices: Sequence[DeviceSpec | str]) -> tuple[DeviceSpec, ...]:
     return tuple(d if isinstance(d, DeviceSpec) else DeviceSpec.of(d) for d in devices)
 
 
-def _traced(
+def sketch(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dims: list[int | None],
     tracer: str | CustomTracer,
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """The model graph with fake values. What runs on fake tensors needs no comparison here."""
+    """The model graph with fake values, and the inputs; nothing of the model is run or compared."""
     tracers = ["symbolic", "export"] if tracer == "auto" else [tracer]
     for one in tracers:
         try:

@@ -1,0 +1,179 @@
+"""The cut against torchgpipe's balance and against equal parameters, by measured costs.
+
+Run: python -m tests.benchmarks.cut [names of models]
+
+Each node is timed on this machine, forward and backward. torchgpipe's ``balance_cost`` gets the
+times of the nodes in the model's order; so does the cut into equal parameters, their bytes. Shown is
+the time of the slowest stage over the lower bound: 1.000 cannot be beaten.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fxpipe.batch import input_dims
+from fxpipe.planning import sketch
+from passes.cut.dag import Dag, Machine, prices
+from passes.cut.solve import Cut, solve, solve_in_order
+from passes.measure import MeasuredCost
+from passes.partition import SLACK, Auto, automatic
+from passes.problem import Problem, problem
+from tests.benchmarks.nets import AmoebaNet, DenseNet, UNet, resnet, vgg16
+from tests.benchmarks.timing import show
+
+STAGES, BUDGET = (2, 4, 8), 4.0
+
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+
+
+def on_images(make: Callable[[], nn.Module], size: int, batch: int = 2) -> Callable[[], Call]:
+    return lambda: (make(), (torch.randn(batch, 3, size, size),), {})
+
+
+def hugging_face(name: str, inputs: Callable[[], dict[str, Tensor]], **config: Any):
+    """A model of transformers, with random weights."""
+
+    def make() -> Call:
+        import transformers
+
+        kind = getattr(transformers, name)
+        return kind(kind.config_class(**config)), (), inputs()
+
+    return make
+
+
+def tokens(*names: str) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {name: torch.randint(1000, (2, 64)) for name in names or ("input_ids",)}
+
+
+def pixels() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 96, 96)}
+
+
+MODELS: dict[str, Callable[[], Call]] = {
+    "VGG-16": on_images(vgg16, 96),
+    "ResNet-50": on_images(lambda: resnet((3, 4, 6, 3)), 96),
+    "ResNet-101": on_images(resnet, 96),
+    "DenseNet-121": on_images(DenseNet, 96),
+    "U-Net (5, 16)": on_images(lambda: UNet(5, 16), 96),
+    "AmoebaNet-like (6, 64)": on_images(lambda: AmoebaNet(6, 64), 96),
+    "GPT-2": hugging_face(
+        "GPT2LMHeadModel", tokens(), vocab_size=5000, n_embd=256, n_head=4, use_cache=False
+    ),
+    "BERT": hugging_face(
+        "BertForMaskedLM",
+        tokens(),
+        vocab_size=5000,
+        hidden_size=256,
+        num_attention_heads=4,
+        intermediate_size=1024,
+    ),
+    "T5": hugging_face(
+        "T5ForConditionalGeneration",
+        tokens("input_ids", "decoder_input_ids"),
+        vocab_size=5000,
+        d_model=256,
+        d_ff=1024,
+        use_cache=False,
+    ),
+    "LLaMA": hugging_face(
+        "LlamaForCausalLM",
+        tokens(),
+        vocab_size=5000,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        use_cache=False,
+    ),
+    "ViT": hugging_face(
+        "ViTForImageClassification",
+        pixels,
+        image_size=96,
+        hidden_size=256,
+        num_attention_heads=4,
+        intermediate_size=1024,
+    ),
+    "ConvNeXt": hugging_face("ConvNextForImageClassification", pixels, image_size=96),
+    "MobileNet v2": hugging_face("MobileNetV2ForImageClassification", pixels, image_size=96),
+    "RegNet": hugging_face("RegNetForImageClassification", pixels),
+}
+
+
+def measured(make: Callable[[], Call]) -> Problem:
+    model, args, kwargs = make()
+    gm, values = sketch(model, args, kwargs, input_dims(model, args, kwargs), "auto")
+    return problem(MeasuredCost(tuple(values), budget_s=BUDGET)(gm).graph)
+
+
+def balanced_by_torchgpipe(dag: Dag, stages: int) -> list[int]:
+    from torchgpipe.balance import balance_cost
+
+    lengths = balance_cost([round(t * 1e6) for t in dag.seconds[0]], stages)
+    ends = list(accumulate(lengths))
+    return [sum(i >= end for end in ends[:-1]) for i in range(dag.size)]
+
+
+def balanced_by_parameters(found: Problem, stages: int) -> tuple[int, ...]:
+    by_parameters = problem(found.work[0].graph, "params").dag
+    stage = solve_in_order(by_parameters, Machine(stages))
+    assert stage is not None
+    return stage
+
+
+def best(found: Problem, stages: int) -> tuple[Cut, Cut]:
+    """The fastest cut, and the one that fxpipe takes."""
+    fastest = solve(found.dag, Machine(stages))
+    assert fastest is not None
+    _, taken = automatic(found.work[0].graph, Machine(stages), Auto())
+    return fastest, taken
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    names = sys.argv[1:] or list(MODELS)
+    rows, gains = [], []
+    for name in names:
+        found = measured(MODELS[name])
+        dag = replace(found.dag)
+        for stages in STAGES:
+            machine = Machine(stages)
+            fastest, taken = best(found, stages)
+            times = [
+                prices(dag, machine, stage).slowest / fastest.bound
+                for stage in (
+                    fastest.stage,
+                    taken.stage,
+                    balanced_by_torchgpipe(dag, stages),
+                    balanced_by_parameters(found, stages),
+                )
+            ]
+            assert times[0] <= min(times) * (1 + 1e-9), "ours is never worse"
+            assert times[1] <= times[0] * (1 + SLACK) * (1 + 1e-9)
+            gains.append([times[2] / times[0], times[3] / times[0]])
+            how = "exact" if fastest.is_exact else "bound"
+            rows.append([name, str(dag.size), str(stages), how, *(f"{t:.3f}" for t in times)])
+            print(*rows[-1], flush=True)
+    show(
+        "slowest stage over the lower bound, measured costs",
+        ["model", "nodes", "stages", "", "fastest", "taken", "torchgpipe", "parameters"],
+        rows,
+    )
+    worse = np.exp(np.log(np.array(gains)).mean(axis=0)) - 1
+    most = np.array(gains).max(axis=0) - 1
+    print(
+        f"torchgpipe's slowest stage takes {worse[0]:.1%} longer on average ({most[0]:.0%} at most), "
+        f"that of equal parameters {worse[1]:.0%} ({most[1]:.0%})"
+    )
+
+
+if __name__ == "__main__":
+    main()
