@@ -70,6 +70,7 @@ class Task:
     slack: float = 0.0
     pins: Mapping[int, int] = field(default_factory=dict)
     effort: Effort = Effort()
+    enough: float = -np.inf  # seconds: a large graph whose slowest stage takes no more is done
 
 
 def solve(
@@ -90,6 +91,7 @@ def solve(
         return None
     task = Task(machine, slack, pins or {}, effort or Effort())
     bound = lower_bound(dag, machine)
+    task = replace(task, enough=bound * (1 + slack))
     is_large = dag.size > task.effort.large
     found = _multilevel(dag, task, in_order=True) if is_large else _lines(dag, task)
     exact = _exact(dag, task, found)
@@ -97,7 +99,7 @@ def solve(
         return exact.cut
     if not is_large:
         found = _improved(dag, task, found)
-    elif found is None or prices(dag, machine, found).slowest > bound * (1 + slack):
+    elif found is None or not _is_enough(dag, task, found):
         freely = _multilevel(dag, task)
         if freely is not None and (found is None or _is_better(dag, task, freely, found)):
             found = freely
@@ -137,6 +139,8 @@ def _multilevel(dag: Dag, task: Task, in_order: bool = False) -> tuple[int, ...]
         return None
     best = tuple(found[h] for h in home)
     for order in ([range(dag.size)] if in_order else [range(dag.size), depth_first(dag)]) * 2:
+        if not in_order and _is_enough(dag, task, best):
+            break
         small, home = around(dag, best, order, FINE)
         start = _moved(best, home, small.size)
         found = _small(small, replace(task, pins=_pinned(task.pins, home)), start, in_order)
@@ -273,6 +277,10 @@ def _improved(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, .
         else:
             failures += 1
     return best
+
+
+def _is_enough(dag: Dag, task: Task, stage: Sequence[int]) -> bool:
+    return prices(dag, task.machine, stage).slowest <= task.enough * (1 + EQUAL)
 
 
 def _is_better(dag: Dag, task: Task, one: Sequence[int], other: Sequence[int]) -> bool:

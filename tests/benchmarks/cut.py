@@ -3,8 +3,8 @@
 Run: python -m tests.benchmarks.cut [names of models]
 
 Each node is timed on this machine, forward and backward. torchgpipe's ``balance_cost`` gets the
-times of the nodes in the model's order; so does the cut into equal parameters, their bytes. Shown is
-the time of the slowest stage over the lower bound: 1.000 cannot be beaten.
+times of the nodes in the model's order, the cut into equal parameters their bytes. Shown is the
+time of the slowest stage over the lower bound: 1.000 cannot be beaten.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def main() -> None:
     worse = np.exp(np.log(np.array(gains)).mean(axis=0)) - 1
     most = np.array(gains).max(axis=0) - 1
     print(
-        f"torchgpipe's slowest stage takes {worse[0]:.1%} longer on average ({most[0]:.0%} at most), "
-        f"that of equal parameters {worse[1]:.0%} ({most[1]:.0%})"
+        f"torchgpipe's slowest stage takes {worse[0]:.1%} longer on average, {most[0]:.0%} at "
+        f"most, that of equal parameters {worse[1]:.0%} ({most[1]:.0%})"
     )
 
 

@@ -182,7 +182,7 @@ class AmoebaNet(nn.Module):
 
 
 def vgg16(classes: int = 1000) -> nn.Sequential:
-    """Simonyan and Zisserman 2014, for 224 x 224."""
+    """Simonyan and Zisserman 2014."""
     layers: list[nn.Module] = []
     inner = 3
     for widths in ([64] * 2, [128] * 2, [256] * 3, [512] * 3, [512] * 3):
@@ -190,10 +190,10 @@ def vgg16(classes: int = 1000) -> nn.Sequential:
             layers += [nn.Conv2d(inner, width, 3, padding=1), nn.ReLU(inplace=True)]
             inner = width
         layers.append(nn.MaxPool2d(2))
-    head = [nn.LazyLinear(4096), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4096, 4096)]
-    return nn.Sequential(
-        *layers, nn.Flatten(), *head, nn.ReLU(inplace=True), nn.Linear(4096, classes)
-    )
+    layers += [nn.AdaptiveAvgPool2d(7), nn.Flatten()]
+    for width in (512 * 7 * 7, 4096):
+        layers += [nn.Linear(width, 4096), nn.ReLU(inplace=True), nn.Dropout()]
+    return nn.Sequential(*layers, nn.Linear(4096, classes))
 
 
 class DenseNet(nn.Module):
