@@ -202,11 +202,11 @@ def _easier(
     found: Problem, target: Machine, slack: float, pins: Mapping[int, int], best: Cut
 ) -> Cut:
     """The cut that is contiguous in the program, if it is as good."""
-    stage = solve_in_order(found.dag, target, slack=slack, pins=pins)
+    limit = max(best.bound * (1 + slack), best.prices.slowest) * (1 + EQUAL)
+    stage = solve_in_order(found.dag, target, slack=slack, pins=pins, enough=limit)
     if stage is None:
         return best
     contiguous = Cut(stage, prices(found.dag, target, stage), best.bound, best.is_exact)
-    limit = max(best.bound, best.prices.slowest / (1 + slack)) * (1 + slack) * (1 + EQUAL)
     is_as_fast = contiguous.prices.slowest <= limit
     is_as_small = contiguous.prices.sent <= best.prices.sent * (1 + slack)
     return contiguous if is_as_fast and is_as_small else best

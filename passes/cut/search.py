@@ -48,6 +48,7 @@ class Search:
     Args:
         limit: only cuts whose slowest stage takes no longer are looked for.
         pins: node to stage.
+        enough: no slack is given above so many seconds.
         places: ``[downset, boundary]``: which downset may be behind which stage. None: any.
         work: how many multiplications the dynamic program may take, and
         visits: how many boundaries the branch and bound may look at.
@@ -59,6 +60,7 @@ class Search:
     limit: float = np.inf
     pins: Mapping[int, int] = field(default_factory=dict)
     places: NDArray[np.bool_] | None = None
+    enough: float = np.inf
     work: float = np.inf
     visits: int = 2000
 
@@ -273,7 +275,7 @@ class Search:
         fastest = _Descent(self, to_go, self.limit, by_bytes=False)
         if fastest.best is None:
             return None
-        allowed = min(fastest.key * (1 + slack), max(self.limit, fastest.key))
+        allowed = max(fastest.key, min(fastest.key * (1 + slack), self.limit, self.enough))
         lightest = _Descent(self, self._backwards(allowed, by_bytes=True), allowed, by_bytes=True)
         stage = lightest.best or fastest.best
         return Found(stage, fastest.key if fastest.is_done else bound, fastest.is_done)

@@ -25,7 +25,7 @@ DOWNSETS = 20_000  # as many as are all looked at
 WORK = 5e9  # multiplications of one search
 LARGE = 400  # nodes; more are made fewer
 VISITS = 200  # boundaries that one inexact search may look at
-NEAR = 1000  # downsets near a boundary
+NEAR = 8000  # downsets near all boundaries together
 PATIENCE = 4  # rounds without gain, and the search ends
 FINE = 12  # nodes on each side of a boundary
 
@@ -70,7 +70,7 @@ class Task:
     slack: float = 0.0
     pins: Mapping[int, int] = field(default_factory=dict)
     effort: Effort = Effort()
-    enough: float = -np.inf  # seconds: a large graph whose slowest stage takes no more is done
+    enough: float = np.inf  # seconds: a slowest stage that takes no more is within the slack
 
 
 def solve(
@@ -107,12 +107,20 @@ def solve(
 
 
 def solve_in_order(
-    dag: Dag, machine: Machine, *, slack: float = 0.0, pins: Mapping[int, int] | None = None
+    dag: Dag,
+    machine: Machine,
+    *,
+    slack: float = 0.0,
+    pins: Mapping[int, int] | None = None,
+    enough: float = np.inf,
 ) -> tuple[int, ...] | None:
-    """As :func:`solve`, of the cuts that are contiguous in the order of the nodes."""
+    """As :func:`solve`, of the cuts that are contiguous in the order of the nodes.
+
+    No slack is given where the slowest stage takes more than ``enough`` seconds.
+    """
     if dag.size < machine.stages:
         return None
-    task = Task(machine, slack, pins or {})
+    task = Task(machine, slack, pins or {}, enough=enough)
     if dag.size <= task.effort.large:
         return _searched(dag, task, prefixes(range(dag.size)))
     return _multilevel(dag, task, in_order=True)
@@ -247,7 +255,7 @@ def _searched(
     places: NDArray[np.bool_] | None = None,
 ) -> tuple[int, ...] | None:
     limit = _limit(dag, task, found)
-    search = Search(dag, task.machine, family, limit, task.pins, places, visits=VISITS)
+    search = Search(dag, task.machine, family, limit, task.pins, places, task.enough, visits=VISITS)
     result = search.run(task.slack)
     return None if result is None else result.stage
 
@@ -262,12 +270,10 @@ def _improved(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, .
     best, failures = tuple(found), 0
     rng = random.Random(0)
     lines = united(*map(prefixes, orders(dag)))
+    near_one = task.effort.near // max(1, task.machine.stages - 1)
     while failures < task.effort.patience:
         label = np.asarray(best)
-        near = [
-            downsets_near(dag, label < s, task.effort.near, rng)
-            for s in range(1, task.machine.stages)
-        ]
+        near = [downsets_near(dag, label < s, near_one, rng) for s in range(1, task.machine.stages)]
         family = united(lines, *near)
         anywhere = members(family, lines)
         places = np.stack([anywhere, *(anywhere | members(family, part) for part in near)], axis=1)
