@@ -11,7 +11,7 @@ topological order that follows a branch to its end. Neither can make circles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -123,6 +123,41 @@ def rows(dag: Dag, pieces: int, parts: Sequence[object]) -> list[int]:
             if fits and len(dag.after[previous]) == 1:
                 cluster[node] = head
                 full[head] += share[node]
+    return cluster
+
+
+def without_pendants(dag: Dag, light: float, kept: Collection[int]) -> list[int]:
+    """A cluster for each node, by which light nodes at the end of one edge go with the other end.
+
+    Where there are many of them (counters, masks) they alone make too many downsets. ``light``: the
+    seconds that all of them may take together; those in ``kept`` are left alone.
+    """
+    cluster = list(range(dag.size))
+    before = [set(b) for b in dag.before]
+    after = [set(a) for a in dag.after]
+    by_weight = sorted(range(dag.size), key=lambda v: (dag.weight[v], v))
+    fits = np.cumsum(dag.weight[by_weight]) <= light
+    waiting = [v for v, is_light in zip(by_weight, fits, strict=True) if is_light and v not in kept]
+    is_light = set(waiting)
+    alone: int | None = None  # nodes without any edge go together
+    for node in waiting:
+        neighbours = before[node] | after[node]
+        if len(neighbours) > 1 or node not in is_light:
+            continue
+        is_light.discard(node)
+        if not neighbours:
+            alone = node if alone is None else alone
+            cluster[node] = alone
+            continue
+        (other,) = neighbours
+        cluster[node] = other
+        before[other].discard(node)
+        after[other].discard(node)
+        if other in is_light:
+            waiting.append(other)  # it may be at the fringe now
+    for node in range(dag.size):
+        while cluster[cluster[node]] != cluster[node]:
+            cluster[node] = cluster[cluster[node]]
     return cluster
 
 

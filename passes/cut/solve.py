@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.cut.bounds import gap, lower_bound
-from passes.cut.coarsen import around, coarsened, depth_first, orders, rows
+from passes.cut.coarsen import around, coarsened, depth_first, orders, rows, without_pendants
 from passes.cut.dag import Dag, Machine, Prices, contracted, prices
 from passes.cut.downsets import Family, all_downsets, downsets_near, members, prefixes, united
 from passes.cut.search import EQUAL, Search, TooMuch
@@ -27,6 +27,7 @@ LARGE = 400  # nodes; more are made fewer
 VISITS = 200  # boundaries that one inexact search may look at
 NEAR = 8000  # downsets near all boundaries together
 PATIENCE = 4  # rounds without gain, and the search ends
+LIGHT = 1e-3  # of the bound: what all nodes that the exact path leaves aside take, together
 FINE = 12  # nodes on each side of a boundary
 
 T = TypeVar("T")
@@ -47,8 +48,8 @@ class Effort:
 class Cut:
     """The stage of each node, what that costs, and how good it is.
 
-    ``bound``: no cut has a slowest stage that takes less. ``is_exact``: all cuts were looked at, so
-    that the bound is that of the fastest cut itself.
+    ``bound``: no cut has a slowest stage that takes less. ``is_exact``: all cuts were looked at
+    (but perhaps for where light nodes at the fringe go), so that the bound is that of the fastest.
     """
 
     stage: tuple[int, ...]
@@ -188,6 +189,33 @@ def _exact(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
     """The answer of the exact path; None where that would take too much."""
     if not task.effort.downsets or dag.size > 10 * task.effort.large:
         return None
+    return _over_all(dag, task, found) or _exact_but_for_pendants(dag, task, found)
+
+
+def _exact_but_for_pendants(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
+    """The same for the DAG without light nodes at its fringe: a bound for that is one for all."""
+    is_limited = not np.isinf(np.asarray(task.machine.memory)).all()
+    light = LIGHT * lower_bound(dag, task.machine)
+    cluster = without_pendants(dag, light, task.pins)
+    home_of = np.asarray(cluster)
+    is_pendant = home_of != np.arange(dag.size)
+    if is_limited or not is_pendant.any():
+        return None
+    bare = replace(dag, seconds=np.where(is_pendant, 0.0, dag.seconds))
+    small, home = contracted(bare, cluster)
+    if small.size < task.machine.stages:
+        return None
+    start = None
+    if found is not None:
+        start = _moved([found[c] for c in cluster], home, small.size)
+    answer = _over_all(small, replace(task, pins=_pinned(task.pins, home)), start)
+    if answer is None or answer.cut is None:
+        return answer
+    stage = tuple(answer.cut.stage[h] for h in home)
+    return _Answer(replace(answer.cut, stage=stage, prices=prices(dag, task.machine, stage)))
+
+
+def _over_all(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
     family = all_downsets(dag, min(task.effort.downsets, int(5e7) // dag.size))
     if family is None:
         return None

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from passes.cut.coarsen import around, coarsened, depth_first, orders, rows
+from passes.cut.coarsen import around, coarsened, depth_first, orders, rows, without_pendants
 from passes.cut.dag import Dag, Value, contracted
 from tests.passes.cut.random_dags import random_dag
 
@@ -65,3 +65,11 @@ def test_near_the_boundaries_the_graph_stays_as_it_is():
     assert small.size < 80
     assert len({home[i] for i in range(497, 503)}) == 6
     assert home[250] == home[251]
+
+
+def test_light_nodes_at_the_fringe_go_with_their_neighbours():
+    seconds = np.array([[5.0, 5, 5, 0.001, 0.001, 0.001, 4]])
+    dag = Dag(seconds, (Value(0, (1,)), Value(1, (2, 3)), Value(3, (4,)), Value(2, (6,))))
+    assert without_pendants(dag, 0.01, ()) == [0, 1, 2, 1, 1, 5, 6]
+    assert without_pendants(dag, 0.01, (4,)) == list(range(7)), "then 3 is between two others"
+    assert without_pendants(dag, 0.0, ()) == list(range(7))
