@@ -233,7 +233,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
+        moves = not func.is_view and func is not torch.ops.aten._unsafe_view.default
+        if moves and tensors_of(result):  # queries, such as prim.device, give no tensor
             self.load.operators += 1
             self.load.bytes += tensor_bytes((args, kwargs, result))
             self.load.is_half |= any(t.dtype.itemsize == 2 for t in tensors_of(result))

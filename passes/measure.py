@@ -115,12 +115,11 @@ class _Stopwatch(fx.Interpreter):
         if n.op == "call_module":
             parameters = self._move_in(str(n.target))
         leaves = [t for t in tensors_of(arguments) if t.requires_grad]
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda t: t.clone() if WRITES in n.meta else t, arguments
-        )
-
         run = getattr(self, n.op)
         with torch.enable_grad():
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda t: t.clone() if WRITES in n.meta else t, arguments
+            )
             result, ahead = self._timed(lambda: run(n.target, args, kwargs))
         given = [t for t in tensors_of(result) if t.grad_fn is not None]
         wanted = list({id(t): t for t in (*leaves, *parameters)}.values())

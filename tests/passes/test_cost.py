@@ -59,6 +59,18 @@ def test_what_moves_more_than_it_computes_is_bound_by_bandwidth():
     assert cost.forward_s == pytest.approx(8000 / 1e6), "4000 bytes read, 4000 written"
 
 
+def test_only_what_moves_bytes_is_an_operator():
+    class Model(nn.Module):
+        def forward(self, x):
+            return x.view(-1).relu()
+
+    device = DeviceSpec(flops_per_s=1e15, bytes_per_s=1e15, launch_s=1.0)
+    found = costs(Model(), torch.ones(2, 3, requires_grad=True), device=device)
+    seconds = {name: (cost.forward_s, cost.backward_s) for name, cost in found.items()}
+    assert seconds["view"] == (0, 0)
+    assert seconds["relu"] == pytest.approx((1, 1), abs=1e-6)
+
+
 def test_buffers_are_counted():
     cost = costs(nn.Sequential(nn.BatchNorm1d(3)), torch.ones(2, 3))["_0"]
     assert cost.buffer_bytes == 3 * 4 + 3 * 4 + 8, "mean, variance, and the number of batches"
