@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from fxpipe.graph import COST, STAGE, Cost, stage_nodes
 from passes import Alias, AnalyticCost, Partition, PartitionError
-from passes.partition import SLACK
+from passes.partition import SLACK, Auto
 from tests.zoo import Chain
 
 
@@ -151,3 +151,84 @@ def test_a_split_between_a_write_and_what_it_is_seen_through_is_refused():
 
     with pytest.raises(PartitionError, match="share memory that is written to"):
         cut(Model(), 2, ["mul_"])
+
+
+class Diamond(nn.Module):
+    """Two branches of three layers; the program goes from one to the other at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.right = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x):
+        a = b = x
+        for left, right in zip(self.left, self.right, strict=True):
+            a, b = left(a), right(b)
+        return a, b
+
+
+def test_a_cut_need_not_be_contiguous_in_the_program_where_that_sends_less():
+    left, right = cut(Diamond(), 2)
+    assert {tuple(left), tuple(right)} == {
+        ("left_0", "left_1", "left_2"),
+        ("right_0", "right_1", "right_2"),
+    }, "no value has to travel"
+
+
+def test_pins_put_nodes_where_they_are_told():
+    assert cut(Chain(6), 2, Auto(pins={"b": 1})) == [["a"], ["b", "c", "d", "e", "f"]]
+
+
+def test_groups_stay_together():
+    assert cut(Chain(6), 2, Auto(together=[["b", "e"]]))[0] in (["a"], ["a", "b", "c", "d", "e"])
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [("params", [["wide"], ["a", "b", "c"]]), ("memory", [["wide"], ["a", "b", "c"]])],
+)
+def test_other_things_than_time_can_be_made_even(objective, expected):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Embedding(1000, 3)
+            self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, tokens):
+            return self.c(self.b(self.a(self.wide(tokens))))
+
+    gm = AnalyticCost()(Alias((torch.zeros(64, dtype=torch.long),))(fx.symbolic_trace(Model())))
+    Partition(2, Auto(objective=objective))(gm)
+    found = [[n.name for n in stage_nodes(gm.graph) if n.meta[STAGE] == s] for s in range(2)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("auto", "message"),
+    [
+        (lambda: Auto(objective="beauty"), "objective is 'beauty': give one of 'time', 'memory'"),
+        (lambda: Auto(slack=-1), "slack is -1: give a fraction"),
+        (lambda: Auto(pins={"a": 5}), "pins puts 'a' into stage 5: with 2 devices"),
+        (lambda: Auto(pins={"q": 1}), "names 'q', but the model graph has no such module"),
+        (lambda: Auto(pins={"a": 1, "c": 0}), "no cut puts all pins into their stages"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(auto, message):
+    with pytest.raises(PartitionError, match=message):
+        cut(Chain(3), 2, auto())
+
+
+def test_what_is_written_is_not_read_in_a_later_stage_by_what_came_before():
+    class Model(nn.Module):
+        def forward(self, x):
+            a = x.sin()
+            b = a.cos().exp().tan().sigmoid()
+            c = a.mul_(2)
+            return b, c
+
+    gm = AnalyticCost()(Alias((torch.ones(2, 3),))(fx.symbolic_trace(Model())))
+    for stages in (2, 3):
+        Partition(stages)(gm)
+        stage = {n.name: n.meta[STAGE] for n in stage_nodes(gm.graph)}
+        assert stage["cos"] <= stage["mul_"]

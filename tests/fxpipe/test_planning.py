@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe import DeviceSpec
+from tests.zoo import MODELS, Chain, ResNet, UNet, same
+
+FREE_LINKS = DeviceSpec(link_bytes_per_s=1e30, link_latency_s=0.0)
+
+
+def on_meta(model, *inputs):
+    return model.to("meta"), tuple(t.to("meta") for t in inputs)
+
+
+class Wide(nn.Module):
+    """Two layers that compute little and hold much, then four that are the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10_000, 64)
+        self.table = nn.Embedding(10_000, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.table(tokens)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+TOKENS = torch.zeros(64, 8, dtype=torch.long)
+TABLES = 2 * 10_000 * 64 * 4 * 4  # two of them, with gradients and Adam's two states
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_is_how_compile_cuts_and_what_travels(name):
+    make, inputs = MODELS[name]
+    model, x = make(), inputs(8)
+    plan = fxpipe.plan(model, [FREE_LINKS] * 3, example_inputs=x, chunks=4)
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=4, partition=plan.partition) as pipe:
+        pipe.prepare(*x)
+        assert pipe.skip_layout == plan.layout
+        assert [stage.cost.fixed_bytes for stage in pipe.stages] == [
+            stage.state_bytes for stage in plan.stages
+        ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_on_meta_has_the_same_plan(name):
+    make, inputs = MODELS[name]
+    model, x = make(), inputs(8)
+    real = fxpipe.plan(model, ["a100"] * 2, example_inputs=x)
+    there, nowhere = on_meta(copy.deepcopy(model), *x)
+    meta = fxpipe.plan(there, ["a100"] * 2, example_inputs=nowhere)
+    assert meta.stages == real.stages
+    assert meta.layout == real.layout
+
+
+def test_the_model_is_left_as_it_was():
+    make, inputs = MODELS["resnet"]
+    model = make()
+    before = copy.deepcopy(model)
+    fxpipe.plan(model, ["p40"] * 2, example_inputs=inputs(4))
+    assert same(list(model.state_dict().values()), list(before.state_dict().values()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_step_is_the_rounds_of_its_slowest_stage_and_the_rest_is_bubble():
+    model, x = on_meta(Chain(4), torch.zeros(8, 3))
+    costs = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
+    plan = fxpipe.plan(model, [FREE_LINKS] * 4, example_inputs=x, chunks=4, costs=costs)
+    assert [stage.seconds for stage in plan.stages] == [1, 1, 1, 1]
+    assert plan.seconds == pytest.approx((4 + 4 - 1) / 4)
+    assert plan.bubble == pytest.approx(3 / 7)
+    assert plan.gap == pytest.approx(0)
+
+
+def test_links_are_summed_hop_by_hop():
+    model, x = on_meta(Chain(4, {0: (3,)}), torch.zeros(8, 3))
+    plan = fxpipe.plan(
+        model, [FREE_LINKS] * 4, example_inputs=x, partition=["b", "c", "d"], chunks=4
+    )
+    size = 8 * 3 * 4
+    assert plan.links == {(0, 1): size, (1, 2): size, (1, 3): size, (2, 3): size}
+
+
+def test_a_slow_link_moves_the_cut():
+    class Narrowing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(64, 512), nn.Linear(512, 512), nn.Linear(512, 4)
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x)))
+
+    model, x = on_meta(Narrowing(), torch.zeros(64, 64))
+    even = {"a": 1.0, "b": 1.0, "c": 1.0}
+    slow = DeviceSpec(link_bytes_per_s=64 * 512 * 4 / 5, link_latency_s=0.0)
+    plans = [
+        fxpipe.plan(model, [device] * 2, example_inputs=x, costs=even, chunks=1)
+        for device in (FREE_LINKS, slow)
+    ]
+    assert [stage.seconds for stage in plans[0].stages] in ([1.0, 2.0], [2.0, 1.0])
+    assert max(stage.seconds for stage in plans[1].stages) == pytest.approx(10), (
+        "both ways, 5 s each"
+    )
+
+
+def test_a_faster_device_gets_more():
+    model, x = on_meta(Chain(6), torch.zeros(4096, 3))
+    fast = DeviceSpec(
+        flops_per_s=1e11, bytes_per_s=2e10, launch_s=1e-6, link_bytes_per_s=1e30, link_latency_s=0
+    )
+    plan = fxpipe.plan(model, [FREE_LINKS, fast], example_inputs=x, chunks=1)
+    assert [len(stage.nodes) for stage in plan.stages] == [2, 4]
+
+
+def test_a_model_that_only_fits_with_an_uneven_cut_is_cut_so():
+    model, x = on_meta(Wide(), TOKENS)
+    roomy = fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x, chunks=4)
+    assert roomy.stages[0].state_bytes >= TABLES
+    small, large = FREE_LINKS.with_memory(0.75 * TABLES), FREE_LINKS.with_memory(2 * TABLES)
+    plan = fxpipe.plan(model, [small, large], example_inputs=x, chunks=4)
+    assert plan.fits
+    assert not roomy.stages[0].memory <= 0.75 * TABLES
+    assert plan.stages[0].nodes == ("embed",), "one table here, all else there"
+    slowest = [max(stage.seconds for stage in p.stages) for p in (roomy, plan)]
+    assert slowest[0] < slowest[1], "that is the price"
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_is_short_and_what_would_help():
+    model, x = on_meta(Wide(), TOKENS)
+    short = FREE_LINKS.with_memory(0.4 * TABLES)
+    with pytest.raises(fxpipe.DoesNotFit) as error:
+        fxpipe.plan(model, [short] * 2, example_inputs=x, chunks=4)
+    message = str(error.value)
+    assert "device 0 needs " in message
+    assert f"and has {0.4 * TABLES:,.0f}, " in message
+    assert "neither a checkpoint nor 4 devices help" in message, "a table is larger than a device"
+
+
+def test_checkpoints_and_more_devices_are_offered_where_they_help():
+    layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    model, x = on_meta(nn.Sequential(*layers), torch.zeros(4096, 32))
+    whole = fxpipe.plan(model, [FREE_LINKS], example_inputs=x, chunks=1).stages[0].memory
+    small = FREE_LINKS.with_memory(0.4 * whole)
+    with pytest.raises(
+        fxpipe.DoesNotFit, match=r'it would fit with checkpoint="except_last" or 3 devices'
+    ):
+        fxpipe.plan(model, [small] * 2, example_inputs=x, chunks=8)
+    for stages, checkpoint in ((2, "except_last"), (3, "never")):
+        plan = fxpipe.plan(
+            model, [small] * stages, example_inputs=x, chunks=8, checkpoint=checkpoint
+        )
+        assert plan.fits
+
+
+def test_checkpoints_take_time_and_save_memory():
+    model, x = on_meta(UNet(8, 3), torch.zeros(16, 3, 16, 16))
+    kept, again = (
+        fxpipe.plan(model, ["p40"] * 2, example_inputs=x, chunks=8, checkpoint=mode)
+        for mode in ("never", "always")
+    )
+    assert sum(s.activation_bytes for s in again.stages) < sum(
+        s.activation_bytes for s in kept.stages
+    )
+    assert sum(s.compute_s for s in again.stages) > sum(s.compute_s for s in kept.stages)
+
+
+def test_activations_of_one_stage_are_those_of_saved_tensor_hooks():
+    make, inputs = MODELS["transformer"]
+    model, x = make(), inputs(4)
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(*x)
+    for tensor in (*model.parameters(), *model.buffers()):
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    plan = fxpipe.plan(model, ["p40"], example_inputs=x)
+    expected = sum(t.untyped_storage().nbytes() for t in kept.values())
+    assert plan.stages[0].activation_bytes == expected
+
+
+def test_it_prints_as_a_table():
+    model, x = on_meta(ResNet(), torch.zeros(8, 3, 8, 8))
+    text = str(fxpipe.plan(model, ["p40"] * 2, example_inputs=x, chunks=4))
+    for words in ("stage", "p40", "activations", "memory left", "a step of 4 micro-batches takes"):
+        assert words in text
+    assert "from optimal" in text
+    assert "links: 0 -> 1 " in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([], "devices is \\[\\]: give a list of DeviceSpec"),
+        ("p40", "devices is 'p40': give a list"),
+        (["p41"], "no device 'p41' is known"),
+    ],
+)
+def test_devices_that_make_no_sense_are_refused(devices, message):
+    with pytest.raises(ValueError, match=message):
+        fxpipe.plan(Chain(3), devices, example_inputs=(torch.zeros(2, 3),))
+
+
+def test_chunks_are_chosen_as_far_as_the_batch_goes():
+    model, x = on_meta(Chain(3), torch.zeros(6, 3))
+    assert fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x).chunks == 6
+    with pytest.raises(ValueError, match="chunks is 0"):
+        fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x, chunks=0)
