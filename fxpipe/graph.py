@@ -35,6 +35,13 @@ RANDOM = "random"  # True where random numbers are drawn
 ONCE = "once"  # True at what is done once for a mini-batch, after its micro-batches
 
 
+class OuterModule(fx.GraphModule):
+    """A graph module around others: when its own graph has changed, theirs have not."""
+
+    def _recompile_submodules(self) -> list[Any]:  # fx would compile all of them again
+        return []
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a node, or a stage, costs for one mini-batch. Times in seconds, sizes in bytes."""

@@ -57,8 +57,8 @@ class Alias:
         with seen.mode, torch.enable_grad():
             seen.run(*seen.fake(self.inputs))
         position = {node: i for i, node in enumerate(gm.graph.nodes)}
-        _follow_identities(seen, position)
-        gm.recompile()
+        if _follow_identities(seen, position):
+            gm.recompile()
         groups: list[set[fx.Node]] = []
         written: dict[fx.Node, list[fx.Node]] = {}
         for writer, memories in seen.written.items():
@@ -142,17 +142,20 @@ class _Watcher(FakeInterpreter):
         return value
 
 
-def _follow_identities(seen: _Watcher, position: dict[fx.Node, int]) -> None:
+def _follow_identities(seen: _Watcher, position: dict[fx.Node, int]) -> bool:
     """What has been returned as it came, written to or not, is one value: let it have one name.
 
-    After ``b = relu_(a)`` whoever uses ``a`` uses ``b``.
+    After ``b = relu_(a)`` whoever uses ``a`` uses ``b``. Says whether there was any.
     """
+    has_changed = False
     for node in position:
         for source in node.all_input_nodes if node.op != "output" else ():
             if isinstance(seen.env[node], Tensor) and seen.env[node] is seen.env[source]:
                 for user in list(source.users):
                     if position[user] > position[node]:
                         user.replace_input_with(source, node)
+                        has_changed = True
+    return has_changed
 
 
 def _live(

@@ -60,7 +60,8 @@ class WrittenInputs:
                         "use chunks=1"
                     )
                 _write_back(node, by_name[node.name])
-        gm.recompile()
+        if written:
+            gm.recompile()
         return gm
 
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN
+from fxpipe.graph import MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN, OuterModule
 
 Dims = int | None | tuple[int | None, ...]
 
@@ -56,7 +56,7 @@ class Microbatch:
             if ONCE in node.meta:
                 _once(graph, node, copies, inputs)
         self._gather(gm.graph, graph, copies, weights)
-        return fx.GraphModule(gm, graph)
+        return OuterModule(gm, graph)
 
     def _scatter(
         self, old: fx.Graph, new: fx.Graph, copies: list[dict[fx.Node, fx.Node]]

@@ -77,7 +77,8 @@ class Shared:
             if not node.users:
                 gm.graph.erase_node(node)
         rename_written(gm.graph, renamed)
-        gm.recompile()
+        if shared:
+            gm.recompile()
         return gm
 
 

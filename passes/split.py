@@ -27,6 +27,7 @@ from fxpipe.graph import (
     STAGE,
     VALUE,
     WRITES,
+    OuterModule,
     attribute,
     rename_written,
     stage_nodes,
@@ -90,7 +91,7 @@ class Split:
             stages = [n.meta[STAGE] for n in copied.all_input_nodes if STAGE in n.meta]
             if node.op != "output":
                 copied.meta[STAGE] = max(stages)
-        return fx.GraphModule(attributes, top)
+        return OuterModule(attributes, top)
 
 
 def _members(graph: fx.Graph) -> list[list[fx.Node]]:

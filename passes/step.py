@@ -37,6 +37,7 @@ from fxpipe.graph import (
     STREAM,
     VALUE,
     WRITTEN,
+    OuterModule,
     attribute,
 )
 from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
@@ -188,7 +189,7 @@ class _Writer:
             "call_function", ops.average, (losses, self.weights), name="loss_all"
         )
         self.new.output((total, losses))
-        return fx.GraphModule(self.attributes, self.new)
+        return OuterModule(self.attributes, self.new)
 
     def _inputs(self) -> None:
         count = self.schedule.microbatches
