@@ -147,9 +147,18 @@ def summary(rows: list[Row]) -> str:
     text += "| library | family | models |\n| --- | --- | --- |\n"
     groups = groupby(rows, lambda row: (known[row.name].library, known[row.name].family))
     for (library, family), members in groups:
-        names = (f"~~{row.name}~~" if row.bad else row.name for row in members)
-        text += f"| {library} | {family} | {', '.join(map(_model, names))} |\n"
-    return text
+        names = dict.fromkeys(_model(f"~~{row.name}~~" if row.bad else row.name) for row in members)
+        text += f"| {library} | {family} | {', '.join(names)} |\n"
+    reasons = [f"- {row.name}, {reason(row)}" for row in rows if row.bad]
+    return text + ("\n" + "\n".join(reasons) + "\n" if reasons else "")
+
+
+def reason(row: Row) -> str:
+    """In which cases a model does not work, and what the last front end says of it."""
+    said = row.says(row.bad[0]).partition("export: ")[2] or row.says(row.bad[0])
+    modes = {training for training, _ in row.bad}
+    where = "train mode: " if modes == {True} else "eval mode: " if modes == {False} else ""
+    return where + short(said.partition("\nChange")[0])
 
 
 HEADS = r"(For(?!mer)[A-Z]\w+|LMHeadModel|MTModel|Transformer[23]DModel|(?<=\w{3})Model)(?=~*$)"
