@@ -244,6 +244,7 @@ class Compiler:
             in_dims=tuple(mode.in_dims),
             targets=target.has_batch,
             checkpoint=options.checkpoint,
+            checkpoint_segments=options.checkpoint_segments,
         )
         return self._unrolled(mode, rewrite(mode.stage_graph), chunks)
 

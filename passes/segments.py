@@ -13,10 +13,12 @@ Cost", 2016).
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import fx
 
+from fxpipe import ops
 from fxpipe.graph import COST, STAGE, Cost, is_work
 from passes.partition import Partition, PartitionError
 from passes.split import Split
@@ -47,3 +49,19 @@ def _weighed(stage: fx.GraphModule) -> fx.GraphModule:
             own[node].meta |= {COST: Cost(forward_s=float(kept))}
             own[node].meta.pop(STAGE, None)
     return fx.GraphModule(stage, graph)
+
+
+def checkpointed_by_segments(stage: fx.GraphModule, count: int) -> fx.GraphModule:
+    """The stage, which checkpoints its segments itself: for a step, where it runs as one."""
+    parts = segmented(stage, count)
+    graph = fx.Graph()
+    own: dict[fx.Node, Any] = {}
+    for node in parts.graph.nodes:
+        if node.op != "call_module":
+            own[node] = graph.node_copy(node, own.__getitem__)
+            continue
+        module = graph.create_node("get_attr", str(node.target))
+        args = fx.map_arg(node.args, own.__getitem__)
+        pair = graph.create_node("call_function", ops.checkpoint, (module, *args))
+        own[node] = graph.create_node("call_function", operator.getitem, (pair, 0), name=node.name)
+    return fx.GraphModule(parts, graph)

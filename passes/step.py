@@ -43,6 +43,7 @@ from fxpipe.graph import (
 from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
 from fxpipe.schedule import Action, Kind, Needs, Schedule, validate
 from passes.defer import Defer
+from passes.segments import checkpointed_by_segments
 
 LOSS = "loss"
 
@@ -62,7 +63,7 @@ class Step:
         devices: one for each stage.
         in_dims: as for pass "microbatch".
         targets: for each tensor of the target, whether it has a batch dimension (the first).
-        checkpoint: "never", "always" or "except_last" (micro-batch).
+        checkpoint, checkpoint_segments: as for pass "checkpoint".
 
     Raises :class:`StepError` or :class:`fxpipe.schedule.ScheduleError` if the schedule does not
     fit.
@@ -75,6 +76,7 @@ class Step:
     in_dims: tuple[int | None, ...]
     targets: tuple[bool, ...] = ()
     checkpoint: str = "never"
+    checkpoint_segments: int = 1
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         stages = len(gm.graph.find_nodes(op="call_module"))
@@ -267,7 +269,7 @@ class _Writer:
         self._arrive(stage, microbatch)
         args = tuple(self._value(arg, stage, microbatch) for arg in own.call.args)
         passed = tuple(own.call.args.index(value) for value in own.passed)
-        checkpoint = self._is_checkpointed(microbatch)
+        checkpoint = self._is_checkpointed(microbatch) and self.step.checkpoint_segments == 1
         path = self._stage_path(own, microbatch)
         pair = self._call(
             ops.forward,
@@ -290,7 +292,8 @@ class _Writer:
             self.going[stage, target, microbatch] = values, self._left(made, target, at)
 
     def _stage_path(self, own: _Stage, microbatch: int) -> str:
-        """The module to run: one whose gradients can be deferred, if the schedule does."""
+        """The module to run: one whose gradients can be deferred, if the schedule does, or one
+        that checkpoints its segments."""
         path = str(own.call.target)
         stage = attribute(self.gm, path)
         is_halved = any(
@@ -298,7 +301,12 @@ class _Writer:
             for lane in range(len(self.schedule.lanes))
             for action in self.schedule.actions(lane)
         )
-        if is_halved and not self._is_checkpointed(microbatch):
+        segments = self.step.checkpoint_segments
+        if self._is_checkpointed(microbatch) and segments > 1:
+            path = f"{path}_segments"
+            if path not in self.attributes:
+                self.attributes[path] = checkpointed_by_segments(stage, segments)
+        elif is_halved and not self._is_checkpointed(microbatch):
             path = f"{path}_deferred"
             if path not in self.attributes:
                 self.attributes[path] = Defer()(stage)
@@ -425,7 +433,7 @@ class _Writer:
         stage, microbatch = action.stage, action.microbatch
         own = self.stages[stage]
         tape = self.tapes[stage, microbatch]
-        if self._is_checkpointed(microbatch):
+        if self._is_checkpointed(microbatch) and self.step.checkpoint_segments == 1:
             self._call(ops.replay, (tape,), "replay", action)
         grads = self._gradients(own, stage, microbatch)
         is_halved = action.kind is Kind.BACKWARD_INPUT

@@ -76,14 +76,20 @@ def test_checkpoints_change_nothing(name, schedule, checkpoint):
     make, inputs = MODELS[name]
     first, x, target = make(), inputs(6), torch.randn(6)
     results = []
-    for mode in ("never", checkpoint):
+    for mode, segments in (("never", 1), (checkpoint, 1), (checkpoint, 3)):
         model = copy.deepcopy(first)
         with fxpipe.compile(
-            model, ["cpu"] * 2, chunks=3, schedule=schedule, checkpoint=mode, loss_fn=mean_loss
+            model,
+            ["cpu"] * 2,
+            chunks=3,
+            schedule=schedule,
+            checkpoint=mode,
+            checkpoint_segments=segments,
+            loss_fn=mean_loss,
         ) as pipe:
             loss = pipe.step(*x, target=target)
         results.append([loss, gradients(model), list(model.buffers())])
-    assert same(*results)
+    assert same(results[0], results[1]) and same(results[0], results[2])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
