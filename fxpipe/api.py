@@ -266,6 +266,7 @@ class Pipeline(nn.Module):
         *args: Any,
         target: Any = None,
         scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """A training step in the order of the schedule: forward, loss, and backward.
@@ -278,20 +279,31 @@ class Pipeline(nn.Module):
             target: the second argument of ``loss_fn``: tensors, in any nesting, with as many rows
                 as the batch.
             scaler: its scale is multiplied into the gradients; unscale and step with it afterwards.
+            optimizer: steps each stage's parameters as soon as their gradients are done, while
+                other stages are still at work. For optimizers that treat each parameter by itself
+                (SGD, Adam, ...): not LBFGS, and not where gradients are clipped together first.
 
         Returns:
             The loss of the mini-batch, without history and not scaled.
 
         Raises:
-            ValueError: if the loss is no scalar, the target has another number of rows, or the
-                schedule does not fit the number of micro-batches.
+            ValueError: if the loss is no scalar, the target has another number of rows, the
+                schedule does not fit the number of micro-batches, or both a scaler and an optimizer
+                are given, whose gradients would be scaled.
             RuntimeError: in inference mode, where there are no gradients.
         """
+        if scaler is not None and optimizer is not None:
+            raise ValueError(
+                "a scaler and an optimizer are given: gradients are unscaled after the step, so "
+                "call scaler.step(optimizer) then"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS needs all gradients at once: call its step() afterwards")
         unrolled, values = self._ready_to_step(args, kwargs, target)
         last = self._options.devices[-1]
         scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
         with torch.no_grad():  # each forward records for itself
-            total, losses = self._run(unrolled, [*values, scale])
+            total, losses = self._run(unrolled, [*values, scale, optimizer])
         self.__dict__["losses"] = losses
         return total  # type: ignore[no-any-return]
 
@@ -310,7 +322,7 @@ class Pipeline(nn.Module):
                     p.grad = None
                 record = Record()
                 with untouched(self.module), torch.no_grad():
-                    self._run(unrolled, [*values, None], record)
+                    self._run(unrolled, [*values, None, None], record)
                 if number:
                     found.append(measured("measured", self._lane_names, record.marks))
         finally:

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -323,6 +324,19 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
 
 
 @_op
+def optimize(
+    optimizer: torch.optim.Optimizer | None, stage: nn.Module, shared: Sequence[str]
+) -> None:
+    """Step the parameters of a stage whose gradients are done, if there is an optimizer::
+
+        gradients --- optimizer --- parameters
+
+    All but those of the names in ``shared``, which are another stage's.
+    """
+    _step.optimize(optimizer, stage, shared)
+
+
+@_op
 def weights(parts: Sequence[Tensor], dim: int | None) -> tuple[float, ...]:
     """Each micro-batch's part of the mini-batch, by which its loss counts."""
     return _step.weights(parts, dim)
@@ -366,6 +380,7 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     weight_grad,
     replay,
     send,
+    optimize,
     weights,
     average,
     defer,

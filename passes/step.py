@@ -127,6 +127,12 @@ class _Writer:
         self.attributes: dict[str, Any] = {LOSS: step.loss}
         self.stages = [_stage(call) for call in gm.graph.find_nodes(op="call_module")]
         self.loss_stage = len(self.stages)
+        modules = (attribute(gm, str(stage.call.target)) for stage in self.stages)
+        self.shared = {
+            id(attribute(module, str(node.args[0].target)))
+            for module in modules
+            for node in module.graph.find_nodes(op="call_function", target=ops.share)
+        }
         self.outputs = gm.graph.output_node().all_input_nodes
         self.flows = self._flows()
         self.parts: dict[fx.Node, fx.Node] = {}  # of inputs
@@ -172,7 +178,9 @@ class _Writer:
         )
         validate(self.schedule)
         self._inputs()
-        for action in _in_order(self.schedule, edges):
+        actions = _in_order(self.schedule, edges)
+        last = {action.stage: action for action in actions}
+        for action in actions:
             if action.kind is Kind.FORWARD:
                 self._forward(action.stage, action.microbatch)
                 if action.stage == self.loss_stage - 1:
@@ -184,6 +192,8 @@ class _Writer:
                 if action.stage == self.loss_stage - 1:
                     self._loss_backward(action.microbatch)
                 self._backward(action)
+            if last[action.stage] == action:
+                self._optimize(action)
         self._once()
         count = self.schedule.microbatches
         losses = tuple(self.losses[i] for i in range(count))
@@ -226,6 +236,7 @@ class _Writer:
                 self.new.create_node("call_function", ops.scatter, args, name=f"target_{i}_parts")
             )
         self.scale = self.new.placeholder("scale", default_value=None)
+        self.optimizer = self.new.placeholder("optimizer", default_value=None)
         if size is None:
             size = (((None,) * count), None)
         weights = self.new.create_node("call_function", ops.weights, size, name="weights")
@@ -311,6 +322,7 @@ class _Writer:
             if path not in self.attributes:
                 self.attributes[path] = Defer()(stage)
         self.attributes.setdefault(path, stage)
+        self.attributes.setdefault(str(own.call.target), stage)
         return path
 
     def _is_checkpointed(self, microbatch: int) -> bool:
@@ -466,6 +478,21 @@ class _Writer:
         return tuple(
             arrived.get((value, stage, microbatch)) for value in (*own.results, *own.passed)
         )
+
+    def _optimize(self, at: Action) -> None:
+        """The stage's gradients are done. Those of a shared parameter meet where its value is
+        from."""
+        path = str(self.stages[at.stage].call.target)
+        stage = attribute(self.gm, path)
+        own = stage.graph.find_nodes(op="call_function", target=ops.share)
+        owned = {id(attribute(stage, str(node.args[0].target))) for node in own}
+        shared = tuple(
+            name
+            for name, parameter in stage.named_parameters()
+            if id(parameter) in self.shared and id(parameter) not in owned
+        )
+        args = self.optimizer, self._module(path, at), shared
+        self._call(ops.optimize, args, "optimize", at)
 
     def _once(self) -> None:
         """What comes after all micro-batches: running statistics, inputs written back."""

@@ -17,6 +17,7 @@ is :func:`defer`\\ red gives the gradient of its input at once, and those of its
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -181,6 +182,25 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
         return result.requires_grad_(value.requires_grad)
 
     return tuple(pytree.tree_map(move, value) for value in values)
+
+
+def optimize(
+    optimizer: torch.optim.Optimizer | None, stage: nn.Module, shared: Sequence[str]
+) -> None:
+    """Let an optimizer step the parameters of one stage, as it would step all.
+
+    ``shared``: those that it has, but are another stage's.
+    """
+    if optimizer is None:
+        return
+    others = {id(stage.get_parameter(name)) for name in shared}
+    own = {id(parameter) for parameter in stage.parameters()} - others
+    part = copy.copy(optimizer)  # which has the same state
+    groups = ({**g, "params": [p for p in g["params"] if id(p) in own]} for g in part.param_groups)
+    part.param_groups = [group for group in groups if group["params"]]
+    if part.param_groups:
+        with torch.no_grad():
+            part.step()
 
 
 def weights(parts: Sequence[Tensor], dim: int | None) -> tuple[float, ...]:

@@ -135,7 +135,7 @@ def test_the_step_graph_alone_gives_the_same():
         wanted = gradients(model)
         model.zero_grad()
         with torch.no_grad():
-            again, losses = pipe.step_graph(*x, target, None)
+            again, losses = pipe.step_graph(*x, target)
     assert same(loss, again) and same(gradients(model), wanted)
     assert same(losses, pipe.losses)
 
@@ -421,3 +421,41 @@ def test_two_threads_may_step_at_once():
 def test_in_inference_mode_there_is_no_step():
     with compiled() as pipe, torch.inference_mode(), pytest.raises(RuntimeError, match="outside"):
         pipe.step(torch.randn(4, 12), target=torch.randn(4))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_may_step_each_stage_as_soon_as_its_gradients_are_done(kind, schedule):
+    first = Tied() if schedule == "1f1b" else MLP()
+    x = torch.randint(11, (6, 4)) if schedule == "1f1b" else torch.randn(6, 12)
+    results = []
+    for within in (True, False):
+        model = copy.deepcopy(first)
+        groups = [{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(model.parameters())]
+        optimizer = kind(groups)
+        with fxpipe.compile(
+            model, ["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=lambda o, _: o.square().mean()
+        ) as pipe:
+            for _ in range(3):
+                optimizer.zero_grad()
+                pipe.step(x, optimizer=optimizer if within else None)
+                if not within:
+                    optimizer.step()
+        results.append(list(model.parameters()))
+        assert len(optimizer.state_dict()["param_groups"]) == len(groups)
+    assert same(*results)
+
+
+def test_what_an_optimizer_cannot_do_stage_by_stage_is_refused():
+    x, target = torch.randn(4, 12), torch.randn(4)
+    with compiled() as pipe:
+        parameters = list(pipe.parameters())
+        with pytest.raises(ValueError, match="LBFGS needs all gradients at once"):
+            pipe.step(x, target=target, optimizer=torch.optim.LBFGS(parameters))
+        with pytest.raises(ValueError, match="a scaler and an optimizer"):
+            pipe.step(
+                x,
+                target=target,
+                optimizer=torch.optim.SGD(parameters),
+                scaler=torch.amp.GradScaler("cpu"),
+            )

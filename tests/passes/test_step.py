@@ -40,6 +40,7 @@ def test_a_step_is_forwards_loss_and_backwards_with_what_travels_between():
 x: input
 x_parts = scatter(x, 0, 1)
 scale: input = None
+optimizer: input = None
 weights = weights(x_parts, 0)
 x_mb0 = x_parts[0]
 send_s0_mb0 = send((x_mb0,), 'caller', 'cpu/copy')  # stage 0, mb 0, cpu/copy
@@ -68,10 +69,14 @@ loss_backward_s1_mb0 = loss_backward(tape_s1_mb0_1, weight_mb0, scale)  # stage 
 backward_s1_mb0 = backward(tape_s1_mb0, (loss_backward_s1_mb0,))  # stage 1, mb 0, cpu/compute
 grad_stage_0_s1_mb0 = backward_s1_mb0[0]  # stage 1, mb 0, cpu/compute
 wait_s1_mb0_1 = wait((grad_stage_0_s1_mb0,), 'cpu/compute', 'cpu/copy')  # stage 1, mb 0, cpu/compute
+stage_1_mb0_module_1 = self.stage_1  # stage 1, mb 0, cpu/compute
+optimize_s1_mb0 = optimize(optimizer, stage_1_mb0_module_1, ())  # stage 1, mb 0, cpu/compute
 send_s0_mb0_1 = send(wait_s1_mb0_1, 'cpu/copy', 'cpu/copy')  # stage 0, mb 0, cpu/copy
 wait_s0_mb0_2 = wait(send_s0_mb0_1, 'cpu/copy', 'cpu/compute')  # stage 0, mb 0, cpu/compute
 grad_stage_0_s0_mb0 = wait_s0_mb0_2[0]  # stage 0, mb 0, cpu/compute
 backward_s0_mb0 = backward(tape_s0_mb0, (grad_stage_0_s0_mb0,))  # stage 0, mb 0, cpu/compute
+stage_0_mb0_module_1 = self.stage_0  # stage 0, mb 0, cpu/compute
+optimize_s0_mb0 = optimize(optimizer, stage_0_mb0_module_1, ())  # stage 0, mb 0, cpu/compute
 loss_all = average((loss_value_s1_mb0,), weights)
 return (loss_all, (loss_value_s1_mb0,))
 """,
