@@ -94,16 +94,18 @@ def solve(
     bound = lower_bound(dag, machine)
     task = replace(task, enough=bound * (1 + slack))
     is_large = dag.size > task.effort.large
-    found = _multilevel(dag, task, in_order=True) if is_large else _lines(dag, task)
-    exact = _exact(dag, task, found)
-    if exact is not None:
-        return exact.cut
-    if not is_large:
-        found = _improved(dag, task, found)
-    elif found is None or not _is_enough(dag, task, found):
-        freely = _multilevel(dag, task)
-        if freely is not None and (found is None or _is_better(dag, task, freely, found)):
-            found = freely
+    found = _in_order(dag, task)
+    answer = _exact(dag, task, found)
+    if answer is not None:
+        return answer.cut
+    if is_large:
+        if found is None or not _is_enough(dag, task, found):
+            found = _better(dag, task, _multilevel(dag, task), found)
+    else:
+        found = _improved(dag, task, _lines(dag, task, found))
+        answer = _exact(dag, task, found)  # by now there may be less to look at
+        if answer is not None:
+            return answer.cut
     return None if found is None else Cut(found, prices(dag, machine, found), bound, False)
 
 
@@ -121,7 +123,10 @@ def solve_in_order(
     """
     if dag.size < machine.stages:
         return None
-    task = Task(machine, slack, pins or {}, enough=enough)
+    return _in_order(dag, Task(machine, slack, pins or {}, enough=enough))
+
+
+def _in_order(dag: Dag, task: Task) -> tuple[int, ...] | None:
     if dag.size <= task.effort.large:
         return _searched(dag, task, prefixes(range(dag.size)))
     return _multilevel(dag, task, in_order=True)
@@ -164,7 +169,7 @@ def _small(
     if in_order:
         return _searched(dag, task, prefixes(range(dag.size)), found)
     if found is None:
-        found = _lines(dag, task)
+        found = _lines(dag, task, found)
     return _improved(dag, task, found)
 
 
@@ -239,14 +244,15 @@ def _limit(dag: Dag, task: Task, found: Sequence[int] | None) -> float:
     return prices(dag, task.machine, found).slowest * (1 + task.slack) * (1 + EQUAL)
 
 
-def _lines(dag: Dag, task: Task) -> tuple[int, ...] | None:
+def _lines(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, ...] | None:
     """The best cut whose boundaries are beginnings of some topological orders."""
-    families, found = [prefixes(order) for order in orders(dag)], None
+    families = [prefixes(order) for order in orders(dag)]
     for family in families:
         found = _searched(dag, task, family, found) or found
     if found is None:  # no order fits the memory; what fits it best is where to look
         found = _roomiest(dag, task)
-    return _searched(dag, task, united(*families), found) or found
+    found = _searched(dag, task, united(*families), found) or found
+    return None if found is None else tuple(found)
 
 
 def _roomiest(dag: Dag, task: Task) -> tuple[int, ...] | None:
@@ -311,6 +317,14 @@ def _improved(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, .
         else:
             failures += 1
     return best
+
+
+def _better(
+    dag: Dag, task: Task, one: tuple[int, ...] | None, other: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one if _is_better(dag, task, one, other) else other
 
 
 def _is_enough(dag: Dag, task: Task, stage: Sequence[int]) -> bool:
