@@ -21,6 +21,7 @@ STAGE = "stage"
 MICROBATCH = "microbatch"
 DEVICE = "device"
 STREAM = "stream"
+GAP = "gap"  # of a graph module: the slowest stage is at most this fraction slower than it might be
 COST = "cost"
 SAVED = "saved"  # tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
 ORIGIN = "origin"  # str: the value of the stage graph that a node of the pipeline graph stands for

@@ -14,7 +14,7 @@ from torch import fx, nn
 import passes as default
 from fxpipe.batch import input_dims
 from fxpipe.devices import DeviceSpec
-from fxpipe.graph import COST, STAGE
+from fxpipe.graph import COST, GAP, STAGE
 from fxpipe.inspect.report import bubble
 from fxpipe.inspect.text import human_bytes, human_time
 from fxpipe.trace import CustomTracer, Traced, TraceError, canonical, trace, untouched
@@ -22,7 +22,7 @@ from passes.cost import ADAM
 from passes.costs import Costs, cost_pass
 from passes.cut.bounds import gap, lower_bound
 from passes.cut.dag import Machine, Prices, prices
-from passes.partition import BOUND, Spec
+from passes.partition import Spec
 from passes.problem import Problem, machine, problem, recomputed
 from passes.skips import SkipLayout, skip_layout
 
@@ -64,14 +64,14 @@ class Plan:
         stages: what each device does.
         layout: which values travel; bytes are a mini-batch's, one way.
         chunks: micro-batches.
-        bound: seconds; no cut has a slowest stage that takes less, by the same costs.
+        gap: the slowest stage is at most this fraction slower than that of any cut that fits.
     """
 
     stages: tuple[PlannedStage, ...]
     layout: SkipLayout
     chunks: int
     checkpoint: str
-    bound: float
+    gap: float
 
     @property
     def seconds(self) -> float:
@@ -84,11 +84,6 @@ class Plan:
     def bubble(self) -> float:
         """The idle part of all devices' time."""
         return bubble([stage.seconds for stage in self.stages], self.chunks)
-
-    @property
-    def gap(self) -> float:
-        """The slowest stage is at most this fraction slower than that of any cut."""
-        return gap(max(stage.seconds for stage in self.stages), self.bound)
 
     @property
     def links(self) -> dict[tuple[int, int], int]:
@@ -223,7 +218,7 @@ def _plan(
         skip_layout(default.Split()(gm)),
         chunks,
         checkpoint,
-        gm.meta.get(BOUND, 0.0) or lower_bound(found.dag, target),
+        gm.meta.get(GAP, gap(priced.slowest, lower_bound(found.dag, target))),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe.devices import DeviceSpec
-from fxpipe.graph import STAGE, stage_nodes
+from fxpipe.graph import GAP, STAGE, stage_nodes
 from passes.by_name import labels_of_mapping, labels_of_starts, named
 from passes.cut.dag import Machine, prices
 from passes.cut.search import EQUAL
@@ -28,7 +28,6 @@ from passes.cut.solve import Cut, solve, solve_in_order, tightest
 from passes.problem import OBJECTIVES, PartitionError, Problem, machine, problem, recomputed
 
 __all__ = [
-    "BOUND",
     "SLACK",
     "Auto",
     "DoesNotFit",
@@ -38,7 +37,6 @@ __all__ = [
     "automatic",
 ]
 
-BOUND = "bound"  # of a graph module's meta: no cut has a slowest stage that takes fewer seconds
 SLACK = 0.02  # costs are estimates: within this of the best, the cut that sends less wins
 
 
@@ -83,8 +81,9 @@ function of the model graph that returns one of these."""
 class Partition:
     """Model graph (with costs, if cut automatically) → the same, with ``meta["stage"]``.
 
-    ``devices`` describes the devices, one a stage, where they differ or have limits; ``chunks`` and
-    ``checkpoint`` are as for :func:`fxpipe.compile`.
+    ``meta["gap"]`` of the graph module says how far from optimal an automatic cut by time is at
+    most. ``devices`` describes the devices, one a stage, where they differ or have limits;
+    ``chunks`` and ``checkpoint`` are as for :func:`fxpipe.compile`.
 
     Raises :class:`PartitionError` if there are fewer places to cut than needed, a name is unknown,
     the asked-for stages need each other in a circle, or the devices have too little memory.
@@ -98,6 +97,7 @@ class Partition:
     checkpoint: str = "never"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        gm.meta.pop(GAP, None)
         spec = self.spec(gm) if callable(self.spec) else self.spec
         if isinstance(spec, str) and spec == "auto":
             spec = Auto()
@@ -129,7 +129,7 @@ class Partition:
         except DoesNotFit as error:
             raise DoesNotFit(f"{error}; {self._ways_out(gm.graph, spec)}") from None
         if spec.objective == "time":
-            gm.meta[BOUND] = cut.bound
+            gm.meta[GAP] = cut.gap
         return found.labels(cut.stage)
 
     def solved(self, graph: fx.Graph, spec: Auto) -> tuple[Problem, Cut]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
-from fxpipe.graph import COST, STAGE, Cost, stage_nodes
+from fxpipe.graph import COST, GAP, STAGE, Cost, stage_nodes
 from fxpipe.inspect.text import human_bytes, human_time
 from passes.skips import SkipLayout
 
@@ -52,6 +52,8 @@ def report(
         f"{chunks} micro-batches{' (chosen: give chunks= to change it)' * was_chosen}, "
         f"bubble {bubble(times, chunks):.0%} of all lanes' time (predicted)"
     ]
+    if GAP in model_graph.meta:
+        lines.append(f"the slowest stage is at most {model_graph.meta[GAP]:.1%} from optimal")
     lines += [f"skip {line}" for line in str(layout).splitlines() if layout.skips]
     lines += _advice(model_graph, times)
     for line in lines:

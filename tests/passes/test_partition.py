@@ -93,6 +93,14 @@ def test_what_writes_stays_with_what_is_read_afterwards():
     assert stages[0] == ["sin", "getitem", "mul_"]
 
 
+def test_the_graph_module_says_how_far_from_optimal_the_cut_is():
+    gm = AnalyticCost()(Alias((torch.ones(2, 3),))(fx.symbolic_trace(Chain(7))))
+    Partition(2)(gm)
+    assert gm.meta["gap"] <= SLACK
+    Partition(2, ["b"])(gm)
+    assert "gap" not in gm.meta, "that cut was not ours"
+
+
 def test_names_begin_stages():
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 3), nn.ReLU())
     assert cut(model, 2, ["1"]) == [["_0_0", "_0_1"], ["_1", "_2"]]
