@@ -38,7 +38,7 @@ class Found:
 
 
 class TooMuch(Exception):
-    """The search would take more steps than it may."""
+    """The search would take, or has taken, more steps than it may, and has found nothing."""
 
 
 @dataclass
@@ -274,20 +274,30 @@ class Search:
             return None
         fastest = _Descent(self, to_go, self.limit, by_bytes=False)
         if fastest.best is None:
+            if not fastest.is_done:
+                raise TooMuch
             return None
         allowed = max(fastest.key, min(fastest.key * (1 + slack), self.limit, self.enough))
-        lightest = _Descent(self, self._backwards(allowed, by_bytes=True), allowed, by_bytes=True)
-        stage = lightest.best or fastest.best
-        return Found(stage, fastest.key if fastest.is_done else bound, fastest.is_done)
+        to_go = self._backwards(allowed, by_bytes=True)
+        lightest = _Descent(self, to_go, allowed, by_bytes=True, best=fastest.best)
+        assert lightest.best is not None
+        return Found(lightest.best, fastest.key if fastest.is_done else bound, fastest.is_done)
 
 
 class _Descent:
     """Branch and bound from the first boundary to the last. ``best`` is what it found."""
 
-    def __init__(self, search: Search, to_go: Sequence[Floats], limit: float, by_bytes: bool):
+    def __init__(
+        self,
+        search: Search,
+        to_go: Sequence[Floats],
+        limit: float,
+        by_bytes: bool,
+        best: tuple[int, ...] | None = None,
+    ) -> None:
         self.search, self.to_go, self.limit, self.by_bytes = search, to_go, limit, by_bytes
-        self.best: tuple[int, ...] | None = None
-        self.key = np.inf
+        self.best = best
+        self.key = np.inf if best is None else self._key(best)
         self.visits = 0
         self.is_done = True
         self._down([0], 0.0)
@@ -298,7 +308,7 @@ class _Descent:
             self._arrive(path)
             return
         self.visits += 1
-        if self.visits > search.visits and self.best is not None:
+        if self.visits > search.visits:
             self.is_done = False
             return
         first = search.boundaries[s][path[-1] : path[-1] + 1]
@@ -329,10 +339,11 @@ class _Descent:
         return self.best is not None and key >= self.key * (1 - EQUAL)
 
     def _arrive(self, path: list[int]) -> None:
-        self.best, self.key = self._labels(path), self._key(path)
+        self.best = self._labels(path)
+        self.key = self._key(self.best)
 
-    def _key(self, path: list[int]) -> float:
-        found = prices(self.search.dag, self.search.machine, self._labels(path))
+    def _key(self, stage: tuple[int, ...]) -> float:
+        found = prices(self.search.dag, self.search.machine, stage)
         return found.sent if self.by_bytes else found.slowest
 
     def _slowest(self, path: list[int]) -> float:

@@ -224,13 +224,12 @@ def _over_all(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | No
     family = all_downsets(dag, min(task.effort.downsets, int(5e7) // dag.size))
     if family is None:
         return None
+    limit = _limit(dag, task, found)
     try:
-        search = Search(
-            dag, task.machine, family, _limit(dag, task, found), task.pins, work=task.effort.work
-        )
+        search = Search(dag, task.machine, family, limit, task.pins, work=task.effort.work)
+        result = search.run(task.slack)
     except TooMuch:
         return None
-    result = search.run(task.slack)
     if result is None:
         return _Answer(None)
     return _Answer(
@@ -290,7 +289,10 @@ def _searched(
 ) -> tuple[int, ...] | None:
     limit = _limit(dag, task, found)
     search = Search(dag, task.machine, family, limit, task.pins, places, task.enough, visits=VISITS)
-    result = search.run(task.slack)
+    try:
+        result = search.run(task.slack)
+    except TooMuch:
+        return None
     return None if result is None else result.stage
 
 
