@@ -63,7 +63,7 @@ class MeasuredCost:
         device = self.device or next(
             (t.device for t in tensors_of([*gm.parameters(), *self.inputs])), None
         )
-        with _as_it_was(gm), progress:
+        with _as_it_was(gm, device), progress:
             for _ in progress.track(range(1 + ROUNDS), description="measuring"):
                 if rounds and time.perf_counter() > end:
                     break
@@ -197,10 +197,13 @@ class _Stopwatch(fx.Interpreter):
 
 
 @contextmanager
-def _as_it_was(gm: fx.GraphModule) -> Iterator[None]:
+def _as_it_was(gm: fx.GraphModule, device: torch.device | None) -> Iterator[None]:
     """Puts buffers and random states back."""
     buffers = [(buffer, buffer.clone()) for buffer in gm.buffers()]
-    with torch.random.fork_rng(), torch.no_grad():
+    is_accelerator = device is not None and device.type not in ("cpu", "meta")
+    kind = device.type if device is not None and is_accelerator else "cuda"
+    forked = torch.random.fork_rng([device] if is_accelerator else [], device_type=kind)
+    with forked, torch.no_grad():
         try:
             yield
         finally:

@@ -199,20 +199,23 @@ def _exact(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
 
 def _exact_but_for_pendants(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
     """The same for the DAG without light nodes at its fringe: a bound for that is one for all."""
-    is_limited = not np.isinf(np.asarray(task.machine.memory)).all()
+    if not np.isinf(np.asarray(task.machine.memory)).all():
+        return None
     light = LIGHT * lower_bound(dag, task.machine)
     cluster = without_pendants(dag, light, task.pins)
     home_of = np.asarray(cluster)
     is_pendant = home_of != np.arange(dag.size)
-    if is_limited or not is_pendant.any():
+    if not is_pendant.any():
         return None
     bare = replace(dag, seconds=np.where(is_pendant, 0.0, dag.seconds))
     small, home = contracted(bare, cluster)
     if small.size < task.machine.stages:
         return None
-    start = None
+    start: list[int] | None = None
     if found is not None:
         start = _moved([found[c] for c in cluster], home, small.size)
+        if len(set(start)) < task.machine.stages:  # a stage was of such nodes alone
+            start = None
     answer = _over_all(small, replace(task, pins=_pinned(task.pins, home)), start)
     if answer is None or answer.cut is None:
         return answer
