@@ -169,6 +169,8 @@ def _trace(
 ) -> Traced:
     example = _Example.of(model, args, kwargs, batch_dims)
     front_ends = _front_ends(tracer)
+    if check:
+        _refuse_what_has_no_values(model, example)
     _refuse_what_cannot_be_traced(model, example)
     try:
         references = _references(example) if check else []
@@ -360,7 +362,7 @@ def _identifiers(paths: Sequence[str]) -> list[str]:
     return names
 
 
-def _refuse_what_cannot_be_traced(model: nn.Module, example: _Example) -> None:
+def _refuse_what_has_no_values(model: nn.Module, example: _Example) -> None:
     own = dict((*model.named_parameters(), *model.named_buffers()))
     unset = [name for name, tensor in own.items() if tensor.is_meta]
     if unset:
@@ -375,6 +377,9 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: _Example) -> None:
             raise TraceError(
                 f'the input {name} has no values: it is on the device "meta"; give one that has'
             )
+
+
+def _refuse_what_cannot_be_traced(model: nn.Module, example: _Example) -> None:
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise TraceError(
             f"{type(model).__name__} has parameters without a shape: run it once, so that its lazy "
