@@ -30,6 +30,7 @@ from fxpipe.trace import (
     untouched,
 )
 from passes.costs import Costs, cost_pass
+from passes.fakes import forget_history
 from passes.microbatch import Dims
 from passes.partition import PartitionError, Spec
 
@@ -300,6 +301,7 @@ class Compiler:
             costs = "analytic" if self.labels else options.costs  # it has been cut
             gm = cost_pass(costs, tuple(values), device=options.devices[0])(gm)
             gm = default.Shared()(gm)
+            forget_history(gm.graph)
             gm = default.Random()(gm)
         self._label(gm)
         stage_graph = default.Split()(gm)

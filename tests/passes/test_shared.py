@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.graph import format_graph
+from fxpipe.graph import VALUE, format_graph
 from passes import Alias, Shared
 from tests.zoo import Tied, gradients, loop, loss_of, same
 
@@ -147,3 +147,13 @@ def test_a_module_is_left_as_it_was_and_its_hooks_are_called():
     assert seen == [nn.Linear] * 4
     assert isinstance(model.mix.weight, nn.Parameter)
     assert list(model.mix._parameters) == ["weight", "bias"]
+
+
+def test_the_history_of_fake_values_is_forgotten_once_it_is_known():
+    """Freed in one piece, that of a hundred thousand nodes would overflow the stack."""
+    model, x = Tied(), torch.randint(11, (4, 3))
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, example_inputs=(x,))
+    values = [node.meta.get(VALUE) for node in pipe.model_graph.graph.nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    assert any(tensor.requires_grad for tensor in tensors)
+    assert all(tensor.grad_fn is None for tensor in tensors)
