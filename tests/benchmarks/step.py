@@ -7,9 +7,11 @@ same net: torchgpipe 0.0.7, and torch.distributed.pipelining with 1F1B in two gl
 
 from __future__ import annotations
 
+import copy
 import os
 import statistics
 import tempfile
+import threading
 import time
 
 import torch
@@ -29,6 +31,14 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output.mean((1, 2, 3)) - target).square().mean()
 
 
+def sequential(model: nn.Module, x: Tensor, target: Tensor) -> None:
+    """A loop over the micro-batches, with one intra-op thread."""
+    torch.get_num_threads()  # a new thread asks before it sets, or its number is not its own
+    torch.set_num_threads(1)
+    for part, y in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
+        (loss_fn(model(part), y) / CHUNKS).backward()
+
+
 def batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     return torch.randn(CHUNKS * 2, 48, 64, 64), torch.randn(CHUNKS * 2)
@@ -39,12 +49,18 @@ def main() -> None:
     model, (x, target) = net(), batch()
 
     def one_thread() -> None:
-        torch.set_num_threads(1)
-        try:
-            for part, y in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
-                (loss_fn(model(part), y) / CHUNKS).backward()
-        finally:
-            torch.set_num_threads(2)
+        sequential(model, x, target)
+        torch.set_num_threads(2)
+
+    twins = [copy.deepcopy(model) for _ in range(2)]
+
+    def two_at_once() -> None:
+        """What the machine gives: two threads that have nothing to do with each other."""
+        threads = [threading.Thread(target=sequential, args=(twin, x, target)) for twin in twins]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     pipes = {
         name: fxpipe.compile(
@@ -52,7 +68,7 @@ def main() -> None:
         )
         for name in SCHEDULES
     }
-    sides = {"one thread": one_thread}
+    sides = {"one thread": one_thread, "two such threads at once": two_at_once}
     for name, pipe in pipes.items():
         sides[f"fxpipe {name}"] = lambda pipe=pipe: pipe.step(x, target=target)
     try:
@@ -73,6 +89,9 @@ def main() -> None:
     seconds = medians(sides, ROUNDS)
     seconds["torch.distributed.pipelining 1F1B"] = _distributed()
     base = seconds["one thread"]
+    slowdown = seconds["two such threads at once"] / base
+    print(f"two threads at once slow each other down by {slowdown - 1:.0%}: no pipeline of two")
+    print(f"lanes can be faster here than {IDEAL / slowdown:.2f}")
     show(
         f"a step of {CHUNKS} micro-batches",
         ["", "ms", "speed-up", "of the ideal 16/9"],
