@@ -169,7 +169,10 @@ def _writes(work: Iterable[fx.Node], position: Mapping[fx.Node, int]) -> Iterabl
 
 
 def _sums(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]]:
-    """The order in which gradients are summed."""
+    """The order in which gradients are summed.
+
+    That of an output's own user, the caller, is always the first.
+    """
     edges = {node: edges_to(node) for node in position}
     for node in graph.nodes:
         if any(t.requires_grad for t in tensors_of(node.meta.get(VALUE))):
@@ -177,9 +180,10 @@ def _sums(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[tuple[in
                 (user for user in node.users if user in position), key=position.__getitem__
             )
             users = [user for user in users if edges[user][node]]
-            if sum(edges[user][node] for user in users) < 3:
+            is_output = any(user.op == "output" for user in node.users)
+            if sum(edges[user][node] for user in users) + is_output < 3:
                 continue
-            is_free = all(edges[user][node] == 1 for user in users[-2:])
+            is_free = not is_output and all(edges[user][node] == 1 for user in users[-2:])
             ordered = [position[user] for user in users]
             yield from pairwise(ordered[:-1] if is_free else ordered)
             if is_free:

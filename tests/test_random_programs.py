@@ -201,6 +201,8 @@ FOUND = [
     ),
     # A tensor that an in-place operation gives back: one value with two names.
     Case([Step("conv", 0, 0), Step("relu_", 1, 0), Step("conv", 1, 0)], 2, 1, 1, "never", [1, 2]),
+    # An output with two users, which a cut that is not contiguous had put into another order.
+    Case([Step("conv", a, 0) for a in (0, 0, 2, 2, 3, 5, 6, 6, 7)], 3, 1, 1, "never", [6, 8]),
 ]
 
 
@@ -213,6 +215,7 @@ FOUND = [
 @example(FOUND[5])
 @example(FOUND[6])
 @example(FOUND[7])
+@example(FOUND[8])
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
