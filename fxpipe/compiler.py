@@ -38,6 +38,15 @@ AUTO = "auto"  # the schedule that is searched for
 
 PassList = Callable[..., Sequence[default.Pass]]
 
+RunPass = Callable[[default.Pass, fx.GraphModule], fx.GraphModule]
+Observer = Callable[[str, fx.GraphModule], RunPass]
+"""Told that a chain of passes begins: its title and its graph. Gives what is to run them."""
+
+
+def run_pass(rewrite: default.Pass, gm: fx.GraphModule) -> fx.GraphModule:
+    """Run a pass that nobody looks at."""
+    return rewrite(gm)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -57,6 +66,7 @@ class Options:
     tracer: str | CustomTracer
     passes: PassList
     costs: Costs = "analytic"
+    observer: Observer | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -247,7 +257,14 @@ class Compiler:
             checkpoint=options.checkpoint,
             checkpoint_segments=options.checkpoint_segments,
         )
-        return self._unrolled(mode, rewrite(mode.stage_graph), chunks)
+        observed = self._observed(f"step of {chunks}", mode.stage_graph)
+        return self._unrolled(mode, observed(rewrite, mode.stage_graph), chunks)
+
+    def _observed(self, title: str, gm: fx.GraphModule) -> RunPass:
+        """How to run the passes that begin with this graph."""
+        if self.options.observer is None:
+            return run_pass
+        return self.options.observer(f"{type(self.model).__name__} {title}", gm)
 
     def forget(self) -> None:
         """All that has been compiled, but for where the model is cut."""
@@ -290,23 +307,24 @@ class Compiler:
         traced = trace(self.model, args, kwargs, tracer=options.tracer, batch_dims=dims)
         gm = traced.graph_module
         values = traced.bind(args, kwargs)
+        observed = self._observed("stages", gm)
         if options.deferred_batch_norm:
-            gm = default.DeferredBatchNorm()(gm)
+            gm = observed(default.DeferredBatchNorm(), gm)
         with untouched(self.model):
-            gm = default.Alias(tuple(values))(gm)
-            gm = default.WrittenInputs(tuple(dims), options.chunks)(gm)
+            gm = observed(default.Alias(tuple(values)), gm)
+            gm = observed(default.WrittenInputs(tuple(dims), options.chunks), gm)
             if any(ONCE in node.meta for node in gm.graph.nodes):
-                gm = default.Alias(tuple(values))(gm)
+                gm = observed(default.Alias(tuple(values)), gm)
             found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
             costs = "analytic" if self.labels else options.costs  # it has been cut
-            gm = cost_pass(costs, tuple(values), device=options.devices[0])(gm)
-            gm = default.Shared()(gm)
+            gm = observed(cost_pass(costs, tuple(values), device=options.devices[0]), gm)
+            gm = observed(default.Shared(), gm)
             forget_history(gm.graph)
-            gm = default.Random()(gm)
-        self._label(gm)
-        stage_graph = default.Split()(gm)
+            gm = observed(default.Random(), gm)
+        self._label(gm, observed)
+        stage_graph = observed(default.Split(), gm)
         if values:
-            stage_graph = default.Devices(values[0].device, options.devices)(stage_graph)
+            stage_graph = observed(default.Devices(values[0].device, options.devices), stage_graph)
         self._place(stage_graph)
         mode = Mode(
             traced=traced,
@@ -319,7 +337,7 @@ class Compiler:
             mode.bindings += _bindings(gm, self.model)
         return mode
 
-    def _label(self, gm: fx.GraphModule) -> None:
+    def _label(self, gm: fx.GraphModule, observed: RunPass) -> None:
         """Cut as asked for; once it has been cut, what is traced later is cut alike."""
         work = list(stage_nodes(gm.graph))
         if all(node.name in self.labels for node in work):
@@ -329,7 +347,7 @@ class Compiler:
             if self.labels:  # parameters will move: what has been compiled is of no use
                 self.forget()
                 self.labels.clear()
-            default.Partition(len(self.options.devices), self.options.partition)(gm)
+            observed(default.Partition(len(self.options.devices), self.options.partition), gm)
             self.labels.update({node.name: node.meta[STAGE] for node in work})
 
     def _place(self, stage_graph: fx.GraphModule) -> None:
@@ -361,6 +379,7 @@ class Compiler:
     def _unroll(self, mode: Mode, chunks: int) -> Unrolled:
         options = self.options
         gm = mode.stage_graph
+        observed = self._observed(f"pipeline of {chunks}", gm)
         for rewrite in options.passes(
             devices=options.names,
             chunks=chunks,
@@ -369,7 +388,7 @@ class Compiler:
             checkpoint=options.checkpoint,
             checkpoint_segments=options.checkpoint_segments,
         ):
-            gm = rewrite(gm)
+            gm = observed(rewrite, gm)
         return self._unrolled(mode, gm, chunks)
 
     def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int) -> Unrolled:
