@@ -1,6 +1,9 @@
-"""Sizes and times for people."""
+"""Sizes, times and summaries for people."""
 
 from __future__ import annotations
+
+import inspect
+import re
 
 
 def human_bytes(count: int) -> str:
@@ -18,3 +21,10 @@ def human_time(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def summary(documented: object) -> str:
+    """The first sentence of a docstring, without its markup; empty if there is none."""
+    paragraph = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
+    sentence = re.split(r"(?<=\.) ", paragraph)[0]
+    return re.sub(r":\w+:`~?([^`]+)`", r"\1", sentence).replace("``", "")

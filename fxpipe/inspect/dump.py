@@ -1,0 +1,231 @@
+"""Before and after: what each pass of a compilation made of its graph, written to a folder.
+
+::
+
+    dump/
+      index.html                    what has been compiled, in order
+      00-UNet-stages/               a chain of passes: model graph to stage graph
+        index.html                  what each pass changed
+        00-traced.txt  .py  .svg    the graph as text, as code, and, if it is small, drawn
+        01-alias.txt   ...
+      01-UNet-pipeline-of-8/        stage graph to pipeline graph, for 8 micro-batches
+"""
+
+from __future__ import annotations
+
+import difflib
+import html
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from torch import fx
+
+from fxpipe.graph import format_code, format_graph
+from fxpipe.inspect.draw import draw_model, render_svg
+from fxpipe.inspect.text import human_time, summary
+from passes import Pass
+
+SMALL = 100  # nodes that a graph may have to be drawn
+CONTEXT = 2  # lines that are shown around a change
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Where to write, as ``compile(dump=...)`` or ``FXPIPE_DUMP`` say.
+
+    Nothing there is overwritten but the index: what is compiled next gets the next number.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"dump is {str(self.folder)!r}: give a folder that can be written to ({error})"
+            ) from None
+
+    def __call__(self, title: str, gm: fx.GraphModule) -> Trail:
+        """A chain of passes begins with this graph."""
+        trail = Trail(self._next(title), title, gm)
+        chains = sorted(path.parent.name for path in self.folder.glob("*/index.html"))
+        _write_index(self.folder, chains)
+        return trail
+
+    def _next(self, title: str) -> Path:
+        for number in count():
+            folder = self.folder / f"{number:02}-{re.sub(r'[^0-9A-Za-z_]+', '-', title)}"
+            if not any(self.folder.glob(f"{number:02}-*")):
+                try:
+                    folder.mkdir()
+                    return folder
+                except FileExistsError:  # by another process
+                    continue
+        raise AssertionError("there is always a next number")
+
+
+class Trail:
+    """Runs passes, one after the other, and writes what comes out of each."""
+
+    def __init__(self, folder: Path, title: str, gm: fx.GraphModule) -> None:
+        self._folder, self._title = folder, title
+        self._number = 0
+        self._text, self._code, self._meta = "", "", Counter[str]()
+        self._sections: list[str] = []
+        self._record("before", gm, "What the passes begin with.")
+
+    def __call__(self, rewrite: Pass, gm: fx.GraphModule) -> fx.GraphModule:
+        name, about = _name(rewrite), summary(type(rewrite))
+        begin = time.perf_counter()
+        try:
+            gm = rewrite(gm)
+        except Exception as error:
+            said = html.escape(f"{type(error).__name__}: {error}")
+            self._write(f"{self._number:02} {name}", about, f'<pre class="failed">{said}</pre>')
+            raise
+        seconds = time.perf_counter() - begin
+        self._record(name, gm, f"{about} Took {human_time(seconds)}.")
+        return gm
+
+    def _record(self, name: str, gm: fx.GraphModule, about: str) -> None:
+        text, code, meta = whole_text(gm), whole_code(gm), _metadata(gm)
+        stem = f"{self._number:02}-{re.sub(r'[^0-9A-Za-z_]+', '_', name)}"
+        files = {f"{stem}.txt": text, f"{stem}.py": code}
+        nodes = len(gm.graph.nodes)
+        if (self._number == 0 or text != self._text) and nodes <= SMALL:
+            files |= _drawing(f"{stem}.svg", gm)
+        for file, content in files.items():
+            (self._folder / file).write_text(content, encoding="utf-8")
+        links = " ".join(f'<a href="{file}">{file}</a>' for file in files)
+        body = [f"<p>{links} <span>{nodes} nodes</span></p>"]
+        if self._number:
+            body += [_metadata_html(self._meta, meta), diff_html(self._text, text)]
+        self._write(f"{self._number:02} {name}", about, "".join(body))
+        self._text, self._code, self._meta = text, code, meta
+        self._number += 1
+
+    def _write(self, title: str, about: str, body: str) -> None:
+        self._sections.append(
+            f"<section><h2>{html.escape(title)}</h2><p>{html.escape(about)}</p>{body}</section>"
+        )
+        up = '<p><a href="../index.html">all</a></p>'
+        page = _page(self._title, up + "".join(self._sections))
+        (self._folder / "index.html").write_text(page, encoding="utf-8")
+
+
+def _name(rewrite: Pass) -> str:
+    return str(getattr(rewrite, "name", type(rewrite).__name__))
+
+
+# -------------------------------------------------------------------------------- a graph, written
+
+
+def whole_text(gm: fx.GraphModule) -> str:
+    """:func:`fxpipe.graph.format_graph` of a graph and of those that it calls, each once."""
+    return "\n".join(f"{head}{format_graph(part)}" for head, part in _parts(gm))
+
+
+def whole_code(gm: fx.GraphModule) -> str:
+    """The generated Python of a graph, and of those that it calls."""
+    return "\n\n".join(
+        f"{f'# {head}' if head else ''}{format_code(part)}" for head, part in _parts(gm)
+    )
+
+
+def _parts(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    for path, part in gm.named_modules():
+        if isinstance(part, fx.GraphModule):
+            yield f"{path}:\n" if path else "", part
+
+
+def _drawing(file: str, gm: fx.GraphModule) -> dict[str, str]:
+    try:
+        return {file: render_svg(draw_model(gm))}
+    except RuntimeError:  # no Graphviz here: the text says the same
+        return {}
+
+
+def _metadata(gm: fx.GraphModule) -> Counter[str]:
+    """How many nodes have which metadata."""
+    return Counter(
+        key
+        for _, part in _parts(gm)
+        for node in part.graph.nodes
+        for key, value in node.meta.items()
+        if value is not None
+    )
+
+
+# --------------------------------------------------------------------------------------- the pages
+
+
+def diff_html(before: str, after: str) -> str:
+    """What is in one text and not in the other, as HTML."""
+    lines = list(
+        difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=CONTEXT)
+    )[2:]
+    if not lines:
+        return '<p class="same">The text is the same.</p>'
+    kinds = {"+": "added", "-": "removed", "@": "place"}
+    counts = Counter(line[0] for line in lines)
+    shown = "".join(
+        f'<span class="{kinds.get(line[0], "kept")}">{html.escape(line)}</span>' for line in lines
+    )
+    said = f"lines: {counts['+']} added, {counts['-']} removed"
+    return f'<details open><summary>{said}</summary><pre class="diff">{shown}</pre></details>'
+
+
+def _metadata_html(before: Counter[str], after: Counter[str]) -> str:
+    changes = [
+        f"{html.escape(key)} at {after[key]} nodes (before: {before[key]})"
+        for key in sorted({*before, *after})
+        if before[key] != after[key]
+    ]
+    return f"<p>Metadata: {', '.join(changes)}.</p>" if changes else ""
+
+
+def _write_index(folder: Path, chains: list[str]) -> None:
+    rows = "".join(
+        f'<li><a href="{html.escape(name)}/index.html">{html.escape(name)}</a></li>'
+        for name in chains
+    )
+    page = _page("What has been compiled", f"<ul>{rows}</ul>")
+    (folder / "index.html").write_text(page, encoding="utf-8")
+
+
+_STYLE = """
+:root { color-scheme: light dark; --added: #d7f0e4; --removed: #fbe0cf; --quiet: #666; }
+@media (prefers-color-scheme: dark) {
+  :root { --added: #0d4733; --removed: #5c2c0c; --quiet: #aaa; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }
+pre { overflow-x: auto; font-size: 13px; line-height: 1.4; }
+.diff span { display: block; width: max-content; min-width: 100%; }
+.added { background: var(--added); }
+.removed { background: var(--removed); }
+.place, .same, p span { color: var(--quiet); }
+.failed { border-left: 4px solid #d55e00; padding-left: 1em; white-space: pre-wrap; }
+"""
+
+
+def _page(title: str, body: str) -> str:
+    title = html.escape(title)
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n"
+        f"<body><h1>{title}</h1>{body}</body></html>\n"
+    )
+
+
+def dump_of(given: str | os.PathLike[str] | None) -> Dump | None:
+    """What is asked for, by an argument or else by ``FXPIPE_DUMP``; None if nothing is."""
+    folder = os.environ.get("FXPIPE_DUMP") if given is None else os.fspath(given)
+    return Dump(Path(folder)) if folder else None
