@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import passes as default
 from fxpipe.compiler import AUTO, Compiler, Example, Mode, Options, PassList, Unrolled, stages_of
 from fxpipe.graph import MICROBATCH, Cost, format_code
 from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages
+from fxpipe.inspect.dump import dump_of
 from fxpipe.inspect.report import report
 from fxpipe.loss import LossFunction
 from fxpipe.runtime.ambient import is_intercepted
@@ -57,6 +59,7 @@ def compile(
     deferred_batch_norm: bool = False,
     tracer: str | CustomTracer = "auto",
     passes: PassList | None = None,
+    dump: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """The same model, as a pipeline over several devices.
 
@@ -95,6 +98,9 @@ def compile(
         tracer: "auto", "symbolic", "export", or ``(model, args, kwargs) -> fx.GraphModule``.
         passes: in place of :func:`passes.default_passes`: a function that takes the same keyword
             arguments and returns a list of passes.
+        dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
+            code and, if it is small, drawn, after every pass. None: what ``FXPIPE_DUMP`` in the
+            environment says, if anything.
 
     Returns:
         A module with the model's signature, outputs, parameters and state dict. The parameters are
@@ -124,6 +130,7 @@ def compile(
         out_dims=out_dims,
         tracer=tracer,
         passes=default.default_passes if passes is None else passes,
+        observer=dump_of(dump),
     )
     if isinstance(costs, str) and costs == "auto":
         has_example = example_inputs is not None or example_kwargs is not None

@@ -1,0 +1,187 @@
+import html
+import re
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe.inspect.dump import diff_html, whole_text
+from fxpipe.inspect.text import summary
+from passes import Random, Step, default_passes
+from tests.zoo import MLP
+
+X = torch.ones(6, 12)
+TWO = ["cpu", "cpu"]
+
+
+def loss_fn(output, target):
+    return (output - target).square().mean()
+
+
+def chains(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def passes_in(folder):
+    return [path.stem for path in sorted(folder.glob("*.txt"))]
+
+
+@pytest.fixture
+def dumped(tmp_path):
+    with fxpipe.compile(
+        MLP(), TWO, chunks=2, example_inputs=(X,), loss_fn=loss_fn, dump=tmp_path / "new" / "dump"
+    ) as pipe:
+        yield pipe, tmp_path / "new" / "dump"
+
+
+def test_every_pass_leaves_text_and_code_in_order(dumped):
+    _, folder = dumped
+    assert chains(folder) == ["00-MLP-stages", "01-MLP-pipeline-of-2"]
+    assert passes_in(folder / "00-MLP-stages") == [
+        "00-before",
+        "01-alias",
+        "02-inputs",
+        "03-cost",
+        "04-shared",
+        "05-random",
+        "06-partition",
+        "07-split",
+        "08-devices",
+    ]
+    names = [
+        rewrite.name for rewrite in default_passes(devices=TWO, chunks=2, in_dims=[0], out_dims=[0])
+    ]
+    assert passes_in(folder / "01-MLP-pipeline-of-2") == [
+        f"{number:02}-{name}" for number, name in enumerate(["before", *names])
+    ]
+    for text in folder.glob("*/*.txt"):
+        compile(text.with_suffix(".py").read_text(), text.name, "exec")
+
+
+def test_the_last_text_is_of_what_runs(dumped):
+    pipe, folder = dumped
+    last = max((folder / "01-MLP-pipeline-of-2").glob("*.txt"))
+    assert last.read_text() == whole_text(pipe.graph_module)
+
+
+def test_what_stages_do_is_part_of_the_text(dumped):
+    pipe, folder = dumped
+    text = (folder / "00-MLP-stages" / "07-split.txt").read_text()
+    first, *stages = text.split("\n\n")
+    assert len(stages) == 2
+    assert not any(
+        node.name in first for node in pipe.model_graph.graph.find_nodes(op="call_module")
+    )
+    assert all(node.name in text for node in pipe.model_graph.graph.find_nodes(op="call_module"))
+
+
+def test_the_index_shows_what_each_pass_changed(dumped):
+    _, folder = dumped
+    page = (folder / "00-MLP-stages" / "index.html").read_text()
+    sections = dict(re.findall(r"<section><h2>(.*?)</h2>(.*?)</section>", page, re.S))
+    assert list(sections) == [
+        name.replace("-", " ") for name in passes_in(folder / "00-MLP-stages")
+    ]
+    assert "The text is the same." in sections["05 random"]
+    assert html.escape(summary(Random)) in sections["05 random"]
+    cut = sections["06 partition"]
+    assert re.search('class="added">.*# stage 0</span>', cut)
+    assert "val at" in sections["01 alias"] and "cost at" in sections["03 cost"]
+    for link in re.findall('href="([^"]+)"', page):
+        assert (folder / "00-MLP-stages" / link).exists()
+
+
+def test_pages_need_no_network_and_have_a_dark_side(dumped):
+    _, folder = dumped
+    for page in folder.rglob("index.html"):
+        text = page.read_text()
+        assert "http" not in text and "<script" not in text
+        assert "prefers-color-scheme: dark" in text
+    links = re.findall('href="([^"]+)"', (folder / "index.html").read_text())
+    assert links == [f"{chain}/index.html" for chain in chains(folder)]
+
+
+def test_small_graphs_are_drawn_where_they_change_and_large_ones_are_not(tmp_path, monkeypatch):
+    folder = tmp_path / "small"
+    fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), dump=folder).close()
+    drawn = [path.stem for path in sorted((folder / "00-MLP-stages").glob("*.svg"))]
+    assert "06-partition" in drawn and "05-random" not in drawn
+    assert "<svg" in (folder / "00-MLP-stages" / "06-partition.svg").read_text()
+    monkeypatch.setattr("fxpipe.inspect.dump.SMALL", 1)
+    fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), dump=tmp_path / "large").close()
+    assert not list((tmp_path / "large").rglob("*.svg"))
+
+
+def test_each_number_of_micro_batches_each_mode_and_each_step_has_its_own_folder(dumped):
+    pipe, folder = dumped
+    pipe(X[:1])
+    pipe.eval()
+    pipe(X)
+    pipe(X)
+    pipe.step(X, target=torch.zeros_like(pipe(X)))
+    assert chains(folder)[2:] == [
+        "02-MLP-pipeline-of-1",
+        "03-MLP-stages",
+        "04-MLP-pipeline-of-2",
+        "05-MLP-step-of-2",
+    ]
+    assert passes_in(folder / "05-MLP-step-of-2") == ["00-before", f"01-{Step.name}"]
+
+
+def test_what_is_there_is_not_overwritten(tmp_path):
+    for _ in range(2):
+        fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), dump=tmp_path).close()
+    assert [name[:2] for name in chains(tmp_path)] == ["00", "01", "02", "03"]
+
+
+def test_a_pass_that_fails_is_shown_with_its_error(tmp_path):
+    class Broken:
+        """Fails. Always."""
+
+        name = "own/broken"
+
+        def __call__(self, gm):
+            raise ValueError("no <good>")
+
+    def broken(**_):
+        return [Broken()]
+
+    with pytest.raises(ValueError, match="no <good>"):
+        fxpipe.compile(MLP(), TWO, example_inputs=(X,), passes=broken, dump=tmp_path)
+    page = (tmp_path / "01-MLP-pipeline-of-6" / "index.html").read_text()
+    assert "own/broken" in page and "ValueError: no &lt;good&gt;" in page
+
+
+def test_the_environment_asks_for_it_and_the_argument_comes_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("FXPIPE_DUMP", str(tmp_path / "environment"))
+    fxpipe.compile(MLP(), TWO, example_inputs=(X,)).close()
+    assert chains(tmp_path / "environment")
+    fxpipe.compile(MLP(), TWO, example_inputs=(X,), dump=tmp_path / "argument").close()
+    assert len(chains(tmp_path / "environment")) == 2
+    assert len(chains(tmp_path / "argument")) == 2
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"dump is .*file': give a folder"):
+        fxpipe.compile(MLP(), TWO, dump=tmp_path / "file")
+
+
+def test_a_diff_marks_lines_and_escapes_them():
+    diff = diff_html("a\nb < c\n", "a\nb > c\n")
+    assert '<span class="removed">-b &lt; c</span>' in diff
+    assert '<span class="added">+b &gt; c</span>' in diff
+    assert '<span class="kept"> a</span>' in diff
+    assert "lines: 1 added, 1 removed" in diff
+
+
+def test_a_summary_is_the_first_sentence():
+    def documented():
+        """Takes a :class:`Cost` and
+        ``splits`` it. More is said here.
+
+        And here.
+        """
+
+    assert summary(documented) == "Takes a Cost and splits it."
+    assert summary(lambda: None) == ""
