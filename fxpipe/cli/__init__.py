@@ -1,0 +1,69 @@
+"""The command line: ``python -m fxpipe`` or ``fxpipe``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from fxpipe.cli.errors import UserError, is_users, said
+from fxpipe.cli.models import bench, compile_, plan
+from fxpipe.cli.passes import passes
+from fxpipe.cli.schedule import schedule
+
+
+class _Main(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            if ctx.params["traceback"] and error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
+        except Exception as error:
+            if ctx.params["traceback"] or not is_users(error):
+                raise
+            raise UserError(said(error)) from None
+
+
+@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--traceback", is_flag=True, help="Show where an error comes from.")
+def main(traceback: bool) -> None:
+    """A compiler that turns any PyTorch model into a pipeline over several devices.
+
+    \b
+    Examples:
+      fxpipe demo
+      fxpipe compile torchvision.models:resnet18 --input 16,3,224,224 --devices cpu,cpu
+      fxpipe schedule 1f1b --lanes 4 --chunks 8
+
+    The exit code is 2 for wrong arguments and for models that cannot be compiled.
+    """
+
+
+for command in (compile_, plan, bench, schedule, passes):
+    main.add_command(command)
+
+
+@main.command(short_help="Train a U-Net on four stages, and see that it works.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("demo-out"),
+    show_default=True,
+    help="Folder for the drawings.",
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=60, show_default=True, help="Training steps."
+)
+def demo(out: Path, steps: int) -> None:
+    """Train a U-Net on four stages to take noise off photographs, and the same unpipelined.
+
+    Example: python -m fxpipe demo --steps 20
+    """
+    from fxpipe.demo import run  # here, so that --help needs no torch
+
+    out.mkdir(parents=True, exist_ok=True)
+    run(out, steps, Console(soft_wrap=True))

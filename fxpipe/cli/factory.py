@@ -1,0 +1,155 @@
+"""``MODULE:FACTORY``: where a command gets its model, and the inputs to try it with."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fxpipe.cli.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Given:
+    """A model, and the arguments of one mini-batch."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of an input, as told on the command line: ``8,3,32,32`` or ``8,128:int64``."""
+
+    sizes: tuple[int, ...]
+    dtype: str
+
+    def tensor(self) -> Any:
+        """Normal random numbers, or zeros where the numbers are whole."""
+        import torch
+
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UserError(f"no dtype {self.dtype!r} is known: give such as float32 or int64")
+        if dtype.is_floating_point:
+            return torch.randn(self.sizes).to(dtype)
+        return torch.zeros(self.sizes, dtype=dtype)
+
+
+class _ShapeType(click.ParamType[Shape]):
+    name = "shape"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Shape:
+        sizes, _, dtype = str(value).partition(":")
+        try:
+            found = tuple(map(int, sizes.split(",")))
+            if min(found) < 1:
+                raise ValueError
+        except ValueError:
+            self.fail(f"{value!r}: give sizes, such as 8,3,32,32, or 8,128:int64", param, ctx)
+        return Shape(found, dtype or "float32")
+
+
+class _FactoryType(click.ParamType[str]):
+    name = "module:factory"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        module, _, name = str(value).partition(":")
+        if not module or not name:
+            self.fail(f"{value!r}: give MODULE:FACTORY, such as models:build", param, ctx)
+        if module.endswith(".py") or os.sep in module:
+            words = module.removesuffix(".py").strip("./").replace(os.sep, ".")
+            self.fail(f"{module!r} is a file: give its module, {words}:{name}", param, ctx)
+        return str(value)
+
+
+def factory_argument(command: Callable[..., None]) -> Callable[..., None]:
+    """The argument FACTORY, and the option for inputs that it does not give."""
+    command = click.option(
+        "--input",
+        "shapes",
+        type=_ShapeType(),
+        multiple=True,
+        metavar="SIZES[:DTYPE]",
+        help="An input of the model, such as 8,3,32,32 or 8,128:int64; for several, several "
+        "times. In place of those that FACTORY gives.",
+    )(command)
+    return click.argument("factory", type=_FactoryType(), metavar="MODULE:FACTORY")(command)
+
+
+def load(factory: str, shapes: Sequence[Shape]) -> Given:
+    """What the factory gives.
+
+    It is a function (or class) without arguments, or a model. Random numbers are always the same.
+
+    Raises:
+        UserError: if it is not there, fails, or gives something else than a model or a model and
+            its inputs; or if there are no inputs.
+    """
+    import torch
+
+    module, _, path = factory.partition(":")
+    torch.manual_seed(0)  # for what is made at import
+    made = _attribute(_module(module), module, path)
+    if callable(made) and not isinstance(made, torch.nn.Module):
+        torch.manual_seed(0)  # however much the import took
+        try:
+            made = made()
+        except Exception as error:
+            raise UserError(f"{factory} failed: {_where(error)}") from error
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(
+            f"{factory} gives a {type(made).__name__}: it has to give an nn.Module, or a tuple "
+            "of one and its example inputs"
+        )
+    if shapes:
+        return Given(model, tuple(shape.tensor() for shape in shapes), {})
+    if inputs is None:
+        raise UserError(
+            f"{factory} gives a model and no inputs: let it return (model, example_inputs), or "
+            "give their sizes, such as --input 8,3,32,32"
+        )
+    if isinstance(inputs, Mapping):
+        return Given(model, (), dict(inputs))
+    return Given(model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
+
+
+def _module(name: str) -> Any:
+    if os.getcwd() not in sys.path:  # as `python -m` does
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"there is no module {name!r}: it is looked for in {os.getcwd()} and where "
+                "Python looks for modules (PYTHONPATH)"
+            ) from error
+        raise UserError(f"{name} cannot be imported: {_where(error)}") from error
+
+
+def _attribute(found: Any, module: str, path: str) -> Any:
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise UserError(f"the module {module!r} has no {path!r}")
+        found = getattr(found, name)
+    return found
+
+
+def _where(error: Exception) -> str:
+    """An error of the user's code, and the line that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"

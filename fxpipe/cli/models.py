@@ -1,0 +1,228 @@
+"""Commands that take a model: compile, plan and bench."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fxpipe.cli.factory import Given, Shape, factory_argument, load
+from fxpipe.cli.options import (
+    DRAWINGS,
+    PathTo,
+    checkpoint_option,
+    chunks_option,
+    devices_of,
+    partition_option,
+    working,
+    write,
+)
+from fxpipe.devices import KNOWN
+from fxpipe.schedule.catalogue import NAMES
+
+if TYPE_CHECKING:
+    from fxpipe.api import Pipeline
+
+_devices = click.option(
+    "--devices",
+    callback=devices_of,
+    metavar="NAME,NAME",
+    help="One for each lane: cpu,cpu or cuda:0,cuda:1. Default: every accelerator, or two CPU "
+    "lanes.",
+)
+_schedule = click.option(
+    "--schedule",
+    type=click.Choice([*NAMES, "auto"]),
+    default="gpipe",
+    show_default=True,
+    help="The order of a training step.",
+)
+_stages = click.option(
+    "--stages", type=click.IntRange(min=1), help="How many. Default: as the schedule takes."
+)
+
+
+def _compiled(given: Given, **options: Any) -> Pipeline:
+    import fxpipe
+
+    with working("compiling"):
+        return fxpipe.compile(
+            given.model,
+            example_inputs=given.args,
+            example_kwargs=given.kwargs,
+            **options,
+        )
+
+
+@click.command("compile")
+@factory_argument
+@_devices
+@chunks_option
+@_schedule
+@_stages
+@partition_option
+@checkpoint_option
+@click.option("--draw", type=PathTo(*DRAWINGS), help="Draw it, as .svg, .dot or .gv.")
+@click.option(
+    "--level",
+    type=click.Choice(["model", "stage", "pipeline"]),
+    default="pipeline",
+    show_default=True,
+    help="Which graph to draw.",
+)
+@click.option("--timeline", type=PathTo(".svg"), help="Draw the predicted training step, as .svg.")
+@click.option("--report", type=PathTo(), help="Write the report to a file, too.")
+@click.option("--code", type=PathTo(".py"), help="Write the pipeline's code, as .py.")
+@click.option(
+    "--dump",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for what each pass changed; open its index.html.",
+)
+def compile_(
+    factory: str,
+    shapes: tuple[Shape, ...],
+    draw: Path | None,
+    level: str,
+    timeline: Path | None,
+    report: Path | None,
+    code: Path | None,
+    **options: Any,
+) -> None:
+    """Compile a model, and say what came out.
+
+    FACTORY is a function or class without arguments in MODULE that gives a model, or a tuple of a
+    model and its example inputs: a tensor, a tuple, or a dict of keyword arguments.
+
+    \b
+    Examples:
+      fxpipe compile models:build --devices cpu,cpu --chunks 8 --schedule 1f1b
+      fxpipe compile fxpipe.demo:UNet --input 16,3,32,32 --draw out.svg --level stage
+      fxpipe compile models:build --dump passes --report out.txt
+    """
+    given = load(factory, shapes)
+    with _compiled(given, **options) as pipe:
+        text = pipe.report()
+        click.echo(text, nl=False)
+        if report:
+            write(report, text)
+        if code:
+            write(code, pipe.code)
+        if timeline:
+            write(timeline, pipe.timeline().draw())
+        if draw:
+            from fxpipe.inspect.draw import render_svg
+
+            with working("drawing"):
+                source = pipe.draw(level)
+                drawing = render_svg(source) if draw.suffix == ".svg" else source.source
+            write(draw, drawing)
+
+
+@click.command(short_help="Predict a pipeline, without its devices.")
+@factory_argument
+@click.option(
+    "--devices",
+    required=True,
+    metavar="NAME,NAME",
+    help=f"One for each stage, of {', '.join(KNOWN)}. They need not be here.",
+)
+@chunks_option
+@partition_option
+@checkpoint_option
+@click.option(
+    "--meta", is_flag=True, help="Make the model on the device meta: it takes no memory then."
+)
+def plan(
+    factory: str,
+    shapes: tuple[Shape, ...],
+    devices: str,
+    meta: bool,
+    **options: Any,
+) -> None:
+    """Predict what a pipeline would be like, without any of its devices.
+
+    \b
+    Examples:
+      fxpipe plan models:build --devices h100,h100,h100,h100 --chunks 16
+      fxpipe plan models:build --devices a100,a100 --checkpoint always --meta
+    """
+    import torch
+
+    import fxpipe
+
+    with torch.device("meta") if meta else nullcontext():
+        given = load(factory, shapes)
+    names = [name.strip() for name in devices.split(",")]
+    with working("planning"):
+        found = fxpipe.plan(
+            given.model,
+            names,
+            example_inputs=given.args,
+            example_kwargs=given.kwargs,
+            **options,
+        )
+    click.echo(str(found).rstrip("\n"))
+
+
+@click.command(short_help="Measure a training step against its prediction.")
+@factory_argument
+@_devices
+@chunks_option
+@_schedule
+@_stages
+@partition_option
+@checkpoint_option
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Training steps to measure; the one of median length is shown.",
+)
+@click.option("--draw", type=PathTo(".svg"), help="Draw predicted and measured, as .svg.")
+def bench(
+    factory: str,
+    shapes: tuple[Shape, ...],
+    rounds: int,
+    draw: Path | None,
+    **options: Any,
+) -> None:
+    """Measure a training step, and compare it with the prediction.
+
+    The mean of what the model gives stands in for its loss.
+
+    \b
+    Examples:
+      fxpipe bench models:build --devices cpu,cpu --schedule 1f1b
+      fxpipe bench fxpipe.demo:UNet --input 16,3,32,32 --rounds 20 --draw out.svg
+    """
+    from fxpipe.schedule import compare
+
+    given = load(factory, shapes)
+    with _compiled(given, loss_fn=mean, **options) as pipe:
+        before = replace(pipe.timeline(), name="predicted")
+        with working("measuring"):
+            measured = pipe.measure(*given.args, rounds=rounds, **given.kwargs)
+        click.echo(str(compare(before, measured)))
+        again = replace(pipe.timeline(), name="predicted from the measured times of the stages")
+        click.echo("\n" + str(again).splitlines()[0])
+        if draw:
+            write(draw, compare(before, measured).draw())
+
+
+def mean(output: Any, target: Any) -> Any:
+    """Stands in for a loss: the sum of the means of all tensors that have gradients."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    tensors = [
+        leaf
+        for leaf in pytree.tree_leaves(output)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
+    if not tensors:
+        raise ValueError("the model gives no tensor of real numbers: there is nothing to train")
+    return sum(tensor.float().mean() for tensor in tensors)

@@ -1,0 +1,121 @@
+import re
+
+import pytest
+
+import fxpipe
+from tests.fxpipe.cli.invoke import refused, run
+
+TWO = ["--devices", "cpu,cpu", "--chunks", 4]
+
+
+def succeeded(*args):
+    result = run(*args)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert result.stderr == "", "it is quiet: this is no terminal"
+    return result.stdout
+
+
+def test_compile_reports_and_writes_what_is_asked_for(models):
+    out = succeeded(
+        *("compile", "own_models:build", *TWO, "--schedule", "1f1b"),
+        *("--draw", "new/out.svg", "--level", "stage", "--report", "out.txt"),
+        *("--timeline", "time.svg", "--code", "out.py", "--dump", "dump"),
+    )
+    report, wrote = out.split("wrote", 1)
+    assert "4 micro-batches" in report
+    assert re.findall(r"\S+\.\w+", wrote) == ["out.txt", "out.py", "time.svg", "new/out.svg"]
+    assert (models / "out.txt").read_text() == report
+    assert "stage 1" in (models / "new" / "out.svg").read_text()
+    assert "<svg" in (models / "time.svg").read_text()
+    compile((models / "out.py").read_text(), "out.py", "exec")
+    assert (models / "dump" / "index.html").exists()
+
+
+def test_compile_draws_each_level_as_dot_without_graphviz(models, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for level in ("model", "stage", "pipeline"):
+        succeeded("compile", "own_models:build", *TWO, "--draw", "out.dot", "--level", level)
+        assert (models / "out.dot").read_text().startswith(("digraph", "//", "strict"))
+
+
+def test_compile_cuts_where_it_is_told(models):
+    succeeded("compile", "own_models:build", *TWO, "--partition", "third", "--code", "out.py")
+    report = succeeded("compile", "own_models:build", *TWO, "--partition", "third")
+    rows = [line for line in report.splitlines() if line.startswith("│")]
+    # A linear layer from 8 to 8 has 72 floats; two are in the first stage, one in the second.
+    assert "576 B" in rows[0] and "288 B" in rows[1]
+
+
+def test_keyword_inputs_and_sizes_will_do(models):
+    for args in (["own_models:by_name"], ["own_models:Named", "--input", "8,8"]):
+        assert "4 micro-batches" in succeeded("compile", *args, *TWO)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--devices", "cpu,cpuu"], "there is no device 'cpuu' here: give some of cpu, meta"),
+        (["--devices", "cpu,,cpu"], "there is no device '' here"),
+        (["--devices", "cpu,cuda:99"], "there is no device 'cuda:99' here"),
+        (["--chunks", "0"], "'--chunks': 0 is not in the range x>=1"),
+        (["--schedule", "2f2b"], "'2f2b' is not one of 'gpipe', '1f1b'"),
+        (["--schedule", "zbv", "--stages", "3"], "2 lanes take 4 stages, not 3"),
+        (["--draw", "out.png"], "'out.png' does not end with .svg or .dot or .gv"),
+        (["--draw", "."], "'.' does not end with"),
+        (["--report", "."], "'.' is a folder: give a file"),
+        (["--level", "models"], "'models' is not one of 'model'"),
+        (["--partition", "fourth"], "partition names 'fourth'"),
+        (["--dump", "own_models.py"], "own_models.py"),
+        (["--report", "own_models.py/out.txt"], "own_models.py"),
+        (["--input", "8,9"], "9"),
+    ],
+)
+def test_compile_refuses_what_makes_no_sense(models, args, message):
+    devices = [] if "--devices" in args else ["--devices", "cpu,cpu"]
+    assert message in refused("compile", "own_models:build", *devices, *args)
+
+
+def test_a_model_that_cannot_be_traced_is_refused_with_the_line(models):
+    message = refused("compile", "own_models:branches", *TWO)
+    assert "own_models.py" in message
+
+
+def test_plan_predicts_what_the_function_predicts(models):
+    given = ["own_models:build", "--devices", "h100,v100", "--chunks", 4]
+    text = succeeded("plan", *given, "--partition", "second")
+    from own_models import build
+
+    model, inputs = build()
+    plan = fxpipe.plan(
+        model, ["h100", "v100"], example_inputs=inputs, chunks=4, partition=["second"]
+    )
+    assert text.strip() == str(plan).strip()
+    assert text == succeeded("plan", *given, "--partition", "second", "--meta")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "Missing option '--devices'"),
+        (["--devices", "h100,b9"], "no device 'b9' is known: give one of"),
+        (["--devices", "h100", "--checkpoint", "often"], "'often' is not one of 'never'"),
+        (["--devices", "h100,h100", "--chunks", "-1"], "not in the range"),
+    ],
+)
+def test_plan_refuses_what_makes_no_sense(models, args, message):
+    assert message in refused("plan", "own_models:build", *args)
+
+
+def test_bench_compares_predicted_and_measured(models):
+    options = ["--schedule", "1f1b", "--rounds", 1, "--draw", "out.svg"]
+    out = succeeded("bench", "own_models:build", *TWO, *options)
+    assert re.search(r"^predicted [\d.]+ \S+, measured [\d.]+ \S+ \([+-][\d.]+%\)$", out, re.M)
+    assert re.search(r"^stage 1 backward: predicted [\d.]+ \S+, measured [\d.]+ ", out, re.M)
+    assert re.search(r"^predicted from the measured times of the stages: [\d.]+ ", out, re.M)
+    drawing = (models / "out.svg").read_text()
+    assert "predicted" in drawing and "measured" in drawing
+
+
+def test_bench_says_what_cannot_be_trained(models):
+    assert "gives no tensor of real numbers" in refused("bench", "own_models:whole", *TWO)
+    assert "'--rounds': 0 is not in" in refused("bench", "own_models:build", "--rounds", 0)
