@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 
+from networkx.utils import UnionFind
 from rich.console import Console
 from rich.table import Table
 from torch import fx
 
 from fxpipe.graph import COST, GAP, STAGE, Cost, stage_nodes
 from fxpipe.inspect.text import human_bytes, human_time
+from passes.problem import together
 from passes.skips import SkipLayout
 
 UNEVEN = 1.2  # slowest stage over the mean: above this the report says what limits the cut
+USUAL = 4  # micro-batches for each stage
+WORTH = 0.1  # of all lanes' time: a smaller bubble that is worth more micro-batches
 
 
 def report(
@@ -26,14 +30,16 @@ def report(
 ) -> str:
     """A table of the stages, the skips, and what there is to know about the whole.
 
-    Times are estimates for one mini-batch, forward and backward; bytes too are a mini-batch's.
-    ``was_chosen`` says that the number of micro-batches was not the user's.
+    Times are estimates for one mini-batch, forward and backward; bytes too are a mini-batch's. A
+    stage is idle while it waits for others, if each has a lane of its own. ``was_chosen`` says that
+    the number of micro-batches was not the user's.
     """
-    times = [cost.forward_s + cost.backward_s for cost in costs]
+    times = [cost.seconds for cost in costs]
+    whole = makespan(times, chunks)
     table = Table(title="stages", title_justify="left")
     for column in ("stage", "device"):
         table.add_column(column)
-    for column in ("time", "share", "parameters", "activations", "receives", "sends"):
+    for column in ("time", "share", "idle", "parameters", "activations", "receives", "sends"):
         table.add_column(column, justify="right")
     for i, (device, cost, seconds) in enumerate(zip(devices, costs, times, strict=True)):
         table.add_row(
@@ -41,6 +47,7 @@ def report(
             device,
             human_time(seconds),
             f"{seconds / (sum(times) or 1):.0%}",
+            f"{1 - seconds / whole if whole else 0:.0%}",
             human_bytes(cost.param_bytes),
             human_bytes(cost.activation_bytes),
             human_bytes(sum(hop.bytes for hop in layout.hops if hop.target == i)),
@@ -55,27 +62,73 @@ def report(
     if GAP in model_graph.meta:
         lines.append(f"the slowest stage is at most {model_graph.meta[GAP]:.1%} from optimal")
     lines += [f"skip {line}" for line in str(layout).splitlines() if layout.skips]
-    lines += _advice(model_graph, times)
+    lines += [f"advice: {line}" for line in advice(model_graph, times, chunks)]
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return text
 
 
+def makespan(times: Sequence[float], chunks: int) -> float:
+    """Seconds from the first micro-batch's start to the last one's end: the slowest stage sets the
+    pace. ``times``: of the stages, for a mini-batch."""
+    return (sum(times) + (chunks - 1) * max(times)) / chunks
+
+
 def bubble(times: Sequence[float], chunks: int) -> float:
     """The idle part of all lanes' time: for equal stages (n - 1) / (m + n - 1)."""
-    makespan = (sum(times) + (chunks - 1) * max(times)) / chunks
-    return 1 - sum(times) / (len(times) * makespan) if makespan else 0.0
+    whole = makespan(times, chunks)
+    return 1 - sum(times) / (len(times) * whole) if whole else 0.0
 
 
-def _advice(model_graph: fx.GraphModule, times: Sequence[float]) -> list[str]:
-    mean = sum(times) / len(times)
-    slowest = max(range(len(times)), key=times.__getitem__)
-    if mean == 0 or times[slowest] < UNEVEN * mean:
+def advice(model_graph: fx.GraphModule, times: Sequence[float], chunks: int) -> list[str]:
+    """What might be done for speed. ``times``: of the stages, for a mini-batch."""
+    return [*_of_the_cut(model_graph, times), *_of_the_bubble(times, chunks)]
+
+
+def _of_the_cut(gm: fx.GraphModule, times: Sequence[float]) -> list[str]:
+    total, count = sum(times), len(times)
+    slowest = max(range(count), key=times.__getitem__)
+    if times[slowest] * count < UNEVEN * total or not total:
         return []
-    nodes = [n for n in stage_nodes(model_graph.graph) if n.meta.get(STAGE) == slowest]
-    worst = max(nodes, key=lambda n: n.meta[COST].forward_s)
+    found = f"stage {slowest} takes {times[slowest] / total:.0%} of the time"
+    piece = max(_pieces(gm, slowest), key=_seconds)
+    largest, share = max(piece, key=lambda node: _seconds([node])), _seconds(piece) / total
+    if share * count >= UNEVEN:
+        more = f" and {len(piece) - 1} more that stay with it" if len(piece) > 1 else ""
+        return [
+            f"{found}: the cut is limited by {largest.name!r}{more}, with {share:.0%} "
+            f"in one piece; no cut into {int(1 / share) + 1} stages or more can be even"
+        ]
+    wish = "" if GAP in gm.meta else '; partition="auto" looks for a more even cut'
     return [
-        f"stage {slowest} takes {times[slowest] / sum(times):.0%} of the time, most of it in "
-        f"{worst.name!r}; all others wait for it"
+        f"{found}, and all others wait for it; its largest part is {largest.name!r}, with "
+        f"{share:.0%}{wish}"
+    ]
+
+
+def _pieces(gm: fx.GraphModule, stage: int) -> list[list[fx.Node]]:
+    """The nodes of a stage, those that no cut may separate together."""
+    work = [node for node in stage_nodes(gm.graph) if node.meta.get(STAGE) == stage]
+    joined = UnionFind(work)
+    for group in together(work):
+        joined.union(*(node for node in group if node.meta.get(STAGE) == stage))
+    pieces: dict[fx.Node, list[fx.Node]] = {}
+    for node in work:
+        pieces.setdefault(joined[node], []).append(node)
+    return list(pieces.values())
+
+
+def _seconds(nodes: Sequence[fx.Node]) -> float:
+    return float(sum(node.meta.get(COST, Cost()).seconds for node in nodes))
+
+
+def _of_the_bubble(times: Sequence[float], chunks: int) -> list[str]:
+    more = USUAL * len(times)
+    now, then = bubble(times, chunks), bubble(times, more)
+    if now - then < WORTH:
+        return []
+    return [
+        f"with chunks={more} the bubble would be {then:.0%}, in place of {now:.0%}, if the "
+        "mini-batch has as many rows"
     ]

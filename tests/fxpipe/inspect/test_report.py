@@ -1,6 +1,10 @@
 import pytest
+import torch
+from torch import fx, nn
 
-from fxpipe.inspect.report import bubble
+import fxpipe
+from fxpipe.graph import ALIAS, COST, GAP, STAGE, Cost, stage_nodes
+from fxpipe.inspect.report import advice, bubble
 from fxpipe.inspect.text import human_bytes, human_time
 
 
@@ -28,3 +32,75 @@ def test_sizes_and_times_are_for_people():
         "5.0 TiB",
     ]
     assert [human_time(s) for s in (2, 1.5e-3, 4e-6)] == ["2.00 s", "1.5 ms", "4 µs"]
+
+
+class Row(nn.Module):
+    def forward(self, x):
+        return torch.cos(torch.sin(torch.exp(torch.tanh(x))))
+
+
+def cut(*stages):
+    """A model graph of tanh, exp, sin and cos: in each stage, the seconds of its nodes."""
+    gm = fx.symbolic_trace(Row())
+    work = iter(stage_nodes(gm.graph))
+    for stage, seconds in enumerate(stages):
+        for s in seconds:
+            next(work).meta.update(
+                {STAGE: stage, COST: Cost(forward_s=s / 3, backward_s=s * 2 / 3)}
+            )
+    return gm, [float(sum(seconds)) for seconds in stages]
+
+
+def test_an_even_cut_with_enough_micro_batches_needs_no_advice():
+    assert advice(*cut((1, 1), (1, 1)), 8) == []
+    assert advice(*cut((0, 0), (0, 0)), 8) == []
+
+
+def test_a_node_that_is_too_large_for_any_even_cut_is_named():
+    (line,) = advice(*cut((1,), (6, 1), (2,)), 12)
+    assert line == (
+        "stage 1 takes 70% of the time: the cut is limited by 'exp', "
+        "with 60% in one piece; no cut into 2 stages or more can be even"
+    )
+
+
+def test_nodes_that_have_to_stay_together_limit_the_cut_together():
+    gm, times = cut((2, 2), (1,), (1,))
+    assert "limited" not in advice(gm, times, 12)[0], "two pieces of 33% each"
+    for node in list(stage_nodes(gm.graph))[:2]:
+        node.meta[ALIAS] = 0
+    (line,) = advice(gm, times, 12)
+    assert "limited by 'tanh' and 1 more that stay with it, with 67% in one piece" in line
+
+
+def test_a_cut_that_could_be_more_even_is_said_to_be_so_unless_it_was_searched_for():
+    gm, times = cut((3, 3, 3), (3,))
+    (line,) = advice(gm, times, 8)
+    assert line == (
+        "stage 0 takes 75% of the time, and all others wait for it; its largest part is 'tanh', "
+        'with 25%; partition="auto" looks for a more even cut'
+    )
+    gm.meta[GAP] = 0.0
+    assert "auto" not in advice(gm, times, 8)[0]
+
+
+def test_more_micro_batches_are_advised_where_they_are_worth_it():
+    # Two equal stages: 1 / (2 + 1) of the time with 2 micro-batches, 1 / (8 + 1) with 8.
+    (line,) = advice(*cut((1, 1), (1, 1)), 2)
+    assert line.startswith("with chunks=8 the bubble would be 11%, in place of 33%")
+    assert advice(*cut((1, 1), (1, 1)), 6) == []
+
+
+def test_the_report_says_how_long_each_stage_waits():
+    model = nn.Sequential(nn.Linear(64, 64), *(nn.Tanh() for _ in range(2)), nn.Linear(64, 64))
+    with fxpipe.compile(
+        model,
+        ["cpu", "cpu"],
+        chunks=2,
+        partition=["3"],
+        costs={"0": 2.0, "1": 1.0, "2": 1.0, "3": 4.0},
+        example_inputs=(torch.ones(4, 64),),
+    ) as pipe:
+        rows = [line.split("│") for line in pipe.report().splitlines() if line.startswith("│")]
+    shares = [[cell.strip() for cell in row[4:6]] for row in rows]
+    assert shares == [["50%", "33%"], ["50%", "33%"]], "of equal stages: 1 / (2 + 1)"
