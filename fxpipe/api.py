@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import graphviz  # type: ignore[import-untyped]
@@ -15,9 +16,10 @@ from torch import Tensor, fx, nn
 import passes as default
 from fxpipe.compiler import AUTO, Compiler, Example, Mode, Options, PassList, Unrolled, stages_of
 from fxpipe.graph import MICROBATCH, Cost, format_code
-from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages
+from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, render_svg
 from fxpipe.inspect.dump import dump_of
-from fxpipe.inspect.report import report
+from fxpipe.inspect.html import report_html
+from fxpipe.inspect.report import Report
 from fxpipe.loss import LossFunction
 from fxpipe.runtime.ambient import is_intercepted
 from fxpipe.runtime.clock import Record
@@ -489,7 +491,32 @@ class Pipeline(nn.Module):
 
     def report(self) -> str:
         """Per stage: time, memory, bytes; the skips, the bubble, and what limits the speed."""
-        return report(
+        return str(self._report())
+
+    def report_html(self, path: str | os.PathLike[str]) -> None:
+        """Write :meth:`report`, the stages, the predicted training step and the code as one page.
+
+        It is a single HTML file, which needs no network.
+        """
+        page = report_html(
+            f"{type(self.module).__name__} on {len(self.stages)} stages",
+            self._report(),
+            {
+                "Stages": render_svg(self.draw("stage")),
+                "Training step, predicted": self.timeline().draw(),
+            },
+            {
+                "Pipeline, as code": self.code,
+                **{
+                    f"Stage {stage.index}, as code": format_code(stage.module)
+                    for stage in self.stages
+                },
+            },
+        )
+        Path(path).write_text(page, encoding="utf-8")
+
+    def _report(self) -> Report:
+        return Report(
             self.model_graph,
             self._options.names,
             [stage.cost for stage in self.stages],

@@ -75,6 +75,7 @@ def _compiled(given: Given, **options: Any) -> Pipeline:
 )
 @click.option("--timeline", type=PathTo(".svg"), help="Draw the predicted training step, as .svg.")
 @click.option("--report", type=PathTo(), help="Write the report to a file, too.")
+@click.option("--html", type=PathTo(".html"), help="Write the report as one page, as .html.")
 @click.option("--code", type=PathTo(".py"), help="Write the pipeline's code, as .py.")
 @click.option(
     "--dump",
@@ -88,6 +89,7 @@ def compile_(
     level: str,
     timeline: Path | None,
     report: Path | None,
+    html: Path | None,
     code: Path | None,
     **options: Any,
 ) -> None:
@@ -100,7 +102,7 @@ def compile_(
     Examples:
       fxpipe compile models:build --devices cpu,cpu --chunks 8 --schedule 1f1b
       fxpipe compile fxpipe.demo:UNet --input 16,3,32,32 --draw out.svg --level stage
-      fxpipe compile models:build --dump passes --report out.txt
+      fxpipe compile models:build --dump passes --html out.html
     """
     given = load(factory, shapes)
     with _compiled(given, **options) as pipe:
@@ -112,6 +114,10 @@ def compile_(
             write(code, pipe.code)
         if timeline:
             write(timeline, pipe.timeline().draw())
+        if html:
+            html.parent.mkdir(parents=True, exist_ok=True)
+            pipe.report_html(html)
+            click.echo(f"wrote {html}")
         if draw:
             from fxpipe.inspect.draw import render_svg
 

@@ -28,6 +28,7 @@ from torch import fx
 
 from fxpipe.graph import format_code, format_graph
 from fxpipe.inspect.draw import draw_model, render_svg
+from fxpipe.inspect.html import page_html
 from fxpipe.inspect.text import human_time, summary
 from passes import Pass
 
@@ -116,7 +117,7 @@ class Trail:
             f"<section><h2>{html.escape(title)}</h2><p>{html.escape(about)}</p>{body}</section>"
         )
         up = '<p><a href="../index.html">all</a></p>'
-        page = _page(self._title, up + "".join(self._sections))
+        page = page_html(self._title, up + "".join(self._sections))
         (self._folder / "index.html").write_text(page, encoding="utf-8")
 
 
@@ -196,33 +197,8 @@ def _write_index(folder: Path, chains: list[str]) -> None:
         f'<li><a href="{html.escape(name)}/index.html">{html.escape(name)}</a></li>'
         for name in chains
     )
-    page = _page("What has been compiled", f"<ul>{rows}</ul>")
+    page = page_html("What has been compiled", f"<ul>{rows}</ul>")
     (folder / "index.html").write_text(page, encoding="utf-8")
-
-
-_STYLE = """
-:root { color-scheme: light dark; --added: #d7f0e4; --removed: #fbe0cf; --quiet: #666; }
-@media (prefers-color-scheme: dark) {
-  :root { --added: #0d4733; --removed: #5c2c0c; --quiet: #aaa; }
-}
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; }
-pre { overflow-x: auto; font-size: 13px; line-height: 1.4; }
-.diff span { display: block; width: max-content; min-width: 100%; }
-.added { background: var(--added); }
-.removed { background: var(--removed); }
-.place, .same, p span { color: var(--quiet); }
-.failed { border-left: 4px solid #d55e00; padding-left: 1em; white-space: pre-wrap; }
-"""
-
-
-def _page(title: str, body: str) -> str:
-    title = html.escape(title)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{title}</title><style>{_STYLE}</style></head>\n"
-        f"<body><h1>{title}</h1>{body}</body></html>\n"
-    )
 
 
 def dump_of(given: str | os.PathLike[str] | None) -> Dump | None:

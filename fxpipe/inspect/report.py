@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from networkx.utils import UnionFind
 from rich.console import Console
@@ -20,53 +21,82 @@ USUAL = 4  # micro-batches for each stage
 WORTH = 0.1  # of all lanes' time: a smaller bubble that is worth more micro-batches
 
 
-def report(
-    model_graph: fx.GraphModule,
-    devices: Sequence[str],
-    costs: Sequence[Cost],
-    layout: SkipLayout,
-    chunks: int,
-    was_chosen: bool,
-) -> str:
-    """A table of the stages, the skips, and what there is to know about the whole.
+@dataclass(frozen=True)
+class Report:
+    """What there is to know of a pipeline. ``str`` of it is for a terminal.
 
     Times are estimates for one mini-batch, forward and backward; bytes too are a mini-batch's. A
-    stage is idle while it waits for others, if each has a lane of its own. ``was_chosen`` says that
-    the number of micro-batches was not the user's.
+    stage is idle while it waits for others, if each has a lane of its own.
+
+    Args:
+        devices, costs: one for each stage.
+        was_chosen: the number of micro-batches was not the user's.
     """
-    times = [cost.seconds for cost in costs]
-    whole = makespan(times, chunks)
-    table = Table(title="stages", title_justify="left")
-    for column in ("stage", "device"):
-        table.add_column(column)
-    for column in ("time", "share", "idle", "parameters", "activations", "receives", "sends"):
-        table.add_column(column, justify="right")
-    for i, (device, cost, seconds) in enumerate(zip(devices, costs, times, strict=True)):
-        table.add_row(
-            str(i),
-            device,
-            human_time(seconds),
-            f"{seconds / (sum(times) or 1):.0%}",
-            f"{1 - seconds / whole if whole else 0:.0%}",
-            human_bytes(cost.param_bytes),
-            human_bytes(cost.activation_bytes),
-            human_bytes(sum(hop.bytes for hop in layout.hops if hop.target == i)),
-            human_bytes(sum(hop.bytes for hop in layout.hops if hop.source == i)),
-        )
-    console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
-    console.print(table)
-    lines = [
-        f"{chunks} micro-batches{' (chosen: give chunks= to change it)' * was_chosen}, "
-        f"bubble {bubble(times, chunks):.0%} of all lanes' time (predicted)"
-    ]
-    if GAP in model_graph.meta:
-        lines.append(f"the slowest stage is at most {model_graph.meta[GAP]:.1%} from optimal")
-    lines += [f"skip {line}" for line in str(layout).splitlines() if layout.skips]
-    lines += [f"advice: {line}" for line in advice(model_graph, times, chunks)]
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+
+    model_graph: fx.GraphModule
+    devices: Sequence[str]
+    costs: Sequence[Cost]
+    layout: SkipLayout
+    chunks: int
+    was_chosen: bool
+
+    columns = (
+        *("stage", "device", "time", "share", "idle"),
+        *("parameters", "activations", "receives", "sends"),
+    )
+
+    @property
+    def rows(self) -> list[list[tuple[float | str, str]]]:
+        """The table: in each cell the number, or word, and how it is written."""
+        times = [cost.seconds for cost in self.costs]
+        total, whole = sum(times), makespan(times, self.chunks)
+        rows = []
+        for i, (device, cost, seconds) in enumerate(
+            zip(self.devices, self.costs, times, strict=True)
+        ):
+            parts = seconds / (total or 1), 1 - seconds / whole if whole else 0.0
+            sizes = (
+                cost.param_bytes,
+                cost.activation_bytes,
+                sum(hop.bytes for hop in self.layout.hops if hop.target == i),
+                sum(hop.bytes for hop in self.layout.hops if hop.source == i),
+            )
+            row: list[tuple[float | str, str]] = [(i, str(i)), (device, device)]
+            row.append((seconds, human_time(seconds)))
+            row += [(part, f"{part:.0%}") for part in parts]
+            row += [(size, human_bytes(size)) for size in sizes]
+            rows.append(row)
+        return rows
+
+    @property
+    def lines(self) -> list[str]:
+        """What is said of the whole, and what might be done."""
+        times = [cost.seconds for cost in self.costs]
+        chosen = " (chosen: give chunks= to change it)" * self.was_chosen
+        lines = [
+            f"{self.chunks} micro-batches{chosen}, bubble {bubble(times, self.chunks):.0%} of all "
+            "lanes' time (predicted)"
+        ]
+        if GAP in self.model_graph.meta:
+            gap = self.model_graph.meta[GAP]
+            lines.append(f"the slowest stage is at most {gap:.1%} from optimal")
+        lines += [f"skip {line}" for line in str(self.layout).splitlines() if self.layout.skips]
+        lines += [f"advice: {line}" for line in advice(self.model_graph, times, self.chunks)]
+        return lines
+
+    def __str__(self) -> str:
+        table = Table(title="stages", title_justify="left")
+        for column in self.columns:
+            is_word = column in ("stage", "device")
+            table.add_column(column, justify="left" if is_word else "right")
+        for row in self.rows:
+            table.add_row(*(text for _, text in row))
+        console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
+        console.print(table)
+        for line in self.lines:
+            console.print(line, soft_wrap=True, highlight=False)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return text
 
 
 def makespan(times: Sequence[float], chunks: int) -> float:

@@ -19,14 +19,21 @@ def test_compile_reports_and_writes_what_is_asked_for(models):
     out = succeeded(
         *("compile", "own_models:build", *TWO, "--schedule", "1f1b"),
         *("--draw", "new/out.svg", "--level", "stage", "--report", "out.txt"),
-        *("--timeline", "time.svg", "--code", "out.py", "--dump", "dump"),
+        *("--timeline", "time.svg", "--code", "out.py", "--dump", "dump", "--html", "new/out.html"),
     )
     report, wrote = out.split("wrote", 1)
     assert "4 micro-batches" in report
-    assert re.findall(r"\S+\.\w+", wrote) == ["out.txt", "out.py", "time.svg", "new/out.svg"]
+    assert re.findall(r"\S+\.\w+", wrote) == [
+        "out.txt",
+        "out.py",
+        "time.svg",
+        "new/out.html",
+        "new/out.svg",
+    ]
     assert (models / "out.txt").read_text() == report
     assert "stage 1" in (models / "new" / "out.svg").read_text()
     assert "<svg" in (models / "time.svg").read_text()
+    assert "Named on 2 stages" in (models / "new" / "out.html").read_text()
     compile((models / "out.py").read_text(), "out.py", "exec")
     assert (models / "dump" / "index.html").exists()
 
