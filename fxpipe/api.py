@@ -24,7 +24,7 @@ from fxpipe.loss import LossFunction
 from fxpipe.runtime.ambient import is_intercepted
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
-from fxpipe.schedule import Schedule, Timeline, named
+from fxpipe.schedule import Memory, Schedule, Timeline, named
 from fxpipe.timelines import estimated_costs, measured, measured_costs, predicted
 from fxpipe.trace import CustomTracer, untouched
 from passes.costs import Costs
@@ -344,7 +344,9 @@ class Pipeline(nn.Module):
     def timeline(self) -> Timeline:
         """The training step as predicted: what each lane does, and when.
 
-        From the times of :meth:`measure`, if that has been called, else from estimated costs.
+        From the times of :meth:`measure`, if that has been called, else from estimated costs. The
+        memory is estimated, where no activations are checkpointed: parameters, their gradients,
+        what Adam keeps for them, buffers, and activations.
         """
         mode, _ = self._last()
         schedule = self._options.schedule_for(self.chunks, [s.cost for s in self.stages])
@@ -353,7 +355,17 @@ class Pipeline(nn.Module):
         else:
             costs = estimated_costs([stage.cost for stage in self.stages], self.chunks)
         layout = skip_layout(mode.stage_graph)
-        return predicted(schedule, costs, layout, self._options.names)
+        return predicted(schedule, costs, layout, self._options.names, self._memory())
+
+    def _memory(self) -> Memory | None:
+        """What the lanes hold, as estimated; None where activations are not all kept."""
+        if self._options.checkpoint != "never":
+            return None
+        costs = [stage.cost for stage in self.stages]
+        fixed = [0.0] * len(self._options.lanes)
+        for lane, cost in zip(self._options.placement, costs, strict=True):
+            fixed[lane] += cost.fixed_bytes
+        return Memory([cost.activation_bytes / self.chunks for cost in costs], fixed)
 
     @property
     def _lane_names(self) -> list[str]:

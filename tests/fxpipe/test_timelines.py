@@ -97,3 +97,36 @@ def test_the_schedule_may_be_searched_for():
         other.step(x)
         torch.testing.assert_close(gradients(model), found)
         assert pipe.timeline().makespan <= other.timeline().makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kept"), [("gpipe", [4, 4]), ("1f1b", [2, 1])], ids=["gpipe", "1f1b"]
+)
+def test_the_memory_is_predicted_from_the_micro_batches_that_are_alive(schedule, kept):
+    x = torch.randn(8, 12)
+    with fxpipe.compile(
+        MLP(), ["cpu"] * 2, chunks=4, schedule=schedule, example_inputs=(x,)
+    ) as pipe:
+        costs = [stage.cost for stage in pipe.stages]
+        assert pipe.timeline().peak_memory == tuple(
+            cost.fixed_bytes + cost.activation_bytes * alive / 4
+            for cost, alive in zip(costs, kept, strict=True)
+        )
+
+
+def test_two_stages_of_one_lane_share_its_memory():
+    x = torch.randn(8, 12)
+    with fxpipe.compile(
+        MLP(depth=8), ["cpu"] * 2, chunks=4, schedule="zbv", example_inputs=(x,)
+    ) as pipe:
+        fixed = [stage.cost.fixed_bytes for stage in pipe.stages]
+        start = [held[0][1] for held in pipe.timeline().memory]
+    assert start == [fixed[0] + fixed[3], fixed[1] + fixed[2]], "down the lanes, and up again"
+
+
+def test_nothing_is_said_of_memory_where_activations_are_checkpointed():
+    x = torch.randn(8, 12)
+    with fxpipe.compile(
+        MLP(), ["cpu"] * 2, chunks=4, checkpoint="always", example_inputs=(x,)
+    ) as pipe:
+        assert pipe.timeline().memory == ()
