@@ -56,20 +56,23 @@ class Dump:
     def __call__(self, title: str, gm: fx.GraphModule) -> Trail:
         """A chain of passes begins with this graph."""
         trail = Trail(self._next(title), title, gm)
-        chains = sorted(path.parent.name for path in self.folder.glob("*/index.html"))
-        _write_index(self.folder, chains)
+        _write_index(self.folder, [chain.name for chain in self._chains()])
         return trail
 
+    def _chains(self) -> list[Path]:
+        found = [path for path in self.folder.iterdir() if re.match(r"\d+-", path.name)]
+        return sorted(found, key=lambda path: (_number(path), path.name))
+
     def _next(self, title: str) -> Path:
-        for number in count():
-            folder = self.folder / f"{number:02}-{re.sub(r'[^0-9A-Za-z_]+', '-', title)}"
-            if not any(self.folder.glob(f"{number:02}-*")):
-                try:
-                    folder.mkdir()
-                    return folder
-                except FileExistsError:  # by another process
-                    continue
-        raise AssertionError("there is always a next number")
+        taken = map(_number, self._chains())
+        for number in count(1 + max(taken, default=-1)):
+            folder = self.folder / f"{number:02}-{_file_name(title)}"
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:  # made by another process just now
+                continue
+        return folder
 
 
 class Trail:
@@ -78,7 +81,7 @@ class Trail:
     def __init__(self, folder: Path, title: str, gm: fx.GraphModule) -> None:
         self._folder, self._title = folder, title
         self._number = 0
-        self._text, self._code, self._meta = "", "", Counter[str]()
+        self._text, self._meta = "", Counter[str]()
         self._sections: list[str] = []
         self._record("before", gm, "What the passes begin with.")
 
@@ -96,9 +99,9 @@ class Trail:
         return gm
 
     def _record(self, name: str, gm: fx.GraphModule, about: str) -> None:
-        text, code, meta = whole_text(gm), whole_code(gm), _metadata(gm)
-        stem = f"{self._number:02}-{re.sub(r'[^0-9A-Za-z_]+', '_', name)}"
-        files = {f"{stem}.txt": text, f"{stem}.py": code}
+        text, meta = whole_text(gm), _metadata(gm)
+        stem = f"{self._number:02}-{_file_name(name)}"
+        files = {f"{stem}.txt": text, f"{stem}.py": whole_code(gm)}
         nodes = len(gm.graph.nodes)
         if (self._number == 0 or text != self._text) and nodes <= SMALL:
             files |= _drawing(f"{stem}.svg", gm)
@@ -109,7 +112,7 @@ class Trail:
         if self._number:
             body += [_metadata_html(self._meta, meta), diff_html(self._text, text)]
         self._write(f"{self._number:02} {name}", about, "".join(body))
-        self._text, self._code, self._meta = text, code, meta
+        self._text, self._meta = text, meta
         self._number += 1
 
     def _write(self, title: str, about: str, body: str) -> None:
@@ -119,6 +122,14 @@ class Trail:
         up = '<p><a href="../index.html">all</a></p>'
         page = page_html(self._title, up + "".join(self._sections))
         (self._folder / "index.html").write_text(page, encoding="utf-8")
+
+
+def _file_name(words: str) -> str:
+    return re.sub(r"[^0-9A-Za-z_]+", "-", words)
+
+
+def _number(chain: Path) -> int:
+    return int(chain.name.partition("-")[0])
 
 
 def _name(rewrite: Pass) -> str:

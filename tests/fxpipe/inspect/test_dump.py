@@ -134,6 +134,15 @@ def test_what_is_there_is_not_overwritten(tmp_path):
     assert [name[:2] for name in chains(tmp_path)] == ["00", "01", "02", "03"]
 
 
+def test_the_index_counts_beyond_a_hundred(tmp_path):
+    for name in ("99-MLP-stages", "notes"):
+        (tmp_path / name).mkdir()
+    fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), dump=tmp_path).close()
+    fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), dump=tmp_path).close()
+    page = (tmp_path / "index.html").read_text()
+    assert re.findall(r'href="(\d+)-', page) == ["99", "100", "101", "102", "103"]
+
+
 def test_a_pass_that_fails_is_shown_with_its_error(tmp_path):
     class Broken:
         """Fails. Always."""
