@@ -46,33 +46,27 @@ class Shape:
         return torch.zeros(self.sizes, dtype=dtype)
 
 
-class _ShapeType(click.ParamType[Shape]):
-    name = "shape"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Shape:
-        sizes, _, dtype = str(value).partition(":")
-        try:
-            found = tuple(map(int, sizes.split(",")))
-            if min(found) < 1:
-                raise ValueError
-        except ValueError:
-            self.fail(f"{value!r}: give sizes, such as 8,3,32,32, or 8,128:int64", param, ctx)
-        return Shape(found, dtype or "float32")
+def shape(value: str) -> Shape:
+    """``8,3,32,32`` or ``8,128:int64``."""
+    sizes, _, dtype = value.partition(":")
+    try:
+        found = tuple(map(int, sizes.split(",")))
+    except ValueError:
+        found = (0,)
+    if min(found) < 1:
+        raise click.BadParameter(f"{value!r}: give sizes, such as 8,3,32,32, or 8,128:int64")
+    return Shape(found, dtype or "float32")
 
 
-class _FactoryType(click.ParamType[str]):
-    name = "module:factory"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        module, _, name = str(value).partition(":")
-        if not module or not name:
-            self.fail(f"{value!r}: give MODULE:FACTORY, such as models:build", param, ctx)
-        if module.endswith(".py") or os.sep in module:
-            words = module.removesuffix(".py").strip("./").replace(os.sep, ".")
-            self.fail(f"{module!r} is a file: give its module, {words}:{name}", param, ctx)
-        return str(value)
+def factory_name(value: str) -> str:
+    """``MODULE:FACTORY``, no file."""
+    module, _, name = value.partition(":")
+    if not module or not name:
+        raise click.BadParameter(f"{value!r}: give MODULE:FACTORY, such as models:build")
+    if module.endswith(".py") or os.sep in module:
+        words = module.removesuffix(".py").strip("./").replace(os.sep, ".")
+        raise click.BadParameter(f"{module!r} is a file: give its module, {words}:{name}")
+    return value
 
 
 def factory_argument(command: Callable[..., None]) -> Callable[..., None]:
@@ -80,13 +74,13 @@ def factory_argument(command: Callable[..., None]) -> Callable[..., None]:
     command = click.option(
         "--input",
         "shapes",
-        type=_ShapeType(),
+        type=shape,
         multiple=True,
         metavar="SIZES[:DTYPE]",
         help="An input of the model, such as 8,3,32,32 or 8,128:int64; for several, several "
         "times. In place of those that FACTORY gives.",
     )(command)
-    return click.argument("factory", type=_FactoryType(), metavar="MODULE:FACTORY")(command)
+    return click.argument("factory", type=factory_name, metavar="MODULE:FACTORY")(command)
 
 
 def load(factory: str, shapes: Sequence[Shape]) -> Given:

@@ -12,11 +12,11 @@ import click
 from fxpipe.cli.factory import Given, Shape, factory_argument, load
 from fxpipe.cli.options import (
     DRAWINGS,
-    PathTo,
     checkpoint_option,
     chunks_option,
     devices_of,
     partition_option,
+    path_to,
     working,
     write,
 )
@@ -65,7 +65,7 @@ def _compiled(given: Given, **options: Any) -> Pipeline:
 @_stages
 @partition_option
 @checkpoint_option
-@click.option("--draw", type=PathTo(*DRAWINGS), help="Draw it, as .svg, .dot or .gv.")
+@click.option("--draw", type=path_to(*DRAWINGS), help="Draw it, as .svg, .dot or .gv.")
 @click.option(
     "--level",
     type=click.Choice(["model", "stage", "pipeline"]),
@@ -73,10 +73,10 @@ def _compiled(given: Given, **options: Any) -> Pipeline:
     show_default=True,
     help="Which graph to draw.",
 )
-@click.option("--timeline", type=PathTo(".svg"), help="Draw the predicted training step, as .svg.")
-@click.option("--report", type=PathTo(), help="Write the report to a file, too.")
-@click.option("--html", type=PathTo(".html"), help="Write the report as one page, as .html.")
-@click.option("--code", type=PathTo(".py"), help="Write the pipeline's code, as .py.")
+@click.option("--timeline", type=path_to(".svg"), help="Draw the predicted training step, as .svg.")
+@click.option("--report", type=path_to(), help="Write the report to a file, too.")
+@click.option("--html", type=path_to(".html"), help="Write the report as one page, as .html.")
+@click.option("--code", type=path_to(".py"), help="Write the pipeline's code, as .py.")
 @click.option(
     "--dump",
     type=click.Path(file_okay=False, path_type=Path),
@@ -188,7 +188,7 @@ def plan(
     show_default=True,
     help="Training steps to measure; the one of median length is shown.",
 )
-@click.option("--draw", type=PathTo(".svg"), help="Draw predicted and measured, as .svg.")
+@click.option("--draw", type=path_to(".svg"), help="Draw predicted and measured, as .svg.")
 def bench(
     factory: str,
     shapes: tuple[Shape, ...],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -13,21 +12,18 @@ from rich.console import Console
 DRAWINGS = (".svg", ".dot", ".gv")
 
 
-class PathTo(click.ParamType[Path]):
-    """A file to write, with one of these endings; None: with any."""
+def path_to(*endings: str) -> Callable[[str], Path]:
+    """The type of a file to write, with one of these endings; without any: with all."""
 
-    name = "file"
-
-    def __init__(self, *endings: str) -> None:
-        self.endings = endings
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def file(value: str) -> Path:
         path = Path(value)
-        if self.endings and path.suffix not in self.endings:
-            self.fail(f"{str(path)!r} does not end with {' or '.join(self.endings)}", param, ctx)
+        if endings and path.suffix not in endings:
+            raise click.BadParameter(f"{value!r} does not end with {' or '.join(endings)}")
         if path.is_dir():
-            self.fail(f"{str(path)!r} is a folder: give a file", param, ctx)
+            raise click.BadParameter(f"{value!r} is a folder: give a file")
         return path
+
+    return file
 
 
 def devices_of(

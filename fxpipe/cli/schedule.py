@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from fxpipe.cli.options import PathTo, write
+from fxpipe.cli.options import path_to, write
 from fxpipe.schedule import NAMES, StageCost, live, named, simulate
 
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0  # a backward is twice a forward
@@ -22,9 +22,11 @@ LANES = 4
 @click.option(
     "--chunks", type=click.IntRange(min=1), help="Micro-batches. Default: two for each lane."
 )
-@click.option("--draw", type=PathTo(".svg"), help="Draw its timeline, as .svg.")
+@click.option("--draw", type=path_to(".svg"), help="Draw its timeline, as .svg.")
 @click.option(
-    "--csv", type=PathTo(".csv"), help="Write it as torch.distributed.pipelining reads it, as .csv."
+    "--csv",
+    type=path_to(".csv"),
+    help="Write it as torch.distributed.pipelining reads it, as .csv.",
 )
 def schedule(
     name: str,
