@@ -51,6 +51,8 @@ class Auto:
         together: groups of such names; each stays in one stage.
         devices: descriptions, one a stage, where the devices differ, have limits, or are far from
             each other. None: they are alike, and links cost nothing.
+        in_order: only cuts that leave the model's order as it is. Others may be faster where a
+            model has branches, and sums of gradients may then have other bits.
     """
 
     objective: str = "time"
@@ -58,6 +60,7 @@ class Auto:
     pins: Mapping[str, int] = field(default_factory=dict)
     together: Sequence[Sequence[str]] = ()
     devices: Sequence[DeviceSpec] | None = None
+    in_order: bool = True
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -181,7 +184,14 @@ def automatic(
     """
     work = list(stage_nodes(graph))
     groups = [[node for name in names for node in named(work, name)] for names in spec.together]
-    found = problem(graph, spec.objective, devices=devices, groups=groups, recomputed=again)
+    found = problem(
+        graph,
+        spec.objective,
+        devices=devices,
+        groups=groups,
+        recomputed=again,
+        in_order=spec.in_order,
+    )
     if spec.objective != "time":  # the links' seconds are of another kind
         target = replace(target, bandwidth=None, latency=None)
     if found.dag.size < target.stages:

@@ -78,6 +78,7 @@ def problem(
     devices: Sequence[DeviceSpec] | None = None,
     groups: Iterable[Sequence[fx.Node]] = (),
     recomputed: float = 0.0,
+    in_order: bool = False,
 ) -> Problem:
     """The DAG of a model graph with costs.
 
@@ -87,6 +88,7 @@ def problem(
             or slower, node by node, as their descriptions say.
         groups: further groups of nodes that stay in one stage.
         recomputed: which part of the forward is run a second time (see :func:`recomputed`).
+        in_order: only cuts that leave the graph's order as it is.
     """
     work = list(stage_nodes(graph))
     position = {node: i for i, node in enumerate(work)}
@@ -102,7 +104,9 @@ def problem(
     whole = Dag(
         seconds=weights.reshape(-1, len(work)),
         values=tuple(_values(graph, position)),
-        order=tuple(dict.fromkeys((*_writes(work, position), *_sums(graph, position)))),
+        order=tuple(pairwise(range(len(work))))
+        if in_order
+        else tuple(dict.fromkeys((*_writes(work, position), *_sums(graph, position)))),
         fixed=np.array([cost.fixed_bytes for cost in costs], dtype=np.float64),
         saved=saved,
         kept=kept,
@@ -171,7 +175,8 @@ def _writes(work: Iterable[fx.Node], position: Mapping[fx.Node, int]) -> Iterabl
 def _sums(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]]:
     """The order in which gradients are summed.
 
-    That of an output's own user, the caller, is always the first.
+    That of an output's own user, the caller, is always the first. What comes in may be used
+    elsewhere too: where a stage is cut in segments, by the stages that it goes on to.
     """
     edges = {node: edges_to(node) for node in position}
     for node in graph.nodes:
@@ -180,10 +185,10 @@ def _sums(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[tuple[in
                 (user for user in node.users if user in position), key=position.__getitem__
             )
             users = [user for user in users if edges[user][node]]
-            is_output = any(user.op == "output" for user in node.users)
-            if sum(edges[user][node] for user in users) + is_output < 3:
+            others = node.op == "placeholder" or any(user.op == "output" for user in node.users)
+            if sum(edges[user][node] for user in users) + others < 3:
                 continue
-            is_free = not is_output and all(edges[user][node] == 1 for user in users[-2:])
+            is_free = not others and all(edges[user][node] == 1 for user in users[-2:])
             ordered = [position[user] for user in users]
             yield from pairwise(ordered[:-1] if is_free else ordered)
             if is_free:

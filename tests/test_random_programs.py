@@ -203,6 +203,20 @@ FOUND = [
     Case([Step("conv", 0, 0), Step("relu_", 1, 0), Step("conv", 1, 0)], 2, 1, 1, "never", [1, 2]),
     # An output with two users, which a cut that is not contiguous had put into another order.
     Case([Step("conv", a, 0) for a in (0, 0, 2, 2, 3, 5, 6, 6, 7)], 3, 1, 1, "never", [6, 8]),
+    # A value that a stage in segments uses twice and passes on.
+    Case(
+        [
+            *[Step("conv", a, 0) for a in (0, 0, 1, 2, 4, 4)],
+            Step("copy_part_", 5, 4),
+            Step("conv", 7, 0),
+        ],
+        4,
+        2,
+        2,
+        "except_last",
+        [6],
+        2,
+    ),
 ]
 
 
@@ -216,6 +230,7 @@ FOUND = [
 @example(FOUND[6])
 @example(FOUND[7])
 @example(FOUND[8])
+@example(FOUND[9])
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
