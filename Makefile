@@ -38,12 +38,15 @@ wheel: .venv/.test
 benchmarks: .venv/.test
 	$(PIP) --no-deps torchgpipe==0.0.7
 	$(BIN)/python -m tests.benchmarks.lanes
+	$(BIN)/python -m tests.benchmarks.step
+	$(BIN)/python -m tests.benchmarks.bubbles
 	$(BIN)/python -m tests.benchmarks.overhead
 	$(BIN)/python -m tests.benchmarks.cut
 	$(BIN)/python -m tests.benchmarks.cut_predicted
 	$(BIN)/python -m tests.benchmarks.cut_heuristics
 	$(BIN)/python -m tests.benchmarks.measured_cost
 	$(BIN)/python -m tests.benchmarks.compile_time_cut
+	$(BIN)/python -m tests.benchmarks.compile_time
 
 clean:
 	rm -rf .venv .venv-wheel dist build *.egg-info demo-out

@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 
 import passes as default
 from fxpipe.compiler import AUTO, Compiler, Example, Mode, Options, PassList, Unrolled, stages_of
-from fxpipe.graph import MICROBATCH, Cost, format_code
+from fxpipe.graph import Cost, format_code
 from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, render_svg
 from fxpipe.inspect.dump import dump_of
 from fxpipe.inspect.html import report_html
 from fxpipe.inspect.report import Report
-from fxpipe.loss import LossFunction
+from fxpipe.loss import LossFunction, Target
 from fxpipe.runtime.ambient import is_intercepted
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
@@ -229,7 +229,7 @@ class Pipeline(nn.Module):
     module: nn.Module
     _compiler: Compiler
     _lanes: Lanes
-    _shown: tuple[Mode, Unrolled] | None
+    _shown: tuple[Mode, int] | None  # what has run last, and its micro-batches
     _step: Unrolled | None
     _measured: Timeline | None
     losses: tuple[Tensor, ...]
@@ -379,10 +379,11 @@ class Pipeline(nn.Module):
         if target is not None and self._options.loss_fn is None:
             raise ValueError("a target is given, but no loss_fn: give compile(loss_fn=...)")
         self._check_open()
-        mode, values, unrolled = self._compiler.ready_to_step(args, kwargs, target)
-        if self._shown is None or self._shown[0] is not mode:
-            self.prepare(*args, **kwargs)
-        self.__dict__["_step"] = unrolled
+        mode, values, chunks = self._compiler.ready(args, kwargs)
+        wanted = Target.of(target, mode.batch_of(values))
+        unrolled = self._compiler.step(mode, chunks, wanted)
+        self.__dict__.update(_shown=(mode, chunks), _step=unrolled)
+        values += wanted.leaves
         return unrolled, [v.detach() if isinstance(v, Tensor) else v for v in values]
 
     def _run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
@@ -416,13 +417,14 @@ class Pipeline(nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Mode, list[Any], Unrolled]:
         self._check_open()
-        mode, values, unrolled = self._compiler.ready(args, kwargs)
-        self.__dict__["_shown"] = mode, unrolled
-        return mode, values, unrolled
+        mode, values, chunks = self._compiler.ready(args, kwargs)
+        self.__dict__["_shown"] = mode, chunks
+        return mode, values, self._compiler.pipeline(mode, chunks)
 
     # ------------------------------------------------------------------------------------- looking
 
-    def _last(self) -> tuple[Mode, Unrolled]:
+    def _last(self) -> tuple[Mode, int]:
+        """What has run last, or would run with the example inputs; and its micro-batches."""
         if self._shown is None and self._example is not None:
             args, kwargs = self._example.repeated()
             self.prepare(*args, **kwargs)
@@ -430,13 +432,12 @@ class Pipeline(nn.Module):
             raise RuntimeError(
                 "this pipeline is not compiled yet: call it, or give example_inputs to compile()"
             )
-        mode, unrolled = self._shown
-        return mode, unrolled
+        return self._shown
 
     @property
     def graph_module(self) -> fx.GraphModule:
         """The pipeline graph of the last call (or of the example inputs)."""
-        return self._last()[1].graph_module
+        return self._compiler.pipeline(*self._last()).graph_module
 
     @property
     def step_graph(self) -> fx.GraphModule:
@@ -484,7 +485,7 @@ class Pipeline(nn.Module):
     @property
     def chunks(self) -> int:
         """The number of micro-batches of the last call."""
-        return 1 + max(int(node.meta.get(MICROBATCH, 0)) for node in self.graph.nodes)
+        return self._last()[1]
 
     def draw(self, level: str = "pipeline") -> graphviz.Source:
         """A drawing of the "pipeline", "stage" or "model" graph; ``str`` of it is DOT.
@@ -584,7 +585,7 @@ class Pipeline(nn.Module):
         """Compile again at the next call, cut alike.
 
         What a trace cannot see has to be told so: that plain attributes which the forward reads
-        have changed, say, or that hooks have been added to modules made of others.
+        have changed, say.
         """
         if self._shown is not None:
             self.__dict__["_example"] = self._shown[0].example

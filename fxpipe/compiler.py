@@ -150,6 +150,11 @@ class Mode:
         """The size of the mini-batch of a call."""
         return self.batch_of(self.traced.bind(args, kwargs))
 
+    def refresh(self) -> None:
+        """Take what the model has now, where its tensors have been exchanged."""
+        for binding in self.bindings:
+            binding.refresh()
+
     def batch_of(self, values: Sequence[Any]) -> int | None:
         """The size of the mini-batch."""
         for value, dim in zip(values, self.in_dims, strict=True):
@@ -200,51 +205,34 @@ class Compiler:
         self.options = options
         self.labels = dict(labels or {})  # of nodes: their stages
         self._modes: dict[Any, Mode] = {}
-        self._shortcuts: dict[Any, tuple[Mode, Unrolled]] = {}
+        self._shortcuts: dict[Any, Mode] = {}
         self._structure = _Structure(model)
         self._lock = threading.RLock()
 
-    def ready(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Mode, list[Any], Unrolled]:
-        """What a call runs, and the values to run it with; compiled now, if it has not been."""
+    def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any], int]:
+        """The mode for a call, compiled now if it has not been; the values to run it with; and the
+        number of micro-batches."""
         with self._lock:
-            shortcut = _shortcut(args, kwargs)
-            if shortcut is not None and shortcut in self._shortcuts and self._structure.holds():
-                mode, unrolled = self._shortcuts[shortcut]
-                values = list(args)
-            else:
-                mode = self._mode(args, kwargs)
-                values = mode.traced.bind(args, kwargs)
-                chunks = self.options.chunks_for(mode.batch_of(values))
-                if chunks not in mode.unrolled:
-                    mode.unrolled[chunks] = self._unroll(mode, chunks)
-                unrolled = mode.unrolled[chunks]
-                if not self._structure.holds() or len(self._shortcuts) > MANY:
-                    self._shortcuts.clear()
-                    self._structure = _Structure(self.model)
-                if shortcut is not None:
-                    self._shortcuts[shortcut] = mode, unrolled
-            for binding in mode.bindings:
-                binding.refresh()
-        return mode, values, unrolled
+            mode, values = self._found(args, kwargs)
+            mode.refresh()
+            return mode, values, self.options.chunks_for(mode.batch_of(values))
 
-    def ready_to_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[Mode, list[Any], Unrolled]:
-        """What a training step runs, and the values to run it with."""
+    def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
+        """The pipeline graph of so many micro-batches."""
         with self._lock:
-            mode = self._mode(args, kwargs)
-            values = mode.traced.bind(args, kwargs)
-            batch = mode.batch_of(values)
-            wanted = Target.of(target, batch)
-            chunks = self.options.chunks_for(batch)
-            key = chunks, wanted.spec, wanted.has_batch
+            if chunks not in mode.unrolled:
+                mode.unrolled[chunks] = self._unroll(mode, chunks)
+                mode.refresh()
+            return mode.unrolled[chunks]
+
+    def step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
+        """The step graph of so many micro-batches, and for targets like this one."""
+        key = chunks, target.spec, target.has_batch
+        with self._lock:
             if key not in mode.steps:
-                mode.steps[key] = self._unroll_step(mode, chunks, wanted)
-            for binding in mode.bindings:
-                binding.refresh()
-        return mode, [*values, *wanted.leaves], mode.steps[key]
+                mode.steps[key] = self._unroll_step(mode, chunks, target)
+                mode.refresh()
+            return mode.steps[key]
 
     def _unroll_step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
         options = self.options
@@ -271,6 +259,19 @@ class Compiler:
         with self._lock:
             self._modes.clear()
             self._shortcuts.clear()
+
+    def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
+        """The mode for a call, and the values of its inputs."""
+        shortcut = _shortcut(args, kwargs)
+        if not self._structure.holds() or len(self._shortcuts) > MANY:
+            self._shortcuts.clear()
+            self._structure = _Structure(self.model)
+        if shortcut is not None and shortcut in self._shortcuts:
+            return self._shortcuts[shortcut], list(args)
+        mode = self._mode(args, kwargs)
+        if shortcut is not None:
+            self._shortcuts[shortcut] = mode
+        return mode, mode.traced.bind(args, kwargs)
 
     def _mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
         """What has been compiled for calls like this one; compiled now, if it has not been."""

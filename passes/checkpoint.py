@@ -59,9 +59,9 @@ class Checkpoint:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         found = cells(gm.graph)
-        last = max((microbatch for microbatch, _ in found), default=0)
+        chunks = 1 + max((microbatch for microbatch, _ in found), default=0)
         for cell, nodes in found.items():
-            if self.mode == "always" or (self.mode == "except_last" and cell[0] < last):
+            if is_checkpointed(self.mode, cell[0], chunks):
                 self._checkpoint(gm, cell, nodes)
         return sweep(gm)
 
@@ -82,6 +82,11 @@ class Checkpoint:
         writer = Writer(cell, after=nodes[-1])
         leaving = outgoing(nodes)
         writer.gate(ops.recompute, leaving, handle, uses=lambda user: cell_of(user) != cell)
+
+
+def is_checkpointed(mode: str, microbatch: int, chunks: int) -> bool:
+    """Whether a micro-batch keeps no activations."""
+    return mode == "always" or (mode == "except_last" and microbatch < chunks - 1)
 
 
 def _run(

@@ -42,6 +42,7 @@ from fxpipe.graph import (
 )
 from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
 from fxpipe.schedule import Action, Kind, Needs, Schedule, validate
+from passes.checkpoint import is_checkpointed
 from passes.defer import Defer
 from passes.segments import checkpointed_by_segments
 
@@ -135,6 +136,12 @@ class _Writer:
         }
         self.outputs = gm.graph.output_node().all_input_nodes
         self.flows = self._flows()
+        self.halved = {  # stages
+            action.stage
+            for lane in range(len(self.schedule.lanes))
+            for action in self.schedule.actions(lane)
+            if action.kind is Kind.WEIGHT_GRAD
+        }
         self.parts: dict[fx.Node, fx.Node] = {}  # of inputs
         self.here: dict[tuple[fx.Node, int, int], Any] = {}  # value, stage, micro-batch
         self.grads: dict[tuple[fx.Node, int, int], fx.Node] = {}  # of what has left a stage
@@ -176,7 +183,7 @@ class _Writer:
                 if b != self.loss_stage
             }
         )
-        validate(self.schedule)
+        validate(self.schedule, edges=edges)
         self._inputs()
         actions = _in_order(self.schedule, edges)
         last = {action.stage: action for action in actions}
@@ -242,16 +249,20 @@ class _Writer:
         weights = self.new.create_node("call_function", ops.weights, size, name="weights")
         self.weights = weights
 
-    def _call(self, function: Any, args: tuple[Any, ...], name: str, at: Action) -> fx.Node:
+    def _call(
+        self, function: Any, args: tuple[Any, ...], name: str, at: Action, role: str = COMPUTE
+    ) -> fx.Node:
         stage = min(at.stage, self.loss_stage - 1)
         name = f"{name}_s{stage}_mb{at.microbatch}"
         node = self.new.create_node("call_function", function, args, name=name)
-        self._place(node, at.stage, at.microbatch)
+        self._place(node, at.stage, at.microbatch, role)
         return node
 
-    def _part(self, values: fx.Node, index: int, name: str) -> fx.Node:
-        """One of the caller's values for all micro-batches."""
-        return self.new.create_node("call_function", operator.getitem, (values, index), name=name)
+    def _part(self, values: fx.Node, microbatch: int, name: str) -> fx.Node:
+        """A micro-batch's part of what the caller has given for all."""
+        name = f"{name}_mb{microbatch}"
+        args = values, microbatch
+        return self.new.create_node("call_function", operator.getitem, args, name=name)
 
     def _place(self, node: fx.Node, stage: int, microbatch: int, role: str = COMPUTE) -> None:
         own = min(stage, self.loss_stage - 1)
@@ -307,17 +318,12 @@ class _Writer:
         that checkpoints its segments."""
         path = str(own.call.target)
         stage = attribute(self.gm, path)
-        is_halved = any(
-            action.kind is Kind.WEIGHT_GRAD and action.stage == own.call.meta[STAGE]
-            for lane in range(len(self.schedule.lanes))
-            for action in self.schedule.actions(lane)
-        )
         segments = self.step.checkpoint_segments
         if self._is_checkpointed(microbatch) and segments > 1:
             path = f"{path}_segments"
             if path not in self.attributes:
                 self.attributes[path] = checkpointed_by_segments(stage, segments)
-        elif is_halved and not self._is_checkpointed(microbatch):
+        elif own.call.meta[STAGE] in self.halved and not self._is_checkpointed(microbatch):
             path = f"{path}_deferred"
             if path not in self.attributes:
                 self.attributes[path] = Defer()(stage)
@@ -326,9 +332,7 @@ class _Writer:
         return path
 
     def _is_checkpointed(self, microbatch: int) -> bool:
-        is_last = microbatch == self.schedule.microbatches - 1
-        mode = self.step.checkpoint
-        return mode == "always" or (mode == "except_last" and not is_last)
+        return is_checkpointed(self.step.checkpoint, microbatch, self.schedule.microbatches)
 
     def _value(self, value: Any, stage: int, microbatch: int) -> Any:
         """A value of the stage graph, as it has arrived at a stage."""
@@ -341,8 +345,7 @@ class _Writer:
                 self.here[key] = self.new.node_copy(value)
                 return self.here[key]
             at = Action(stage, Kind.FORWARD, microbatch)
-            name = f"{value.name}_mb{microbatch}"
-            part = self._part(self.parts[value], microbatch, name)
+            part = self._part(self.parts[value], microbatch, value.name)
             self.here[key] = part
             if SEED not in value.meta:
                 self.here[key] = self._arrived((part,), "caller", at, [value.name])[0]
@@ -386,8 +389,7 @@ class _Writer:
         """Send values to a stage's device, and let it wait for them."""
         device = self.device(at.stage)
         streams = stream_name(device, COPY), stream_name(device, COMPUTE)
-        sent = self._call(ops.send, (together, start, streams[0]), "send", at)
-        sent.meta[STREAM] = streams[0]
+        sent = self._call(ops.send, (together, start, streams[0]), "send", at, COPY)
         waited = self._call(ops.wait, (sent, *streams), "wait", at)
         return [self._item(waited, i, name, at) for i, name in enumerate(names)]
 
@@ -400,12 +402,7 @@ class _Writer:
         )
         targets = []
         for i, parts in enumerate(self.targets):
-            part = self.new.create_node(
-                "call_function",
-                operator.getitem,
-                (parts, microbatch),
-                name=f"target_{i}_mb{microbatch}",
-            )
+            part = self._part(parts, microbatch, f"target_{i}")
             targets += self._arrived((part,), "caller", at, [f"target_{i}"])
         module = self._module(LOSS, at)
         pair = self._call(ops.loss, (module, output, tuple(targets), microbatch), "loss", at)
@@ -414,12 +411,7 @@ class _Writer:
 
     def _loss_backward(self, microbatch: int) -> None:
         at = Action(self.loss_stage, Kind.BACKWARD, microbatch)
-        weight = self.new.create_node(
-            "call_function",
-            operator.getitem,
-            (self.weights, microbatch),
-            name=f"weight_mb{microbatch}",
-        )
+        weight = self._part(self.weights, microbatch, "weight")
         tape = self.tapes[self.loss_stage, microbatch]
         grads = self._call(ops.loss_backward, (tape, weight, self.scale), "loss_backward", at)
         structure = self.gm.graph.output_node().args[0]
@@ -461,7 +453,7 @@ class _Writer:
         """Let the gradients of values leave for the stages that they have come from."""
         previous: dict[int, list[fx.Node]] = {}
         for value in dict.fromkeys(values):
-            if (value, at.stage, at.microbatch) in self.grads and carries_gradient(value):
+            if (value, at.stage, at.microbatch) in self.grads and _is_differentiable(value):
                 previous.setdefault(self.flows[value].before(at.stage), []).append(value)
         for target, each in sorted(previous.items()):
             made = [self.grads[value, at.stage, at.microbatch] for value in each]
@@ -532,7 +524,7 @@ def _stage(call: fx.Node) -> _Stage:
 
 
 def _in_order(schedule: Schedule, edges: Sequence[tuple[int, int]]) -> list[Action]:
-    """All actions, those that another needs before it, each lane's in its order."""
+    """All actions of a valid schedule: what another needs before it, each lane's in its order."""
     needs = Needs(schedule, edges)
     lanes = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
     at = [0] * len(lanes)
@@ -544,10 +536,6 @@ def _in_order(schedule: Schedule, edges: Sequence[tuple[int, int]]) -> list[Acti
             for lane, actions in enumerate(lanes)
             if at[lane] < len(actions) and done.issuperset(needs.of(actions[at[lane]]))
         ]
-        if not ready:
-            raise StepError(
-                f"the schedule {schedule.name!r} cannot run: its lanes wait for each other"
-            )
         for lane, action in ready:
             at[lane] += 1
             done.add(action)
@@ -555,7 +543,7 @@ def _in_order(schedule: Schedule, edges: Sequence[tuple[int, int]]) -> list[Acti
     return order
 
 
-def carries_gradient(value: fx.Node) -> bool:
-    """Whether gradients can come back for a value of the stage graph."""
+def _is_differentiable(value: fx.Node) -> bool:
+    """Whether gradients can come back for a value of the stage graph: not for integers, say."""
     leaves = pytree.tree_leaves(value.meta.get(VALUE))
-    return any(isinstance(x, Tensor) and x.is_floating_point() for x in leaves)
+    return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)

@@ -11,8 +11,9 @@ it, what goes out is handed on without history. A :class:`Tape` keeps both ends 
 Gradients of parameters go into ``.grad`` there and then, so that they are summed in the order in
 which the backwards run.
 
-The backward may be done in two halves (Qi et al., "Zero Bubble Pipeline Parallelism", 2023): what
-is :func:`defer`\\ red gives the gradient of its input at once, and those of its parameters later.
+The backward may be done in two halves (Qi et al., "Zero Bubble Pipeline Parallelism", 2023): a
+module that :func:`defer` runs gives the gradient of its input at once, and those of its parameters
+later.
 """
 
 from __future__ import annotations

@@ -47,14 +47,14 @@ def test_micro_batches_are_as_many_as_asked_for_and_none_is_empty(devices, chunk
 def test_what_has_been_compiled_is_used_again():
     made = compiler(MLP())
     x = torch.randn(8, 12)
-    mode, values, unrolled = made.ready((x,), {})
+    mode, values, chunks = made.ready((x,), {})
     assert values == [x]
-    again = made.ready((torch.randn(8, 12),), {})
-    assert again[0] is mode and again[2] is unrolled
-    by_name = made.ready((), {"x": x})
-    assert by_name[0] is mode and by_name[2] is unrolled
-    fewer = made.ready((torch.randn(3, 12),), {})
-    assert fewer[0] is mode and len(mode.unrolled) == 2
+    unrolled = made.pipeline(mode, chunks)
+    again, *_ = made.ready((torch.randn(8, 12),), {})
+    by_name, *_ = made.ready((), {"x": x})
+    assert again is by_name is mode and made.pipeline(mode, chunks) is unrolled
+    fewer, _, other_chunks = made.ready((torch.randn(3, 12),), {})
+    assert fewer is mode and made.pipeline(mode, other_chunks) is not unrolled
 
 
 def test_another_training_flag_module_or_dtype_of_autocast_is_another_mode():
