@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxpipe import Pipeline
+from fxpipe.schedule import Kind, Schedule
 from passes import Alias, AnalyticCost, Partition, Random, Shared, Split, default_passes
 
 
@@ -251,3 +253,38 @@ def steps(
 def after(name: str, *args: Any, **kwargs: Any) -> fx.GraphModule:
     """The graph after the pass of that name; arguments are those of :func:`steps`."""
     return next(gm for step, gm in steps(*args, **kwargs) if step == name)
+
+
+def step_of_loop(
+    model: nn.Module,
+    x: tuple[Tensor, ...],
+    target: Tensor,
+    pipe: Pipeline,
+    schedule: Schedule,
+    chunks: int,
+    loss_fn: Callable[[Any, Tensor], Tensor],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Loss and gradients: each micro-batch by itself, summed in the order of the stage's
+    backwards."""
+    chunks = min(chunks, len(target))
+    parameters = list(model.parameters())
+    losses, grads = [], []
+    rows = zip(*(parts(t, chunks) for t in (*x, target)), strict=True)
+    for *inputs, y in rows:
+        loss = loss_fn(model(*inputs), y)
+        weight = torch.tensor(len(y) / len(target))
+        losses.append(loss.detach() * weight)
+        grads.append(torch.autograd.grad(loss, parameters, weight, allow_unused=True))
+    order = {stage: [] for stage in range(schedule.stages)}
+    for lane in range(len(schedule.lanes)):
+        for action in schedule.actions(lane):
+            if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                order[action.stage].append(action.microbatch)
+    homes = {}
+    for stage in reversed(pipe.stages):
+        homes |= dict.fromkeys(map(id, stage.module.parameters()), stage.index)
+    sums = []
+    for i, parameter in enumerate(parameters):
+        found = [grads[j][i] for j in order[homes.get(id(parameter), 0)]]
+        sums.append(None if found[0] is None else sum(found[1:], found[0].clone()))
+    return sum(losses), sums

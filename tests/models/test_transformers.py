@@ -8,10 +8,12 @@ import textwrap
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fxpipe
-from tests.zoo import gradients, same
+from fxpipe.schedule import NAMES, named
+from tests.zoo import gradients, same, step_of_loop
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,12 +26,12 @@ def text(count: int) -> Tensor:
     return torch.tensor(list(data)).view(count, LENGTH)
 
 
-def gpt2(dropout=0.0):
+def gpt2(dropout=0.0, layers=4):
     config = transformers.GPT2Config(
         vocab_size=256,
         n_positions=LENGTH,
         n_embd=32,
-        n_layer=4,
+        n_layer=layers,
         n_head=4,
         use_cache=False,
         bos_token_id=0,
@@ -121,3 +123,23 @@ def test_a_cache_of_keys_and_values_comes_out_and_goes_in_again():
         assert output.past_key_values.get_seq_length() == LENGTH
         expected = model(input_ids=ids).logits[:, -1:]
     torch.testing.assert_close(output.logits, expected)
+
+
+def next_byte(output, x: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_a_step_of_gpt2_gives_the_gradients_of_the_loop_in_any_schedule(schedule, checkpoint):
+    """Four devices, up to eight stages, micro-batches of two rows and of one, tied weights."""
+    model, x = gpt2(layers=8), text(11)
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(
+        model, ["cpu"] * 4, chunks=8, schedule=schedule, checkpoint=checkpoint, loss_fn=next_byte
+    ) as pipe:
+        loss = pipe.step(x, target=x)
+        order = named(schedule, lanes=4, microbatches=8, stages=len(pipe.stages))
+        wanted = step_of_loop(reference, (x,), x, pipe, order, 8, next_byte)
+    torch.testing.assert_close(loss, wanted[0], rtol=1e-6, atol=0)
+    assert same(gradients(model), wanted[1])
