@@ -309,9 +309,12 @@ def weight_grad(tape: Tape) -> None:
 
 
 @_op
-def replay(tape: Tape) -> None:
-    """Run a checkpointed stage again, while the gradients of its results are still on their way."""
-    _step.replay(tape)
+def replay(tape: Tape, halved: bool = False) -> None:
+    """Run a checkpointed stage again, while the gradients of its results are still on their way.
+
+    ``halved``: its backward comes in two halves.
+    """
+    _step.replay(tape, halved)
 
 
 @_op

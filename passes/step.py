@@ -323,7 +323,7 @@ class _Writer:
             path = f"{path}_segments"
             if path not in self.attributes:
                 self.attributes[path] = checkpointed_by_segments(stage, segments)
-        elif own.call.meta[STAGE] in self.halved and not self._is_checkpointed(microbatch):
+        elif own.call.meta[STAGE] in self.halved:
             path = f"{path}_deferred"
             if path not in self.attributes:
                 self.attributes[path] = Defer()(stage)
@@ -437,10 +437,11 @@ class _Writer:
         stage, microbatch = action.stage, action.microbatch
         own = self.stages[stage]
         tape = self.tapes[stage, microbatch]
-        if self._is_checkpointed(microbatch) and self.step.checkpoint_segments == 1:
-            self._call(ops.replay, (tape,), "replay", action)
-        grads = self._gradients(own, stage, microbatch)
         is_halved = action.kind is Kind.BACKWARD_INPUT
+        if self._is_checkpointed(microbatch) and self.step.checkpoint_segments == 1:
+            args = (tape, True) if is_halved else (tape,)
+            self._call(ops.replay, args, "replay", action)
+        grads = self._gradients(own, stage, microbatch)
         function = ops.backward_input if is_halved else ops.backward
         found = self._call(function, (tape, grads), function.__name__, action)
         found.meta[ACTION] = action

@@ -151,12 +151,9 @@ class _Frame:
                 count += 1
                 return held
 
-            args, kwargs = self.inputs(detached=True)
             try:
                 with (
-                    self.buffers.as_before(),
-                    self.random.restored() if self.random else nullcontext(),
-                    self.ambient.applied(),
+                    self.again() as (args, kwargs),
                     torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held),
                 ):
                     self.fn(*args, **kwargs)
@@ -170,6 +167,16 @@ class _Frame:
                     "that changes between them"
                 )
             _forget_after_backward(self.slots)
+
+    @contextmanager
+    def again(self) -> Iterator[Any]:
+        """The arguments and the surroundings of the forward, for whoever runs it once more."""
+        with (
+            self.buffers.as_before(),
+            self.random.restored() if self.random else nullcontext(),
+            self.ambient.applied(),
+        ):
+            yield self.inputs(detached=True)
 
     def fill(self, slot: _Slot, tensor: Tensor, index: int) -> None:
         if _description(tensor) != slot.like:
@@ -334,6 +341,15 @@ class Handle:
         """Run the function again, if its saved tensors are wanted and not there."""
         if (frame := self._frame()) is not None:
             frame.recompute()
+
+    @contextmanager
+    def again(self) -> Iterator[Any]:
+        """Where the call can be made once more by somebody else, who gets its arguments. Nothing
+        of it goes into the graph of the first."""
+        frame = self._frame()
+        assert frame is not None, "the graph of the checkpointed call is gone"
+        with frame.again() as inputs:
+            yield inputs
 
 
 def checkpointed(

@@ -21,7 +21,8 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Tape:
         self.spec: Any = None  # of the arguments
         self.results: list[list[Any]] = []  # the leaves of each result
         self.handle: Handle | None = None  # of a checkpointed forward
+        self.repeat: Callable[..., tuple[Any, ...]] | None = None  # the same, not checkpointed
         self.deferred: list[Callable[[], None]] = []  # gradients of parameters, to be computed
         self.is_halved = False
 
@@ -51,12 +53,8 @@ class Tape:
         leaves, self.spec = pytree.tree_flatten(args)
         own = [_cut_off(leaf) for leaf in leaves]
         self.inputs = [leaf if _has_history(leaf) else None for leaf in own]
-        outer, _recording.tape = getattr(_recording, "tape", None), self
-        try:
-            with torch.enable_grad():
-                results = function(*pytree.tree_unflatten(own, self.spec))
-        finally:
-            _recording.tape = outer
+        with _recorded_by(self), torch.enable_grad():
+            results = function(*pytree.tree_unflatten(own, self.spec))
         self.results = [pytree.tree_leaves(result) for result in results]
         return tuple(pytree.tree_map(_cut_off, result) for result in results)
 
@@ -79,6 +77,16 @@ class Tape:
         return pytree.tree_unflatten(found, self.spec)
 
 
+@contextmanager
+def _recorded_by(tape: Tape | None) -> Iterator[None]:
+    """What is deferred meanwhile goes to this tape; None: nothing is."""
+    outer, _recording.tape = getattr(_recording, "tape", None), tape
+    try:
+        yield
+    finally:
+        _recording.tape = outer
+
+
 def _has_history(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -97,16 +105,23 @@ def forward(
     """
     tape = Tape()
 
-    def run(*args: Any) -> tuple[Any, ...]:
-        if checkpoint:
-            own, tape.handle = checkpointed(stage.forward, *args, preserve_rng_state=False)
-        else:
-            own = stage.forward(*args)
-        results = (own,) if single else own
+    def results(own: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # Made last: in the backward, what comes from behind is the first of a sum.
-        return (*results, *(pytree.tree_map(_through, args[i]) for i in passed))
+        return (
+            *((own,) if single else own),
+            *(pytree.tree_map(_through, args[i]) for i in passed),
+        )
 
-    return tape.record(run, args), tape
+    def run(*args: Any) -> tuple[Any, ...]:
+        return results(stage.forward(*args), args)
+
+    def run_checkpointed(*args: Any) -> tuple[Any, ...]:
+        with _recorded_by(None):  # its graph may never be gone through
+            own, tape.handle = checkpointed(stage.forward, *args, preserve_rng_state=False)
+        return results(own, args)
+
+    tape.repeat = run if checkpoint else None
+    return tape.record(run_checkpointed if checkpoint else run, args), tape
 
 
 def _through(value: Any) -> Any:
@@ -166,10 +181,19 @@ def weight_grad(tape: Tape) -> None:
     tape.deferred = []
 
 
-def replay(tape: Tape) -> None:
-    """Run a checkpointed stage again, ahead of its backward."""
-    if tape.handle is not None:
+def replay(tape: Tape, halved: bool = False) -> None:
+    """Run a checkpointed stage again, ahead of its backward.
+
+    ``halved``: of its backward in halves. Then a new graph takes the place of the first, one in
+    which gradients are deferred.
+    """
+    if tape.handle is None or tape.repeat is None:  # it is not checkpointed
+        return
+    if not halved:
         tape.handle.recompute()
+        return
+    with tape.handle.again() as (args, _):
+        tape.record(tape.repeat, args)
 
 
 def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:

@@ -170,6 +170,17 @@ def test_with_dropout_each_micro_batch_has_its_seed_whatever_the_lanes(schedule,
     assert same(found, wanted)
 
 
+def test_what_is_checkpointed_defers_its_gradients_too():
+    model, x, target = MLP(), torch.randn(6, 12), torch.randn(6)
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, schedule="zb_h1", checkpoint="always", loss_fn=mean_loss
+    ) as pipe:
+        timeline = pipe.measure(x, target=target)
+    assert {s.action.kind for s in timeline.spans if s.action} >= {Kind.WEIGHT_GRAD}
+    (replay, *_) = pipe.step_graph.graph.find_nodes(op="call_function", target=ops.replay)
+    assert replay.args[1] is True
+
+
 def test_the_step_graph_alone_gives_the_same():
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(6), torch.randn(6)

@@ -5,10 +5,22 @@ from __future__ import annotations
 import weakref
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from fxpipe.runtime.step import average, backward, forward, loss, loss_backward, send, weights
-from tests.zoo import same
+from fxpipe.runtime.step import (
+    average,
+    backward,
+    backward_input,
+    forward,
+    loss,
+    loss_backward,
+    replay,
+    send,
+    weight_grad,
+    weights,
+)
+from passes import Defer
+from tests.zoo import MLP, gradients, same
 
 
 class Two(nn.Module):
@@ -80,3 +92,20 @@ def test_what_is_sent_says_whether_it_carries_gradient():
     x = torch.ones(2, requires_grad=True)
     moved, n = send((x, 3), "cpu/copy", "meta/copy")
     assert moved.device.type == "meta" and moved.requires_grad and n == 3
+
+
+def test_a_checkpointed_stage_is_run_again_once_and_its_gradients_come_in_halves():
+    plain, x = MLP(), torch.randn(3, 12, requires_grad=True)
+    model = Defer()(fx.symbolic_trace(plain))
+    runs = []
+    plain.layers[0].register_forward_hook(lambda *_: runs.append(1))
+    (y,), tape = forward(model, (x,), (), True, True)
+    assert y.requires_grad and runs == [1]
+    replay(tape, halved=True)
+    (grad,) = backward_input(tape, (torch.ones_like(y),))
+    assert gradients(plain) == [None] * 10 and runs == [1, 1]
+    weight_grad(tape)
+    found = gradients(plain)
+    plain.zero_grad()
+    plain(x).sum().backward()
+    assert same(found, gradients(plain)) and same(grad, x.grad)
