@@ -1,0 +1,222 @@
+"""Front ends: from any model, called on example inputs, to the model graph.
+
+Two are tried in turn, and neither is believed. ``torch.fx``'s symbolic tracing comes first: it
+keeps the model's own modules and leaves every size symbolic. ``torch.export`` takes what it cannot.
+Each graph is then run beside the model, at the example's batch size and at others, since
+micro-batches are smaller; one that disagrees is thrown away. Tracing leaves the model, its buffers
+and the random number generators as they were.
+
+::
+
+    example   the call, taken apart        care     the model, run without a trace
+    symbolic, export   the front ends      checks   their graphs beside the model
+
+All graphs are called alike: with a value for each tensor among the inputs, in the order in which
+pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are part of the trace.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
+
+from fxpipe.structure import leaves
+from fxpipe.trace import checks, export, symbolic
+from fxpipe.trace.care import Args, Kwargs, called, has_hooks, parameters_put_back, untouched
+from fxpipe.trace.errors import Refused, TraceError, first_line, sentence
+from fxpipe.trace.example import (
+    BatchDims,
+    Example,
+    Traced,
+    autocast_of,
+    bound_arguments,
+    canonical,
+    input_key,
+)
+
+__all__ = [
+    "Args",
+    "BatchDims",
+    "CustomTracer",
+    "Kwargs",
+    "TraceError",
+    "Traced",
+    "autocast_of",
+    "bound_arguments",
+    "called",
+    "canonical",
+    "has_hooks",
+    "input_key",
+    "trace",
+    "untouched",
+]
+
+CustomTracer = Callable[[nn.Module, Args, Kwargs], fx.GraphModule]
+
+
+def trace(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs | None = None,
+    *,
+    tracer: str | CustomTracer = "auto",
+    batch_dims: BatchDims | None = None,
+    check: bool = True,
+) -> Traced:
+    """The model graph of ``model`` as called with ``args`` and ``kwargs``.
+
+    Args:
+        tracer: "auto" (symbolic, then export), "symbolic", "export", or a function
+            ``(model, args, kwargs) -> fx.GraphModule`` with a placeholder for each input tensor.
+        batch_dims: for each input tensor, in order, its batch dimension or None; by default the
+            first, of every tensor whose first dimension has the size most of them have.
+        check: whether to run the model and its graph and compare. On "meta" there is nothing to
+            compare.
+
+    Raises:
+        TraceError: if no front end gives a graph that computes what the model computes.
+        ValueError: for a tracer or ``batch_dims`` that is none.
+
+    What the model itself raises on these inputs is passed on as it is.
+    """
+    with _ONE_AT_A_TIME:
+        return _trace(model, args, kwargs or {}, tracer, batch_dims, check)
+
+
+# fx takes over nn.Module while it traces, and what a trace does to the model is put back after it.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def _trace(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    tracer: str | CustomTracer,
+    batch_dims: BatchDims | None,
+    check: bool,
+) -> Traced:
+    example = Example.of(model, args, kwargs, batch_dims)
+    front_ends = _front_ends(tracer)
+    if check:
+        _refuse_what_has_no_values(model, example)
+    _refuse_what_cannot_be_traced(model, example)
+    try:
+        references = checks.references(example) if check else []
+    except TraceError:
+        raise
+    except Exception as error:
+        _explain_several_devices(model, error)
+        raise
+
+    reasons = []
+    written = references[0].written if references else ""
+    for name, front_end in front_ends.items():
+        warning = ""
+        try:
+            traced = front_end(example)
+            warning = traced.warning
+            tolerance = 0.0 if name == "symbolic" else checks.EXPORT_TOLERANCE
+            with parameters_put_back(model) if written else nullcontext():
+                checks.compare(example, references, traced, tolerance)
+                if references:
+                    checks.compare_gradients(example, references, traced)
+            return traced
+        except Exception as error:  # a front end runs the model's code: anything may come out
+            reasons.append(f"  {name}: {sentence(error)}{warning}")
+            last = error
+    if written:
+        reasons.append(f"  It writes to its parameters: {written}")
+    raise TraceError(
+        f"no front end can trace {type(model).__name__}:\n"
+        + "\n".join(reasons)
+        + "\nChange the model at the lines named, wrap what cannot be traced in a function marked "
+        "with torch.fx.wrap, or pass tracer=, a function (model, args, kwargs) -> fx.GraphModule."
+    ) from last
+
+
+def _refuse_what_has_no_values(model: nn.Module, example: Example) -> None:
+    own = dict((*model.named_parameters(), *model.named_buffers()))
+    unset = [name for name, tensor in own.items() if tensor.is_meta]
+    if unset:
+        others = f" and {len(unset) - 1} others" if len(unset) > 1 else ""
+        raise TraceError(
+            f"{type(model).__name__} has parameters without values ({unset[0]}{others}): "
+            'they are on the device "meta"; load the model ahead of compiling it, say by '
+            'model.to_empty(device="cpu") and load_state_dict()'
+        )
+    for name, tensor in zip(example.names, example.tensors, strict=True):
+        if tensor.is_meta:
+            raise TraceError(
+                f'the input {name} has no values: it is on the device "meta"; give one that has'
+            )
+
+
+def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise TraceError(
+            f"{type(model).__name__} has parameters without a shape: run it once, so that its lazy "
+            "modules make theirs"
+        )
+    if example.batch == 0:
+        raise TraceError("the example batch is empty: give one with two rows or more")
+    for _, leaf in leaves(example.arguments(example.tensors)):
+        # A graph would keep an array as a constant, and repeat it at every call.
+        if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
+            raise TraceError(
+                f"an input is a {type(leaf).__name__}, whose values a graph cannot see: pass it as "
+                "a tensor"
+            )
+
+
+def _explain_several_devices(model: nn.Module, error: Exception) -> None:
+    """Raise ``TraceError`` where a model may have failed because it is on several devices."""
+    where: dict[torch.device, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        where.setdefault(tensor.device, name)
+    if len(where) > 1:
+        raise TraceError(
+            f"{type(model).__name__} is on several devices "
+            f"({', '.join(f'{name} on {device}' for device, name in where.items())}) and does not "
+            f"run as it is, {first_line(error)}; move it to one, model.to(device): compiled, each "
+            "stage is moved to its own"
+        ) from error
+
+
+def _front_ends(tracer: str | CustomTracer) -> dict[str, Callable[[Example], Traced]]:
+    known: dict[str, Callable[[Example], Traced]] = {
+        "symbolic": symbolic.front_end,
+        "export": export.front_end,
+    }
+    if callable(tracer):
+        return {"custom": partial(_custom, tracer)}
+    if tracer == "auto":
+        return known
+    if tracer in known:
+        return {tracer: known[tracer]}
+    raise ValueError(
+        f'tracer is {tracer!r}: give "auto", "symbolic", "export", or a function '
+        "(model, args, kwargs) -> fx.GraphModule"
+    )
+
+
+def _custom(tracer: CustomTracer, example: Example) -> Traced:
+    args, kwargs = example.arguments(example.tensors)
+    with untouched(example.model):
+        graph_module = tracer(example.model, args, kwargs)
+    if not isinstance(graph_module, fx.GraphModule):
+        raise Refused(f"it returned a {type(graph_module).__name__}, not an fx.GraphModule")
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    if len(placeholders) != len(example.tensors):
+        raise Refused(
+            f"its graph has {len(placeholders)} placeholders for {len(example.tensors)} "
+            f"input tensors ({', '.join(example.names)})"
+        )
+    graph_module.graph.set_codegen(fx.graph.CodeGen())
+    graph_module.recompile()
+    return Traced(graph_module, "custom", example.binder(), lambda output: output)

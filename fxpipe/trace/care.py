@@ -1,0 +1,151 @@
+"""Running a model without a trace: what it changes is put back, and its hooks are not called."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe import skip
+from fxpipe.trace.errors import at, is_of_a_model, since
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Run or trace the model without a trace: attributes, buffers and random states are put back,
+    and hooks are not called, other than PyTorch's own (old parametrizations, which make weights).
+
+    Yields a function that says whether random numbers have been drawn since.
+    """
+    attributes: list[dict[Any, Any]] = [vars(module) for module in model.modules()]
+    attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
+    attributes += [p._backward_hooks for p in model.parameters() if p._backward_hooks]
+    saved_attributes = [(owner, dict(owner)) for owner in attributes]
+    tensors = [
+        value
+        for owner in attributes
+        for value in owner.values()
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta
+    ]
+    saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    own = (*model.parameters(), *tensors)
+    devices = {t.device for t in own if t.device.type not in ("cpu", "meta")}
+    generators = [(torch.get_rng_state, torch.set_rng_state)]
+    for device in devices:
+        backend = torch.get_device_module(device)
+        generators.append(
+            (partial(backend.get_rng_state, device), partial(backend.set_rng_state, device=device))
+        )
+    states = [get() for get, _ in generators]
+    python_state = random.getstate()
+
+    def drew_random_numbers() -> bool:
+        same = all(torch.equal(get(), s) for (get, _), s in zip(generators, states, strict=True))
+        return not same or random.getstate() != python_state
+
+    try:
+        on_parameters = [p._backward_hooks for p in model.parameters() if p._backward_hooks]
+        for hooks in (*on_parameters, *(h for m in model.modules() for h in _hooks(m))):
+            for key in [key for key, hook in hooks.items() if not _is_torchs(hook)]:
+                del hooks[key]
+        yield drew_random_numbers
+    finally:
+        for owner, saved in saved_attributes:
+            if owner.keys() != saved.keys() or any(owner[k] is not saved[k] for k in saved):
+                owner.clear()
+                owner.update(saved)
+        with torch.no_grad():
+            for tensor, value in saved_tensors:
+                # A write makes a backward fail that has the buffer saved: none without need.
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+        for (_, put), state in zip(generators, states, strict=True):
+            put(state)
+        random.setstate(python_state)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to know of the module's calls, or of their backward."""
+    return any(not _is_torchs(hook) for hooks in _hooks(module) for hook in hooks.values())
+
+
+def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+
+
+def _is_torchs(hook: Any) -> bool:
+    maker = hook if hasattr(hook, "__qualname__") else type(hook)
+    return str(maker.__module__).startswith("torch.")
+
+
+def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    """The model's output; what it writes to its parameters is put back."""
+    with skip.tracking(model), parameters_put_back(model):
+        return model(*args, **kwargs)
+
+
+@contextmanager
+def parameters_put_back(model: nn.Module) -> Iterator[dict[str, _Write]]:
+    """Yields the first write to each parameter that gets written to, by its name, and puts back
+    what was there."""
+    saved: dict[str, _Write] = {}
+    try:
+        with _Writes(model, saved):
+            yield saved
+    finally:
+        for name, write in saved.items():
+            model.get_parameter(name).data.copy_(write.before)
+
+
+@dataclass(frozen=True)
+class _Write:
+    before: Tensor
+    where: str  # the line
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Saves each parameter just ahead of the first operator that writes to it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, saved: dict[str, _Write]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.saved = saved
+        self.parameters = {
+            p.untyped_storage()._cdata: (name, p)
+            for name, p in model.named_parameters()
+            if p.layout == torch.strided
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for i, argument in enumerate(schema.arguments):
+                value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._save(value if isinstance(value, list | tuple) else [value])
+        return func(*args, **(kwargs or {}))
+
+    def _save(self, tensors: Sequence[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                name, owner = self.parameters.get(tensor.untyped_storage()._cdata, (None, None))
+                if name is not None and owner is not None and name not in self.saved:
+                    frames = [f for f in since(called) if is_of_a_model(f)]
+                    where = at(frames[-1]) if frames else "a module of PyTorch"
+                    self.saved[name] = _Write(owner.detach().clone(), where)

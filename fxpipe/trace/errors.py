@@ -1,0 +1,61 @@
+"""What to say when a model cannot be traced: what went wrong, and at which line of it."""
+
+from __future__ import annotations
+
+import textwrap
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from fxpipe import whole
+
+
+class TraceError(RuntimeError):
+    """No front end can turn the model into a graph; the message says why, for each of them."""
+
+
+class Refused(Exception):
+    """A front end's graph is not the model; the message says how it differs."""
+
+
+def first_line(error: BaseException) -> str:
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return "which way it goes depends on the values of tensors"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = textwrap.shorten(lines[0], 240, placeholder=" ...") if lines else "(no message)"
+    return text if isinstance(error, Refused) else f"{type(error).__name__}: {text}"
+
+
+def sentence(error: BaseException) -> str:
+    """One line: what went wrong, and the last line of the model's code that was running then."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_of_a_model(f)]
+    text = first_line(error)
+    return f"{text} (at {at(frames[-1])})" if frames else text
+
+
+def is_of_a_model(frame: traceback.FrameSummary) -> bool:
+    not_the_model = (
+        str(Path(torch.__file__).parent),
+        str(Path(__file__).parent),
+        whole.__file__,
+        "<",
+    )
+    return not frame.filename.startswith(not_the_model) and bool(frame.line)
+
+
+def since(function: Callable[..., Any]) -> list[traceback.FrameSummary]:
+    """What is running now, from the last call of a function on."""
+    stack = traceback.extract_stack()
+    code = function.__code__
+    calls = [
+        i for i, f in enumerate(stack) if (f.filename, f.name) == (code.co_filename, code.co_name)
+    ]
+    return stack[calls[-1] + 1 :] if calls else stack
+
+
+def at(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno}: {frame.line}"

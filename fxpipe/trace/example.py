@@ -1,0 +1,231 @@
+"""One call of a model: the tensors among its inputs, which vary, and all else, which does not."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+# The pytree that torch.export and Hugging Face register their types with.
+from torch.utils import _pytree as pytree
+
+from fxpipe.structure import Structure, leaves
+from fxpipe.trace.care import Args, Kwargs, called, has_hooks, untouched
+
+BatchDims = Sequence[int | None]
+
+
+@dataclass
+class Traced:
+    """A model graph, and how to call it as the model is called."""
+
+    graph_module: fx.GraphModule
+    front_end: str  # "symbolic", "export" or "custom"
+    bind: Callable[[Args, Kwargs], list[Any]]
+    """The model's ``(args, kwargs)`` as placeholder values, in order."""
+    rebuild: Callable[[Any], Any]
+    """The graph's output as the model's own structure."""
+    largest_batch: int = sys.maxsize
+    """Beyond it the model takes another branch, which the graph has not."""
+    warning: str = ""
+    """What to say besides if the graph turns out not to be the model."""
+
+
+def canonical(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The same call, with each argument where the signature of ``model.forward`` puts it.
+
+    Raises TypeError, as the model would, for arguments that the model does not take.
+    """
+    bound = bound_arguments(model, args, kwargs)
+    return bound.args, bound.kwargs
+
+
+def autocast_of(tensors: Sequence[Tensor]) -> tuple[torch.dtype | None, ...]:
+    """The autocast dtype, or None, of each kind of device that the tensors are on."""
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in sorted({tensor.device.type for tensor in tensors} - {"meta"})
+    )
+
+
+def input_key(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    batch_dims: BatchDims | None = None,
+    shapes: bool = True,
+) -> Hashable:
+    """What a trace is specialised on: two calls with equal keys may share one.
+
+    That is the structure of the inputs, the values of those that are not tensors, every module, its
+    training flag and whether it has hooks, and the autocast state. ``torch.export`` also fixes
+    dtypes and all sizes but the batch's; ``shapes=False`` leaves them out, which is right for a
+    "symbolic" trace.
+    """
+    inputs = canonical(model, args, kwargs)
+    parts, spec = pytree.tree_flatten(inputs)
+    tensors, _ = Structure.of(inputs)
+    constants = tuple(
+        (path, type(part), _constant_key(leaf)) for part in parts for path, leaf in leaves(part)
+    )
+    modules = tuple((id(m), m.training, has_hooks(m)) for m in model.modules())
+    key = (spec, constants, modules, autocast_of(tensors))
+    if not shapes:
+        return key
+    dims = infer_batch_dims(tensors) if batch_dims is None else batch_dims
+    return (*key, tuple(_shape_key(t, dim) for t, dim in zip(tensors, dims, strict=True)))
+
+
+def bound_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> inspect.BoundArguments:
+    """The arguments by name, as ``model.forward`` takes them. Raises TypeError if it does not."""
+    try:
+        return inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(model).__name__}.forward(): {error}") from None
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call of the model, taken apart: tensors, which vary, and constants, which do not."""
+
+    model: nn.Module
+    names: list[str]  # of the tensors
+    structure: Structure  # of (args, kwargs)
+    tensors: list[Tensor]
+    batch_dims: list[int | None]  # of the tensors
+
+    @staticmethod
+    def of(model: nn.Module, args: Args, kwargs: Kwargs, batch_dims: BatchDims | None) -> Example:
+        bound = bound_arguments(model, args, kwargs)
+        tensors, structure = Structure.of((bound.args, bound.kwargs))
+        dims = infer_batch_dims(tensors) if batch_dims is None else list(batch_dims)
+        if len(dims) != len(tensors):
+            raise ValueError(
+                f"batch_dims has {len(dims)} entries, but the inputs hold {len(tensors)} tensors: "
+                "give one, an int or None, for each"
+            )
+        _, by_name = Structure.of(dict(bound.arguments))
+        detached = [tensor.detach() for tensor in tensors]
+        return Example(model, _identifiers(by_name.paths()), structure, detached, dims)
+
+    @property
+    def batch(self) -> int | None:
+        """The size of the batch, None if no input has one."""
+        sizes = (
+            t.shape[d] for t, d in zip(self.tensors, self.batch_dims, strict=True) if d is not None
+        )
+        return next(sizes, None)
+
+    def resized(self, batch: int) -> list[Tensor]:
+        """The tensors at another batch size: the first rows, or all of them over and over."""
+        return [
+            tensor
+            if dim is None
+            else tensor.index_select(
+                dim, torch.arange(batch, device=tensor.device) % tensor.shape[dim]
+            )
+            for tensor, dim in zip(self.tensors, self.batch_dims, strict=True)
+        ]
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[Args, Kwargs]:
+        """The call ``(args, kwargs)`` with these in place of the tensors."""
+        args, kwargs = self.structure.fill(tensors)
+        return args, kwargs
+
+    def binder(self) -> Callable[[Args, Kwargs], list[Any]]:
+        """``Traced.bind``; it does not keep the example's tensors alive."""
+        model, structure = self.model, self.structure
+
+        def bind(args: Args, kwargs: Kwargs) -> list[Any]:
+            tensors, other = Structure.of(canonical(model, args, kwargs))
+            if not structure.fits(other):
+                raise TypeError("these inputs are built otherwise than the model was traced with")
+            return tensors
+
+        return bind
+
+    def run(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> Result:
+        """What the model, or its graph, does with these tensors; without effect on the model."""
+        clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
+        with untouched(self.model), torch.no_grad():
+            # Cloned, since an output may be a buffer, and buffers are about to be restored.
+            results, structure = Structure.of(self.call(clones, traced))
+            output = structure.fill(t.clone() if isinstance(t, Tensor) else t for t in results)
+            return Result(output, {n: b.clone() for n, b in self.model.named_buffers()})
+
+    def gradients(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> list[Tensor]:
+        """The parameters' gradients, zero where there is none, of some scalar of the outputs."""
+        with untouched(self.model), torch.inference_mode(False), torch.enable_grad():
+            output = self.call([tensor.clone() for tensor in tensors], traced)
+            outputs = [t for t in Structure.of(output)[0] if _has_gradient(t)]
+            # Not the sum: that of a softmax, or of a normalised tensor, has no gradient.
+            weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            if not outputs or not parameters:
+                return []
+            gradients = torch.autograd.grad(
+                outputs, parameters, weights, allow_unused=True, materialize_grads=True
+            )
+            return [g.to_dense() if g.is_sparse else g for g in gradients]
+
+    def call(self, tensors: Sequence[Tensor], traced: Traced | None) -> Any:
+        """The output of the model, or of its graph."""
+        if traced is not None:
+            # Not called as a module, since fx then prints what goes wrong to stderr.
+            return traced.rebuild(traced.graph_module.forward(*tensors))
+        args, kwargs = self.arguments(tensors)
+        return called(self.model, args, kwargs)
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that a forward pass leaves behind."""
+
+    output: Any
+    buffers: dict[str, Tensor]
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
+
+
+def infer_batch_dims(tensors: Sequence[Tensor]) -> list[int | None]:
+    sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.ndim)
+    batch = sizes.most_common(1)[0][0] if sizes else None
+    return [0 if tensor.ndim and tensor.shape[0] == batch else None for tensor in tensors]
+
+
+def _constant_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return Tensor
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf  # the type as well: 1 == 1.0 == True
+
+
+def _shape_key(tensor: Tensor, batch_dim: int | None) -> Hashable:
+    sizes: list[int | None] = list(tensor.shape)
+    if batch_dim is not None:
+        sizes[batch_dim] = None
+    return tensor.dtype, tuple(sizes)
+
+
+def _identifiers(paths: Sequence[str]) -> list[str]:
+    """Names for placeholders: the argument's, or the path of a tensor within one, ``ids_0``."""
+    names: list[str] = []
+    for path in paths:
+        name = re.sub(r"\W+", "_", path).strip("_")
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names

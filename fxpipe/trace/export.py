@@ -1,0 +1,221 @@
+"""The front end for what fx cannot trace: ``torch.export``."""
+
+from __future__ import annotations
+
+import io
+import logging
+import operator
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxpipe import skip, whole
+from fxpipe.structure import Structure
+from fxpipe.trace.care import has_hooks, untouched
+from fxpipe.trace.errors import Refused, at
+from fxpipe.trace.example import Example, Traced
+
+
+def front_end(example: Example) -> Traced:
+    hooked = [name for name, module in example.model.named_modules() if name and has_hooks(module)]
+    if hooked:
+        warnings.warn(
+            f"hooks on {hooked[0]!r} ({len(hooked)} such modules) will not be called: the model is "
+            'traced by torch.export, which leaves no modules; if it can be, use tracer="symbolic"',
+            stacklevel=2,
+        )
+    # Export takes sizes 0 and 1 for constants, so that a batch must have two rows to be symbolic.
+    tensors = example.tensors if example.batch != 1 else example.resized(2)
+    dynamic = tuple(
+        None if dim is None else {dim: torch.export.Dim.AUTO} for dim in example.batch_dims
+    )
+    structures: list[Structure] = []
+    paths: dict[nn.Module, str] = {}  # of the modules that are kept whole
+    first_error: Exception | None = None
+    # With gradients: under no_grad, modules may choose kernels that have no backward.
+    with (
+        untouched(example.model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _silent(),
+        _conversions_only_where_needed(),
+    ):
+        while True:
+            try:
+                calls = whole.seen(paths, _runs(example)) if paths else {}
+                with whole.kept_whole(paths, calls):
+                    program = torch.export.export(
+                        _OnTensors(example, structures.append),
+                        tuple(tensor.clone() for tensor in tensors),
+                        dynamic_shapes={"inputs": dynamic},
+                        strict=False,
+                    )
+                break
+            except Exception as error:
+                first_error = first_error or error
+                paths = whole.more(example.model, paths, error) or {}
+                if not paths:
+                    raise first_error from None
+    largest = _largest_batch(program, example.batch or 0)
+    exported = program.module(check_guards=False)
+    graph_module = _on_the_model(exported, example, calls)
+    warning = _fixed_batch(program)
+    return Traced(graph_module, "export", example.binder(), structures[-1].fill, largest, warning)
+
+
+class _OnTensors(nn.Module):
+    """The model as a function from tensors to tensors: export needs to know of nothing else."""
+
+    def __init__(self, example: Example, keep: Callable[[Structure], None]) -> None:
+        super().__init__()
+        self.model = example.model
+        self.training = example.model.training
+        self.arguments = example.arguments
+        self.keep = keep  # that of the output, which is made of its tensors alone
+
+    def forward(self, *inputs: Tensor) -> list[Any]:
+        args, kwargs = self.arguments(inputs)
+        with skip.tracking(self.model):
+            outputs, structure = Structure.of(self.model(*args, **kwargs))
+        self.keep(structure)
+        return outputs
+
+
+_GUARDS = {
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
+
+
+def _runs(example: Example) -> Iterator[Callable[[], Any]]:
+    """Runs of the model at the batch sizes that it takes, of a few."""
+    batch = example.batch
+    for size in [2] if batch is None else sorted({max(batch, 2), batch + 1, batch + 3}):
+        tensors = example.resized(size)
+        try:
+            with untouched(example.model):
+                example.call([tensor.clone() for tensor in tensors], None)
+        except Exception:  # it does not take this one
+            continue
+        yield partial(example.call, [tensor.clone() for tensor in tensors], None)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What stands in export's way comes as an exception; it is not to be logged and printed too."""
+    names = [n for n in logging.root.manager.loggerDict if n.split(".")[0] == "torch"]
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+@contextmanager
+def _conversions_only_where_needed() -> Iterator[None]:
+    """A module that is converted to the dtype and device that it has is left alone.
+
+    Otherwise its parameters, which export has replaced by fakes, would be replaced again.
+    """
+    original = nn.Module._apply
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = (*self.parameters(recurse), *self.buffers(recurse))
+        kinds = {
+            (t.dtype, t.device): fn(torch.empty(0, dtype=t.dtype, device=t.device)) for t in tensors
+        }
+        if all((t.dtype, t.device) == kind for kind, t in kinds.items()):
+            return self
+        return original(self, fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
+
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _largest_batch(program: torch.export.ExportedProgram, batch: int) -> int:
+    """The largest batch that the graph is for: a model that branches on its batch size is exported
+    as one branch. Raises ``Refused`` if that does not hold for all smaller ones too."""
+    largest = sys.maxsize
+    for symbol, sizes in program.range_constraints.items():
+        if not str(symbol).startswith("s"):  # others, "u0", stand for values read from tensors
+            continue
+        upper = int(sizes.upper) if sizes.upper < torch.iinfo(torch.int32).max else sys.maxsize
+        if sizes.lower > 2 or upper < batch:
+            raise Refused(
+                "it branches on its batch size: "
+                f"the graph holds from {sizes.lower} to {sizes.upper} only"
+            )
+        largest = min(largest, upper)
+    return largest
+
+
+def _fixed_batch(program: torch.export.ExportedProgram) -> str:
+    """Where the model made a constant of its batch size, "" if it did not."""
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    for guard in getattr(mode and mode.shape_env, "guards", ()):
+        size = guard.expr.args[-1] if guard.expr.is_Equality else None
+        frame = guard.sloc.framework_loc
+        if getattr(size, "is_Integer", False) and isinstance(frame, traceback.FrameSummary):
+            return f"; the batch size is fixed at {size} by {at(frame)}"
+    return ""
+
+
+def _on_the_model(
+    exported: fx.GraphModule, example: Example, calls: dict[str, whole.Call]
+) -> fx.GraphModule:
+    """The exported graph on the model's own tensors, by the model's own names, without guards."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    attributes: dict[str, Any] = {}
+    names = iter(example.names)
+    for node in sorted(exported.graph.nodes, key=lambda node: node.op != "placeholder"):
+        if node.target in _GUARDS:
+            continue
+        if node.op == "placeholder":
+            name = next(names)
+            copies[node] = graph.create_node("placeholder", name, name=name)
+        elif node.op == "get_attr":
+            target = str(node.target).removeprefix("model.")
+            try:
+                attributes[target] = operator.attrgetter(target)(example.model)
+            except AttributeError:  # a constant, or a no_grad region: made by export
+                attributes[target] = operator.attrgetter(str(node.target))(exported)
+            copies[node] = graph.create_node("get_attr", target, name=target.replace(".", "_"))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = _without_wrapper(node.meta)
+    graph.eliminate_dead_code()  # what guards looked at, and all but one name of tied parameters
+    attributes |= whole.as_modules(graph, calls)
+    return fx.GraphModule(attributes, graph, type(example.model).__name__)
+
+
+def _without_wrapper(meta: dict[str, Any]) -> dict[str, Any]:
+    """A node's metadata with the module names of the model, not of ``_OnTensors``."""
+    if not meta.get("nn_module_stack"):
+        return dict(meta)
+    stack = {
+        key: (path.removeprefix("model").removeprefix("."), kind)
+        for key, (path, kind) in meta["nn_module_stack"].items()
+        if path
+    }
+    return {**meta, "nn_module_stack": stack}

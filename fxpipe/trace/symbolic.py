@@ -1,0 +1,155 @@
+"""The front end that is tried first: ``torch.fx``'s symbolic tracing.
+
+It keeps the model's own modules, and leaves every size symbolic.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe import skip
+from fxpipe.runtime.ambient import Ambient
+from fxpipe.structure import Structure
+from fxpipe.trace.care import has_hooks, untouched
+from fxpipe.trace.errors import Refused
+from fxpipe.trace.example import Example, Traced
+
+
+def front_end(example: Example) -> Traced:
+    model = example.model
+    tracer = _SymbolicTracer(example)
+    # Untouched, since fx leaves its constants on the model.
+    with (
+        untouched(model) as drew_random_numbers,
+        _autograd_functions_as_nodes(),
+        skip.tracking(model),
+    ):
+        graph = tracer.trace(model)
+        if drew_random_numbers():
+            raise Refused(
+                "it draws random numbers that do not depend on its inputs: fx freezes them"
+            )
+        graph_module = fx.GraphModule(model, graph, type(model).__name__)
+    return Traced(graph_module, "symbolic", example.binder(), tracer.rebuild)
+
+
+class _SymbolicTracer(fx.Tracer):
+    """fx's tracer, with one placeholder for each tensor of the example, and all else a constant.
+
+    fx has a way of its own to fix arguments, ``concrete_args``; it leaves placeholders and
+    assertions behind for them.
+    """
+
+    proxy_buffer_attributes = True  # else what a model computes from a buffer is computed only once
+
+    def __init__(self, example: Example) -> None:
+        super().__init__()
+        self.example = example
+        self.hooked = {module for module in example.model.modules() if has_hooks(module)}
+        self.rebuild: Callable[[Any], Any] = lambda output: output
+        self.modes = Ambient.here()
+        self.thread = threading.get_ident()
+
+    # While fx traces, it has taken over nn.Module for the whole process: what other threads do is
+    # none of our business.
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """A module with hooks is called as a whole, and so are its hooks."""
+        return m in self.hooked or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if Ambient.here() != self.modes:
+            raise Refused(
+                "it switches gradients or autocast on or off within its forward, which fx does "
+                "not see"
+            )
+        node = super().create_node(*args, **kwargs)
+        node.stack_trace = _stack_trace()
+        return node
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        proxies = [self.create_proxy("placeholder", n, (), {}) for n in self.example.names]
+        args, kwargs = self.example.arguments(proxies)
+
+        def forward() -> Any:
+            output = self.example.model.forward(*args, **kwargs)
+            tensors, structure = Structure.of(output)
+            if not structure.opens_objects:  # what it is made of is part of the graph
+                return output
+            self.rebuild = structure.fill
+            return tensors
+
+        return forward, []
+
+
+def _stack_trace() -> str:
+    """Where the model is, as Python says it. fx could say it too, and takes a millisecond."""
+    lines: list[str] = []
+    frame = sys._getframe(2)  # not this function, nor the tracer
+    while frame.f_back is not None and frame.f_code is not _TRACE:
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            lines.append(_stack_line(frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return "".join(reversed(lines))
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+_TRACE = inspect.unwrap(fx.Tracer.trace).__code__
+
+
+@lru_cache
+def _stack_line(code: CodeType, number: int) -> str:
+    text = linecache.getline(code.co_filename, number).strip()
+    return f'  File "{code.co_filename}", line {number}, in {code.co_name}\n    {text}\n'
+
+
+@contextmanager
+def _autograd_functions_as_nodes() -> Iterator[None]:
+    """Keep autograd Functions whole: fx would look into their forward, and lose their backward.
+
+    As with fx's own patches of ``nn.Module``, one model is traced at a time.
+    """
+    original = vars(torch.autograd.Function)["apply"]
+
+    def apply(function: type, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return original.__get__(None, function)(*args, **kwargs)
+
+        proxy = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
+        if proxy is None:
+            return call(*args, **kwargs)
+        # The printed code then reads ``round_1 = my_model_Round(x)``.
+        call.__name__, call.__module__ = function.__name__, function.__module__
+        return proxy.tracer.create_proxy("call_function", call, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
