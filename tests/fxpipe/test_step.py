@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe import ops
-from fxpipe.schedule import NAMES, Schedule, named
+from fxpipe.schedule import NAMES, Kind, Schedule, named
 from tests.zoo import MLP, MODELS, Tied, gradients, loss_of, same, step_of_loop
 
 MODELS = MODELS | {"tied": (Tied, lambda batch: (torch.randint(11, (batch, 4)),))}
