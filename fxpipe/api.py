@@ -12,6 +12,7 @@ from typing import Any
 import graphviz  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
+from torch._C._functorch import TransformType
 
 import passes as default
 from fxpipe.compiler import AUTO, Compiler, Example, Mode, Options, PassList, Unrolled, stages_of
@@ -21,7 +22,7 @@ from fxpipe.inspect.dump import dump_of
 from fxpipe.inspect.html import report_html
 from fxpipe.inspect.report import Report
 from fxpipe.loss import LossFunction, Target
-from fxpipe.runtime.ambient import is_intercepted
+from fxpipe.runtime.ambient import is_intercepted, transforms
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
 from fxpipe.schedule import Memory, Schedule, Timeline, named
@@ -417,6 +418,12 @@ class Pipeline(nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Mode, list[Any], Unrolled]:
         self._check_open()
+        if TransformType.Grad in transforms():
+            raise RuntimeError(
+                "torch.func.grad, vjp and jacrev cannot go through a pipeline, whose backward keeps "
+                "an order of its own: use torch.autograd.grad or torch.autograd.functional, or the "
+                "model itself, pipe.module"
+            )
         mode, values, chunks = self._compiler.ready(args, kwargs)
         self.__dict__["_shown"] = mode, chunks
         return mode, values, self._compiler.pipeline(mode, chunks)

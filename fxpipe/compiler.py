@@ -15,6 +15,7 @@ from fxpipe import ops
 from fxpipe.batch import input_dims, output_dims
 from fxpipe.graph import COST, ONCE, STAGE, Cost, attribute, stage_nodes
 from fxpipe.loss import Loss, LossFunction, Target
+from fxpipe.runtime.ambient import transforms
 from fxpipe.runtime.program import Program, lower
 from fxpipe.schedule import Schedule, auto, named
 from fxpipe.structure import map_tensors
@@ -293,8 +294,16 @@ class Compiler:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]
     ) -> Mode:
         options = self.options
+        if transforms():
+            raise RuntimeError(
+                "a pipeline cannot be compiled inside of a torch.func transform: call it once "
+                "before, or give example_inputs to compile()"
+            )
         args, kwargs = canonical(self.model, args, kwargs)
-        with torch.inference_mode(False):  # what is inferred here is used in training too
+        with (
+            torch.inference_mode(False),  # what is inferred here is used in training too
+            torch.autograd.set_detect_anomaly(False),  # fake gradients have no values to look at
+        ):
             args, kwargs = _usual((args, kwargs))
             return self._compiled(options, args, kwargs, dims)
 

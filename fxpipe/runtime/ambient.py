@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch._C._functorch import TransformType
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ def is_intercepted() -> bool:
     return bool(
         torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or transforms()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     )
+
+
+def transforms() -> list[TransformType]:
+    """The functorch transforms that run in this thread, the outermost first."""
+    return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]

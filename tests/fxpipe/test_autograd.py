@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import fxpipe
-from tests.zoo import Chain, loop, loss_of, same
+from tests.zoo import MLP, Chain, gradients, loop, loss_of, same
 
 CHECKPOINT = ["never", "except_last", "always"]
 
@@ -195,3 +195,16 @@ def test_a_second_pipeline_of_the_same_model_gives_the_same():
             model.zero_grad()
             loss_of(pipe(x)).backward()
             assert same([p.grad for p in model.parameters()], expected)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection_may_be_on_while_it_compiles_and_trains():
+    model, x = MLP(), torch.randn(4, 12)
+    with (
+        torch.autograd.detect_anomaly(check_nan=True),
+        fxpipe.compile(model, ["cpu"] * 2, chunks=2, checkpoint="always") as pipe,
+    ):
+        loss_of(pipe(x)).backward()
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            torch.sqrt(pipe(x) * 0 - 1).sum().backward()
+    assert all(torch.isfinite(grad).all() for grad in gradients(model))

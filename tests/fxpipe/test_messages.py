@@ -122,3 +122,20 @@ def test_nothing_stands_in_the_way_of_inputs_without_a_batch():
     model = Scales(2)
     with fxpipe.compile(model, ["cpu"], chunks=2) as pipe:
         assert same(pipe(torch.tensor(2.0)), model.a.weight * 2)
+
+
+def test_functional_transforms():
+    model, data = MLP(), torch.randn(6, 12)
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2)
+    with pytest.raises(RuntimeError, match=r"call it once before, or give example_inputs"):
+        torch.func.vmap(pipe)(torch.randn(3, 6, 12))
+    with pytest.raises(RuntimeError, match=r"use torch.autograd.grad or .* pipe.module"):
+        torch.func.grad(lambda x: pipe(x).sum())(data)
+    pipe(data)
+    tangent = torch.randn(6, 12)
+    for mine, model_s in zip(
+        torch.func.jvp(pipe, (data,), (tangent,)),
+        torch.func.jvp(model, (data,), (tangent,)),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, model_s)
