@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,21 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import TransformType
 
-import passes as default
-from fxpipe.compiler import AUTO, Compiler, Example, Mode, Options, PassList, Unrolled, stages_of
+from fxpipe.compiler import Compiler, Example, Mode, Unrolled, stages_of
 from fxpipe.graph import Cost, format_code
 from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, render_svg
 from fxpipe.inspect.dump import dump_of
 from fxpipe.inspect.html import report_html
 from fxpipe.inspect.report import Report
 from fxpipe.loss import LossFunction, Target
+from fxpipe.options import Options, PassList
 from fxpipe.runtime.ambient import is_intercepted, transforms
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
-from fxpipe.schedule import Memory, Schedule, Timeline, named
+from fxpipe.schedule import Memory, Schedule, Timeline
 from fxpipe.timelines import estimated_costs, measured, measured_costs, predicted
 from fxpipe.trace import CustomTracer, untouched
+from passes import default_passes
 from passes.costs import Costs
 from passes.partition import Spec
 from passes.skips import SkipLayout, skip_layout
@@ -116,36 +117,27 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes an nn.Module, got a {type(model).__name__}")
-    lanes = _devices(devices)
-    placement = _placement(len(lanes), schedule, stages)
-    options = Options(
-        devices=tuple(lanes[lane] for lane in placement),
-        placement=placement,
-        schedule=schedule,
+    has_example = example_inputs is not None or example_kwargs is not None
+    options = Options.of(
+        devices,
+        schedule,
+        stages,
         loss_fn=loss_fn,
-        chunks=_checked_chunks(chunks),
+        chunks=chunks,
         partition=partition,
         costs=costs,
-        checkpoint=default.Checkpoint(checkpoint, checkpoint_segments).mode,
+        can_measure=has_example,
+        checkpoint=checkpoint,
         checkpoint_segments=checkpoint_segments,
         deferred_batch_norm=deferred_batch_norm,
         in_dims=in_dims,
         out_dims=out_dims,
         tracer=tracer,
-        passes=default.default_passes if passes is None else passes,
+        passes=default_passes if passes is None else passes,
         observer=dump_of(dump),
     )
-    if isinstance(costs, str) and costs == "auto":
-        has_example = example_inputs is not None or example_kwargs is not None
-        is_measurable = has_example and options.devices[0].type not in ("cpu", "meta")
-        options = replace(options, costs="measured" if is_measurable else "analytic")
-    if not callable(options.passes):
-        raise TypeError(
-            f"passes is a {type(passes).__name__}: give a function that takes the "
-            "keyword arguments of passes.default_passes and returns a list of passes"
-        )
     pipeline = Pipeline(model, options)
-    if example_inputs is not None or example_kwargs is not None:
+    if has_example:
         if example_inputs is not None and not isinstance(example_inputs, tuple):
             raise TypeError(
                 f"example_inputs is the tuple of the model's arguments, got a "
@@ -153,59 +145,6 @@ def compile(
             )
         pipeline.prepare(*(example_inputs or ()), **(example_kwargs or {}))
     return pipeline
-
-
-def _devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
-    if devices is None:
-        count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-        kind = torch.accelerator.current_accelerator()
-        if count and kind is not None:
-            return tuple(torch.device(kind.type, i) for i in range(count))
-        return (torch.device("cpu"),) * 2
-    if isinstance(devices, str | torch.device):
-        raise ValueError(
-            f"devices is one device, {str(devices)!r}: give a list with one for each stage"
-        )
-    if not devices:
-        raise ValueError("devices is empty: give one device for each stage, at least one")
-    found = []
-    for device in map(torch.device, devices):
-        if device.type not in ("cpu", "meta") and device.index is None:
-            device = torch.device(device.type, torch.accelerator.current_device_index())
-        found.append(device)
-    return tuple(found)
-
-
-SEVERAL = ("interleaved_1f1b", "looped_bfs")  # stages on each lane, two unless told otherwise
-
-
-def _placement(lanes: int, schedule: str | Schedule, stages: int | None) -> tuple[int, ...]:
-    """The lane of each stage."""
-    if schedule == AUTO:  # down the lanes, and up again
-        down, count = tuple(range(lanes)), stages or lanes
-        placement = tuple(((down + down[::-1]) * count)[:count])
-        if count % lanes:
-            raise ValueError(f"stages is {count}: give as many for each of the {lanes} devices")
-        return placement
-    if not isinstance(schedule, Schedule):
-        if stages is None and schedule in SEVERAL:
-            stages = 2 * lanes
-        # Where the stages are does not depend on the number of micro-batches.
-        schedule = named(schedule, lanes=lanes, stages=stages, microbatches=2 * lanes)
-    elif len(schedule.lanes) != lanes or stages not in (None, schedule.stages):
-        raise ValueError(
-            f"the schedule {schedule.name!r} has {len(schedule.lanes)} lanes and {schedule.stages} "
-            f"stages, and there are {lanes} devices"
-            + ("" if stages is None else f" and stages={stages}")
-            + ": give one device for each lane"
-        )
-    return schedule.placement
-
-
-def _checked_chunks(chunks: int | None) -> int | None:
-    if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
-        raise ValueError(f"chunks is {chunks!r}: give the number of micro-batches, 1 or more")
-    return chunks
 
 
 HOOKS = (
@@ -420,9 +359,9 @@ class Pipeline(nn.Module):
         self._check_open()
         if TransformType.Grad in transforms():
             raise RuntimeError(
-                "torch.func.grad, vjp and jacrev cannot go through a pipeline, whose backward keeps "
-                "an order of its own: use torch.autograd.grad or torch.autograd.functional, or the "
-                "model itself, pipe.module"
+                "torch.func.grad, vjp and jacrev cannot go through a pipeline, whose backward "
+                "keeps an order of its own: use torch.autograd.grad or "
+                "torch.autograd.functional, or the model itself, pipe.module"
             )
         mode, values, chunks = self._compiler.ready(args, kwargs)
         self.__dict__["_shown"] = mode, chunks

@@ -80,13 +80,24 @@ class _Input:
     @property
     def dim(self) -> int | None:
         """What has been said, counted from the front."""
-        dim, ndim = self.said, self.tensor.ndim
-        if dim is None or -ndim <= dim < ndim:
-            return None if dim is None else int(dim % ndim)
+        return _from_the_front("in_dims", self.said, self.name, self.tensor)
+
+
+def _from_the_front(what: str, dim: Any, name: str, tensor: Tensor) -> int | None:
+    """What ``in_dims`` or ``out_dims`` says of a tensor, counted from the front."""
+    if dim is None:
+        return None
+    if not isinstance(dim, int):
         raise BatchError(
-            f"in_dims says that dimension {dim} of {self.name} is the batch, but its shape is "
-            f"{tuple(self.tensor.shape)}"
+            f"{what} says {dim!r} for {name}, which is a tensor: give the dimension that is the "
+            "batch, or None"
         )
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise BatchError(
+            f"{what} says that dimension {dim} of {name} is the batch, but its shape is "
+            f"{tuple(tensor.shape)}"
+        )
+    return dim % tensor.ndim
 
 
 def _dims(inputs: Sequence[_Input], batches: Container[int]) -> list[int | None]:
@@ -193,6 +204,11 @@ def _of_argument(in_dims: Any, names: Sequence[str], name: str) -> Any:
                 f"in_dims names {sorted(unknown)[0]!r}, but the arguments are {', '.join(names)}"
             )
         return in_dims.get(name, INFER)
+    if not isinstance(in_dims, tuple | list):
+        raise BatchError(
+            f"in_dims is {in_dims!r}: give a dimension for all arguments, a tuple with one for "
+            "each, or a dict from their names"
+        )
     if len(in_dims) != len(names):
         raise BatchError(
             f"in_dims has {len(in_dims)} entries for {len(names)} arguments ({', '.join(names)})"
@@ -210,9 +226,9 @@ def broadcast(dims: Any, value: Any, path: str = "") -> Iterator[tuple[str, Any,
         below = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
         if dims is None or dims is INFER or isinstance(dims, int):
             yield from broadcast(dims, part, below)
-        elif isinstance(dims, Mapping):
+        elif isinstance(dims, Mapping) and dims.keys() <= parts.keys():
             yield from broadcast(dims.get(key, INFER), part, below)
-        elif isinstance(key, int) and len(dims) == len(parts):
+        elif isinstance(dims, tuple | list) and isinstance(key, int) and len(dims) == len(parts):
             yield from broadcast(dims[key], part, below)
         else:
             raise BatchError(
@@ -303,11 +319,7 @@ def _output_dim(slot: _Slot, one: Any, other: Any, *, has_batch: bool) -> int | 
             )
         return None
     if slot.said is not INFER:
-        if slot.said is not None and not -one.ndim <= slot.said < one.ndim:
-            raise BatchError(
-                f"out_dims says {slot.said} for {slot.path}, whose shape is {tuple(one.shape)}"
-            )
-        return None if slot.said is None else slot.said % one.ndim
+        return _from_the_front("out_dims", slot.said, slot.path, one)
     if one.ndim == 0 or not has_batch:
         return None
     differing = [i for i in range(one.ndim) if one.shape[i] != other.shape[i]]

@@ -14,14 +14,12 @@ import passes as default
 from fxpipe import ops
 from fxpipe.batch import input_dims, output_dims
 from fxpipe.graph import COST, ONCE, STAGE, Cost, attribute, stage_nodes
-from fxpipe.loss import Loss, LossFunction, Target
+from fxpipe.loss import Loss, Target
+from fxpipe.options import Options, RunPass
 from fxpipe.runtime.ambient import transforms
 from fxpipe.runtime.program import Program, lower
-from fxpipe.schedule import Schedule, auto, named
 from fxpipe.structure import map_tensors
-from fxpipe.timelines import estimated_costs
 from fxpipe.trace import (
-    CustomTracer,
     Traced,
     autocast_of,
     canonical,
@@ -30,85 +28,15 @@ from fxpipe.trace import (
     trace,
     untouched,
 )
-from passes.costs import Costs, cost_pass
+from passes.costs import cost_pass
 from passes.fakes import forget_history
 from passes.microbatch import Dims
-from passes.partition import PartitionError, Spec
-
-AUTO = "auto"  # the schedule that is searched for
-
-PassList = Callable[..., Sequence[default.Pass]]
-
-RunPass = Callable[[default.Pass, fx.GraphModule], fx.GraphModule]
-Observer = Callable[[str, fx.GraphModule], RunPass]
-"""Told that a chain of passes begins: its title and its graph. Gives what is to run them."""
+from passes.partition import PartitionError
 
 
 def run_pass(rewrite: default.Pass, gm: fx.GraphModule) -> fx.GraphModule:
     """Run a pass that nobody looks at."""
     return rewrite(gm)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What :func:`fxpipe.compile` has been told. ``devices``: one for each stage."""
-
-    devices: tuple[torch.device, ...]
-    placement: tuple[int, ...]  # of each stage: its lane
-    schedule: str | Schedule
-    loss_fn: LossFunction | None
-    chunks: int | None
-    partition: Spec
-    checkpoint: str
-    checkpoint_segments: int
-    deferred_batch_norm: bool
-    in_dims: Any
-    out_dims: Any
-    tracer: str | CustomTracer
-    passes: PassList
-    costs: Costs = "analytic"
-    observer: Observer | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The devices, as text."""
-        return tuple(map(str, self.devices))
-
-    @property
-    def lanes(self) -> tuple[torch.device, ...]:
-        """The device of each lane."""
-        return tuple(self.devices[self.placement.index(i)] for i in range(1 + max(self.placement)))
-
-    def schedule_for(self, chunks: int, costs: Sequence[Cost]) -> Schedule:
-        """The order of a training step of so many micro-batches.
-
-        ``costs``: of the stages, for a mini-batch.
-        """
-        if isinstance(self.schedule, Schedule):
-            if self.schedule.microbatches != chunks:
-                raise ValueError(
-                    f"the schedule {self.schedule.name!r} has {self.schedule.microbatches} "
-                    f"micro-batches, the mini-batch {chunks}: give chunks="
-                    f"{self.schedule.microbatches}, and a batch of as many rows or more"
-                )
-            return self.schedule
-        if self.schedule == AUTO:
-            return auto(
-                estimated_costs(costs, chunks), len(self.lanes), chunks, placement=self.placement
-            )
-        return named(
-            self.schedule,
-            lanes=len(self.lanes),
-            microbatches=chunks,
-            stages=len(self.devices),
-        )
-
-    def chunks_for(self, batch: int | None) -> int:
-        """Micro-batches for a batch of that size: none is empty."""
-        wanted = self.chunks
-        if wanted is None:
-            wanted = 4 * len(self.devices) if len(self.devices) > 1 else 1
-        return max(1, min(wanted, 1 if batch is None else batch))
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from fxpipe.cli.options import path_to, write
-from fxpipe.schedule import NAMES, StageCost, live, named, simulate
+from fxpipe.schedule import NAMES, StageCost, live, named, simulate, stages_per_lane
 
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0  # a backward is twice a forward
 LANES = 4
@@ -74,9 +74,7 @@ def schedule(
 
 def _sizes(name: str, lanes: int | None, stages: int | None) -> tuple[int, int]:
     """What is not given follows from what is."""
-    from fxpipe.api import SEVERAL  # here, so that --help needs no torch
-
-    usual = 2 if name in SEVERAL else named(name, lanes=1, microbatches=2).stages  # on a lane
+    usual = stages_per_lane(name)
     if lanes is None:
         lanes = LANES if stages is None else max(1, stages // usual)
     return lanes, lanes * usual if stages is None else stages

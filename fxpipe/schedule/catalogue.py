@@ -17,25 +17,23 @@ def named(name: str, *, lanes: int, microbatches: int, stages: int | None = None
     """A schedule by its name, for these numbers. The names are those of :data:`NAMES`.
 
     Args:
-        stages: how many; None: as many as the schedule needs (two a lane for ``zbv`` and
-            ``dualpipe_v``, else one).
+        stages: how many; None: as many on each lane as is usual, see :func:`stages_per_lane`.
 
     Raises:
         ValueError: for a name that there is not, or numbers for which the schedule does not exist,
             saying which it does.
     """
-    if name not in _NAMED:
-        raise ValueError(f"schedule is {name!r}: give one of {', '.join(NAMES)}")
+    usual = stages_per_lane(name)
     for what, count in (("lanes", lanes), ("microbatches", microbatches)):
         if count < 1:
             raise ValueError(f"{what} is {count}: give 1 or more")
-    generate, per_lane = _NAMED[name]
+    generate, _, is_fixed = _NAMED[name]
     if stages is None:
-        stages = lanes * (per_lane or 1)
-    if per_lane is not None and stages != lanes * per_lane:
+        stages = lanes * usual
+    if is_fixed and stages != lanes * usual:
         raise ValueError(
-            f"{name} has {per_lane} stage{'s' * (per_lane > 1)} on each lane: "
-            f"{lanes} lanes take {lanes * per_lane} stages, not {stages}"
+            f"{name} has {usual} stage{'s' * (usual > 1)} on each lane: "
+            f"{lanes} lanes take {lanes * usual} stages, not {stages}"
         )
     if stages < 1 or stages % lanes:
         nearest = max(1, round(stages / lanes)) * lanes
@@ -44,6 +42,13 @@ def named(name: str, *, lanes: int, microbatches: int, stages: int | None = None
             f"not {stages}"
         )
     return Schedule(name, stages, microbatches, tuple(generate(lanes, stages, microbatches)))
+
+
+def stages_per_lane(name: str) -> int:
+    """How many stages of a named schedule a lane has, unless told otherwise."""
+    if name not in _NAMED:
+        raise ValueError(f"schedule is {name!r}: give one of {', '.join(NAMES)}")
+    return _NAMED[name][1]
 
 
 # -------------------------------------------------------------------------------- one stage a lane
@@ -259,16 +264,16 @@ def dualpipe_v(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Ent
 
 _Generator = Callable[[int, int, int], Iterable[tuple[Entry, ...]]]
 
-_NAMED: dict[str, tuple[_Generator, int | None]] = {
-    "gpipe": (gpipe, 1),
-    "1f1b": (one_f_one_b, 1),
-    "interleaved_1f1b": (interleaved_1f1b, None),
-    "looped_bfs": (looped_bfs, None),
-    "zb_h1": (zb_h1, None),
-    "zbv": (zbv, 2),
-    "dualpipe_v": (dualpipe_v, 2),
+_NAMED: dict[str, tuple[_Generator, int, bool]] = {
+    "gpipe": (gpipe, 1, True),
+    "1f1b": (one_f_one_b, 1, True),
+    "interleaved_1f1b": (interleaved_1f1b, 2, False),
+    "looped_bfs": (looped_bfs, 2, False),
+    "zb_h1": (zb_h1, 1, False),
+    "zbv": (zbv, 2, True),
+    "dualpipe_v": (dualpipe_v, 2, True),
 }
-"""The generators, and how many stages a lane they place: None for any number."""
+"""The generators; how many stages they place on a lane; and whether they can do no other."""
 
 NAMES = tuple(_NAMED)
 """The names that :func:`named` knows."""

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import fx, nn
 
+import fxpipe
 from fxpipe.batch import BatchError, input_dims, output_dims
+from tests.zoo import MLP
 
 
 class Takes(nn.Module):
@@ -160,10 +162,29 @@ def test_out_dims_are_those_of_the_models_own_structure():
     ("function", "out_dims", "message"),
     [
         (lambda x: x @ x.t(), None, r"dimensions \[0, 1\] of output, \(4, 4\), all depend"),
-        (lambda x: x, 2, r"out_dims says 2 for output, whose shape is \(4, 6\)"),
+        (
+            lambda x: x,
+            2,
+            r"out_dims says that dimension 2 of output is the batch, but",
+        ),
         (lambda x: [x, x], [0], r"\[0\] does not fit output, a .*list of 0, 1"),
     ],
 )
 def test_impossible_outputs_are_refused(function, out_dims, message):
     with pytest.raises(BatchError, match=message):
         found(function, out_dims)
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ({"in_dims": "x"}, "in_dims is 'x': give a dimension for all arguments, a tuple"),
+        ({"in_dims": ("0",)}, "in_dims says '0' for x, which is a tensor: give the dimension"),
+        ({"in_dims": 2}, "in_dims says that dimension 2 of x is the batch, but its shape is"),
+        ({"out_dims": (0, 0)}, r"out_dims says \(0, 0\) for output, which is a tensor"),
+        ({"out_dims": 3}, "out_dims says that dimension 3 of output is the batch, but its"),
+    ],
+)
+def test_dims_that_do_not_fit(dims, message):
+    with pytest.raises(BatchError, match=message):
+        fxpipe.compile(MLP(), ["cpu"], **dims).prepare(torch.randn(4, 12))

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.compiler import Compiler, Options, _homes, stages_of
+from fxpipe.compiler import Compiler, _homes, stages_of
 from fxpipe.graph import STAGE, stage_nodes
+from fxpipe.options import Options
 from passes import PartitionError, default_passes
 from tests.zoo import MLP, MODELS
 

@@ -41,7 +41,7 @@ def test_every_schedule_is_valid_for_any_numbers(size):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_picture_in_the_docstring_is_the_schedule(name):
-    generate, _ = catalogue._NAMED[name]
+    generate, *_ = catalogue._NAMED[name]
     doc = inspect.getdoc(generate)
     drawn = Schedule.from_text("\n".join(line for line in doc.splitlines() if "|" in line), name)
     size = {"lanes": len(drawn.lanes), "stages": drawn.stages, "microbatches": drawn.microbatches}

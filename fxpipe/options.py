@@ -1,0 +1,190 @@
+"""What :func:`fxpipe.compile` has been told, checked: whatever cannot be is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+import passes as default
+from fxpipe.graph import Cost
+from fxpipe.loss import LossFunction
+from fxpipe.schedule import NAMES, Schedule, auto, named
+from fxpipe.timelines import estimated_costs
+from fxpipe.trace import CustomTracer
+from passes.costs import Costs
+from passes.partition import Spec
+
+AUTO = "auto"  # the schedule that is searched for
+
+PassList = Callable[..., Sequence[default.Pass]]
+
+RunPass = Callable[[default.Pass, fx.GraphModule], fx.GraphModule]
+Observer = Callable[[str, fx.GraphModule], RunPass]
+"""Told that a chain of passes begins: its title and its graph. Gives what is to run them."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What :func:`fxpipe.compile` has been told. ``devices``: one for each stage."""
+
+    devices: tuple[torch.device, ...]
+    placement: tuple[int, ...]  # of each stage: its lane
+    schedule: str | Schedule
+    loss_fn: LossFunction | None
+    chunks: int | None
+    partition: Spec
+    checkpoint: str
+    checkpoint_segments: int
+    deferred_batch_norm: bool
+    in_dims: Any
+    out_dims: Any
+    tracer: str | CustomTracer
+    passes: PassList
+    costs: Costs = "analytic"
+    observer: Observer | None = None
+
+    @staticmethod
+    def of(
+        devices: Sequence[str | torch.device] | None,
+        schedule: str | Schedule,
+        stages: int | None,
+        *,
+        costs: Costs,
+        can_measure: bool,
+        **others: Any,
+    ) -> Options:
+        """As given to :func:`fxpipe.compile`; ``can_measure``: there are example inputs."""
+        lanes = _devices(devices)
+        placement = _placement(len(lanes), schedule, stages)
+        if isinstance(costs, str) and costs == "auto":
+            costs = (
+                "measured" if can_measure and lanes[0].type not in ("cpu", "meta") else "analytic"
+            )
+        return Options(
+            devices=tuple(lanes[lane] for lane in placement),
+            placement=placement,
+            schedule=schedule,
+            costs=costs,
+            **others,
+        )
+
+    def __post_init__(self) -> None:
+        if self.chunks is not None and (not isinstance(self.chunks, int) or self.chunks < 1):
+            raise ValueError(
+                f"chunks is {self.chunks!r}: give the number of micro-batches, 1 or more"
+            )
+        default.Checkpoint(self.checkpoint, self.checkpoint_segments)  # which checks them
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise TypeError(
+                f"loss_fn is a {type(self.loss_fn).__name__}: give a function of the output and "
+                "the target that returns a scalar tensor"
+            )
+        if not callable(self.passes):
+            raise TypeError(
+                f"passes is a {type(self.passes).__name__}: give a function that takes the "
+                "keyword arguments of passes.default_passes and returns a list of passes"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The devices, as text."""
+        return tuple(map(str, self.devices))
+
+    @property
+    def lanes(self) -> tuple[torch.device, ...]:
+        """The device of each lane."""
+        return tuple(self.devices[self.placement.index(i)] for i in range(1 + max(self.placement)))
+
+    def schedule_for(self, chunks: int, costs: Sequence[Cost]) -> Schedule:
+        """The order of a training step of so many micro-batches.
+
+        ``costs``: of the stages, for a mini-batch.
+        """
+        if isinstance(self.schedule, Schedule):
+            if self.schedule.microbatches != chunks:
+                raise ValueError(
+                    f"the schedule {self.schedule.name!r} has {self.schedule.microbatches} "
+                    f"micro-batches, the mini-batch {chunks}: give chunks="
+                    f"{self.schedule.microbatches}, and a batch of as many rows or more"
+                )
+            return self.schedule
+        if self.schedule == AUTO:
+            return auto(
+                estimated_costs(costs, chunks), len(self.lanes), chunks, placement=self.placement
+            )
+        return named(
+            self.schedule,
+            lanes=len(self.lanes),
+            microbatches=chunks,
+            stages=len(self.devices),
+        )
+
+    def chunks_for(self, batch: int | None) -> int:
+        """Micro-batches for a batch of that size: none is empty."""
+        wanted = self.chunks
+        if wanted is None:
+            wanted = 4 * len(self.devices) if len(self.devices) > 1 else 1
+        return max(1, min(wanted, 1 if batch is None else batch))
+
+
+def _devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
+    if devices is None:
+        count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        kind = torch.accelerator.current_accelerator()
+        if count and kind is not None:
+            return tuple(torch.device(kind.type, i) for i in range(count))
+        return (torch.device("cpu"),) * 2
+    if not isinstance(devices, Sequence) or isinstance(devices, str):
+        raise ValueError(
+            f"devices is {devices!r}: give a list with one device for each lane, such as "
+            '["cuda:0", "cuda:1"]'
+        )
+    if not devices:
+        raise ValueError("devices is empty: give one device for each lane, at least one")
+    return tuple(_device(device, i) for i, device in enumerate(devices))
+
+
+def _device(given: str | torch.device, position: int) -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"devices[{position}] is {given!r}, which is no device: {error}"
+        ) from error
+    if device.type in ("cpu", "meta"):
+        return device
+    count = torch.get_device_module(device).device_count()
+    if device.index is None and count:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"devices[{position}] is {device}, but PyTorch sees {count} devices of that type here; "
+            '["cpu", "cpu"] makes two lanes on the CPU'
+        )
+    return device
+
+
+def _placement(lanes: int, schedule: str | Schedule, stages: int | None) -> tuple[int, ...]:
+    """The lane of each stage."""
+    if isinstance(schedule, Schedule):
+        if len(schedule.lanes) != lanes or stages not in (None, schedule.stages):
+            raise ValueError(
+                f"the schedule {schedule.name!r} has {len(schedule.lanes)} lanes and "
+                f"{schedule.stages} stages, and there are {lanes} devices"
+                + ("" if stages is None else f" and stages={stages}")
+                + ": give one device for each lane"
+            )
+        return schedule.placement
+    if schedule == AUTO:  # down the lanes, and up again
+        down, count = tuple(range(lanes)), stages or lanes
+        if count % lanes:
+            raise ValueError(f"stages is {count}: give as many for each of the {lanes} devices")
+        return ((down + down[::-1]) * count)[:count]
+    if schedule not in NAMES:
+        raise ValueError(f"schedule is {schedule!r}: give one of {', '.join(NAMES)}, or {AUTO}")
+    # Where the stages are does not depend on the number of micro-batches.
+    return named(schedule, lanes=lanes, stages=stages, microbatches=2 * lanes).placement

@@ -1,0 +1,63 @@
+"""What cannot be is refused by compile, before anything is traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fxpipe
+from tests.zoo import MLP
+
+CPUS = ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ([], "devices is empty: give one device for each lane"),
+        ("cpu", r"devices is 'cpu': give a list with one device for each lane"),
+        (2, "devices is 2: give a list"),
+        (["cpu", "gpu"], r"devices\[1\] is 'gpu', which is no device"),
+        ([None], r"devices\[0\] is None, which is no device"),
+        (["cuda:99"], r"devices\[0\] is cuda:99, but PyTorch sees \d+ devices of that type here"),
+    ],
+)
+def test_devices_that_cannot_be(devices, message):
+    with pytest.raises(ValueError, match=message):
+        fxpipe.compile(MLP(), devices)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunks": 0}, "chunks is 0: give the number of micro-batches, 1 or more"),
+        ({"chunks": 2.5}, "chunks is 2.5"),
+        ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes': give 'never', 'except_last'"),
+        ({"checkpoint_segments": 2}, 'checkpoint_segments is 2, but checkpoint is "never"'),
+        ({"schedule": "2f2b"}, "schedule is '2f2b': give one of gpipe, .*, or auto"),
+        ({"schedule": "zbv", "stages": 3}, "zbv has 2 stages on each lane: 2 lanes take 4"),
+        ({"schedule": "auto", "stages": 3}, "stages is 3: give as many for each of the 2 devices"),
+        ({"loss_fn": 3}, "loss_fn is a int: give a function of the output and the target"),
+        ({"passes": 3}, "passes is a int: give a function that takes the keyword arguments"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fxpipe.compile(MLP(), CPUS, **options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "expected"),
+    [
+        ("1f1b", None, (0, 1)),
+        ("interleaved_1f1b", None, (0, 1, 0, 1)),
+        ("interleaved_1f1b", 6, (0, 1, 0, 1, 0, 1)),
+        ("zbv", None, (0, 1, 1, 0)),
+        ("auto", 4, (0, 1, 1, 0)),
+    ],
+)
+def test_a_schedule_says_which_stages_a_lane_has(schedule, stages, expected):
+    pipe = fxpipe.compile(
+        MLP(depth=9), CPUS, schedule=schedule, stages=stages, example_inputs=(torch.randn(4, 12),)
+    )
+    assert pipe._options.placement == expected and len(pipe.stages) == len(expected)
