@@ -29,6 +29,7 @@ ACTION = "action"  # fxpipe.schedule.Action: the one that a node of the step gra
 VALUE = "val"  # fx's key: the fake (or example) value of a node
 ALIAS = "alias"  # int: nodes with the same number have to stay in one stage
 WRITES = "writes"  # tuple[str, ...]: the nodes whose memory this one writes to
+SAME_AS = "same_as"  # tuple[str, ...]: the nodes of whose tensors this one gives some as they came
 NO_BACKWARD = "no_backward"  # True where it has a gradient that no output leads back to
 WRITTEN = "written"  # True at the placeholder of an input that is written to
 SEED = "seed"  # True at the placeholder of the seed
@@ -86,11 +87,12 @@ def attribute(gm: fx.GraphModule, target: str) -> Any:
     return operator.attrgetter(target)(gm)
 
 
-def rename_written(graph: fx.Graph, names: dict[str, str]) -> None:
-    """Nodes have been replaced by others, of other names: let ``meta["writes"]`` say so."""
+def rename_in_meta(graph: fx.Graph, names: dict[str, str]) -> None:
+    """Nodes have been replaced by others, of other names: let the metadata of others say so."""
     for node in graph.nodes if names else ():
-        if WRITES in node.meta:
-            node.meta[WRITES] = tuple(names.get(name, name) for name in node.meta[WRITES])
+        for key in (WRITES, SAME_AS):
+            if key in node.meta:
+                node.meta[key] = tuple(names.get(name, name) for name in node.meta[key])
 
 
 def stage_nodes(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -195,7 +195,7 @@ def plan(
     cut = default.Partition(len(specs), partition, specs_of_all, count, checkpoint)
     gm = cut(gm)
     again = recomputed(checkpoint, count)
-    found = problem(gm.graph, devices=specs_of_all, recomputed=again, in_order=True)
+    found = problem(gm.graph, devices=specs_of_all, recomputed=again)
     target = machine(specs_of_all, chunks=count, checkpoint=checkpoint)
     return _plan(gm, found, target, specs, count, checkpoint)
 

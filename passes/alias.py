@@ -32,7 +32,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, VALUE, WRITES
+from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
 from passes.fakes import FakeInterpreter, backward_edges
 
 
@@ -42,8 +42,9 @@ class Alias:
 
     ``meta["val"]`` is the node's fake value for ``inputs`` (one for each placeholder);
     ``meta["writes"]`` names the nodes whose memory it writes to; ``meta["alias"]`` is a number that
-    nodes share which have to stay in one stage; ``meta["random"]`` is set where random numbers are
-    drawn, and ``meta["no_backward"]`` where the backward from the outputs does not come by.
+    nodes share which have to stay in one stage; ``meta["same_as"]`` names the nodes of which it
+    gives a tensor on, as it came; ``meta["random"]`` is set where random numbers are drawn, and
+    ``meta["no_backward"]`` where the backward from the outputs does not come by.
     """
 
     name: ClassVar[str] = "alias"
@@ -51,7 +52,7 @@ class Alias:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in gm.graph.nodes:
-            for key in (WRITES, ALIAS, RANDOM, NO_BACKWARD):
+            for key in (WRITES, ALIAS, RANDOM, SAME_AS, NO_BACKWARD):
                 node.meta.pop(key, None)
         seen = _Watcher(gm)
         with seen.mode, torch.enable_grad():
@@ -59,6 +60,7 @@ class Alias:
         position = {node: i for i, node in enumerate(gm.graph.nodes)}
         if _follow_identities(seen, position):
             gm.recompile()
+        _mark_same(seen)
         groups: list[set[fx.Node]] = []
         written: dict[fx.Node, list[fx.Node]] = {}
         for writer, memories in seen.written.items():
@@ -156,6 +158,20 @@ def _follow_identities(seen: _Watcher, position: dict[fx.Node, int]) -> bool:
                         user.replace_input_with(source, node)
                         has_changed = True
     return has_changed
+
+
+def _mark_same(seen: _Watcher) -> None:
+    """Whose tensors a node gives on. One that has been written to has another history."""
+    for node, value in seen.env.items():
+        given = {id(tensor) for tensor in _tensors(value)}
+        if node.op != "output" and node not in seen.written:
+            same = (
+                n
+                for n in node.all_input_nodes
+                if not given.isdisjoint(map(id, _tensors(seen.env[n])))
+            )
+            if names := tuple(n.name for n in same):
+                node.meta[SAME_AS] = names
 
 
 def _live(

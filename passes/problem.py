@@ -29,6 +29,7 @@ from fxpipe.devices import DeviceSpec
 from fxpipe.graph import (
     ALIAS,
     COST,
+    SAME_AS,
     SAVED,
     VALUE,
     WRITES,
@@ -176,23 +177,35 @@ def _sums(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[tuple[in
     """The order in which gradients are summed.
 
     That of an output's own user, the caller, is always the first. What comes in may be used
-    elsewhere too: where a stage is cut in segments, by the stages that it goes on to.
+    elsewhere too: where a stage is cut in segments, by the stages that it goes on to. A node that
+    gives a tensor on as it came brings all gradients of what it gives.
     """
     edges = {node: edges_to(node) for node in position}
-    for node in graph.nodes:
-        if any(t.requires_grad for t in tensors_of(node.meta.get(VALUE))):
-            users = sorted(
-                (user for user in node.users if user in position), key=position.__getitem__
-            )
-            users = [user for user in users if edges[user][node]]
-            others = node.op == "placeholder" or any(user.op == "output" for user in node.users)
-            if sum(edges[user][node] for user in users) + others < 3:
-                continue
-            is_free = not others and all(edges[user][node] == 1 for user in users[-2:])
-            ordered = [position[user] for user in users]
-            yield from pairwise(ordered[:-1] if is_free else ordered)
-            if is_free:
-                yield ordered[-3], ordered[-1]
+    received: dict[fx.Node, int] = {}  # how many gradients what a node gives gets
+
+    def given(user: fx.Node, node: fx.Node) -> int:
+        """How many gradients a node gets from a user."""
+        count = edges[user][node]
+        if node.name not in user.meta.get(SAME_AS, ()):
+            return count
+        return received.get(user, 0) + (0 if isinstance(user.meta[VALUE], Tensor) else count)
+
+    for node in reversed(graph.nodes):
+        if node.op == "output" or not any(
+            t.requires_grad for t in tensors_of(node.meta.get(VALUE))
+        ):
+            continue
+        in_order = sorted((n for n in node.users if n in position), key=position.__getitem__)
+        users = {user: count for user in in_order if (count := given(user, node))}
+        others = node.op == "placeholder" or any(user.op == "output" for user in node.users)
+        received[node] = sum(users.values()) + others
+        if received[node] < 3:
+            continue
+        is_free = not others and all(count == 1 for count in list(users.values())[-2:])
+        ordered = [position[user] for user in users]
+        yield from pairwise(ordered[:-1] if is_free else ordered)
+        if is_free:
+            yield ordered[-3], ordered[-1]
 
 
 def _saved(

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxpipe.graph import RANDOM, SEED, VALUE, rename_written, stage_nodes
+from fxpipe.graph import RANDOM, SEED, VALUE, rename_in_meta, stage_nodes
 from fxpipe.runtime.random import Method, Seeded
 
 
@@ -48,7 +48,7 @@ class Random:
             call.meta = node.meta
             node.replace_all_uses_with(call)
             gm.graph.erase_node(node)
-        rename_written(gm.graph, {node.name: f"{node.name}_seeded" for node in drawing})
+        rename_in_meta(gm.graph, {node.name: f"{node.name}_seeded" for node in drawing})
         gm.recompile()
         return gm
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from torch import fx, nn
 
 from fxpipe import ops
-from fxpipe.graph import COST, VALUE, Cost, attribute, rename_written, stage_nodes
+from fxpipe.graph import COST, VALUE, Cost, attribute, rename_in_meta, stage_nodes
 from passes.fakes import FakeInterpreter, backward_edges, fake_mode
 
 
@@ -76,7 +76,7 @@ class Shared:
         for node in gm.graph.find_nodes(op="get_attr"):
             if not node.users:
                 gm.graph.erase_node(node)
-        rename_written(gm.graph, renamed)
+        rename_in_meta(gm.graph, renamed)
         if shared:
             gm.recompile()
         return gm

@@ -29,7 +29,7 @@ from fxpipe.graph import (
     WRITES,
     OuterModule,
     attribute,
-    rename_written,
+    rename_in_meta,
     stage_nodes,
 )
 
@@ -163,7 +163,7 @@ def _stage_module(
             if source.op == "get_attr" and source not in own:
                 own[source] = graph.node_copy(source, own.__getitem__)
         own[node] = graph.node_copy(node, own.__getitem__)
-    rename_written(graph, clones)
+    rename_in_meta(graph, clones)
     results = []
     for node in gives:
         result = own[node]

@@ -217,6 +217,20 @@ FOUND = [
         [6],
         2,
     ),
+    # A value with two names, both of which other stages use.
+    Case(
+        [
+            *[Step("conv", a, 0) for a in (0, 0, 1, 2, 4)],
+            Step("drop", 4, 0),
+            Step("copy_part_", 5, 4),
+            Step("conv", 7, 0),
+        ],
+        4,
+        1,
+        1,
+        "never",
+        [4],
+    ),
 ]
 
 
@@ -231,6 +245,7 @@ FOUND = [
 @example(FOUND[7])
 @example(FOUND[8])
 @example(FOUND[9])
+@example(FOUND[10])
 @settings(
     max_examples=EXAMPLES,
     deadline=None,

@@ -2,7 +2,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
-from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, VALUE, WRITES, format_graph
+from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES, format_graph
 from passes import Alias
 
 
@@ -140,6 +140,18 @@ return (relu_, same, same)
 """,
     )
     assert notes["relu_"] == (None, ("sigmoid",)), "a cut ahead of it is free"
+
+
+def test_who_gives_a_tensor_on_as_it_came_is_known():
+    class Model(nn.Module):
+        def forward(self, x):
+            a = torch.sigmoid(x)
+            b = a.contiguous()
+            return b.add_(1), b.view(-1)
+
+    gm, _ = noted(Model(), torch.ones(2, 3))
+    same = {n.name: n.meta[SAME_AS] for n in gm.graph.nodes if SAME_AS in n.meta}
+    assert same == {"contiguous": ("sigmoid",)}, "a written one is another, and so is a view"
 
 
 def test_what_no_output_leads_back_to_is_known():

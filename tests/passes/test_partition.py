@@ -177,11 +177,16 @@ class Diamond(nn.Module):
 
 
 def test_a_cut_need_not_be_contiguous_in_the_program_where_that_sends_less():
-    left, right = cut(Diamond(), 2, Auto(in_order=False))
+    left, right = cut(Diamond(), 2)
     assert {tuple(left), tuple(right)} == {
         ("left_0", "left_1", "left_2"),
         ("right_0", "right_1", "right_2"),
     }, "no value has to travel"
+
+
+def test_the_order_of_the_program_can_be_asked_for():
+    left, right = cut(Diamond(), 2, Auto(in_order=True))
+    assert [*left, *right] == ["left_0", "right_0", "left_1", "right_1", "left_2", "right_2"]
 
 
 def test_pins_put_nodes_where_they_are_told():

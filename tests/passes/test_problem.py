@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from torch import fx
+from torch import fx, nn
 
 import fxpipe
-from passes import PartitionError
+from passes import Alias, AnalyticCost, PartitionError
 from passes.problem import problem
 from tests.test_random_programs import CHANNELS, VIEWING, WRITING, Program, cases, reference, total
 from tests.zoo import MODELS, gradients, loop, loss_of, same
@@ -45,6 +45,33 @@ def random_cut(stages: int, seed: int):
     return cut
 
 
+def order_of(model: nn.Module) -> set[tuple[str, str]]:
+    """Who has to come no later than whom, though nothing flows between them."""
+    x = torch.ones(2, requires_grad=True)
+    found = problem(AnalyticCost()(Alias((x,))(fx.symbolic_trace(model))).graph)
+    return {(found.work[u].name, found.work[v].name) for u, v in found.whole.order}
+
+
+def test_the_first_two_gradients_of_a_sum_may_come_in_any_order():
+    class Model(nn.Module):
+        def forward(self, x):
+            a = x.exp()
+            return a.sin(), a.cos(), a.tan()
+
+    assert order_of(Model()) == {("sin", "cos"), ("sin", "tan")}
+
+
+def test_the_users_of_a_value_with_two_names_come_in_order():
+    class Model(nn.Module):
+        def forward(self, x):
+            a = x.exp()
+            left = a.sin()
+            b = a.contiguous()  # is a
+            return left, b.cos(), b.tan()
+
+    assert order_of(Model()) == {("sin", "contiguous")}
+
+
 @given(cases(), st.integers(0, 10**6))
 @settings(
     max_examples=EXAMPLES,
@@ -66,6 +93,7 @@ def test_any_cut_that_keeps_the_order_gives_the_bits_of_the_loop(case, seed):
             chunks=case.chunks,
             partition=random_cut(case.stages, seed),
             checkpoint=case.checkpoint,
+            checkpoint_segments=case.segments,
             example_inputs=(x,),
             tracer="symbolic",
         )
