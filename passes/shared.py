@@ -61,18 +61,17 @@ class Shared:
             return shared[id(parameter)]
 
         for node in list(stage_nodes(gm.graph)):
+            for source in node.all_input_nodes:
+                if source.op == "get_attr":
+                    value = attribute(gm, str(source.target))
+                    if id(value) in several:
+                        node.replace_input_with(source, share(value, node))
             if node.op == "call_module":
                 module = gm.get_submodule(str(node.target))
                 own = {name: p for name, p in _parameters(module) if id(p) in several}
                 if own:
                     call = _call(node, {name: share(p, node) for name, p in own.items()})
                     renamed[node.name] = call.name
-            else:
-                for source in node.all_input_nodes:
-                    if source.op == "get_attr":
-                        value = attribute(gm, str(source.target))
-                        if id(value) in several:
-                            node.replace_input_with(source, share(value, node))
         for node in gm.graph.find_nodes(op="get_attr"):
             if not node.users:
                 gm.graph.erase_node(node)

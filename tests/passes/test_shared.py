@@ -41,10 +41,45 @@ class Directly(nn.Module):
         return self.b(self.a(x) * self.scale) * self.scale
 
 
+class Scaled(nn.Module):
+    """Multiplies by what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x, scale):
+        return self.own(x) * scale
+
+
+class GivenToModules(nn.Module):
+    """A parameter that modules are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+        self.a, self.b, self.c = Scaled(), Scaled(), Scaled()
+
+    def forward(self, x):
+        x = self.a(x, self.scale) + self.scale
+        return self.b(self.c(x, self.scale), self.scale)
+
+
+def whole_modules(model, args, kwargs):
+    """A tracer that does not look into modules."""
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m, name):
+            return True
+
+    return fx.GraphModule(model, Tracer().trace(model))
+
+
 MODELS = {
     "tied": (Tied, lambda: torch.randint(11, (7, 5))),
     "recurrent": (Recurrent, lambda: torch.randn(7, 5, 4)),
     "directly": (Directly, lambda: torch.randn(7, 8)),
+    "given to modules": (GivenToModules, lambda: torch.randn(7, 8)),
 }
 
 
@@ -113,7 +148,8 @@ def test_gradients_are_those_of_the_loop_to_the_last_bit(name, stages, checkpoin
     model, x = make(), inputs()
     own = copy.deepcopy(model)
     expected = loop(model, (x,), 3)
-    with fxpipe.compile(own, ["cpu"] * stages, chunks=3, checkpoint=checkpoint) as pipe:
+    options = {"tracer": whole_modules} if name == "given to modules" else {}
+    with fxpipe.compile(own, ["cpu"] * stages, chunks=3, checkpoint=checkpoint, **options) as pipe:
         output = pipe(x)
         loss_of(output).backward()
     assert same(output.detach(), expected[0])
