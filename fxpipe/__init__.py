@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fxpipe.api import Pipeline, Stage, compile
     from fxpipe.batch import BatchError
     from fxpipe.devices import DeviceSpec
+    from fxpipe.dynamo import BackendError, backend
     from fxpipe.planning import Plan, plan
     from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
     from fxpipe.trace import TraceError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Auto",
+    "BackendError",
     "BatchError",
     "CheckpointError",
     "DeviceSpec",
@@ -28,6 +30,7 @@ __all__ = [
     "Profile",
     "Stage",
     "TraceError",
+    "backend",
     "checkpoint",
     "compile",
     "plan",
@@ -48,6 +51,8 @@ _HOMES = {
     "DeviceSpec": "fxpipe.devices",
     "Plan": "fxpipe.planning",
     "plan": "fxpipe.planning",
+    "backend": "fxpipe.dynamo",
+    "BackendError": "fxpipe.dynamo",
     "Profile": "passes.profile",
 }
 

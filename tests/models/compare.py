@@ -70,7 +70,7 @@ def compare(entry: Entry, training: bool, checkpoint: str) -> Result:
     with one_thread():
         torch.manual_seed(0)
         inputs = entry.inputs(BATCH)
-        model = _build(entry, training)
+        model = build(entry, training)
         pipe = fxpipe.compile(
             model, ["cpu"] * STAGES, chunks=CHUNKS, checkpoint=checkpoint, **entry.options
         )
@@ -78,9 +78,9 @@ def compare(entry: Entry, training: bool, checkpoint: str) -> Result:
             start = time.perf_counter()
             pipe.prepare(**inputs)
             compile_s = time.perf_counter() - start
-            actual = _step(model, lambda: [pipe(**inputs)])
-            plain = _build(entry, training)
-            expected = _step(plain, lambda: [plain(**part) for part in micro_batches(inputs)])
+            actual = run_step(model, lambda: [pipe(**inputs)])
+            plain = build(entry, training)
+            expected = run_step(plain, lambda: [plain(**part) for part in micro_batches(inputs)])
             mode, _ = pipe._last()
             return Result(
                 front_end=mode.traced.front_end,
@@ -91,7 +91,8 @@ def compare(entry: Entry, training: bool, checkpoint: str) -> Result:
             )
 
 
-def _build(entry: Entry, training: bool) -> nn.Module:
+def build(entry: Entry, training: bool) -> nn.Module:
+    """The model; the same weights every time."""
     torch.manual_seed(1)
     model = entry.build().train(training)
     if entry.warm:
@@ -100,15 +101,15 @@ def _build(entry: Entry, training: bool) -> nn.Module:
     return model
 
 
-def micro_batches(inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def micro_batches(inputs: dict[str, Any], batch: int = BATCH) -> Iterator[dict[str, Any]]:
     """The inputs, cut as a pipeline cuts them: what has no row for each is in all of them."""
     for i in range(CHUNKS):
         yield pytree.tree_map_only(
-            Tensor, lambda t, i=i: parts(t, CHUNKS)[i] if t.shape[0] == BATCH else t, inputs
+            Tensor, lambda t, i=i: parts(t, CHUNKS)[i] if t.shape[0] == batch else t, inputs
         )
 
 
-def _step(model: nn.Module, run: Any) -> Step:
+def run_step(model: nn.Module, run: Any) -> Step:
     """A forward of the micro-batches, and the backward of them, the last one first."""
     torch.manual_seed(2)
     outputs = run()
