@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.graph import VALUE
 from fxpipe.structure import Structure, children, map_tensors
-from fxpipe.trace import bound_arguments, called, canonical, untouched
-from passes.fakes import FakeInterpreter
+from fxpipe.trace import bound_arguments, called, canonical, parameters_put_back, untouched
+from passes.fakes import FakeInterpreter, fake_mode
 from passes.microbatch import Dims
 
 
@@ -174,7 +174,7 @@ def _takes_another_size(
             return tensor.clone() if dim is None else tensor.index_select(dim, rows)
 
         some, named = map_tensors(resized, canonical(model, args, kwargs))
-        with untouched(model), torch.no_grad():
+        with untouched(model), parameters_put_back(model), torch.no_grad():
             outputs, _ = Structure.of(called(model, some, named))
         return [tensor.shape for tensor in outputs]
 
@@ -291,7 +291,7 @@ def _values(
     gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None], more: int
 ) -> dict[fx.Node, Any]:
     """The fake values of what a graph returns, at this batch size or one of a few more."""
-    interpreter = FakeInterpreter(gm)
+    interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
     interpreter.garbage_collect_values = False
     fakes = []
     for value, dim in zip(inputs, in_dims, strict=True):

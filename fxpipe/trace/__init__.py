@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -53,6 +52,7 @@ __all__ = [
     "canonical",
     "has_hooks",
     "input_key",
+    "parameters_put_back",
     "trace",
     "untouched",
 ]
@@ -115,23 +115,22 @@ def _trace(
         raise
 
     reasons = []
-    written = references[0].written if references else ""
+    written = references[0].result.written if references else {}
     for name, front_end in front_ends.items():
         warning = ""
         try:
             traced = front_end(example)
             warning = traced.warning
             tolerance = 0.0 if name == "symbolic" else checks.EXPORT_TOLERANCE
-            with parameters_put_back(model) if written else nullcontext():
+            if references:
                 checks.compare(example, references, traced, tolerance)
-                if references:
-                    checks.compare_gradients(example, references, traced)
             return traced
         except Exception as error:  # a front end runs the model's code: anything may come out
             reasons.append(f"  {name}: {sentence(error)}{warning}")
             last = error
     if written:
-        reasons.append(f"  It writes to its parameters: {written}")
+        name, where = next(iter(written.items()))
+        reasons.append(f"  It writes to its parameters: {name}, by {where}")
     raise TraceError(
         f"no front end can trace {type(model).__name__}:\n"
         + "\n".join(reasons)

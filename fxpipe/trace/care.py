@@ -19,6 +19,8 @@ from fxpipe.trace.errors import at, is_of_a_model, since
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+_NOTHING: dict[Any, Any] = {}
+
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
@@ -30,7 +32,8 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
     attributes: list[dict[Any, Any]] = [vars(module) for module in model.modules()]
     attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
     attributes += [p._backward_hooks for p in model.parameters() if p._backward_hooks]
-    saved_attributes = [(owner, dict(owner)) for owner in attributes]
+    # Most are empty, and so many dicts more would keep the garbage collector busy.
+    saved_attributes = [(owner, dict(owner) if owner else _NOTHING) for owner in attributes]
     tensors = [
         value
         for owner in attributes
@@ -94,16 +97,16 @@ def _is_torchs(hook: Any) -> bool:
 
 
 def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    """The model's output; what it writes to its parameters is put back."""
-    with skip.tracking(model), parameters_put_back(model):
+    """The model's output."""
+    with skip.tracking(model):
         return model(*args, **kwargs)
 
 
 @contextmanager
-def parameters_put_back(model: nn.Module) -> Iterator[dict[str, _Write]]:
+def parameters_put_back(model: nn.Module) -> Iterator[dict[str, Write]]:
     """Yields the first write to each parameter that gets written to, by its name, and puts back
     what was there."""
-    saved: dict[str, _Write] = {}
+    saved: dict[str, Write] = {}
     try:
         with _Writes(model, saved):
             yield saved
@@ -113,7 +116,9 @@ def parameters_put_back(model: nn.Module) -> Iterator[dict[str, _Write]]:
 
 
 @dataclass(frozen=True)
-class _Write:
+class Write:
+    """What a parameter was ahead of the first write to it."""
+
     before: Tensor
     where: str  # the line
 
@@ -123,7 +128,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module, saved: dict[str, _Write]) -> None:
+    def __init__(self, model: nn.Module, saved: dict[str, Write]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saved = saved
         self.parameters = {
@@ -148,4 +153,4 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if name is not None and owner is not None and name not in self.saved:
                     frames = [f for f in since(called) if is_of_a_model(f)]
                     where = at(frames[-1]) if frames else "a module of PyTorch"
-                    self.saved[name] = _Write(owner.detach().clone(), where)
+                    self.saved[name] = Write(owner.detach().clone(), where)

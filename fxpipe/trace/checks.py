@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,6 @@ from fxpipe.trace.errors import Refused, TraceError, first_line
 from fxpipe.trace.example import Example, Result, Traced
 
 EXPORT_TOLERANCE = 1e-5  # relative: export decomposes some modules into other kernels
-
-
 GRADIENT_TOLERANCE = 1e-3  # of the largest: the small ones may be mere rounding errors
 
 
@@ -29,31 +28,44 @@ class Reference:
     tensors: list[Tensor]
     result: Result
     where: str
-    written: str | None = None  # a parameter that it writes to, and where
 
 
 def references(example: Example) -> list[Reference]:
-    """The model's own runs, at the example's batch size and at those others that it takes.
+    """The model's own runs: on the example, on all its rows and one more, and on one row (or half,
+    if it does not take one), this with gradients if it has a backward.
 
-    Raises what the model raises at the example's size.
+    Micro-batches are smaller than the example, later batches may be larger: a size that got fixed
+    shows at either. Raises what the model raises on the example.
     """
     batch = example.batch
-    with parameters_put_back(example.model) as written:
-        result = example.run(example.tensors)
-    if written:
+    first = example.run(example.tensors, watched=True)
+    if first.written:
         _refuse_what_is_done_once(example)
-    where = next((f"{name}, by {w.where}" for name, w in written.items()), None)
-    references = [Reference(example.tensors, result, "on the example", where)]
-    # Micro-batches are smaller, later batches may be larger; a size that got fixed shows at either.
-    sizes = set() if batch is None else {1, batch // 2, batch + 1} - {0, batch}
-    for size in sorted(sizes, reverse=True):
-        tensors = example.resized(size)
-        try:
-            result = example.run(tensors)
-        except Exception:  # it only takes some sizes, or this is no batch: nothing to compare
-            continue
-        references.append(Reference(tensors, result, f"at batch size {size}"))
-    return references
+    found = [Reference(example.tensors, first, "on the example")]
+    if batch is not None:
+        found += _at_size(example, batch + 1, first, backward=False) or found
+        for size in sorted({1, batch // 2} - {0, batch}):
+            if smaller := _at_size(example, size, first, backward=True):
+                return [*found, *smaller]
+    return [*found, *_another(example, example.tensors, "on the example", first, backward=True)]
+
+
+def _at_size(example: Example, size: int, first: Result, *, backward: bool) -> list[Reference]:
+    where = f"at batch size {size}"
+    return _another(example, example.resized(size), where, first, backward=backward)
+
+
+def _another(
+    example: Example, tensors: list[Tensor], where: str, first: Result, *, backward: bool
+) -> list[Reference]:
+    """One more reference, with gradients if that can be; none if the model does not take it."""
+    for with_gradients in (True, False) if backward else (False,):
+        # With gradients a model may do what it did not do in the first run.
+        watched = with_gradients or bool(first.written)
+        with suppress(Exception):  # no backward, or a size that it does not take
+            result = example.run(tensors, backward=with_gradients, watched=watched)
+            return [Reference(tensors, result, where)]
+    return []
 
 
 def _refuse_what_is_done_once(example: Example) -> None:
@@ -62,7 +74,7 @@ def _refuse_what_is_done_once(example: Example) -> None:
     with untouched(example.model), torch.no_grad():
         for _ in range(2):
             with parameters_put_back(example.model) as saved:
-                example.call([tensor.clone() for tensor in example.tensors], None)
+                example.call([tensor.clone() for tensor in example.tensors])
             written.append({name: write.where for name, write in saved.items()})
     if written[0].keys() != written[1].keys():
         name, where = next(iter(written[0].items()))
@@ -76,39 +88,55 @@ def _refuse_what_is_done_once(example: Example) -> None:
 def compare(
     example: Example, references: list[Reference], traced: Traced, tolerance: float
 ) -> None:
-    """Raise ``Refused`` unless the graph does what the model does, to its buffers too."""
-    for reference in references:
-        try:
-            result = example.run(reference.tensors, traced)
-        except Exception as error:
-            raise Refused(f"its graph fails {reference.where}: {first_line(error)}") from error
-        for name, expected, actual in (
-            ("output", reference.result.output, result.output),
-            ("buffers", reference.result.buffers, result.buffers),
-        ):
-            difference = _difference(expected, actual, tolerance)
-            if difference:
-                raise Refused(f"its graph differs {reference.where}: {name}: {difference}")
+    """Raise ``Refused`` unless the graph does what the model does, to its buffers too, and has the
+    same gradients.
 
-
-def compare_gradients(example: Example, references: list[Reference], traced: Traced) -> None:
-    """Raise ``Refused`` if the graph has other gradients than the model.
-
-    A front end that looks into a ``torch.autograd.Function`` sees its forward only.
+    A front end that looks into a ``torch.autograd.Function`` sees its forward only. The example's
+    rows are all in the larger batch too, so that by itself it is only looked at to say whether the
+    size makes the difference.
     """
-    tensors = references[-1].tensors  # the smallest batch
+    on_the_example, *others = references
+    watched = any(reference.result.written for reference in references)
+    for reference in others or references:
+        try:
+            _compare(example, reference, traced, tolerance, watched)
+        except Refused:
+            _compare(example, on_the_example, traced, tolerance, watched)
+            raise
+
+
+def _compare(
+    example: Example, reference: Reference, traced: Traced, tolerance: float, watched: bool
+) -> None:
+    expected, where = reference.result, reference.where
+    backward = expected.gradients is not None
     try:
-        expected = example.gradients(tensors)
-    except Exception:  # a model without a backward: nothing to compare
-        return
-    actual = example.gradients(tensors, traced)
+        actual = example.run(reference.tensors, traced, backward=backward, watched=watched)
+    except Exception as error:
+        raise Refused(f"its graph fails {where}: {first_line(error)}") from error
+    for name, one, other in (
+        ("output", expected.output, actual.output),
+        ("buffers", expected.buffers, actual.buffers),
+    ):
+        difference = _difference(one, other, tolerance)
+        if difference:
+            raise Refused(f"its graph differs {where}: {name}: {difference}")
+    if expected.gradients is not None:
+        _compare_gradients(example, expected.gradients, actual.gradients or [])
+
+
+def _compare_gradients(example: Example, expected: list[Tensor], actual: list[Tensor]) -> None:
     if len(expected) != len(actual):
         raise Refused("no gradient flows through its graph")
-    scale = max((g.abs().max().item() for g in expected if g.numel()), default=0.0)
     names = [name for name, p in example.model.named_parameters() if p.requires_grad]
-    for name, gradient, other in zip(names, expected, actual, strict=False):
+    pairs = zip(names, expected, actual, strict=False)
+    differing = [pair for pair in pairs if not torch.equal(pair[1], pair[2])]
+    if not differing:
+        return
+    scale = max((g.abs().max().item() for g in expected if g.numel()), default=0.0)
+    for name, gradient, other in differing:
         tolerance = max(GRADIENT_TOLERANCE, 32 * torch.finfo(gradient.dtype).eps) * scale
-        if gradient.numel() and (gradient - other).abs().max().item() > tolerance:
+        if (gradient - other).abs().max().item() > tolerance:
             raise Refused(f"its graph has another gradient for {name}")
 
 

@@ -6,7 +6,8 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.structure import Structure, leaves
-from fxpipe.trace.care import Args, Kwargs, called, has_hooks, untouched
+from fxpipe.trace.care import (
+    Args,
+    Kwargs,
+    Write,
+    called,
+    has_hooks,
+    parameters_put_back,
+    untouched,
+)
 
 BatchDims = Sequence[int | None]
 
@@ -152,31 +161,47 @@ class Example:
 
         return bind
 
-    def run(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> Result:
-        """What the model, or its graph, does with these tensors; without effect on the model."""
+    def run(
+        self,
+        tensors: Sequence[Tensor],
+        traced: Traced | None = None,
+        *,
+        backward: bool = False,
+        watched: bool = False,
+    ) -> Result:
+        """What the model, or its graph, does with these tensors; without effect on the model.
+
+        What it writes to its parameters is put back where it is ``watched``, which takes time.
+        """
         clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
-        with untouched(self.model), torch.no_grad():
+        watch: AbstractContextManager[Mapping[str, Write]] = (
+            parameters_put_back(self.model) if watched else nullcontext({})
+        )
+        mode = _with_gradients() if backward else torch.no_grad()
+        with untouched(self.model), watch as written, mode:
             # Cloned, since an output may be a buffer, and buffers are about to be restored.
             results, structure = Structure.of(self.call(clones, traced))
-            output = structure.fill(t.clone() if isinstance(t, Tensor) else t for t in results)
-            return Result(output, {n: b.clone() for n, b in self.model.named_buffers()})
-
-    def gradients(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> list[Tensor]:
-        """The parameters' gradients, zero where there is none, of some scalar of the outputs."""
-        with untouched(self.model), torch.inference_mode(False), torch.enable_grad():
-            output = self.call([tensor.clone() for tensor in tensors], traced)
-            outputs = [t for t in Structure.of(output)[0] if _has_gradient(t)]
-            # Not the sum: that of a softmax, or of a normalised tensor, has no gradient.
-            weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
-            parameters = [p for p in self.model.parameters() if p.requires_grad]
-            if not outputs or not parameters:
-                return []
-            gradients = torch.autograd.grad(
-                outputs, parameters, weights, allow_unused=True, materialize_grads=True
+            output = structure.fill(
+                t.detach().clone() if isinstance(t, Tensor) else t for t in results
             )
-            return [g.to_dense() if g.is_sparse else g for g in gradients]
+            buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
+            gradients = self._gradients(results) if backward else None
+        return Result(output, buffers, {n: w.where for n, w in written.items()}, gradients)
 
-    def call(self, tensors: Sequence[Tensor], traced: Traced | None) -> Any:
+    def _gradients(self, results: Sequence[Any]) -> list[Tensor]:
+        """The parameters' gradients, zero where there is none, of some scalar of the outputs."""
+        outputs = [t for t in results if _has_gradient(t)]
+        # Not the sum: that of a softmax, or of a normalised tensor, has no gradient.
+        weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if not outputs or not parameters:
+            return []
+        gradients = torch.autograd.grad(
+            outputs, parameters, weights, allow_unused=True, materialize_grads=True
+        )
+        return [g.to_dense() if g.is_sparse else g for g in gradients]
+
+    def call(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> Any:
         """The output of the model, or of its graph."""
         if traced is not None:
             # Not called as a module, since fx then prints what goes wrong to stderr.
@@ -187,10 +212,18 @@ class Example:
 
 @dataclass(frozen=True)
 class Result:
-    """All that a forward pass leaves behind."""
+    """What a forward pass leaves behind, and what a backward pass gives, if there was one."""
 
     output: Any
     buffers: dict[str, Tensor]
+    written: dict[str, str]  # the parameters that were written to, if watched: where
+    gradients: list[Tensor] | None
+
+
+@contextmanager
+def _with_gradients() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _has_gradient(value: Any) -> bool:

@@ -8,7 +8,7 @@ import operator
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpipe import skip, whole
 from fxpipe.structure import Structure
-from fxpipe.trace.care import has_hooks, untouched
+from fxpipe.trace.care import has_hooks, parameters_put_back, untouched
 from fxpipe.trace.errors import Refused, at
 from fxpipe.trace.example import Example, Traced
 
@@ -105,10 +105,15 @@ def _runs(example: Example) -> Iterator[Callable[[], Any]]:
         tensors = example.resized(size)
         try:
             with untouched(example.model):
-                example.call([tensor.clone() for tensor in tensors], None)
+                _call(example, tensors)
         except Exception:  # it does not take this one
             continue
-        yield partial(example.call, [tensor.clone() for tensor in tensors], None)
+        yield partial(_call, example, tensors)
+
+
+def _call(example: Example, tensors: Sequence[Tensor]) -> Any:
+    with parameters_put_back(example.model):
+        return example.call([tensor.clone() for tensor in tensors])
 
 
 @contextmanager

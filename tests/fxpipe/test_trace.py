@@ -529,3 +529,21 @@ def test_a_module_that_is_converted_to_what_it_is_already_is_exported() -> None:
     model = Converts()
     traced = trace(model, (x(),), tracer="export")
     assert torch.equal(run(traced, x()), model(x()))
+
+
+def test_a_model_that_takes_no_larger_batch_is_compared_on_the_example():
+    class AtMostFour(nn.Module):
+        def forward(self, x):
+            if x.shape[0] > 4:
+                raise ValueError("too many rows")
+            return x * 2
+
+    class FirstRow(nn.Module):  # as good on one row
+        def forward(self, x):
+            return x[:1].expand_as(x) * 2
+
+    def tracer(model, args, kwargs):
+        return fx.symbolic_trace(FirstRow())
+
+    with pytest.raises(TraceError, match="differs on the example: output"):
+        trace(AtMostFour(), (torch.randn(4, 3),), tracer=tracer)
