@@ -12,13 +12,11 @@ from torch import fx
 import passes as default
 from fxpipe.graph import Cost
 from fxpipe.loss import LossFunction
-from fxpipe.schedule import NAMES, Schedule, auto, named
+from fxpipe.schedule import Schedule, placement_of, schedule_of
 from fxpipe.timelines import estimated_costs
 from fxpipe.trace import CustomTracer
 from passes.costs import Costs
 from passes.partition import Spec
-
-AUTO = "auto"  # the schedule that is searched for
 
 PassList = Callable[..., Sequence[default.Pass]]
 
@@ -59,7 +57,7 @@ class Options:
     ) -> Options:
         """As given to :func:`fxpipe.compile`; ``can_measure``: there are example inputs."""
         lanes = _devices(devices)
-        placement = _placement(len(lanes), schedule, stages)
+        placement = placement_of(schedule, len(lanes), stages)
         if isinstance(costs, str) and costs == "auto":
             costs = (
                 "measured" if can_measure and lanes[0].type not in ("cpu", "meta") else "analytic"
@@ -104,23 +102,8 @@ class Options:
 
         ``costs``: of the stages, for a mini-batch.
         """
-        if isinstance(self.schedule, Schedule):
-            if self.schedule.microbatches != chunks:
-                raise ValueError(
-                    f"the schedule {self.schedule.name!r} has {self.schedule.microbatches} "
-                    f"micro-batches, the mini-batch {chunks}: give chunks="
-                    f"{self.schedule.microbatches}, and a batch of as many rows or more"
-                )
-            return self.schedule
-        if self.schedule == AUTO:
-            return auto(
-                estimated_costs(costs, chunks), len(self.lanes), chunks, placement=self.placement
-            )
-        return named(
-            self.schedule,
-            lanes=len(self.lanes),
-            microbatches=chunks,
-            stages=len(self.devices),
+        return schedule_of(
+            self.schedule, self.placement, chunks, lambda: estimated_costs(costs, chunks)
         )
 
     def chunks_for(self, batch: int | None) -> int:
@@ -166,25 +149,3 @@ def _device(given: str | torch.device, position: int) -> torch.device:
             '["cpu", "cpu"] makes two lanes on the CPU'
         )
     return device
-
-
-def _placement(lanes: int, schedule: str | Schedule, stages: int | None) -> tuple[int, ...]:
-    """The lane of each stage."""
-    if isinstance(schedule, Schedule):
-        if len(schedule.lanes) != lanes or stages not in (None, schedule.stages):
-            raise ValueError(
-                f"the schedule {schedule.name!r} has {len(schedule.lanes)} lanes and "
-                f"{schedule.stages} stages, and there are {lanes} devices"
-                + ("" if stages is None else f" and stages={stages}")
-                + ": give one device for each lane"
-            )
-        return schedule.placement
-    if schedule == AUTO:  # down the lanes, and up again
-        down, count = tuple(range(lanes)), stages or lanes
-        if count % lanes:
-            raise ValueError(f"stages is {count}: give as many for each of the {lanes} devices")
-        return ((down + down[::-1]) * count)[:count]
-    if schedule not in NAMES:
-        raise ValueError(f"schedule is {schedule!r}: give one of {', '.join(NAMES)}, or {AUTO}")
-    # Where the stages are does not depend on the number of micro-batches.
-    return named(schedule, lanes=lanes, stages=stages, microbatches=2 * lanes).placement

@@ -6,6 +6,7 @@ Nothing here knows of tensors or devices: a schedule is a list of actions for ea
 from fxpipe.schedule.actions import Action, Entry, Kind, Overlap
 from fxpipe.schedule.automatic import Found, auto, search
 from fxpipe.schedule.catalogue import NAMES, named, stages_per_lane
+from fxpipe.schedule.choice import placement_of, schedule_of
 from fxpipe.schedule.comparison import Comparison, compare
 from fxpipe.schedule.schedule import Edges, Needs, Schedule, chain
 from fxpipe.schedule.simulator import Edge, Link, Links, Memory, StageCost, simulate
@@ -38,6 +39,8 @@ __all__ = [
     "compare",
     "live",
     "named",
+    "placement_of",
+    "schedule_of",
     "search",
     "simulate",
     "stages_per_lane",

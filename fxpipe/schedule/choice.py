@@ -1,0 +1,77 @@
+"""Choice: from what a user says of the schedule to the lane of each stage, and to the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fxpipe.schedule.automatic import auto
+from fxpipe.schedule.catalogue import NAMES, named
+from fxpipe.schedule.schedule import Schedule
+from fxpipe.schedule.simulator import Links, Memory, StageCost
+from fxpipe.schedule.validator import Bound
+
+AUTO = "auto"  # the schedule that is searched for
+
+
+def placement_of(schedule: str | Schedule, lanes: int, stages: int | None) -> tuple[int, ...]:
+    """The lane of each stage; ``stages`` None: as many as the schedule takes.
+
+    Raises ValueError where lanes, stages and schedule do not fit each other.
+    """
+    if isinstance(schedule, Schedule):
+        if len(schedule.lanes) != lanes or stages not in (None, schedule.stages):
+            raise ValueError(
+                f"the schedule {schedule.name!r} has {len(schedule.lanes)} lanes and "
+                f"{schedule.stages} stages, and there are {lanes} devices"
+                + ("" if stages is None else f" and stages={stages}")
+                + ": give one device for each lane"
+            )
+        return schedule.placement
+    if schedule == AUTO:  # down the lanes, and up again
+        down, count = tuple(range(lanes)), stages or lanes
+        if count % lanes:
+            raise ValueError(f"stages is {count}: give as many for each of the {lanes} devices")
+        return ((down + down[::-1]) * count)[:count]
+    if schedule not in NAMES:
+        raise ValueError(f"schedule is {schedule!r}: give one of {', '.join(NAMES)}, or {AUTO}")
+    # Where the stages are does not depend on the number of micro-batches.
+    return named(schedule, lanes=lanes, stages=stages, microbatches=2 * lanes).placement
+
+
+def schedule_of(
+    schedule: str | Schedule,
+    placement: Sequence[int],
+    microbatches: int,
+    costs: Callable[[], Sequence[StageCost]],
+    *,
+    links: Links | None = None,
+    memory: Memory | None = None,
+    max_bytes: Bound | None = None,
+) -> Schedule:
+    """The order of a training step of so many micro-batches.
+
+    ``costs``, of the stages, are asked for only by the search for one, "auto"; as are links, memory
+    and bounds (see :func:`fxpipe.schedule.auto`).
+
+    Raises ValueError for a schedule of another number of micro-batches.
+    """
+    lanes = 1 + max(placement)
+    if isinstance(schedule, Schedule):
+        if schedule.microbatches != microbatches:
+            raise ValueError(
+                f"the schedule {schedule.name!r} has {schedule.microbatches} micro-batches, the "
+                f"mini-batch {microbatches}: give chunks={schedule.microbatches}, and a batch of "
+                "as many rows or more"
+            )
+        return schedule
+    if schedule == AUTO:
+        return auto(
+            costs(),
+            lanes,
+            microbatches,
+            placement=placement,
+            links=links,
+            memory=memory,
+            max_bytes=max_bytes,
+        )
+    return named(schedule, lanes=lanes, microbatches=microbatches, stages=len(placement))
