@@ -108,7 +108,8 @@ class _Chart:
     def _plot_width(self, timelines: Sequence[Timeline]) -> float:
         """Wide enough for the numbers in all but the shortest boxes."""
         spans = [span for timeline in timelines for span in timeline.spans]
-        lengths = sorted(s.seconds for s in spans if s.action is not None and s.seconds > 0)
+        spans = [span for span in spans if span.action is not None]
+        lengths = sorted(span.seconds for span in spans if span.seconds > 0)
         if not lengths:
             return _NARROWEST
         digits = max(len(_number(span)) for span in spans)
