@@ -15,6 +15,11 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 def test_notebook_runs(path):
     notebook = nbformat.read(path, as_version=4)
     shown = [len(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": ROOT}}).execute()
+    nbclient.NotebookClient(
+        notebook,
+        timeout=300,
+        coalesce_streams=True,  # what is printed slowly is one output too
+        resources={"metadata": {"path": ROOT}},
+    ).execute()
     again = [len(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
     assert shown == again and any(shown)
