@@ -16,6 +16,7 @@ from torch._C._functorch import TransformType
 
 from fxpipe.compiler import Compiler, Example, Mode, Unrolled, stages_of
 from fxpipe.graph import Cost, format_code
+from fxpipe.hooks import HOOKS
 from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, render_svg
 from fxpipe.inspect.dump import dump_of
 from fxpipe.inspect.html import report_html
@@ -145,17 +146,6 @@ def compile(
             )
         pipeline.prepare(*(example_inputs or ()), **(example_kwargs or {}))
     return pipeline
-
-
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)  # where an nn.Module keeps them
 
 
 class Pipeline(nn.Module):

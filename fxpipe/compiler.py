@@ -14,6 +14,7 @@ import passes as default
 from fxpipe import ops
 from fxpipe.batch import input_dims, output_dims
 from fxpipe.graph import COST, ONCE, STAGE, Cost, attribute, stage_nodes
+from fxpipe.hooks import has_hooks
 from fxpipe.loss import Loss, Target
 from fxpipe.options import Options, RunPass
 from fxpipe.runtime.ambient import transforms
@@ -23,7 +24,6 @@ from fxpipe.trace import (
     Traced,
     autocast_of,
     canonical,
-    has_hooks,
     input_key,
     trace,
     untouched,

@@ -9,7 +9,7 @@
 
 Linear, convolution and embedding modules, and the functions and operators of that name and of
 matrix products, where a parameter is among their arguments. All else does its whole backward in the
-first half.
+first half; so does a module that has hooks, whose backward would come by them twice.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import ops
 from fxpipe.graph import attribute
+from fxpipe.hooks import has_hooks
 
 MODULES = (nn.Linear, nn.Bilinear, _ConvNd, nn.Embedding)
 _aten = torch.ops.aten
@@ -96,7 +97,8 @@ def _with(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> dict[str, Any]:
 def _is_deferrable(gm: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
-        return isinstance(module, MODULES) and type(module).forward in _FORWARDS
+        is_known = isinstance(module, MODULES) and type(module).forward in _FORWARDS
+        return is_known and not any(map(has_hooks, module.modules()))
     if node.op != "call_function" or node.target not in FUNCTIONS:
         return False
     sources = (arg for arg in pytree.tree_leaves((node.args, node.kwargs)))

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from fxpipe.structure import leaves
 from fxpipe.trace import checks, export, symbolic
-from fxpipe.trace.care import Args, Kwargs, called, has_hooks, parameters_put_back, untouched
+from fxpipe.trace.care import Args, Kwargs, called, parameters_put_back, untouched
 from fxpipe.trace.errors import Refused, TraceError, first_line, sentence
 from fxpipe.trace.example import (
     BatchDims,
@@ -50,7 +50,6 @@ __all__ = [
     "bound_arguments",
     "called",
     "canonical",
-    "has_hooks",
     "input_key",
     "parameters_put_back",
     "trace",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe import skip
+from fxpipe.hooks import hooks_of, is_torchs
 from fxpipe.trace.errors import at, is_of_a_model, since
 
 Args = tuple[Any, ...]
@@ -58,8 +59,8 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
 
     try:
         on_parameters = [p._backward_hooks for p in model.parameters() if p._backward_hooks]
-        for hooks in (*on_parameters, *(h for m in model.modules() for h in _hooks(m))):
-            for key in [key for key, hook in hooks.items() if not _is_torchs(hook)]:
+        for hooks in (*on_parameters, *(h for m in model.modules() for h in hooks_of(m))):
+            for key in [key for key, hook in hooks.items() if not is_torchs(hook)]:
                 del hooks[key]
         yield drew_random_numbers
     finally:
@@ -75,25 +76,6 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         for (_, put), state in zip(generators, states, strict=True):
             put(state)
         random.setstate(python_state)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants to know of the module's calls, or of their backward."""
-    return any(not _is_torchs(hook) for hooks in _hooks(module) for hook in hooks.values())
-
-
-def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    return (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
-
-
-def _is_torchs(hook: Any) -> bool:
-    maker = hook if hasattr(hook, "__qualname__") else type(hook)
-    return str(maker.__module__).startswith("torch.")
 
 
 def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:

@@ -17,13 +17,13 @@ from torch import Tensor, fx, nn
 # The pytree that torch.export and Hugging Face register their types with.
 from torch.utils import _pytree as pytree
 
+from fxpipe.hooks import has_hooks
 from fxpipe.structure import Structure, leaves
 from fxpipe.trace.care import (
     Args,
     Kwargs,
     Write,
     called,
-    has_hooks,
     parameters_put_back,
     untouched,
 )

@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpipe import skip, whole
+from fxpipe.hooks import has_hooks
 from fxpipe.structure import Structure
-from fxpipe.trace.care import has_hooks, parameters_put_back, untouched
+from fxpipe.trace.care import parameters_put_back, untouched
 from fxpipe.trace.errors import Refused, at
 from fxpipe.trace.example import Example, Traced
 

@@ -20,9 +20,10 @@ import torch
 from torch import fx, nn
 
 from fxpipe import skip
+from fxpipe.hooks import has_hooks
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.structure import Structure
-from fxpipe.trace.care import has_hooks, untouched
+from fxpipe.trace.care import untouched
 from fxpipe.trace.errors import Refused
 from fxpipe.trace.example import Example, Traced
 

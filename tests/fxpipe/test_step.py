@@ -339,6 +339,25 @@ def test_parameter_hooks_fire_once_a_micro_batch():
         assert len(seen) == 3 * len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv"])
+def test_hooks_of_modules_and_on_what_they_give_fire_once_a_micro_batch(schedule):
+    model, x, seen = MLP(), torch.randn(6, 12), []
+
+    def watch(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen.append("forward")
+        output.register_hook(lambda grad: seen.append("gradient of the output"))
+
+    layer = model.layers[2]
+    layer.register_forward_hook(watch)
+    layer.register_full_backward_pre_hook(lambda *_: seen.append("before backward"))
+    layer.register_full_backward_hook(lambda *_: seen.append("after backward"))
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=lambda o, _: o.sum()
+    ) as pipe:
+        pipe.step(x)
+    assert len(seen) == 12 and all(seen.count(what) == 3 for what in seen)
+
+
 def test_deferred_batch_norm_and_written_inputs_come_once():
     model = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Linear(4, 2))
     reference, x = copy.deepcopy(model), torch.randn(6, 4)

@@ -1,0 +1,39 @@
+"""Where a module keeps its hooks, and whether it has any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+"""The attributes of an nn.Module."""
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The hooks on a module's calls, and on their backward."""
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    )
+
+
+def is_torchs(hook: Any) -> bool:
+    """Whether it is PyTorch's own: an old parametrization, which makes a weight."""
+    maker = hook if hasattr(hook, "__qualname__") else type(hook)
+    return str(maker.__module__).startswith("torch.")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to know of the module's calls, or of their backward."""
+    return any(not is_torchs(hook) for hooks in hooks_of(module) for hook in hooks.values())
