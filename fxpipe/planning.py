@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from rich.console import Console, Group
 from rich.table import Table
 from torch import fx, nn
@@ -14,15 +15,29 @@ from torch import fx, nn
 import passes as default
 from fxpipe.batch import input_dims
 from fxpipe.devices import DeviceSpec
-from fxpipe.graph import COST, GAP, STAGE
-from fxpipe.inspect.report import bubble
+from fxpipe.graph import COST, GAP, STAGE, VALUE, tensor_bytes
 from fxpipe.inspect.text import human_bytes, human_time
+from fxpipe.schedule import (
+    Edge,
+    Link,
+    Links,
+    Memory,
+    Schedule,
+    StageCost,
+    Timeline,
+    live,
+    named,
+    placement_of,
+    schedule_of,
+    simulate,
+)
+from fxpipe.schedule.choice import AUTO
 from fxpipe.trace import CustomTracer, Traced, TraceError, canonical, trace, untouched
-from passes.cost import ADAM
+from passes.cost import ADAM, relative_time, tensors_of
 from passes.costs import Costs, cost_pass
 from passes.cut.bounds import gap, lower_bound
-from passes.cut.dag import Machine, Prices, prices
-from passes.partition import Spec
+from passes.cut.dag import Machine, prices
+from passes.partition import DoesNotFit, Spec
 from passes.problem import Problem, machine, problem, recomputed
 from passes.skips import SkipLayout, skip_layout
 
@@ -31,12 +46,13 @@ from passes.skips import SkipLayout, skip_layout
 class PlannedStage:
     """A stage, and what it is expected to take for one mini-batch.
 
-    ``seconds`` are those of computing, and of what its links cannot hide; ``state_bytes`` are
-    parameters, gradients, optimizer and buffers; ``activation_bytes`` what is kept for the backward
-    of all micro-batches that are under way.
+    ``lane`` says on which of the devices it is; ``seconds`` are those of computing, and of what its
+    links cannot hide; ``state_bytes`` are parameters, gradients, optimizer and buffers;
+    ``activation_bytes`` what is kept for the backward of as many micro-batches as are under way.
     """
 
     index: int
+    lane: int
     device: DeviceSpec
     nodes: tuple[str, ...]
     compute_s: float
@@ -50,40 +66,53 @@ class PlannedStage:
         """Bytes in all."""
         return self.state_bytes + self.activation_bytes
 
-    @property
-    def headroom(self) -> float:
-        """Bytes of the device that are left."""
-        return float("inf") if self.device.memory is None else self.device.memory - self.memory
-
 
 @dataclass(frozen=True)
 class Plan:
     """The prediction for one mini-batch. ``str`` of it is a table.
 
     Args:
-        stages: what each device does.
+        devices: one for each lane.
+        stages: what each stage does, and where.
         layout: which values travel; bytes are a mini-batch's, one way.
-        chunks: micro-batches.
+        schedule: the order of a training step; its ``microbatches`` are the chunks.
+        timeline: that step, as the simulator plays it.
         gap: the slowest stage is at most this fraction slower than that of any cut that fits.
     """
 
+    devices: tuple[DeviceSpec, ...]
     stages: tuple[PlannedStage, ...]
     layout: SkipLayout
-    chunks: int
+    schedule: Schedule
+    timeline: Timeline
     checkpoint: str
     gap: float
 
     @property
+    def chunks(self) -> int:
+        """Micro-batches."""
+        return self.schedule.microbatches
+
+    @property
     def seconds(self) -> float:
-        """Of a training step, forward and backward: (chunks + stages - 1) rounds, if all stages
-        take the same."""
-        times = [stage.seconds for stage in self.stages]
-        return (sum(times) + (self.chunks - 1) * max(times)) / self.chunks
+        """Of a training step, forward and backward."""
+        return self.timeline.makespan
 
     @property
     def bubble(self) -> float:
         """The idle part of all devices' time."""
-        return bubble([stage.seconds for stage in self.stages], self.chunks)
+        return self.timeline.bubble
+
+    @property
+    def memory(self) -> tuple[float, ...]:
+        """The most bytes that each device holds at once."""
+        return self.timeline.peak_memory
+
+    @property
+    def headroom(self) -> tuple[float, ...]:
+        """Bytes of each device that are left."""
+        limits = (float("inf") if d.memory is None else d.memory for d in self.devices)
+        return tuple(limit - held for limit, held in zip(limits, self.memory, strict=True))
 
     @property
     def links(self) -> dict[tuple[int, int], int]:
@@ -103,7 +132,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether every device has the memory that it needs."""
-        return all(stage.headroom >= 0 for stage in self.stages)
+        return all(left >= 0 for left in self.headroom)
 
     def __rich__(self) -> Group:
         table = Table(title="plan", title_justify="left")
@@ -111,11 +140,12 @@ class Plan:
             table.add_column(column)
         for column in ("time", "links", "state", "activations", "memory left"):
             table.add_column(column, justify="right")
+        has_several = len(self.stages) > len(self.devices)
         for stage in self.stages:
-            left = stage.headroom
+            left = self.headroom[stage.lane]
             table.add_row(
                 str(stage.index),
-                stage.device.name,
+                f"{stage.lane} {stage.device.name}" if has_several else stage.device.name,
                 stage.nodes[0],
                 human_time(stage.seconds),
                 human_time(stage.link_s),
@@ -127,8 +157,9 @@ class Plan:
 
     def _lines(self) -> list[str]:
         lines = [
-            f"a step of {self.chunks} micro-batches takes {human_time(self.seconds)}, of which "
-            f"{self.bubble:.0%} bubble; the slowest stage is at most {self.gap:.1%} from optimal",
+            f"a step of {self.chunks} micro-batches takes {human_time(self.seconds)} "
+            f"({self.schedule.name}), of which {self.bubble:.0%} bubble; the slowest stage is at "
+            f"most {self.gap:.1%} from optimal",
             "links: "
             + (
                 ", ".join(f"{a} -> {b} {human_bytes(n)}" for (a, b), n in self.links.items())
@@ -159,6 +190,8 @@ def plan(
     chunks: int | None = None,
     partition: Spec = "auto",
     checkpoint: str = "never",
+    schedule: str | Schedule = "gpipe",
+    stages: int | None = None,
     costs: Costs = "analytic",
     optimizer_states: float = ADAM,
     in_dims: Any = None,
@@ -169,7 +202,10 @@ def plan(
     Nothing is computed: the model and its inputs may be on "meta", and take no memory then.
 
     Args:
-        devices: descriptions, or names of known ones ("h100"), one for each stage.
+        devices: descriptions, or names of known ones ("h100"), one for each lane.
+        schedule, stages: of the training step, as for :func:`fxpipe.compile`. Which micro-batches
+            are alive at once depends on it, and so whether the model fits. Where a device has
+            several stages that do not fit as they are, each is given an equal part of its memory.
         costs: "analytic": by the descriptions; "measured": on the device that the model is on,
             which stands for ``devices[0]``; a :class:`Profile` or the path of a saved one; or
             seconds by name of node or module.
@@ -182,71 +218,204 @@ def plan(
         PartitionError, TraceError, BatchError: as :func:`fxpipe.compile`.
     """
     specs = _specs(devices)
+    placement = placement_of(schedule, len(specs), stages)
     args, kwargs = canonical(model, example_inputs, example_kwargs or {})
     dims = input_dims(model, args, kwargs, in_dims)
     gm, values = sketch(model, args, kwargs, dims, tracer)
-    count = _chunks(chunks, len(specs), values, dims)
+    count = _chunks(chunks, len(placement), values, dims)
     # Every micro-batch launches every operator.
-    specs_of_all = tuple(replace(s, launch_s=s.launch_s * count) for s in specs)
+    slower = tuple(replace(s, launch_s=s.launch_s * count) for s in specs)
     with untouched(model):
-        spec = specs_of_all[0]
-        gm = cost_pass(costs, tuple(values), spec=spec, optimizer_states=optimizer_states)(gm)
+        gm = cost_pass(costs, tuple(values), spec=slower[0], optimizer_states=optimizer_states)(gm)
         gm = default.Random()(default.Shared()(gm))
-    cut = default.Partition(len(specs), partition, specs_of_all, count, checkpoint)
-    gm = cut(gm)
-    again = recomputed(checkpoint, count)
-    found = problem(gm.graph, devices=specs_of_all, recomputed=again)
-    target = machine(specs_of_all, chunks=count, checkpoint=checkpoint)
-    return _plan(gm, found, target, specs, count, checkpoint)
-
-
-def _plan(
-    gm: fx.GraphModule,
-    found: Problem,
-    target: Machine,
-    specs: Sequence[DeviceSpec],
-    chunks: int,
-    checkpoint: str,
-) -> Plan:
-    stage = [node.meta[STAGE] for node in found.work]
-    priced = prices(found.whole, target, stage)
-    fixed = [0] * len(specs)
-    for node, s in zip(found.work, stage, strict=True):
-        fixed[s] += node.meta[COST].fixed_bytes
-    return Plan(
-        tuple(_stage(i, spec, found, stage, priced, fixed[i]) for i, spec in enumerate(specs)),
-        skip_layout(default.Split()(gm)),
-        chunks,
-        checkpoint,
-        gm.meta.get(GAP, gap(priced.slowest, lower_bound(found.dag, target))),
+    lanes = _Lanes(slower, placement, schedule, count, checkpoint)
+    found = lanes.planned(gm, partition, 1)
+    several = len(placement) // len(specs)
+    if several > 1 and not found.fits:
+        try:
+            found = lanes.planned(gm, partition, several)
+        except DoesNotFit as error:
+            raise DoesNotFit(
+                f"{error} (there are {several} stages on each device: what is said of device i "
+                f"here is said of stage i, with 1/{several} of its device's memory)"
+            ) from None
+    return replace(
+        found,
+        devices=specs,
+        stages=tuple(replace(stage, device=specs[stage.lane]) for stage in found.stages),
     )
 
 
-def _stage(
-    index: int,
-    spec: DeviceSpec,
-    found: Problem,
-    stage: Sequence[int],
-    priced: Prices,
-    fixed: int,
-) -> PlannedStage:
-    return PlannedStage(
-        index,
-        spec,
-        tuple(node.name for node, s in zip(found.work, stage, strict=True) if s == index),
-        float(priced.compute[index]),
-        float(priced.link[index]),
-        float(priced.times[index]),
-        fixed,
-        round(float(priced.memory[index])) - fixed,
-    )
+@dataclass(frozen=True)
+class _Lanes:
+    """What stages run on, and in which order. ``specs``: of the lanes."""
+
+    specs: tuple[DeviceSpec, ...]
+    placement: tuple[int, ...]
+    schedule: str | Schedule
+    chunks: int
+    checkpoint: str
+
+    def planned(self, gm: fx.GraphModule, partition: Spec, part: int) -> Plan:
+        """The plan, each stage given one of so many parts of its device's memory."""
+        devices = tuple(
+            spec if spec.memory is None else spec.with_memory(spec.memory / part)
+            for spec in (self.specs[lane] for lane in self.placement)
+        )
+        stages = len(devices)
+        cut = default.Partition(
+            stages,
+            partition,
+            devices,
+            self.chunks,
+            self.checkpoint,
+            live=self._alive,
+            placement=self.placement,
+        )
+        gm = cut(gm)
+        again = recomputed(self.checkpoint, self.chunks)
+        found = problem(gm.graph, devices=devices, recomputed=again)
+        stage = [node.meta[STAGE] for node in found.work]
+        layout = skip_layout(default.Split()(gm))
+        fixed = [0] * stages
+        for node, s in zip(found.work, stage, strict=True):
+            fixed[s] += node.meta[COST].fixed_bytes
+        order, timeline = self._played(found, stage, devices, layout, fixed)
+        target = machine(
+            devices,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+            live=live(order).stages,
+            placement=self.placement,
+        )
+        priced = prices(found.whole, target, stage)
+        return Plan(
+            self.specs,
+            tuple(
+                PlannedStage(
+                    i,
+                    self.placement[i],
+                    devices[i],
+                    tuple(n.name for n, s in zip(found.work, stage, strict=True) if s == i),
+                    float(priced.compute[i]),
+                    float(priced.link[i]),
+                    float(priced.times[i]),
+                    fixed[i],
+                    round(float(priced.memory[i])) - fixed[i],
+                )
+                for i in range(stages)
+            ),
+            layout,
+            order,
+            timeline,
+            self.checkpoint,
+            gm.meta.get(GAP, gap(priced.slowest, lower_bound(found.dag, target))),
+        )
+
+    def _alive(self, stages: int) -> Sequence[float] | None:
+        """How many micro-batches are alive at once at each of so many stages; None: all."""
+        schedule, lanes = self.schedule, len(self.specs)
+        if stages != len(self.placement):  # what if there were more of them
+            if isinstance(schedule, Schedule) or lanes != len(self.placement):
+                return None
+            lanes = stages
+        if schedule == AUTO:  # it keeps the bound where one that is known does
+            if lanes != stages:
+                return None
+            schedule = "1f1b"
+        if not isinstance(schedule, Schedule):
+            schedule = named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)
+        return live(schedule).stages
+
+    def _played(
+        self,
+        found: Problem,
+        stage: Sequence[int],
+        devices: Sequence[DeviceSpec],
+        layout: SkipLayout,
+        fixed: Sequence[int],
+    ) -> tuple[Schedule, Timeline]:
+        """The order of a step, and the step in that order."""
+        chunks, stages = self.chunks, len(devices)
+        costs = self._costs(found, stage, devices)
+        links = Links(tuple(self._edges(found, layout)), between=self._between())
+        # What each stage saves, and what it receives, of a mini-batch.
+        saved, received = (
+            prices(
+                replace(found.whole, fixed=np.zeros(found.whole.size)),
+                Machine(stages, held=np.full(stages, a), received=np.full(stages, b)),
+                stage,
+            ).memory
+            for a, b in ((1, 0), (0, 1))
+        )
+        kept = saved if self.checkpoint == "never" else received
+        always = [0.0] * len(self.specs)
+        for s, lane in enumerate(self.placement):
+            always[lane] += fixed[s]
+        if self.checkpoint != "never":  # one micro-batch at a time is computed again
+            for lane in range(len(always)):
+                own = [s for s in range(stages) if self.placement[s] == lane]
+                always[lane] += max(float(saved[s]) for s in own) / chunks
+        memory = Memory([float(size) / chunks for size in kept], always)
+        limits = [float("inf") if s.memory is None else s.memory for s in self.specs]
+        order = schedule_of(
+            self.schedule,
+            self.placement,
+            chunks,
+            lambda: costs,
+            links=links,
+            memory=memory,
+            max_bytes=limits if min(limits) < float("inf") else None,
+        )
+        return order, simulate(order, costs, links, memory)
+
+    def _costs(
+        self, found: Problem, stage: Sequence[int], devices: Sequence[DeviceSpec]
+    ) -> list[StageCost]:
+        """Of a micro-batch at each stage. Half a backward is for the inputs, as in a product of
+        matrices; where a stage is run again for it, it is done at once."""
+        forward, backward = [0.0] * len(devices), [0.0] * len(devices)
+        for node, s in zip(found.work, stage, strict=True):
+            is_another = devices[s] != devices[0]
+            times = relative_time(node, devices[s], devices[0]) if is_another else 1.0
+            forward[s] += times * node.meta[COST].forward_s / self.chunks
+            backward[s] += times * node.meta[COST].backward_s / self.chunks
+        if self.checkpoint == "never":
+            return [StageCost(f, b / 2, b / 2) for f, b in zip(forward, backward, strict=True)]
+        again = recomputed(self.checkpoint, self.chunks)
+        return [StageCost(f, b + again * f) for f, b in zip(forward, backward, strict=True)]
+
+    def _edges(self, found: Problem, layout: SkipLayout) -> Iterator[Edge]:
+        """What travels from stage to stage for one micro-batch, and the gradients back."""
+        nodes = found.work[0].graph.nodes
+        values = {node.name: tensors_of(node.meta.get(VALUE)) for node in nodes}
+        sizes: dict[tuple[int, int], tuple[float, float]] = {}
+        for hop in layout.hops:
+            if hop.source is not None:
+                there, back = sizes.get((hop.source, hop.target), (0.0, 0.0))
+                trained = tensor_bytes([t for t in values[hop.value] if t.requires_grad])
+                sizes[hop.source, hop.target] = there + hop.bytes, back + trained
+        for (source, target), (there, back) in sizes.items():
+            yield Edge(source, target, there / self.chunks, back / self.chunks)
+
+    def _between(self) -> dict[tuple[int, int], Link]:
+        """The slower of two devices' links is the one between them."""
+        return {
+            (a, b): Link(
+                max(one.link_latency_s, other.link_latency_s),
+                min(one.link_bytes_per_s, other.link_bytes_per_s),
+            )
+            for a, one in enumerate(self.specs)
+            for b, other in enumerate(self.specs)
+            if a != b
+        }
 
 
 def _specs(devices: Sequence[DeviceSpec | str]) -> tuple[DeviceSpec, ...]:
     if isinstance(devices, str | DeviceSpec) or not devices:
         raise ValueError(
             f"devices is {devices!r}: give a list of DeviceSpec, or of names of known devices, "
-            'one for each stage, such as ["h100"] * 4'
+            'one for each lane, such as ["h100"] * 4'
         )
     return tuple(d if isinstance(d, DeviceSpec) else DeviceSpec.of(d) for d in devices)
 

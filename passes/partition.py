@@ -85,7 +85,9 @@ class Partition:
 
     ``meta["gap"]`` of the graph module says how far from optimal an automatic cut by time is at
     most. ``devices`` describes the devices, one a stage, where they differ or have limits;
-    ``chunks`` and ``checkpoint`` are as for :func:`fxpipe.compile`.
+    ``chunks`` and ``checkpoint`` are as for :func:`fxpipe.compile`. ``live`` says how many
+    micro-batches are alive at once at each of so many stages (None: all), which decides what fits;
+    ``placement`` numbers the devices of the stages, where one has several.
 
     Raises :class:`PartitionError` if there are fewer places to cut than needed, a name is unknown,
     the asked-for stages need each other in a circle, or the devices have too little memory.
@@ -97,6 +99,8 @@ class Partition:
     devices: tuple[DeviceSpec, ...] | None = None
     chunks: int = 1
     checkpoint: str = "never"
+    live: Callable[[int], Sequence[float] | None] | None = None
+    placement: tuple[int, ...] | None = None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
@@ -137,7 +141,11 @@ class Partition:
     def solved(self, graph: fx.Graph, spec: Auto) -> tuple[Problem, Cut]:
         """The automatic cut of a model graph with costs."""
         target = machine(
-            self.devices or self.stages, chunks=self.chunks, checkpoint=self.checkpoint
+            self.devices or self.stages,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+            live=self.live and self.live(self.stages),
+            placement=self.placement,
         )
         again = recomputed(self.checkpoint, self.chunks)
         return automatic(graph, target, spec, self.devices, again)
@@ -152,7 +160,7 @@ class Partition:
         n = len(self.devices)
         for count in (n + 1, n + 2, 2 * n):
             devices = (*self.devices, *self.devices[-1:] * (count - n))
-            wider = replace(self, stages=count, devices=devices)
+            wider = replace(self, stages=count, devices=devices, placement=None)
             if wider.is_possible(graph, spec):
                 ways.append(f"{count} devices")
                 break

@@ -118,17 +118,26 @@ def problem(
 
 
 def machine(
-    devices: Sequence[DeviceSpec] | int, *, chunks: int = 1, checkpoint: str = "never"
+    devices: Sequence[DeviceSpec] | int,
+    *,
+    chunks: int = 1,
+    checkpoint: str = "never",
+    live: Sequence[float] | None = None,
+    placement: Sequence[int] | None = None,
 ) -> Machine:
     """The machine that stages on these devices are; for a mere number of them, one without limits.
 
-    Every value crosses a link once for each micro-batch. With ``checkpoint`` a stage keeps what it
-    receives, and the activations of one micro-batch: "except_last" of the last, "always" of the one
-    that is computed again.
+    Every value crosses a link once for each micro-batch. Each stage keeps the activations of as
+    many micro-batches as are ``live`` there at once; None: of all. With ``checkpoint`` it keeps
+    what it receives of them, and the activations of one micro-batch: "except_last" of the last,
+    "always" of the one that is computed again. Between stages of one number in ``placement``, which
+    are on one device, nothing has to travel.
     """
     if isinstance(devices, int):
         return Machine(devices)
     k = len(devices)
+    where = np.arange(k) if placement is None else np.asarray(placement)
+    is_here = where[:, None] == where
     bandwidth = np.array(
         [[min(a.link_bytes_per_s, b.link_bytes_per_s) for b in devices] for a in devices]
     )
@@ -136,14 +145,16 @@ def machine(
         [[max(a.link_latency_s, b.link_latency_s) for b in devices] for a in devices]
     )
     limits = [np.inf if device.memory is None else device.memory for device in devices]
-    held, received = (1.0, 0.0) if checkpoint == "never" else (1 / chunks, 1.0)
+    alive = np.ones(k) if live is None else np.asarray(live) / chunks
+    kept, one, none = alive, np.full(k, 1 / chunks), np.zeros(k)
+    held, received = (kept, none) if checkpoint == "never" else (one, kept)
     return Machine(
         k,
-        bandwidth=bandwidth,
-        latency=chunks * latency,
+        bandwidth=np.where(is_here, np.inf, bandwidth),
+        latency=np.where(is_here, 0.0, chunks * latency),
         memory=np.array(limits),
-        held=np.full(k, held),
-        received=np.full(k, received),
+        held=held,
+        received=received,
     )
 
 

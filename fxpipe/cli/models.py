@@ -133,9 +133,11 @@ def compile_(
     "--devices",
     required=True,
     metavar="NAME,NAME",
-    help=f"One for each stage, of {', '.join(KNOWN)}. They need not be here.",
+    help=f"One for each lane, of {', '.join(KNOWN)}. They need not be here.",
 )
 @chunks_option
+@_schedule
+@_stages
 @partition_option
 @checkpoint_option
 @click.option(
@@ -153,6 +155,7 @@ def plan(
     \b
     Examples:
       fxpipe plan models:build --devices h100,h100,h100,h100 --chunks 16
+      fxpipe plan models:build --devices a100,a100 --schedule interleaved_1f1b
       fxpipe plan models:build --devices a100,a100 --checkpoint always --meta
     """
     import torch

@@ -8,6 +8,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe import DeviceSpec
+from fxpipe.schedule import live, named
 from tests.zoo import MODELS, Chain, ResNet, UNet, same
 
 FREE_LINKS = DeviceSpec(link_bytes_per_s=1e30, link_latency_s=0.0)
@@ -78,6 +79,120 @@ def test_the_step_is_the_rounds_of_its_slowest_stage_and_the_rest_is_bubble():
     assert plan.seconds == pytest.approx((4 + 4 - 1) / 4)
     assert plan.bubble == pytest.approx(3 / 7)
     assert plan.gap == pytest.approx(0)
+
+
+def even(**options):
+    """The plan for eight layers that take, and keep, the same."""
+    layers = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8))
+    model, x = on_meta(nn.Sequential(*layers), torch.zeros(512, 32))
+    options = {"devices": [FREE_LINKS] * 4, "chunks": 8, **options}
+    return fxpipe.plan(model, example_inputs=x, costs={f"{i}": 1.0 for i in range(8)}, **options)
+
+
+def test_a_schedule_decides_what_is_alive_at_once():
+    gpipe, one_f_one_b = even(), even(schedule="1f1b")
+    assert one_f_one_b.seconds == pytest.approx(gpipe.seconds) == pytest.approx((8 + 3) / 8 * 2)
+    assert one_f_one_b.partition == gpipe.partition
+    kept = [stage.activation_bytes for stage in gpipe.stages]
+    alive = [4 / 8, 3 / 8, 2 / 8, 1 / 8]
+    expected = [size * part for size, part in zip(kept, alive, strict=True)]
+    assert [stage.activation_bytes for stage in one_f_one_b.stages] == expected
+    assert one_f_one_b.memory == tuple(stage.memory for stage in one_f_one_b.stages)
+
+
+def test_a_model_that_only_fits_in_another_order_is_planned_in_that():
+    short = FREE_LINKS.with_memory(0.7 * even().memory[0])
+    with pytest.raises(fxpipe.DoesNotFit):
+        even(devices=[short] * 4)
+    assert even(devices=[short] * 4, schedule="1f1b").fits
+    assert even(devices=[short] * 4, schedule="auto").fits
+
+
+def test_a_device_with_several_stages_holds_all_of_them():
+    plan = even(devices=[FREE_LINKS] * 2, schedule="interleaved_1f1b")
+    assert [stage.lane for stage in plan.stages] == [0, 1, 0, 1]
+    of_one = [
+        stage.activation_bytes / count
+        for stage, count in zip(plan.stages, live(plan.schedule).stages, strict=True)
+    ]
+    alive = live(plan.schedule, of_one).lanes
+    state = [sum(s.state_bytes for s in plan.stages if s.lane == lane) for lane in (0, 1)]
+    assert plan.memory == pytest.approx([a + b for a, b in zip(alive, state, strict=True)])
+    assert plan.bubble < even(devices=[FREE_LINKS] * 2).bubble
+    assert "1 cpu core" in str(plan)
+
+
+def test_stages_that_share_a_device_are_given_parts_of_its_memory():
+    layers = (nn.Linear(3, 3) for _ in range(16))
+    model, x = on_meta(nn.Sequential(*layers), torch.zeros(8, 3))
+    # By time stages 0 and 2, which are on the first device, have 14 of the 16 layers.
+    times = [1 / 6] * 6 + [1] + [1 / 8] * 8 + [1]
+    costs = dict(zip((name for name, _ in model.named_children()), times, strict=True))
+
+    def planned(memory):
+        return fxpipe.plan(
+            model,
+            [FREE_LINKS.with_memory(memory)] * 2,
+            example_inputs=x,
+            chunks=4,
+            costs=costs,
+            schedule="interleaved_1f1b",
+        )
+
+    roomy = planned(None)
+    assert [len(stage.nodes) for stage in roomy.stages] == [6, 1, 8, 1]
+    limit = 0.8 * max(roomy.memory)
+    assert planned(limit).fits
+    with pytest.raises(fxpipe.DoesNotFit, match="device 0 needs"):
+        planned(limit / 4)
+
+
+def test_nothing_travels_between_stages_of_one_device():
+    slow = DeviceSpec(link_bytes_per_s=1e3, link_latency_s=1.0)
+    options = {"schedule": "interleaved_1f1b", "stages": 2, "partition": ["4"]}
+    plan = even(devices=[slow], **options)
+    assert [stage.link_s for stage in plan.stages] == [0, 0]
+    assert plan.seconds == pytest.approx(8)
+
+
+def test_the_schedule_that_is_searched_for_is_no_slower():
+    known = [even(schedule=name).seconds for name in ("gpipe", "1f1b", "zb_h1")]
+    assert even(schedule="auto").seconds <= min(known) * (1 + 1e-9)
+
+
+def test_links_of_the_devices_take_their_time():
+    slow = DeviceSpec(link_bytes_per_s=512 * 32 * 4 / 8, link_latency_s=0.0)  # 1 s a micro-batch
+    plan = even(devices=[slow] * 2, chunks=8, partition=["4"])
+    # There and back it is what the stages, which take half a second, wait for.
+    assert plan.seconds == pytest.approx(0.5 + 8 * 1 + 8 * 1 + 0.5)
+    copies = [t for t in plan.timeline.transfers if t.target == 1]
+    assert [t.end - t.start for t in copies] == pytest.approx([1.0] * 8)
+
+
+def test_a_plan_is_compiled_with_its_schedule():
+    model, x = Chain(8), torch.randn(8, 3)
+    plan = fxpipe.plan(
+        model, [FREE_LINKS] * 2, example_inputs=(x,), chunks=4, schedule="looped_bfs"
+    )
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        partition=plan.partition,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
+        loss_fn=lambda output, target: output.sum(),
+        example_inputs=(x,),
+    ) as pipe:
+        assert pipe.skip_layout == plan.layout
+        pipe.step(x, target=x)
+
+
+def test_a_schedule_for_something_else_is_refused():
+    other = named("1f1b", lanes=4, microbatches=6)
+    with pytest.raises(ValueError, match="has 6 micro-batches, the mini-batch 8: give chunks=6"):
+        even(schedule=other)
+    with pytest.raises(ValueError, match="has 4 lanes and 4 stages, and there are 3 devices"):
+        even(schedule=other, devices=[FREE_LINKS] * 3)
 
 
 def test_links_are_summed_hop_by_hop():

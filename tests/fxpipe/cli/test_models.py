@@ -100,6 +100,13 @@ def test_plan_predicts_what_the_function_predicts(models):
     assert text == succeeded("plan", *given, "--partition", "second", "--meta")
 
 
+def test_plan_knows_schedules():
+    given = ["fxpipe.demo:UNet", "--input", "8,3,32,32", "--devices", "h100,h100"]
+    text = succeeded("plan", *given, "--schedule", "interleaved_1f1b", "--stages", 4)
+    assert "│ 3     │ 1 h100 │" in text
+    assert "(interleaved_1f1b)" in text
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
