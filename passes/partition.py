@@ -45,7 +45,9 @@ class Auto:
     """How the model is to be cut automatically.
 
     Args:
-        objective: what the stages are to have equally: "time", "memory", "params" or "flops".
+        objective: what the stages are to have equally: "time", "memory" (what is held for it in
+            all, for a mini-batch), "activations" (what is kept for the backward), "params" or
+            "flops".
         slack: a cut may be so much slower than the fastest, as a fraction, if it sends less.
         pins: names of modules or nodes, and the stages that they go to.
         together: groups of such names; each stays in one stage.

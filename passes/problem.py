@@ -45,6 +45,7 @@ from passes.cut.dag import OUTSIDE, Dag, Kept, Machine, Value, contracted, group
 OBJECTIVES: Mapping[str, Callable[[Cost], float]] = {
     "time": lambda cost: cost.seconds,
     "memory": lambda cost: cost.fixed_bytes + cost.activation_bytes,
+    "activations": lambda cost: cost.activation_bytes,
     "params": lambda cost: cost.param_bytes,
     "flops": lambda cost: cost.flops + cost.backward_flops,
 }

@@ -20,8 +20,10 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.graph import COST, STAGE, Cost, is_work
-from passes.partition import Partition, PartitionError
+from passes.partition import Auto, Partition, PartitionError
 from passes.split import Split
+
+EVEN = Auto(objective="activations")
 
 
 def segmented(stage: fx.GraphModule, count: int) -> fx.GraphModule:
@@ -31,22 +33,21 @@ def segmented(stage: fx.GraphModule, count: int) -> fx.GraphModule:
     """
     for parts in range(count, 0, -1):
         try:
-            return Split(part="segment")(Partition(parts)(_weighed(stage)))
+            return Split(part="segment")(Partition(parts, EVEN)(_copied(stage)))
         except PartitionError:
             if parts == 1:
                 raise
     raise ValueError(f"{count} segments asked for: give 1 or more")
 
 
-def _weighed(stage: fx.GraphModule) -> fx.GraphModule:
-    """A copy, in which what a node keeps for the backward stands for the time it takes."""
+def _copied(stage: fx.GraphModule) -> fx.GraphModule:
+    """A copy to be labelled; what the stage has added to the model's nodes costs nothing."""
     graph = fx.Graph()
     own: dict[fx.Node, Any] = {}
     for node in stage.graph.nodes:
         own[node] = graph.node_copy(node, own.__getitem__)
         if is_work(node):
-            kept = node.meta.get(COST, Cost()).activation_bytes
-            own[node].meta |= {COST: Cost(forward_s=float(kept))}
+            own[node].meta.setdefault(COST, Cost())
             own[node].meta.pop(STAGE, None)
     return fx.GraphModule(stage, graph)
 
