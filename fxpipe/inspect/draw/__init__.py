@@ -1,0 +1,19 @@
+"""Drawings of graphs of every level, as Graphviz source: the model, its stages, the pipeline.
+
+::
+
+    draw_model      a box a node                         what was traced, and where it was cut
+    draw_stages     a box a stage                        who sends what to whom
+    draw_pipeline   a box a cell (micro-batch, stage)    what runs, and what waits for what
+
+The same graph gives the same source. Lines differ by width and dashes as well as by colour (those
+of Okabe and Ito), so that they can be told apart in print and by the colour-blind.
+"""
+
+from fxpipe.inspect.draw.model import draw_model
+from fxpipe.inspect.draw.picture import SKIP_COLOURS
+from fxpipe.inspect.draw.pipeline import draw_pipeline
+from fxpipe.inspect.draw.stages import draw_stages
+from fxpipe.inspect.draw.svg import render_svg
+
+__all__ = ["SKIP_COLOURS", "draw_model", "draw_pipeline", "draw_stages", "render_svg"]

@@ -1,0 +1,179 @@
+"""What all drawings share: lines and their legend, colours, and the text of values."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import graphviz  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.graph import ORIGIN, VALUE, tensor_bytes
+from fxpipe.inspect.text import human_bytes
+
+SKIP_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_SKIP_STYLES = ("solid", "dashed", "dotted")
+GREY = "#777777"
+PALE = "#BBBBBB"
+CLUSTER = {"style": "rounded,filled", "color": PALE, "fillcolor": "#F6F6F6", "labeljust": "l"}
+Point = tuple[float, float]
+
+THICK = "3.5"  # of skips, and nothing else
+STRAIGHT = "10"  # the weight of edges that should be straight
+_INVISIBLE = {"style": "invis"}
+
+# ------------------------------------------------------------------------------------------- lines
+
+
+@dataclass(frozen=True)
+class Line:
+    """How an edge is drawn, and what that means."""
+
+    meaning: str
+    style: str = "solid"
+    color: str = "black"
+    penwidth: str = "1"
+    arrowhead: str = "normal"
+
+    @property
+    def is_skip(self) -> bool:
+        return self.penwidth == THICK
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        return {
+            "style": self.style,
+            "color": self.color,
+            "fontcolor": self.color,
+            "penwidth": self.penwidth,
+            "arrowhead": self.arrowhead,
+        }
+
+
+DATA = Line("value")
+CALLER = Line("from and to the caller", style="dotted", arrowhead="vee")
+
+
+def skip_lines(names: Sequence[str], what: str) -> dict[str, Line]:
+    """A line for each skip value: its own colour and, with the next ones, its own dashes."""
+    lines: dict[str, Line] = {}
+    for name in dict.fromkeys(names):
+        i = len(lines)
+        lines[name] = Line(
+            f"{what} {name}",
+            style=_SKIP_STYLES[i % len(_SKIP_STYLES)],
+            color=SKIP_COLOURS[i % len(SKIP_COLOURS)],
+            penwidth=THICK,
+        )
+    return lines
+
+
+class Picture:
+    """A drawing in the making, which remembers the lines that its legend has to explain."""
+
+    def __init__(self, name: str, **attributes: str) -> None:
+        self.dot = graphviz.Digraph(name)
+        self.dot.attr("graph", fontname="Helvetica", fontsize="11", **attributes)
+        self.dot.attr("node", fontname="Helvetica", fontsize="10", shape="box", style="rounded")
+        # Where there is no Helvetica, a wider font is taken: leave room for it.
+        self.dot.attr("node", margin="0.25,0.08")
+        self.dot.attr("edge", fontname="Helvetica", fontsize="9")
+        self.lines: dict[Line, None] = {}
+        self.joined: set[tuple[str, str]] = set()
+
+    def oval(self, name: str, label: str, **more: str) -> None:
+        text = graphviz.escape(label)
+        self.dot.node(name, text, shape="oval", style="solid", height="0.3", **more)
+
+    def edge(self, tail: str, head: str, line: Line, **more: str) -> None:
+        self.lines.setdefault(line)
+        self.joined.add((tail, head))
+        self.dot.edge(tail, head, **{**line.attributes, **more})
+
+    def order(self, tail: str, head: str, **more: str) -> None:
+        """Keep one before the other, without a line, unless a line does so."""
+        if (tail, head) not in self.joined:
+            self.dot.edge(tail, head, **_INVISIBLE, **more)
+
+    def source(self, legend_at: Point | None = None) -> graphviz.Source:
+        """The whole, with a legend: its upper left corner there, or else beside all."""
+        if self.lines:
+            with self.dot.subgraph(name="cluster_legend") as legend:
+                legend.attr(label="legend", style="rounded", color=PALE)
+                place = {}
+                if legend_at is not None:
+                    place = _place_legend(legend, self.lines, legend_at)
+                legend.node(_LEGEND, _legend(self.lines), shape="plaintext", **place)
+        return graphviz.Source(self.dot.source)
+
+
+_ROOM = "&#160;" * 6
+_LEGEND = "the legend"  # with a space, as no fx node is named
+
+
+def _place_legend(legend: graphviz.Digraph, lines: Iterable[Line], corner: Point) -> dict[str, str]:
+    (left, top), meanings = corner, [line.meaning for line in lines]
+    width, height = 80 + max(map(width_of, meanings)), 30 + 24 * len(meanings)
+    middle = left + width / 2
+    legend.attr(bb=numbers(left, top - height, left + width, top), lp=numbers(middle, top - 12))
+    return {"pos": numbers(middle, top - 10 - height / 2)}
+
+
+def _legend(lines: Iterable[Line]) -> str:
+    """A table, which stays together wherever the layout puts it: samples, and what they mean."""
+    rows = "".join(map(_legend_row, lines))
+    return f'<<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="3">{rows}</TABLE>>'
+
+
+def _legend_row(line: Line) -> str:
+    style = "" if line.style == "solid" else f' STYLE="{line.style}"'
+    width = max(1, round(float(line.penwidth)))
+    # The sample is the border between two half rows, so that it is level with its text.
+    return (
+        f'<TR><TD WIDTH="50" HEIGHT="10" SIDES="B" BORDER="{width}" '
+        f'COLOR="{line.color}"{style}></TD>'
+        f'<TD ROWSPAN="2" ALIGN="LEFT">{html.escape(line.meaning)}{_ROOM}</TD></TR>'
+        f'<TR><TD WIDTH="50" HEIGHT="10"></TD></TR>'
+    )
+
+
+# -------------------------------------------------------------------------------------------- text
+
+
+def label(*lines: str) -> str:
+    return r"\n".join(graphviz.escape(line) for line in lines if line)
+
+
+def numbers(*values: float) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
+def width_of(text: str) -> float:
+    """About how many points wide it is."""
+    return 5.2 * len(text)
+
+
+def type_text(value: Any) -> str:
+    """``float32 [4, 3]``; one for each tensor of a value that has several."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return ", ".join(
+        f"{str(t.dtype).removeprefix('torch.')} [{', '.join(map(str, t.shape))}]" for t in tensors
+    )
+
+
+def value_text(node: fx.Node) -> str:
+    """The name of a value, what it is, and its size."""
+    value = node.meta.get(VALUE)
+    lines = [origin(node), type_text(value)]
+    if size := tensor_bytes(value):
+        lines.append(human_bytes(size))
+    # Left-justified and indented, or the text would touch its line.
+    return "".join(f"  {graphviz.escape(line)}      " + r"\l" for line in lines if line)
+
+
+def origin(node: fx.Node) -> str:
+    return str(node.meta.get(ORIGIN, node.name))

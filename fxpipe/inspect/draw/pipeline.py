@@ -1,0 +1,269 @@
+"""The pipeline graph: a grid, stages down and micro-batches across."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import graphviz  # type: ignore[import-untyped]
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.graph import MICROBATCH
+from fxpipe.inspect.draw.picture import (
+    CALLER,
+    CLUSTER,
+    GREY,
+    Line,
+    Picture,
+    Point,
+    label,
+    numbers,
+    origin,
+    skip_lines,
+    width_of,
+)
+from passes.cells import Cell, cell_of, cells
+
+_COPY = Line("copy")
+_USE = Line("value, not copied", arrowhead="empty")
+_ORDER = Line("fork to join: its backward comes after", style="dashed", color=GREY, arrowhead="vee")
+
+_End = Cell | str
+"""Where a line begins or ends: a cell, or the name of a scatter or gather."""
+
+
+@dataclass(frozen=True)
+class _Link:
+    """A line of the grid. It passes rows in a lane of its own, beside the cells of a column."""
+
+    tail: _End
+    head: _End
+    line: Line
+    value: str
+
+    @property
+    def lane(self) -> tuple[str, str]:
+        """One for each value; but where that passes in two ways, one for each."""
+        return self.line.meaning, self.value
+
+    @property
+    def microbatch(self) -> int:
+        cell = self.tail if isinstance(self.tail, tuple) else self.head
+        return cell[0] if isinstance(cell, tuple) else 0
+
+    def passed(self, stages: int) -> range:
+        """The rows between its ends."""
+        first = self.tail[1] + 1 if isinstance(self.tail, tuple) else 0
+        return range(first, self.head[1] if isinstance(self.head, tuple) else stages)
+
+
+def draw_pipeline(gm: fx.GraphModule, devices: Sequence[str]) -> graphviz.Source:
+    """The pipeline graph as a grid: a row a stage, a column a micro-batch, a box a cell.
+
+    Every position is given, as the layouts that Graphviz finds by itself are no grids: lines that
+    pass a row would be led around the outside of it.
+
+    Args:
+        devices: one for each stage.
+    """
+    links = list(dict.fromkeys(_links(gm.graph)))
+    grid = _Grid(gm.graph, devices, links)
+    picture = Picture("pipeline", layout="nop2")
+    for stage in range(len(devices)):
+        _draw_row(picture, grid, stage)
+    for name, text in {**grid.scatters, **grid.gathers}.items():
+        width = f"{width_of(text) / 72 + 0.35:.2f}"
+        picture.oval(name, text, pos=numbers(*grid.oval(name)), width=width)
+    for link in links:
+        spot = grid.name_spot(link)
+        named = {} if spot is None else {"label": link.value, "lp": numbers(*spot)}
+        tail, head = (end if isinstance(end, str) else _cell(end) for end in (link.tail, link.head))
+        picture.edge(tail, head, link.line, pos=_route(grid.path(link)), arrowsize="0.7", **named)
+    return picture.source(legend_at=grid.below)
+
+
+def _links(graph: fx.Graph) -> Iterator[_Link]:
+    skipped = [origin(n) for n in graph.nodes if n.target is ops.portal_blue]
+    skips = skip_lines(skipped, "skip through a portal:")
+    for node in graph.nodes:
+        head = _end(node)
+        for source in node.all_input_nodes:
+            tail = _end(source)
+            if head is None or tail is None or head == tail or source.target is ops.scatter:
+                continue  # what gather asks of scatter is only how large the parts are
+            yield _Link(tail, head, _line(node, tail, head, skips), origin(source))
+
+
+def _end(node: fx.Node) -> _End | None:
+    if (cell := cell_of(node)) is not None:
+        return cell
+    if node.target in (ops.scatter, ops.gather):
+        return node.name
+    source = node.args[0] if node.args and MICROBATCH in node.meta else None
+    return _end(source) if isinstance(source, fx.Node) else None
+
+
+def _line(node: fx.Node, tail: _End, head: _End, skips: Mapping[str, Line]) -> Line:
+    if node.target is ops.portal_copy:
+        return skips[origin(node)]
+    if isinstance(tail, str) or isinstance(head, str):
+        return CALLER
+    if tail[1] == head[1]:
+        return _ORDER
+    return _COPY if node.target is ops.copy else _USE
+
+
+def _cell(cell: Cell) -> str:
+    return f"mb {cell[0]} stage {cell[1]}"
+
+
+class _Grid:
+    """Where things are, in points: x from left to right, y from the top down, below zero."""
+
+    width, height = 72.0, 44.0  # of a cell
+    lane_width = 14.0
+    gap = 40.0  # between the cells of one row and of the next
+    pad = 9.0  # around the cells of a row
+
+    def __init__(self, graph: fx.Graph, devices: Sequence[str], links: Sequence[_Link]) -> None:
+        self.cells = cells(graph)
+        self.labels = [f"stage {stage} · {device}" for stage, device in enumerate(devices)]
+        self.stages = len(devices)
+        self.microbatches = 1 + max((microbatch for microbatch, _ in self.cells), default=-1)
+        self.scatters = {
+            node.name: f"scatter {node.args[0]}"
+            for node in graph.find_nodes(op="call_function", target=ops.scatter)
+        }
+        self.gathers = {
+            node.name: f"gather {node.name.removesuffix('_out')}"
+            for node in graph.find_nodes(op="call_function", target=ops.gather)
+        }
+        # Short ones first, so that long ones go around them; skips last, beside their names.
+        long = [link for link in links if link.passed(self.stages)]
+        long.sort(key=lambda link: (link.line.is_skip, len(link.passed(self.stages))))
+        self.lanes = list(dict.fromkeys(link.lane for link in long))
+        # A skip says its name once: in the last column, where there is room beside it.
+        last = {link.lane: link for link in long if link.line.is_skip}
+        self.named = {link: i for i, link in enumerate(last.values())}
+
+    @property
+    def head(self) -> float:
+        """The width of the rows' labels."""
+        return max(map(width_of, self.labels), default=0) + 30
+
+    @property
+    def column(self) -> float:
+        """From one micro-batch to the next."""
+        return self.width + 22 + self.lane_width * len(self.lanes)
+
+    @property
+    def right(self) -> float:
+        """Where the rows end."""
+        names = max((width_of(link.value) + 8 for link in self.named), default=0)
+        return self.head + self.microbatches * self.column + names
+
+    @property
+    def below(self) -> Point:
+        """Where there is room below all."""
+        return 0, self.y(self.stages) - 30
+
+    def y(self, stage: int) -> float:
+        """The middle of a row; those before the first and after the last are the ovals'."""
+        return -(stage + 1) * (self.height + self.gap)
+
+    def centre(self, cell: Cell) -> Point:
+        return self.head + cell[0] * self.column + self.width / 2, self.y(cell[1])
+
+    def oval(self, name: str) -> Point:
+        stage = -1 if name in self.scatters else self.stages
+        names = list(self.scatters if stage < 0 else self.gathers)
+        across = self.microbatches * self.column
+        return self.head + across * (names.index(name) + 0.5) / len(names), self.y(stage)
+
+    def lane(self, link: _Link) -> float:
+        left = self.centre((link.microbatch, 0))[0] + self.width / 2
+        return left + self.lane_width * (self.lanes.index(link.lane) + 1)
+
+    def name_spot(self, link: _Link) -> Point | None:
+        """The middle of its name, if this is the line that says it."""
+        if link not in self.named:
+            return None
+        left = self.head + self.microbatches * self.column - 16
+        lower = 12 * (self.named[link] % 3 - 1)  # or else names in one row would be one on another
+        middle = self.y(link.passed(self.stages)[0]) - lower
+        return left + width_of(link.value) / 2, middle
+
+    def path(self, link: _Link) -> list[Point]:
+        """From the lower edge of one thing to the upper of another, or along a row."""
+        if link.line is _ORDER and isinstance(link.tail, tuple) and isinstance(link.head, tuple):
+            (left, y), (right, _) = self.centre(link.tail), self.centre(link.head)
+            return [(left + self.width / 2, y), (right - self.width / 2, y)]
+        through: list[Point] = []
+        if rows := link.passed(self.stages):
+            x, reach = self.lane(link), self.height / 2 + self.pad
+            through = [(x, self.y(rows[0]) + reach), (x, self.y(rows[-1]) - reach)]
+        return [self._edge(link, link.tail, -1), *through, self._edge(link, link.head, 1)]
+
+    def _edge(self, link: _Link, end: _End, side: int) -> Point:
+        if isinstance(end, str):
+            x, y = self.oval(end)
+            return x, y + side * 11
+        x, y = self.centre(end)
+        return x + self._shift(link), y + side * self.height / 2
+
+    def _shift(self, link: _Link) -> float:
+        """Lines to or from one cell do not meet: those to lanes are on the right."""
+        if link.passed(self.stages):
+            share = (self.lanes.index(link.lane) + 1) / (len(self.lanes) + 1)
+            return self.width / 2 * share
+        for end, ovals in ((link.tail, list(self.scatters)), (link.head, list(self.gathers))):
+            if isinstance(end, str):
+                return 8 * (ovals.index(end) - (len(ovals) - 1) / 2)
+        return 0
+
+
+def _route(points: Sequence[Point]) -> str:
+    """Through all points, as the spline of an edge; it leaves room for its arrowhead."""
+    x, y = points[-1]
+    is_level = points[-2][1] == y
+    neck = (x - 7, y) if is_level else (x, y + 7)
+    path = [*points[:-1], neck]
+    spline = [path[0]]
+    for (x0, y0), (x1, y1) in pairwise(path):
+        middle_x, middle_y = (x0 + x1) / 2, (y0 + y1) / 2
+        if is_level:
+            spline += [(middle_x, y0), (middle_x, y1), (x1, y1)]
+        else:
+            spline += [(x0, middle_y), (x1, middle_y), (x1, y1)]
+    return f"e,{numbers(x, y)} " + " ".join(numbers(*point) for point in spline)
+
+
+def _draw_row(picture: Picture, grid: _Grid, stage: int) -> None:
+    label, y, reach = grid.labels[stage], grid.y(stage), grid.height / 2 + grid.pad
+    with picture.dot.subgraph(name=f"cluster_stage_{stage}") as cluster:
+        cluster.attr(
+            label=graphviz.escape(label),
+            lp=numbers(grid.head / 2 - 4, y),
+            bb=numbers(0, y - reach, grid.right, y + reach),
+            **CLUSTER,
+        )
+        for cell, nodes in sorted(grid.cells.items()):
+            if cell[1] == stage:
+                _draw_cell(cluster, grid, cell, nodes)
+
+
+def _draw_cell(dot: graphviz.Digraph, grid: _Grid, cell: Cell, nodes: Sequence[fx.Node]) -> None:
+    targets = [node.target for node in nodes]
+    marks = [op.__name__ for op in (ops.checkpoint, ops.recompute) if op in targets]
+    dot.node(
+        _cell(cell),
+        label(f"mb {cell[0]}", *marks),
+        style="rounded,filled",
+        fillcolor="#E4E4E4" if marks else "white",
+        pos=numbers(*grid.centre(cell)),
+        width=f"{grid.width / 72:.3f}",
+        height=f"{grid.height / 72:.3f}",
+        fixedsize="true",
+    )

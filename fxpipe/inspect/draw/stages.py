@@ -1,0 +1,97 @@
+"""The stage graph: a box a stage, and who sends what to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import graphviz  # type: ignore[import-untyped]
+from torch import fx
+
+from fxpipe.graph import Cost
+from fxpipe.inspect.draw.model import draw_node
+from fxpipe.inspect.draw.picture import (
+    CALLER,
+    CLUSTER,
+    STRAIGHT,
+    Line,
+    Picture,
+    label,
+    origin,
+    skip_lines,
+    value_text,
+)
+from fxpipe.inspect.text import human_bytes, human_time
+from passes.skips import routes, stage_of
+
+_NEXT = Line("value for the next stage")
+
+
+def draw_stages(
+    gm: fx.GraphModule, devices: Sequence[str], costs: Sequence[Cost]
+) -> graphviz.Source:
+    """The stage graph, a box a stage, and the values that go from one to another.
+
+    Args:
+        devices: one for each stage.
+        costs: one for each stage, for a whole mini-batch.
+    """
+    # Ranks of their own in each cluster would tear apart stages that take turns on two devices.
+    picture = Picture("stages", nodesep="0.6", ranksep="0.5", newrank="true")
+    for device in dict.fromkeys(devices):
+        with picture.dot.subgraph(name=f"cluster_device_{device}") as cluster:
+            cluster.attr(label=graphviz.escape(device), margin="14", **CLUSTER)
+            for stage, cost in enumerate(costs):
+                if devices[stage] == device:
+                    _draw_stage(cluster, stage, device, cost)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        picture.oval(node.name, node.name)
+    _draw_hops(picture, gm.graph)
+    _draw_results(picture, gm.graph)
+    for stage in range(1, len(costs)):
+        picture.order(_stage(stage - 1), _stage(stage))
+    return picture.source()
+
+
+def _stage(index: int) -> str:
+    return f"stage {index}"
+
+
+def _draw_stage(dot: graphviz.Digraph, stage: int, device: str, cost: Cost) -> None:
+    text = label(
+        f"stage {stage} · {device}",
+        f"parameters {human_bytes(cost.param_bytes)}",
+        f"forward {human_time(cost.forward_s)}, backward {human_time(cost.backward_s)}",
+    )
+    dot.node(_stage(stage), text, style="rounded,filled", fillcolor="white", group="stages")
+
+
+def _draw_hops(picture: Picture, graph: fx.Graph) -> None:
+    hops = [
+        (value, source, target)
+        for value, stages in routes(graph)
+        for source, target in pairwise(stages)
+    ]
+    skips = skip_lines([origin(v) for v, s, t in hops if _is_skip(s, t)], "long skip:")
+    for value, source, target in hops:
+        tail = value.name if source is None else _stage(source)
+        line = CALLER if source is None else _NEXT
+        if _is_skip(source, target):
+            line = skips[origin(value)]
+        weight = "0" if line.is_skip else STRAIGHT
+        picture.edge(tail, _stage(target or 0), line, label=value_text(value), weight=weight)
+
+
+def _is_skip(source: int | None, target: int | None) -> bool:
+    return source is not None and target is not None and target > source + 1
+
+
+def _draw_results(picture: Picture, graph: fx.Graph) -> None:
+    output = graph.output_node()
+    picture.oval(output.name, output.name)
+    for value in output.all_input_nodes:
+        stage = stage_of(value)
+        tail = value.name if stage is None else _stage(stage)
+        if value.op == "get_attr":
+            draw_node(picture.dot, value)
+        picture.edge(tail, output.name, CALLER, label=value_text(value))

@@ -1,0 +1,35 @@
+"""Graphviz source as SVG."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sysconfig
+
+import graphviz  # type: ignore[import-untyped]
+
+
+def render_svg(source: graphviz.Source) -> str:
+    """The drawing as SVG, laid out by Graphviz, or else by ``graphviz-pure``."""
+    program = _program()
+    command = [program, f"-K{source.engine}", "-Tsvg"]
+    done = subprocess.run(command, input=source.source, capture_output=True, encoding="utf-8")
+    if done.returncode:
+        raise RuntimeError(f"{program} could not lay out the drawing: {done.stderr.strip()}")
+    svg: str = done.stdout
+    return svg
+
+
+def _program() -> str:
+    # The wheel's program lies beside Python's own, which is not on PATH if nobody put it there.
+    beside = sysconfig.get_path("scripts")
+    program = (
+        shutil.which("dot")
+        or shutil.which("graphviz-pure")
+        or shutil.which("graphviz-pure", path=beside)
+    )
+    if program is None:
+        raise RuntimeError(
+            "no program lays out drawings here: install Graphviz, or `pip install graphviz-pure`"
+        )
+    return program
