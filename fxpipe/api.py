@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from torch._C._functorch import TransformType
 from fxpipe.compiler import Compiler, Example, Mode, Unrolled, stages_of
 from fxpipe.graph import Cost, format_code
 from fxpipe.hooks import HOOKS
-from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, render_svg
+from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, draw_step, render_svg
 from fxpipe.inspect.dump import dump_of
 from fxpipe.inspect.html import report_html
 from fxpipe.inspect.report import Report
@@ -43,6 +44,13 @@ class Stage:
     module: fx.GraphModule
     device: torch.device
     cost: Cost
+
+    def _repr_svg_(self) -> str | None:
+        """The nodes of the stage, drawn, for notebooks."""
+        try:
+            return render_svg(draw_model(self.module))
+        except RuntimeError:  # nothing here lays out drawings
+            return None
 
 
 def compile(
@@ -423,20 +431,61 @@ class Pipeline(nn.Module):
         """The number of micro-batches of the last call."""
         return self._last()[1]
 
-    def draw(self, level: str = "pipeline") -> graphviz.Source:
-        """A drawing of the "pipeline", "stage" or "model" graph; ``str`` of it is DOT.
+    def draw(
+        self, level: str = "pipeline", *, stage: int | None = None, microbatch: int | None = None
+    ) -> graphviz.Source:
+        """A drawing of the "pipeline", "stage", "model" or "step" graph; ``str`` of it is DOT.
 
         :func:`fxpipe.inspect.draw.render_svg` makes SVG of it, with Graphviz's ``dot`` or with
         ``graphviz-pure``; where there is a ``dot`` it also shows itself in notebooks.
+
+        Args:
+            stage, microbatch: draw this part of the graph only, and in full: a box a node.
         """
-        names = self._options.names
-        if level == "model":
-            return draw_model(self.model_graph)
-        if level == "stage":
-            return draw_stages(self.stage_graph, names, [stage.cost for stage in self.stages])
-        if level == "pipeline":
-            return draw_pipeline(self.graph_module, names)
-        raise ValueError(f'level is {level!r}: give "model", "stage" or "pipeline"')
+        drawn = self._drawings.get(level)
+        if drawn is None:
+            raise ValueError(f'level is {level!r}: give "model", "stage", "pipeline" or "step"')
+        if stage is None and microbatch is None:
+            return drawn()
+        if level in ("model", "stage"):
+            if microbatch is not None:
+                raise ValueError(
+                    f'there are no micro-batches at level {level!r}: give "pipeline" or "step"'
+                )
+            return draw_model(self.model_graph, stage=stage)
+        gm = self.graph_module if level == "pipeline" else self._drawn_step
+        return draw_model(gm, stage=stage, microbatch=microbatch)
+
+    @property
+    def _drawings(self) -> dict[str, Callable[[], graphviz.Source]]:
+        names, placement = self._options.names, self._options.placement
+        return {
+            "model": lambda: draw_model(self.model_graph),
+            "stage": lambda: draw_stages(
+                self.stage_graph, names, [stage.cost for stage in self.stages]
+            ),
+            "pipeline": lambda: draw_pipeline(self.graph_module, names),
+            "step": lambda: draw_step(self._drawn_step, names, placement),
+        }
+
+    @property
+    def _drawn_step(self) -> fx.GraphModule:
+        """The step graph; if there has been no step, that of a call like the last, not run."""
+        mode, _ = self._last()
+        if self._step is not None or mode.example is None:
+            return self.step_graph
+        args, kwargs = mode.example.repeated()
+        return self._compiler.ready_to_step(args, kwargs, None)[2].graph_module
+
+    def _repr_html_(self) -> str | None:
+        """The stages, drawn, and the report, for notebooks; as text before it is compiled."""
+        if self._shown is None and self._example is None:
+            return None
+        report = f"<pre>{html.escape(self.report())}</pre>"
+        try:
+            return render_svg(self.draw("stage")) + report
+        except RuntimeError:  # nothing here lays out drawings
+            return report
 
     def report(self) -> str:
         """Per stage: time, memory, bytes; the skips, the bubble, and what limits the speed."""

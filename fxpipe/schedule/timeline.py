@@ -141,6 +141,10 @@ class Timeline:
 
         return draw([self], memory=memory)
 
+    def _repr_svg_(self) -> str:
+        """For notebooks."""
+        return self.draw()
+
     def to_perfetto(self, path: str | os.PathLike[str]) -> None:
         """Write a Chrome trace (JSON), which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
         with open(path, "w") as file:

@@ -246,7 +246,7 @@ def test_the_report_says_what_each_stage_holds_and_sends():
 def test_drawing_an_unknown_level_is_refused():
     pipe = fxpipe.compile(MLP(), TWO, example_inputs=(X,))
     assert "digraph" in str(pipe.draw("stage"))
-    with pytest.raises(ValueError, match='\'models\': give "model", "stage" or "pipeline"'):
+    with pytest.raises(ValueError, match='\'models\': give "model", "stage", "pipeline" or "step"'):
         pipe.draw("models")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import graphviz  # type: ignore[import-untyped]
@@ -84,6 +85,7 @@ class Picture:
         self.dot.attr("edge", fontname="Helvetica", fontsize="9")
         self.lines: dict[Line, None] = {}
         self.joined: set[tuple[str, str]] = set()
+        self.notes: list[str] = []
 
     def oval(self, name: str, label: str, **more: str) -> None:
         text = graphviz.escape(label)
@@ -101,13 +103,13 @@ class Picture:
 
     def source(self, legend_at: Point | None = None) -> graphviz.Source:
         """The whole, with a legend: its upper left corner there, or else beside all."""
-        if self.lines:
+        if self.lines or self.notes:
             with self.dot.subgraph(name="cluster_legend") as legend:
                 legend.attr(label="legend", style="rounded", color=PALE)
                 place = {}
                 if legend_at is not None:
-                    place = _place_legend(legend, self.lines, legend_at)
-                legend.node(_LEGEND, _legend(self.lines), shape="plaintext", **place)
+                    place = _place_legend(legend, self.lines, self.notes, legend_at)
+                legend.node(_LEGEND, _legend(self.lines, self.notes), shape="plaintext", **place)
         return graphviz.Source(self.dot.source)
 
 
@@ -115,17 +117,22 @@ _ROOM = "&#160;" * 6
 _LEGEND = "the legend"  # with a space, as no fx node is named
 
 
-def _place_legend(legend: graphviz.Digraph, lines: Iterable[Line], corner: Point) -> dict[str, str]:
-    (left, top), meanings = corner, [line.meaning for line in lines]
+def _place_legend(
+    legend: graphviz.Digraph, lines: Iterable[Line], notes: Iterable[str], corner: Point
+) -> dict[str, str]:
+    (left, top), meanings = corner, [*(line.meaning for line in lines), *notes]
     width, height = 80 + max(map(width_of, meanings)), 30 + 24 * len(meanings)
     middle = left + width / 2
     legend.attr(bb=numbers(left, top - height, left + width, top), lp=numbers(middle, top - 12))
     return {"pos": numbers(middle, top - 10 - height / 2)}
 
 
-def _legend(lines: Iterable[Line]) -> str:
+def _legend(lines: Iterable[Line], notes: Iterable[str]) -> str:
     """A table, which stays together wherever the layout puts it: samples, and what they mean."""
-    rows = "".join(map(_legend_row, lines))
+    said = [
+        f'<TR><TD COLSPAN="2" ALIGN="LEFT">{html.escape(note)}{_ROOM}</TD></TR>' for note in notes
+    ]
+    rows = "".join([*map(_legend_row, lines), *said])
     return f'<<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="3">{rows}</TABLE>>'
 
 
@@ -177,3 +184,15 @@ def value_text(node: fx.Node) -> str:
 
 def origin(node: fx.Node) -> str:
     return str(node.meta.get(ORIGIN, node.name))
+
+
+def polyline(points: Sequence[Point]) -> str:
+    """Straight from point to point, as the position of an edge; there is room for its arrowhead."""
+    (x0, y0), (x, y) = points[-2], points[-1]
+    length = abs(x - x0) + abs(y - y0) or 1
+    neck = x - 6 * (x - x0) / length, y - 6 * (y - y0) / length
+    path = [*points[:-1], neck]
+    spline = [path[0]]
+    for start, end in pairwise(path):
+        spline += [start, end, end]
+    return f"e,{numbers(x, y)} " + " ".join(numbers(*point) for point in spline)

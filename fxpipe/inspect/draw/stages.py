@@ -12,7 +12,6 @@ from fxpipe.graph import Cost
 from fxpipe.inspect.draw.model import draw_node
 from fxpipe.inspect.draw.picture import (
     CALLER,
-    CLUSTER,
     STRAIGHT,
     Line,
     Picture,
@@ -36,14 +35,9 @@ def draw_stages(
         devices: one for each stage.
         costs: one for each stage, for a whole mini-batch.
     """
-    # Ranks of their own in each cluster would tear apart stages that take turns on two devices.
-    picture = Picture("stages", nodesep="0.6", ranksep="0.5", newrank="true")
-    for device in dict.fromkeys(devices):
-        with picture.dot.subgraph(name=f"cluster_device_{device}") as cluster:
-            cluster.attr(label=graphviz.escape(device), margin="14", **CLUSTER)
-            for stage, cost in enumerate(costs):
-                if devices[stage] == device:
-                    _draw_stage(cluster, stage, device, cost)
+    picture = Picture("stages", nodesep="0.6", ranksep="0.5")
+    for stage, cost in enumerate(costs):
+        _draw_stage(picture.dot, stage, devices[stage], cost)
     for node in gm.graph.find_nodes(op="placeholder"):
         picture.oval(node.name, node.name)
     _draw_hops(picture, gm.graph)
@@ -60,7 +54,8 @@ def _stage(index: int) -> str:
 def _draw_stage(dot: graphviz.Digraph, stage: int, device: str, cost: Cost) -> None:
     text = label(
         f"stage {stage} · {device}",
-        f"parameters {human_bytes(cost.param_bytes)}",
+        f"parameters {human_bytes(cost.param_bytes)}, "
+        f"activations {human_bytes(cost.activation_bytes)}",
         f"forward {human_time(cost.forward_s)}, backward {human_time(cost.backward_s)}",
     )
     dot.node(_stage(stage), text, style="rounded,filled", fillcolor="white", group="stages")

@@ -1,0 +1,253 @@
+"""The step graph: a grid, lanes down and time across, an action a box.
+
+An action is in the first column in which its lane is free and all that it needs is done, as if all
+took equally long: the columns are the order that the graph itself enforces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import graphviz  # type: ignore[import-untyped]
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.graph import ACTION, MICROBATCH, STAGE
+from fxpipe.inspect.draw.picture import (
+    CLUSTER,
+    SKIP_COLOURS,
+    THICK,
+    Line,
+    Picture,
+    Point,
+    numbers,
+    polyline,
+    width_of,
+)
+from fxpipe.schedule import Action, Kind
+
+_FILL = {
+    Kind.FORWARD: "#CCE3F0",
+    Kind.BACKWARD: "#F7DFCC",
+    Kind.BACKWARD_INPUT: "#FBEBCC",
+    Kind.WEIGHT_GRAD: "#CCECE3",
+}  # those of the timeline, lighter
+_MEANING = {
+    Kind.FORWARD: "F: forward",
+    Kind.BACKWARD: "B: backward",
+    Kind.BACKWARD_INPUT: "I: gradients of the inputs",
+    Kind.WEIGHT_GRAD: "W: gradients of the weights",
+}
+_VALUES = Line("values for the next stage")
+_GRADIENTS = Line("their gradients", style="dashed")
+_LOSS = "the loss is part of the last stage's forward and backward"
+_RECOMPUTED = "dashed frame: keeps no activations, and computes them again"
+
+
+def draw_step(
+    gm: fx.GraphModule, devices: Sequence[str], placement: Sequence[int] | None = None
+) -> graphviz.Source:
+    """The step graph: a row a lane, a column a unit of time, and what goes from action to action.
+
+    Args:
+        devices: one for each stage.
+        placement: of each stage, its lane; None: each has its own.
+    """
+    lanes = tuple(placement if placement is not None else range(len(devices)))
+    grid = _Grid(gm.graph, devices, lanes)
+    picture = Picture("step", layout="nop2")
+    for lane in range(1 + max(lanes)):
+        _draw_lane(picture, grid, lane)
+    for link in grid.links:
+        line = grid.lines[link]
+        picture.edge(
+            str(link.tail), str(link.head), line, pos=polyline(grid.path(link)), arrowsize="0.6"
+        )
+    kinds = dict.fromkeys(action.kind for action in grid.slots)
+    said = [meaning for kind, meaning in _MEANING.items() if kind in kinds]
+    picture.notes += [f"1F0: of stage 1, for micro-batch 0; {', '.join(said)}", _LOSS]
+    if grid.recomputed:
+        picture.notes.append(_RECOMPUTED)
+    return picture.source(legend_at=grid.below)
+
+
+@dataclass(frozen=True)
+class _Link:
+    """What an action gives to one of another stage."""
+
+    tail: Action
+    head: Action
+
+    @property
+    def is_back(self) -> bool:
+        return self.head.stage < self.tail.stage
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The stages, the earlier one first."""
+        low, high = sorted((self.tail.stage, self.head.stage))
+        return low, high
+
+
+class _Grid:
+    """Where things are, in points: x from left to right, y from the top down, below zero."""
+
+    width, height = 30.0, 24.0  # of a box
+    room = 14.0  # between boxes of a row, in which skips pass it
+    pad = 7.0  # around the boxes of a row
+    track = 5.0  # between lines that run along each other
+
+    def __init__(self, graph: fx.Graph, devices: Sequence[str], placement: Sequence[int]) -> None:
+        self.placement = placement
+        self.needs = _needs(graph)
+        self.slots = _slots(self.needs, placement)
+        self.recomputed = {
+            (node.meta[STAGE], node.meta[MICROBATCH])
+            for node in graph.find_nodes(op="call_function", target=ops.replay)
+        }
+        self.links = [
+            _Link(need, action)
+            for action, needs in self.needs.items()
+            for need in needs
+            if placement[need.stage] != placement[action.stage]
+        ]
+        self.lines = dict(zip(self.links, _lines(self.links), strict=True))
+        self.labels = []
+        for lane in range(1 + max(placement)):
+            own = [stage for stage, where in enumerate(placement) if where == lane]
+            said = f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+            self.labels.append(f"{said} · {devices[own[0]]}")
+        self.head = max(map(width_of, self.labels)) + 30
+
+    def lane(self, action: Action) -> int:
+        return self.placement[action.stage]
+
+    @cached_property
+    def tracks(self) -> dict[_Link, tuple[int, int]]:
+        """For each line: the gap between rows (below that lane) in which it runs, and its track."""
+        ends: dict[int, list[float]] = {}
+        found = {}
+        for link in sorted(self.links, key=lambda link: (self.slots[link.tail], str(link.tail))):
+            gap = self.lane(link.tail) - (self.lane(link.head) < self.lane(link.tail))
+            first, last = self.slots[link.tail], self.slots[link.head]
+            taken = ends.setdefault(gap, [])
+            track = next((i for i, end in enumerate(taken) if end < first), len(taken))
+            taken[track : track + 1] = [last]
+            found[link] = gap, track
+        return found
+
+    def gap(self, lane: int) -> float:
+        """How much room there is below a lane."""
+        used = [track for gap, track in self.tracks.values() if gap == lane]
+        return 20 + self.track * (1 + max(used, default=-1))
+
+    def y(self, lane: int) -> float:
+        """The middle of a row."""
+        above = sum(self.gap(i) for i in range(lane))
+        return -(lane + 0.5) * (self.height + 2 * self.pad) - above
+
+    def x(self, action: Action) -> float:
+        return self.head + self.slots[action] * (self.width + self.room) + self.width / 2
+
+    @property
+    def right(self) -> float:
+        """Where the rows end."""
+        return max(map(self.x, self.slots), default=0) + self.width / 2 + 12
+
+    @property
+    def below(self) -> Point:
+        """Where there is room below all."""
+        last = 1 + max(self.placement)
+        return 0, self.y(last - 1) - self.height / 2 - self.pad - 24
+
+    def path(self, link: _Link) -> list[Point]:
+        """Out of a box, along the gap beside its row, past rows between two columns, and in."""
+        way = -1 if self.lane(link.head) > self.lane(link.tail) else 1  # down, or up
+        # In one column no two lines are one on the other, whatever comes there and goes.
+        aside = (9 if link.is_back else 2) + (4 if self.lines[link].is_skip else 0)
+        start = self.x(link.tail) + aside, self.y(self.lane(link.tail)) + way * self.height / 2
+        end = self.x(link.head) - aside, self.y(self.lane(link.head)) - way * self.height / 2
+        gap, track = self.tracks[link]
+        level = self.y(gap) - self.height / 2 - self.pad - 10 - self.track * track
+        if abs(self.lane(link.head) - self.lane(link.tail)) == 1:
+            return [start, (start[0], level), (end[0], level), end]
+        between = self.x(link.head) - self.width / 2 - self.room / 2
+        last = end[1] - way * (self.pad + 5)
+        return [
+            start,
+            (start[0], level),
+            (between, level),
+            (between, last),
+            (end[0], last),
+            end,
+        ]
+
+
+def _needs(graph: fx.Graph) -> dict[Action, tuple[Action, ...]]:
+    """The actions of a step graph, in its order, and those whose results each takes."""
+    made: dict[fx.Node, dict[Action, None]] = {}
+    needs = {}
+    for node in graph.nodes:
+        before = {a: None for source in node.all_input_nodes for a in made[source]}
+        action = node.meta.get(ACTION)
+        if action is not None:
+            needs[action] = tuple(before)
+            before = {action: None}
+        made[node] = before
+    return needs
+
+
+def _slots(needs: dict[Action, tuple[Action, ...]], placement: Sequence[int]) -> dict[Action, int]:
+    free = [0] * (1 + max(placement))
+    slots: dict[Action, int] = {}
+    for action, before in needs.items():
+        lane = placement[action.stage]
+        slots[action] = max([free[lane], *(slots[need] + 1 for need in before)])
+        free[lane] = slots[action] + 1
+    return slots
+
+
+def _lines(links: Sequence[_Link]) -> Iterator[Line]:
+    """Skips, and their gradients, have a colour for each pair of stages."""
+    pairs = sorted({link.ends for link in links if link.ends[1] > link.ends[0] + 1})
+    for link in links:
+        if link.ends not in pairs:
+            yield _GRADIENTS if link.is_back else _VALUES
+            continue
+        low, high = link.ends
+        said = f"skips, stage {low} to {high}"
+        if link.is_back:
+            said = f"their gradients, stage {high} to {low}"
+        colour = SKIP_COLOURS[pairs.index(link.ends) % len(SKIP_COLOURS)]
+        yield Line(said, "dashed" if link.is_back else "solid", colour, THICK)
+
+
+def _draw_lane(picture: Picture, grid: _Grid, lane: int) -> None:
+    y, reach = grid.y(lane), grid.height / 2 + grid.pad
+    with picture.dot.subgraph(name=f"cluster_lane_{lane}") as cluster:
+        cluster.attr(
+            label=graphviz.escape(grid.labels[lane]),
+            lp=numbers(grid.head / 2 - 4, y),
+            bb=numbers(0, y - reach, grid.right, y + reach),
+            **CLUSTER,
+        )
+        for action in grid.slots:
+            if grid.lane(action) == lane:
+                _draw_action(cluster, grid, action)
+
+
+def _draw_action(dot: graphviz.Digraph, grid: _Grid, action: Action) -> None:
+    is_recomputed = (action.stage, action.microbatch) in grid.recomputed
+    dot.node(
+        str(action),
+        str(action),
+        style="filled,dashed" if is_recomputed else "filled",
+        fillcolor=_FILL[action.kind],
+        pos=numbers(grid.x(action), grid.y(grid.lane(action))),
+        width=f"{grid.width / 72:.3f}",
+        height=f"{grid.height / 72:.3f}",
+        fixedsize="true",
+        fontsize="9",
+    )

@@ -1,0 +1,104 @@
+import re
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe.inspect.draw import draw_step
+from tests.fxpipe.inspect.draw.test_levels import clusters, edges
+from tests.zoo import Chain
+
+
+def stepped(schedule="1f1b", **options):
+    x = torch.randn(6, 3)
+    pipe = fxpipe.compile(
+        Chain(4, {0: (3,)}),
+        ["cpu"] * options.pop("lanes", 4),
+        chunks=3,
+        schedule=schedule,
+        loss_fn=lambda output, target: output.mean(),
+        **options,
+    )
+    pipe.step(x)
+    return pipe
+
+
+def place(source):
+    """Of each action: its column and its row, from the upper left."""
+    pattern = r'^\s*"?(\d[FBIW]\d)"? \[label=.*?pos="(.*?),(.*?)"'
+    found = {name: tuple(map(float, at)) for name, *at in re.findall(pattern, source, re.M)}
+    columns = sorted({x for x, _ in found.values()})
+    rows = sorted({-y for _, y in found.values()})
+    return {name: (columns.index(x), rows.index(-y)) for name, (x, y) in found.items()}
+
+
+def test_actions_stand_in_the_rows_of_their_lanes_as_early_as_they_can_be():
+    with stepped(partition=["b", "c", "d"]) as pipe:
+        source = pipe.draw("step").source
+    assert list(clusters(source)) == [*(f"cluster_lane_{i}" for i in range(4)), "cluster_legend"]
+    found = place(source)
+    assert len(found) == 4 * 3 * 2
+    assert all(found[f"{stage}F0"] == (stage, stage) for stage in range(4))
+    assert found["3B0"] == (4, 3), "1F1B: the last stage goes back at once"
+    assert [found[f"{stage}B0"][0] for stage in range(4)] == [7, 6, 5, 4]
+
+
+def test_values_go_down_and_gradients_come_back_dashed():
+    with stepped(partition=["b", "c", "d"]) as pipe:
+        lines = edges(pipe.draw("step").source)
+    forward = {(f"{j}F{i}", f"{j + 1}F{i}") for i in range(3) for j in range(3)}
+    skips = {(f"1F{i}", f"3F{i}") for i in range(3)}
+    back = {tuple(end.replace("F", "B") for end in ends[::-1]) for ends in forward | skips}
+    assert set(lines) == forward | skips | back
+    assert all((lines[ends]["style"] == "dashed") is (ends in back) for ends in lines)
+    thick = {ends for ends, line in lines.items() if line["penwidth"] != "1"}
+    assert {end[0] for ends in thick for end in ends} == {"1", "3"} and len(thick) == 6
+
+
+def test_stages_of_one_lane_share_a_row_and_nothing_is_drawn_between_them():
+    with stepped("zbv", lanes=2, partition=["b", "c", "d"]) as pipe:
+        source = pipe.draw("step").source
+    assert 'label="stages 0, 3 · cpu"' in source and 'label="stages 1, 2 · cpu"' in source
+    assert {row for _, row in place(source).values()} == {0, 1}
+    assert ("1F0", "2F0") not in edges(source) and ("0F0", "1F0") in edges(source)
+    assert "W: gradients of the weights" in source
+
+
+def test_what_is_computed_again_is_framed_in_dashes():
+    with stepped(partition=["b", "c", "d"], checkpoint="except_last") as pipe:
+        source = pipe.draw("step").source
+    assert re.search(r'"?1B0"? \[label="1B0".*style="filled,dashed"', source)
+    assert not re.search(r'"?1B2"? \[label="1B2".*style="filled,dashed"', source)
+    assert "dashed frame: keeps no activations" in source
+
+
+def test_without_a_placement_each_stage_has_a_row():
+    with stepped("zbv", lanes=2, partition=["b", "c", "d"]) as pipe:
+        source = draw_step(pipe.step_graph, ["cpu"] * 4).source
+    assert len(clusters(source)) == 4 + 1
+
+
+def test_a_part_of_it_is_drawn_in_full():
+    with stepped(partition=["b", "c", "d"]) as pipe:
+        source = pipe.draw("step", stage=1, microbatch=2).source
+        assert list(clusters(source)) == ["cluster_stage_1_mb_2", "cluster_legend"]
+        nodes = [
+            node.name
+            for node in pipe.step_graph.graph.nodes
+            if (node.meta.get("stage"), node.meta.get("microbatch")) == (1, 2)
+        ]
+        assert all(f"\t{name} [" in source for name in nodes) and "forward_s1_mb2" in nodes
+        with pytest.raises(ValueError, match="no node is of stage 7: there are stages 0 to 3"):
+            pipe.draw("step", stage=7)
+        with pytest.raises(ValueError, match="no micro-batches at level 'model'"):
+            pipe.draw("model", microbatch=1)
+
+
+def test_a_stage_of_the_model_says_where_its_values_come_from_and_go():
+    with stepped(partition=["b", "c", "d"]) as pipe:
+        pipe.prepare(torch.randn(6, 3))
+        source = pipe.draw("stage", stage=1).source
+    assert list(clusters(source)) == ["cluster_stage_1", "cluster_legend"]
+    lines = edges(source)
+    assert set(lines) == {("a outside", "b"), ("b", "to stage 2 outside")}
+    assert 'label="a, from stage 0"' in source
