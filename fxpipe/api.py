@@ -19,15 +19,15 @@ from fxpipe.compiler import Compiler, Example, Mode, Unrolled, stages_of
 from fxpipe.graph import Cost, format_code
 from fxpipe.hooks import HOOKS
 from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, draw_step, render_svg
-from fxpipe.inspect.dump import dump_of
-from fxpipe.inspect.html import report_html
+from fxpipe.inspect.dump import Changes, Story, dump_of
+from fxpipe.inspect.page import Page
 from fxpipe.inspect.report import Report
 from fxpipe.loss import LossFunction, Target
 from fxpipe.options import Options, PassList
 from fxpipe.runtime.ambient import is_intercepted, transforms
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
-from fxpipe.schedule import Memory, Schedule, Timeline
+from fxpipe.schedule import Memory, Schedule, StageCost, Timeline
 from fxpipe.timelines import estimated_costs, measured, measured_costs, predicted
 from fxpipe.trace import CustomTracer, untouched
 from passes import default_passes
@@ -286,16 +286,31 @@ class Pipeline(nn.Module):
         memory is estimated, where no activations are checkpointed: parameters, their gradients,
         what Adam keeps for them, buffers, and activations.
         """
-        mode, _ = self._last()
-        schedule = self._options.schedule_for(self.chunks, [s.cost for s in self.stages])
+        chunks = self.chunks
         if self._measured is not None:
             costs = measured_costs(self._measured, len(self.stages))
-        else:
-            costs = estimated_costs([stage.cost for stage in self.stages], self.chunks)
-        layout = skip_layout(mode.stage_graph)
-        return predicted(schedule, costs, layout, self._options.names, self._memory())
+            return self._simulated(chunks, costs)
+        return self._simulated(chunks, self._estimated(chunks))
 
-    def _memory(self) -> Memory | None:
+    def _predicted(self, chunks: int) -> Timeline | None:
+        """The training step of so many micro-batches, as estimated; None if there is none."""
+        is_ours = chunks == self.chunks
+        if not is_ours and (
+            self._options.schedule == AUTO or not isinstance(self._options.schedule, str)
+        ):
+            return None  # a search for another schedule, or a schedule for as many as there are
+        return self._simulated(chunks, self._estimated(chunks))
+
+    def _estimated(self, chunks: int) -> list[StageCost]:
+        return estimated_costs([stage.cost for stage in self.stages], chunks)
+
+    def _simulated(self, chunks: int, costs: Sequence[StageCost]) -> Timeline:
+        schedule = self._options.schedule_for(chunks, [stage.cost for stage in self.stages])
+        return predicted(
+            schedule, costs, self.skip_layout, self._options.names, self._memory(chunks)
+        )
+
+    def _memory(self, chunks: int) -> Memory | None:
         """What the lanes hold, as estimated; None where activations are not all kept."""
         if self._options.checkpoint != "never":
             return None
@@ -303,7 +318,7 @@ class Pipeline(nn.Module):
         fixed = [0.0] * len(self._options.lanes)
         for lane, cost in zip(self._options.placement, costs, strict=True):
             fixed[lane] += cost.fixed_bytes
-        return Memory([cost.activation_bytes / self.chunks for cost in costs], fixed)
+        return Memory([cost.activation_bytes / chunks for cost in costs], fixed)
 
     @property
     def _lane_names(self) -> list[str]:
@@ -492,26 +507,37 @@ class Pipeline(nn.Module):
         return str(self._report())
 
     def report_html(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`report`, the stages, the predicted training step and the code as one page.
+        """Write all there is to see as one page: a single HTML file, which needs no network.
 
-        It is a single HTML file, which needs no network.
+        :meth:`report`, with tables that sort; the stages, the pipeline and the training step
+        (measured, if :meth:`measure` has been called), drawn; memory; what each pass changed, for
+        which the model is traced again; and the code.
         """
-        page = report_html(
+        codes = {f"stage {stage.index}": format_code(stage.module) for stage in self.stages}
+        page = Page(
             f"{type(self.module).__name__} on {len(self.stages)} stages",
             self._report(),
             {
-                "Stages": render_svg(self.draw("stage")),
-                "Training step, predicted": self.timeline().draw(),
+                "Stage graph": render_svg(self.draw("stage")),
+                "Pipeline graph": render_svg(self.draw("pipeline")),
             },
-            {
-                "Pipeline, as code": self.code,
-                **{
-                    f"Stage {stage.index}, as code": format_code(stage.module)
-                    for stage in self.stages
-                },
-            },
+            self.timeline(),
+            self._changes(),
+            {"pipeline": self.code, **codes},
         )
-        Path(path).write_text(page, encoding="utf-8")
+        Path(path).write_text(str(page), encoding="utf-8")
+
+    def _changes(self) -> dict[str, Changes]:
+        """What each pass has changed: all is compiled once more, cut as it is, and looked at."""
+        story, example = Story(), self._last()[0].example
+        if example is None:
+            return {}
+        labels = dict(self._compiler.labels)
+        costs = "analytic" if self._options.costs == "measured" else self._options.costs
+        options = replace(self._options, observer=story, partition=labels, costs=costs)
+        args, kwargs = example.repeated()
+        Compiler(self.module, options).ready(args, kwargs)
+        return story.chains
 
     def _report(self) -> Report:
         return Report(
@@ -521,6 +547,8 @@ class Pipeline(nn.Module):
             self.skip_layout,
             self.chunks,
             was_chosen=self._options.chunks is None,
+            placement=self._options.placement,
+            step=self._predicted,
         )
 
     # ------------------------------------------------------------------------- like any nn.Module

@@ -6,7 +6,7 @@
       index.html                    what has been compiled, in order
       00-UNet-stages/               a chain of passes: model graph to stage graph
         index.html                  what each pass changed
-        00-traced.txt  .py  .svg    the graph as text, as code, and, if it is small, drawn
+        00-traced.txt  .py  .svg    the graph as text, as code, and drawn
         01-alias.txt   ...
       01-UNet-pipeline-of-8/        stage graph to pipeline graph, for 8 micro-batches
 """
@@ -27,12 +27,11 @@ from pathlib import Path
 from torch import fx
 
 from fxpipe.graph import format_code, format_graph
-from fxpipe.inspect.draw import draw_model, render_svg
+from fxpipe.inspect.draw import draw_graph, render_svg
 from fxpipe.inspect.html import page_html
 from fxpipe.inspect.text import human_time, summary
 from passes import Pass
 
-SMALL = 100  # nodes that a graph may have to be drawn
 CONTEXT = 2  # lines that are shown around a change
 
 
@@ -75,14 +74,15 @@ class Dump:
         return folder
 
 
-class Trail:
-    """Runs passes, one after the other, and writes what comes out of each."""
+class Changes:
+    """Runs passes, one after the other, and tells what each changed: ``sections``, in HTML."""
 
-    def __init__(self, folder: Path, title: str, gm: fx.GraphModule) -> None:
-        self._folder, self._title = folder, title
+    is_open = False  # whether the changes are shown at once
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.sections: list[str] = []
         self._number = 0
         self._text, self._meta = "", Counter[str]()
-        self._sections: list[str] = []
         self._record("before", gm, "What the passes begin with.")
 
     def __call__(self, rewrite: Pass, gm: fx.GraphModule) -> fx.GraphModule:
@@ -92,7 +92,7 @@ class Trail:
             gm = rewrite(gm)
         except Exception as error:
             said = html.escape(f"{type(error).__name__}: {error}")
-            self._write(f"{self._number:02} {name}", about, f'<pre class="failed">{said}</pre>')
+            self._add(f"{self._number:02} {name}", about, f'<pre class="failed">{said}</pre>')
             raise
         seconds = time.perf_counter() - begin
         self._record(name, gm, f"{about} Took {human_time(seconds)}.")
@@ -100,28 +100,59 @@ class Trail:
 
     def _record(self, name: str, gm: fx.GraphModule, about: str) -> None:
         text, meta = whole_text(gm), _metadata(gm)
-        stem = f"{self._number:02}-{_file_name(name)}"
-        files = {f"{stem}.txt": text, f"{stem}.py": whole_code(gm)}
-        nodes = len(gm.graph.nodes)
-        if (self._number == 0 or text != self._text) and nodes <= SMALL:
-            files |= _drawing(f"{stem}.svg", gm)
-        for file, content in files.items():
-            (self._folder / file).write_text(content, encoding="utf-8")
-        links = " ".join(f'<a href="{file}">{file}</a>' for file in files)
-        body = [f"<p>{links} <span>{nodes} nodes</span></p>"]
+        body = [f"<p>{self._links(name, gm, text)} <span>{len(gm.graph.nodes)} nodes</span></p>"]
         if self._number:
-            body += [_metadata_html(self._meta, meta), diff_html(self._text, text)]
-        self._write(f"{self._number:02} {name}", about, "".join(body))
+            changes = diff_html(self._text, text, self.is_open)
+            body += [_metadata_html(self._meta, meta), changes]
+        self._add(f"{self._number:02} {name}", about, "".join(body))
         self._text, self._meta = text, meta
         self._number += 1
 
-    def _write(self, title: str, about: str, body: str) -> None:
-        self._sections.append(
-            f"<section><h2>{html.escape(title)}</h2><p>{html.escape(about)}</p>{body}</section>"
+    def _links(self, name: str, gm: fx.GraphModule, text: str) -> str:
+        """To what else there is of it."""
+        return ""
+
+    def _add(self, title: str, about: str, body: str) -> None:
+        self.sections.append(
+            f"<section><h3>{html.escape(title)}</h3><p>{html.escape(about)}</p>{body}</section>"
         )
+
+
+class Trail(Changes):
+    """Changes that are written to a folder, with all graphs in full."""
+
+    is_open = True
+
+    def __init__(self, folder: Path, title: str, gm: fx.GraphModule) -> None:
+        self._folder, self._title = folder, title
+        super().__init__(gm)
+
+    def _links(self, name: str, gm: fx.GraphModule, text: str) -> str:
+        stem = f"{self._number:02}-{_file_name(name)}"
+        files = {f"{stem}.txt": text, f"{stem}.py": whole_code(gm)}
+        if self._number == 0 or text != self._text:
+            files |= _drawing(f"{stem}.svg", gm)
+        for file, content in files.items():
+            (self._folder / file).write_text(content, encoding="utf-8")
+        return " ".join(f'<a href="{file}">{file}</a>' for file in files)
+
+    def _add(self, title: str, about: str, body: str) -> None:
+        super()._add(title, about, body)
         up = '<p><a href="../index.html">all</a></p>'
-        page = page_html(self._title, up + "".join(self._sections))
+        page = page_html(self._title, up + "".join(self.sections))
         (self._folder / "index.html").write_text(page, encoding="utf-8")
+
+
+class Story:
+    """All chains of passes of a compilation, kept as HTML."""
+
+    def __init__(self) -> None:
+        self.chains: dict[str, Changes] = {}
+
+    def __call__(self, title: str, gm: fx.GraphModule) -> Changes:
+        """A chain of passes begins with this graph."""
+        self.chains[title] = Changes(gm)
+        return self.chains[title]
 
 
 def _file_name(words: str) -> str:
@@ -159,7 +190,7 @@ def _parts(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 
 def _drawing(file: str, gm: fx.GraphModule) -> dict[str, str]:
     try:
-        return {file: render_svg(draw_model(gm))}
+        return {file: render_svg(draw_graph(gm))}
     except RuntimeError:  # no Graphviz here: the text says the same
         return {}
 
@@ -178,7 +209,7 @@ def _metadata(gm: fx.GraphModule) -> Counter[str]:
 # --------------------------------------------------------------------------------------- the pages
 
 
-def diff_html(before: str, after: str) -> str:
+def diff_html(before: str, after: str, is_open: bool = True) -> str:
     """What is in one text and not in the other, as HTML."""
     lines = list(
         difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=CONTEXT)
@@ -191,7 +222,8 @@ def diff_html(before: str, after: str) -> str:
         f'<span class="{kinds.get(line[0], "kept")}">{html.escape(line)}</span>' for line in lines
     )
     said = f"lines: {counts['+']} added, {counts['-']} removed"
-    return f'<details open><summary>{said}</summary><pre class="diff">{shown}</pre></details>'
+    opened = " open" if is_open else ""
+    return f'<details{opened}><summary>{said}</summary><pre class="diff">{shown}</pre></details>'
 
 
 def _metadata_html(before: Counter[str], after: Counter[str]) -> str:

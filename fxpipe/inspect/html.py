@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Mapping
-
-from fxpipe.inspect.report import Report
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 _STYLE = """
 :root { color-scheme: light dark; --added: #d7f0e4; --removed: #fbe0cf; --quiet: #666; }
@@ -26,6 +26,14 @@ th, td { padding: 0.2em 0.8em; text-align: right; border-bottom: 1px solid var(-
 th button { all: unset; cursor: pointer; font-weight: bold; }
 th button:focus-visible { outline: 2px solid; }
 .drawing img { background: white; display: block; }
+@media (prefers-color-scheme: dark) {
+  .drawing img { filter: invert(0.88) hue-rotate(180deg); }
+}
+nav a { margin-right: 1em; }
+label { color: var(--quiet); }
+input[type=range] { vertical-align: middle; width: 16em; }
+section { margin-bottom: 1.5em; }
+summary { cursor: pointer; }
 """
 
 # Without it the page can be read as well: it only sorts and zooms.
@@ -43,8 +51,12 @@ document.querySelectorAll("th button").forEach((button) => button.addEventListen
   body.append(...(down ? rows.reverse() : rows));
 }));
 document.querySelectorAll("input[type=range]").forEach((zoom) => {
-  const image = zoom.closest("section").querySelector("img");
-  const scale = () => { image.style.width = image.naturalWidth * zoom.value + "px"; };
+  const image = zoom.closest("section").querySelector("img"), box = image.parentNode;
+  const scale = () => {
+    const middle = (box.scrollLeft + box.clientWidth / 2) / box.scrollWidth;
+    image.style.width = image.naturalWidth * zoom.value + "px";
+    box.scrollLeft = middle * box.scrollWidth - box.clientWidth / 2;
+  };
   zoom.addEventListener("input", scale);
 });
 """
@@ -62,48 +74,73 @@ def page_html(title: str, body: str, script: str = "") -> str:
     )
 
 
-def report_html(
-    title: str, report: Report, drawings: Mapping[str, str], texts: Mapping[str, str]
-) -> str:
-    """The report, drawings (SVG, by their headings) and texts (by theirs) as one page."""
-    lines = "".join(f"<li>{html.escape(line)}</li>" for line in report.lines)
-    sections = [
-        f"<section><ul>{lines}</ul>{table_html(report)}</section>",
-        *(_drawing(heading, svg) for heading, svg in drawings.items()),
-        *(_text(heading, text) for heading, text in texts.items()),
-    ]
-    return page_html(title, "\n".join(sections), _SCRIPT)
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: its heading, and its HTML."""
+
+    heading: str
+    body: str
+
+    @property
+    def anchor(self) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", self.heading.lower()).strip("-")
+
+    @property
+    def html(self) -> str:
+        return (
+            f'<section id="{self.anchor}"><h2>{html.escape(self.heading)}</h2>{self.body}</section>'
+        )
 
 
-def table_html(report: Report) -> str:
-    """The stages; a click on the head of a column sorts by it."""
-    head = "".join(f'<th><button type="button">{column}</button></th>' for column in report.columns)
-    rows = "".join(
+def sections_html(title: str, sections: Sequence[Section]) -> str:
+    """A page of sections, with links to them; its tables sort, and its drawings zoom."""
+    links = "".join(
+        f'<a href="#{part.anchor}">{html.escape(part.heading)}</a> ' for part in sections
+    )
+    body = "\n".join([f"<nav>{links}</nav>", *(part.html for part in sections)])
+    return page_html(title, body, _SCRIPT)
+
+
+def list_html(lines: Iterable[str]) -> str:
+    """An item a line."""
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f"<ul>{items}</ul>"
+
+
+Row = Sequence[tuple[float | str, str]]
+"""Of each cell what it is sorted by, and how it is written."""
+
+
+def table_html(columns: Sequence[str], rows: Iterable[Row]) -> str:
+    """A table; a click on the head of a column sorts by it."""
+    head = "".join(f'<th><button type="button">{column}</button></th>' for column in columns)
+    written = "".join(
         "<tr>{}</tr>".format(
             "".join(
                 f'<td data-value="{html.escape(str(value))}">{html.escape(text)}</td>'
                 for value, text in row
             )
         )
-        for row in report.rows
+        for row in rows
     )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{written}</tbody></table>"
     return f'<div class="table">{table}</div>'
 
 
-def _drawing(heading: str, svg: str) -> str:
+def drawing_html(name: str, svg: str) -> str:
+    """A drawing that zooms."""
     # As an image, so that two drawings that call something the same do not get mixed up.
     data = base64.b64encode(svg.encode()).decode()
-    heading = html.escape(heading)
+    name = html.escape(name)
     return (
-        f'<section><h2>{heading}</h2><label>zoom <input type="range" min="0.25" max="8" '
-        f'step="0.25" value="1"></label><div class="drawing"><img alt="{heading}" '
-        f'src="data:image/svg+xml;base64,{data}"></div></section>'
+        '<label>zoom <input type="range" min="0.25" max="8" step="0.25" value="1"></label>'
+        f'<div class="drawing"><img alt="{name}" src="data:image/svg+xml;base64,{data}"></div>'
     )
 
 
-def _text(heading: str, text: str) -> str:
+def text_html(summary: str, text: str) -> str:
+    """A long text, folded."""
     return (
-        f"<section><details><summary>{html.escape(heading)}</summary>"
-        f"<pre>{html.escape(text)}</pre></details></section>"
+        f"<details><summary>{html.escape(summary)}</summary>"
+        f"<pre>{html.escape(text)}</pre></details>"
     )

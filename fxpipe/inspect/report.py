@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from networkx.utils import UnionFind
 from rich.console import Console
@@ -13,6 +14,7 @@ from torch import fx
 
 from fxpipe.graph import COST, GAP, STAGE, Cost, stage_nodes
 from fxpipe.inspect.text import human_bytes, human_time
+from fxpipe.schedule import Timeline
 from passes.problem import together
 from passes.skips import SkipLayout
 
@@ -26,11 +28,12 @@ class Report:
     """What there is to know of a pipeline. ``str`` of it is for a terminal.
 
     Times are estimates for one mini-batch, forward and backward; bytes too are a mini-batch's. A
-    stage is idle while it waits for others, if each has a lane of its own.
+    stage is idle while its lane is, in a training step in the order of the schedule.
 
     Args:
-        devices, costs: one for each stage.
+        devices, costs, placement: one for each stage; a placement is a lane.
         was_chosen: the number of micro-batches was not the user's.
+        step: the predicted training step of so many micro-batches; None if there is no such step.
     """
 
     model_graph: fx.GraphModule
@@ -39,6 +42,8 @@ class Report:
     layout: SkipLayout
     chunks: int
     was_chosen: bool
+    placement: Sequence[int]
+    step: Callable[[int], Timeline | None]
 
     columns = (
         *("stage", "device", "time", "share", "idle"),
@@ -48,13 +53,12 @@ class Report:
     @property
     def rows(self) -> list[list[tuple[float | str, str]]]:
         """The table: in each cell the number, or word, and how it is written."""
-        times = [cost.seconds for cost in self.costs]
-        total, whole = sum(times), makespan(times, self.chunks)
+        total = sum(cost.seconds for cost in self.costs)
+        idle = self._idle
         rows = []
-        for i, (device, cost, seconds) in enumerate(
-            zip(self.devices, self.costs, times, strict=True)
-        ):
-            parts = seconds / (total or 1), 1 - seconds / whole if whole else 0.0
+        for i, (device, cost) in enumerate(zip(self.devices, self.costs, strict=True)):
+            seconds = cost.seconds
+            parts = seconds / (total or 1), idle[self.placement[i]]
             sizes = (
                 cost.param_bytes,
                 cost.activation_bytes,
@@ -68,21 +72,43 @@ class Report:
             rows.append(row)
         return rows
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The predicted training step."""
+        timeline = self.step(self.chunks)
+        assert timeline is not None
+        return timeline
+
+    @property
+    def _idle(self) -> list[float]:
+        """The part of the step in which each lane waits."""
+        whole = self.timeline.makespan
+        return [1 - busy / whole if whole else 0.0 for busy in self.timeline.busy]
+
     @property
     def lines(self) -> list[str]:
         """What is said of the whole, and what might be done."""
-        times = [cost.seconds for cost in self.costs]
         chosen = " (chosen: give chunks= to change it)" * self.was_chosen
         lines = [
-            f"{self.chunks} micro-batches{chosen}, bubble {bubble(times, self.chunks):.0%} of all "
-            "lanes' time (predicted)"
+            f"{self.chunks} micro-batches{chosen}, bubble {self.timeline.bubble:.0%} of all "
+            f"lanes' time (predicted, {self.timeline.name})"
         ]
         if GAP in self.model_graph.meta:
             gap = self.model_graph.meta[GAP]
             lines.append(f"the slowest stage is at most {gap:.1%} from optimal")
         lines += [f"skip {line}" for line in str(self.layout).splitlines() if self.layout.skips]
-        lines += [f"advice: {line}" for line in advice(self.model_graph, times, self.chunks)]
+        lines += [f"advice: {line}" for line in self._advice]
         return lines
+
+    @property
+    def _advice(self) -> list[str]:
+        times = [cost.seconds for cost in self.costs]
+        more = USUAL * len(times)
+        then = self.step(more) if more > self.chunks else None
+        found = advice(self.model_graph, times)
+        if then is not None:
+            found += of_the_bubble(self.timeline.bubble, then.bubble, more)
+        return found
 
     def __str__(self) -> str:
         table = Table(title="stages", title_justify="left")
@@ -111,12 +137,8 @@ def bubble(times: Sequence[float], chunks: int) -> float:
     return 1 - sum(times) / (len(times) * whole) if whole else 0.0
 
 
-def advice(model_graph: fx.GraphModule, times: Sequence[float], chunks: int) -> list[str]:
-    """What might be done for speed. ``times``: of the stages, for a mini-batch."""
-    return [*_of_the_cut(model_graph, times), *_of_the_bubble(times, chunks)]
-
-
-def _of_the_cut(gm: fx.GraphModule, times: Sequence[float]) -> list[str]:
+def advice(gm: fx.GraphModule, times: Sequence[float]) -> list[str]:
+    """What limits the cut of a model graph. ``times``: of the stages, for a mini-batch."""
     total, count = sum(times), len(times)
     slowest = max(range(count), key=times.__getitem__)
     if times[slowest] * count < UNEVEN * total or not total:
@@ -153,9 +175,8 @@ def _seconds(nodes: Sequence[fx.Node]) -> float:
     return float(sum(node.meta.get(COST, Cost()).seconds for node in nodes))
 
 
-def _of_the_bubble(times: Sequence[float], chunks: int) -> list[str]:
-    more = USUAL * len(times)
-    now, then = bubble(times, chunks), bubble(times, more)
+def of_the_bubble(now: float, then: float, more: int) -> list[str]:
+    """Whether so many more micro-batches are worth it."""
     if now - then < WORTH:
         return []
     return [

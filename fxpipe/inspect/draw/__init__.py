@@ -14,6 +14,10 @@ The same graph gives the same source. Lines differ by width and dashes as well a
 of Okabe and Ito), so that they can be told apart in print and by the colour-blind.
 """
 
+import graphviz  # type: ignore[import-untyped]
+from torch import fx
+
+from fxpipe.graph import ACTION, DEVICE, MICROBATCH, STAGE
 from fxpipe.inspect.draw.model import draw_model
 from fxpipe.inspect.draw.picture import SKIP_COLOURS
 from fxpipe.inspect.draw.pipeline import draw_pipeline
@@ -21,4 +25,26 @@ from fxpipe.inspect.draw.stages import draw_stages
 from fxpipe.inspect.draw.step import draw_step
 from fxpipe.inspect.draw.svg import render_svg
 
-__all__ = ["SKIP_COLOURS", "draw_model", "draw_pipeline", "draw_stages", "draw_step", "render_svg"]
+__all__ = [
+    "SKIP_COLOURS",
+    "draw_graph",
+    "draw_model",
+    "draw_pipeline",
+    "draw_stages",
+    "draw_step",
+    "render_svg",
+]
+
+
+def draw_graph(gm: fx.GraphModule) -> graphviz.Source:
+    """A graph of any level, as what it is: a step, a pipeline, or a model."""
+    devices: dict[int, str] = {}
+    for node in gm.graph.nodes:
+        if STAGE in node.meta:
+            devices.setdefault(node.meta[STAGE], str(node.meta.get(DEVICE, "no device yet")))
+    names = [devices[stage] for stage in sorted(devices)]
+    if any(ACTION in node.meta for node in gm.graph.nodes):
+        return draw_step(gm, names)
+    if any(MICROBATCH in node.meta and STAGE in node.meta for node in gm.graph.nodes):
+        return draw_pipeline(gm, names)
+    return draw_model(gm)

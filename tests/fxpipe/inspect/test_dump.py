@@ -78,7 +78,7 @@ def test_what_stages_do_is_part_of_the_text(dumped):
 def test_the_index_shows_what_each_pass_changed(dumped):
     _, folder = dumped
     page = (folder / "00-MLP-stages" / "index.html").read_text()
-    sections = dict(re.findall(r"<section><h2>(.*?)</h2>(.*?)</section>", page, re.S))
+    sections = dict(re.findall(r"<section><h3>(.*?)</h3>(.*?)</section>", page, re.S))
     assert list(sections) == [
         name.replace("-", " ") for name in passes_in(folder / "00-MLP-stages")
     ]
@@ -101,15 +101,14 @@ def test_pages_need_no_network_and_have_a_dark_side(dumped):
     assert links == [f"{chain}/index.html" for chain in chains(folder)]
 
 
-def test_small_graphs_are_drawn_where_they_change_and_large_ones_are_not(tmp_path, monkeypatch):
+def test_graphs_are_drawn_where_they_change_each_as_what_it_is(tmp_path):
     folder = tmp_path / "small"
     fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), dump=folder).close()
     drawn = [path.stem for path in sorted((folder / "00-MLP-stages").glob("*.svg"))]
     assert "06-partition" in drawn and "05-random" not in drawn
     assert "<svg" in (folder / "00-MLP-stages" / "06-partition.svg").read_text()
-    monkeypatch.setattr("fxpipe.inspect.dump.SMALL", 1)
-    fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), dump=tmp_path / "large").close()
-    assert not list((tmp_path / "large").rglob("*.svg"))
+    grid = (folder / "01-MLP-pipeline-of-2" / "03-copies.svg").read_text()
+    assert "stage 1 · " in grid and grid.count(">mb 1<") == 2, "a row a stage"
 
 
 def test_each_number_of_micro_batches_each_mode_and_each_step_has_its_own_folder(dumped):

@@ -4,8 +4,9 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.graph import ALIAS, COST, GAP, STAGE, Cost, stage_nodes
-from fxpipe.inspect.report import advice, bubble
+from fxpipe.inspect.report import advice, bubble, of_the_bubble
 from fxpipe.inspect.text import human_bytes, human_time
+from fxpipe.schedule import named
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(1, 4), (2, 8), (4, 1), (4, 32)])
@@ -52,12 +53,12 @@ def cut(*stages):
 
 
 def test_an_even_cut_with_enough_micro_batches_needs_no_advice():
-    assert advice(*cut((1, 1), (1, 1)), 8) == []
-    assert advice(*cut((0, 0), (0, 0)), 8) == []
+    assert advice(*cut((1, 1), (1, 1))) == []
+    assert advice(*cut((0, 0), (0, 0))) == []
 
 
 def test_a_node_that_is_too_large_for_any_even_cut_is_named():
-    (line,) = advice(*cut((1,), (6, 1), (2,)), 12)
+    (line,) = advice(*cut((1,), (6, 1), (2,)))
     assert line == (
         "stage 1 takes 70% of the time: the cut is limited by 'exp', "
         "with 60% in one piece; no cut into 2 stages or more can be even"
@@ -66,29 +67,28 @@ def test_a_node_that_is_too_large_for_any_even_cut_is_named():
 
 def test_nodes_that_have_to_stay_together_limit_the_cut_together():
     gm, times = cut((2, 2), (1,), (1,))
-    assert "limited" not in advice(gm, times, 12)[0], "two pieces of 33% each"
+    assert "limited" not in advice(gm, times)[0], "two pieces of 33% each"
     for node in list(stage_nodes(gm.graph))[:2]:
         node.meta[ALIAS] = 0
-    (line,) = advice(gm, times, 12)
+    (line,) = advice(gm, times)
     assert "limited by 'tanh' and 1 more that stay with it, with 67% in one piece" in line
 
 
 def test_a_cut_that_could_be_more_even_is_said_to_be_so_unless_it_was_searched_for():
     gm, times = cut((3, 3, 3), (3,))
-    (line,) = advice(gm, times, 8)
+    (line,) = advice(gm, times)
     assert line == (
         "stage 0 takes 75% of the time, and all others wait for it; its largest part is 'tanh', "
         'with 25%; partition="auto" looks for a more even cut'
     )
     gm.meta[GAP] = 0.0
-    assert "auto" not in advice(gm, times, 8)[0]
+    assert "auto" not in advice(gm, times)[0]
 
 
 def test_more_micro_batches_are_advised_where_they_are_worth_it():
-    # Two equal stages: 1 / (2 + 1) of the time with 2 micro-batches, 1 / (8 + 1) with 8.
-    (line,) = advice(*cut((1, 1), (1, 1)), 2)
+    (line,) = of_the_bubble(1 / 3, 1 / 9, 8)
     assert line.startswith("with chunks=8 the bubble would be 11%, in place of 33%")
-    assert advice(*cut((1, 1), (1, 1)), 6) == []
+    assert of_the_bubble(0.2, 0.12, 8) == []
 
 
 def test_the_report_says_how_long_each_stage_waits():
@@ -104,3 +104,35 @@ def test_the_report_says_how_long_each_stage_waits():
         rows = [line.split("│") for line in pipe.report().splitlines() if line.startswith("│")]
     shares = [[cell.strip() for cell in row[4:6]] for row in rows]
     assert shares == [["50%", "33%"], ["50%", "33%"]], "of equal stages: 1 / (2 + 1)"
+
+
+def equal_stages(count, lanes, **options):
+    """The report of a row of equal stages, whose backwards take as long as their forwards."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+    with fxpipe.compile(
+        model,
+        ["cpu"] * lanes,
+        partition=[str(i) for i in range(1, count)],
+        costs={str(i): 1.0 for i in range(count)},
+        example_inputs=(torch.ones(8, 4),),
+        **options,
+    ) as pipe:
+        return pipe.report(), pipe.timeline()
+
+
+def test_the_bubble_is_that_of_the_schedule_with_its_stages_on_their_lanes():
+    # Two stages a lane: in GPipe's order four stages of a lane each would wait 3 / (4 + 3).
+    text, timeline = equal_stages(4, 2, chunks=4, schedule="interleaved_1f1b")
+    assert f"bubble {timeline.bubble:.0%} of all lanes' time (predicted, interleaved_1f1b)" in text
+    assert timeline.bubble < 3 / 7
+    rows = [line.split("│") for line in text.splitlines() if line.startswith("│")]
+    idle = [row[5].strip() for row in rows]
+    assert idle == [f"{1 - timeline.busy[i] / timeline.makespan:.0%}" for i in (0, 1, 0, 1)]
+
+
+def test_more_micro_batches_are_advised_as_the_schedule_takes_them():
+    text, _ = equal_stages(2, 2, chunks=2)
+    assert "with chunks=8 the bubble would be 11%, in place of 33%" in text
+    schedule = named("gpipe", lanes=2, microbatches=2)
+    text, _ = equal_stages(2, 2, chunks=2, schedule=schedule)
+    assert "bubble 33%" in text and "with chunks=" not in text, "it is for two micro-batches"

@@ -1,0 +1,95 @@
+"""The report as one page: what there is to see of a pipeline, in a file that needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from fxpipe.inspect.dump import Changes
+from fxpipe.inspect.html import (
+    Section,
+    drawing_html,
+    list_html,
+    sections_html,
+    table_html,
+    text_html,
+)
+from fxpipe.inspect.memory import draw_memory
+from fxpipe.inspect.report import Report
+from fxpipe.inspect.text import human_bytes
+from fxpipe.schedule import Timeline
+from passes.skips import Hop, SkipLayout
+
+NO_MEMORY = 'Not known: it is estimated only where all activations are kept (checkpoint="never").'
+
+
+@dataclass(frozen=True)
+class Page:
+    """What the page shows.
+
+    Args:
+        drawings: by their headings, as SVG.
+        timeline: of a training step.
+        changes: by the titles of chains of passes, what each pass changed.
+        codes: by their names.
+    """
+
+    title: str
+    report: Report
+    drawings: Mapping[str, str]
+    timeline: Timeline
+    changes: Mapping[str, Changes]
+    codes: Mapping[str, str]
+
+    def __str__(self) -> str:
+        layout = self.report.layout
+        step = self.timeline.draw(memory=False)
+        travels = _said(layout) + table_html(COLUMNS, _rows(layout.hops))
+        return sections_html(
+            self.title,
+            [
+                Section("Summary", list_html(self.report.lines)),
+                Section("Stages", table_html(self.report.columns, self.report.rows)),
+                *(Section(name, drawing_html(name, svg)) for name, svg in self.drawings.items()),
+                Section("Training step", drawing_html("timeline", step)),
+                Section("Memory", self._memory),
+                Section("What travels", travels),
+                Section("Passes", "".join(_chains(self.changes))),
+                Section("Code", "".join(text_html(*code) for code in self.codes.items())),
+            ],
+        )
+
+    @property
+    def _memory(self) -> str:
+        if not self.timeline.memory:
+            return f"<p>{NO_MEMORY}</p>"
+        return drawing_html("memory", draw_memory(self.timeline))
+
+
+COLUMNS = ("value", "from", "to", "way", "bytes")
+
+
+def _said(layout: SkipLayout) -> str:
+    return (
+        f"<p>Values that travel from stage to stage, for a mini-batch: {len(layout.hops)}; "
+        f"skips over stages among them: {len(layout.skips)}.</p>"
+    )
+
+
+def _rows(hops: Iterable[Hop]) -> Iterable[list[tuple[float | str, str]]]:
+    for hop in hops:
+        way = "skip" if hop.is_skip else "next stage" if hop.source is not None else "caller"
+        source = "caller" if hop.source is None else str(hop.source)
+        yield [
+            (hop.value, hop.value),
+            (-1 if hop.source is None else hop.source, source),
+            (hop.target, str(hop.target)),
+            (way, way),
+            (hop.bytes, human_bytes(hop.bytes)),
+        ]
+
+
+def _chains(changes: Mapping[str, Changes]) -> Iterable[str]:
+    for title, chain in changes.items():
+        inner = "".join(chain.sections)
+        yield f"<details><summary>{title}</summary>{inner}</details>"

@@ -1,0 +1,132 @@
+import base64
+import re
+
+import pytest
+import torch
+
+import fxpipe
+from tests.fxpipe.inspect.parsed import Page
+from tests.zoo import Chain
+
+X = torch.ones(6, 3)
+HEADINGS = [
+    *("Summary", "Stages", "Stage graph", "Pipeline graph", "Training step", "Memory"),
+    *("What travels", "Passes", "Code"),
+]
+
+
+def compiled(**options):
+    return fxpipe.compile(
+        Chain(4, {0: (3,)}),
+        ["cpu"] * 4,
+        chunks=2,
+        schedule="1f1b",
+        partition=["b", "c", "d"],
+        example_inputs=(X,),
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "out.html"
+    with compiled() as pipe:
+        pipe.report_html(path)
+        yield pipe, path.read_text()
+
+
+def section(text, heading):
+    (body,) = re.findall(rf"<h2>{heading}</h2>(.*?)</section>(?=\n|</body>|<script)", text, re.S)
+    return Page(body)
+
+
+def test_the_page_has_all_sections_and_links_to_them(written):
+    _, text = written
+    page = Page(text)
+    assert page.texts["h1"] == ["Chain on 4 stages"]
+    assert page.texts["h2"] == HEADINGS
+    assert [link.lstrip("#") for link in page.attributes("a", "href")] == page.attributes(
+        "section", "id"
+    )
+
+
+def test_the_summary_and_the_stages_are_those_of_the_report(written):
+    pipe, text = written
+    report = pipe.report()
+    rows = [line for line in report.splitlines() if line.startswith("│")]
+    cells = [cell.strip() for row in rows for cell in row.strip("│").split("│")]
+    stages = section(text, "Stages")
+    assert stages.texts["td"] == cells
+    assert stages.texts["button"] == re.findall(r"\w+", report.splitlines()[2])
+    lines = section(text, "Summary").texts["li"]
+    assert all(line in report for line in lines)
+    assert any("skip a: stage 1 -> stage 3" in line for line in lines)
+
+
+def test_every_cell_has_what_its_column_is_sorted_by(written):
+    _, text = written
+    stages = section(text, "Stages")
+    values = stages.attributes("td", "data-value")
+    assert len(values) == len(stages.texts["td"]) == 4 * 9
+    assert values[5::9] == ["48"] * 4, "parameters: 9 + 3 floats"
+    assert sum(float(share) for share in values[3::9]) == pytest.approx(1)
+
+
+def test_the_drawings_are_those_of_the_pipeline(written):
+    pipe, text = written
+    images = {
+        dict(attrs)["alt"]: base64.b64decode(dict(attrs)["src"].partition(";base64,")[2]).decode()
+        for tag, attrs in Page(text).tags
+        if tag == "img"
+    }
+    assert list(images) == ["Stage graph", "Pipeline graph", "timeline", "memory"]
+    assert "stage 3 · cpu" in images["Stage graph"]
+    assert images["Pipeline graph"].count(">mb 1<") == 4
+    assert images["timeline"] == pipe.timeline().draw(memory=False)
+    assert images["memory"].count("<polyline") == 4 and "peak" in images["memory"]
+
+
+def test_the_values_that_travel_are_a_table(written):
+    _, text = written
+    cells = section(text, "What travels").texts["td"]
+    assert [cells[i : i + 5] for i in range(0, len(cells), 5)] == [
+        ["x", "caller", "0", "caller", "72 B"],
+        ["a", "0", "1", "next stage", "72 B"],
+        ["a", "1", "3", "skip", "72 B"],
+        ["b", "1", "2", "next stage", "72 B"],
+        ["c", "2", "3", "next stage", "72 B"],
+    ]
+
+
+def test_what_each_pass_changed_is_made_again_and_the_pipeline_is_as_it_was(written):
+    pipe, text = written
+    page = Page(text)
+    passes = [title.split()[1] for title in page.texts["h3"]]
+    assert {"alias", "cost", "partition", "split", "microbatch", "verify"} <= set(passes)
+    assert passes.count("before") == 2, "one of stages, one of the pipeline"
+    kept = pipe.graph_module, pipe.stage_graph
+    assert pipe._changes() and kept == (pipe.graph_module, pipe.stage_graph)
+    assert torch.equal(pipe(X), torch.cat([pipe.module(x) for x in X.split(3)]))
+
+
+def test_the_code_of_all_is_there(written):
+    pipe, text = written
+    code = section(text, "Code")
+    assert code.texts["summary"] == ["pipeline", *(f"stage {i}" for i in range(4))]
+    assert "".join(code.texts["pre"]).startswith(pipe.code)
+
+
+def test_where_memory_is_not_known_it_says_so(tmp_path):
+    with compiled(checkpoint="always") as pipe:
+        pipe.report_html(tmp_path / "out.html")
+    (said,) = section((tmp_path / "out.html").read_text(), "Memory").texts["p"]
+    assert said.startswith("Not known")
+
+
+def test_it_needs_no_network_and_has_a_dark_side(written):
+    _, text = written
+    page = Page(text)
+    assert all(link.startswith("#") for link in page.attributes("a", "href"))
+    assert page.attributes("link", "href") == page.attributes("script", "src") == []
+    assert all(source.startswith("data:") for source in page.attributes("img", "src"))
+    assert "http" not in text and "prefers-color-scheme: dark" in text
