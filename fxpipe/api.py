@@ -6,7 +6,7 @@ import html
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from fxpipe.options import Options, PassList
 from fxpipe.runtime.ambient import is_intercepted, transforms
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
-from fxpipe.schedule import Memory, Schedule, StageCost, Timeline
+from fxpipe.schedule import AUTO, Memory, Schedule, StageCost, Timeline
 from fxpipe.timelines import estimated_costs, measured, measured_costs, predicted
 from fxpipe.trace import CustomTracer, untouched
 from passes import default_passes
@@ -486,11 +486,10 @@ class Pipeline(nn.Module):
     @property
     def _drawn_step(self) -> fx.GraphModule:
         """The step graph; if there has been no step, that of a call like the last, not run."""
-        mode, _ = self._last()
-        if self._step is not None or mode.example is None:
+        if self._step is not None:
             return self.step_graph
-        args, kwargs = mode.example.repeated()
-        return self._compiler.ready_to_step(args, kwargs, None)[2].graph_module
+        mode, chunks = self._last()
+        return self._compiler.step(mode, chunks, Target.of(None, None)).graph_module
 
     def _repr_html_(self) -> str | None:
         """The stages, drawn, and the report, for notebooks; as text before it is compiled."""
@@ -536,7 +535,9 @@ class Pipeline(nn.Module):
         costs = "analytic" if self._options.costs == "measured" else self._options.costs
         options = replace(self._options, observer=story, partition=labels, costs=costs)
         args, kwargs = example.repeated()
-        Compiler(self.module, options).ready(args, kwargs)
+        compiler = Compiler(self.module, options)
+        mode, _, chunks = compiler.ready(args, kwargs)
+        compiler.pipeline(mode, chunks)
         return story.chains
 
     def _report(self) -> Report:

@@ -6,7 +6,7 @@ Nothing here knows of tensors or devices: a schedule is a list of actions for ea
 from fxpipe.schedule.actions import Action, Entry, Kind, Overlap
 from fxpipe.schedule.automatic import Found, auto, search
 from fxpipe.schedule.catalogue import NAMES, named, stages_per_lane
-from fxpipe.schedule.choice import placement_of, schedule_of
+from fxpipe.schedule.choice import AUTO, placement_of, schedule_of
 from fxpipe.schedule.comparison import Comparison, compare
 from fxpipe.schedule.schedule import Edges, Needs, Schedule, chain
 from fxpipe.schedule.simulator import Edge, Link, Links, Memory, StageCost, simulate
@@ -14,6 +14,7 @@ from fxpipe.schedule.timeline import Span, Timeline, Transfer
 from fxpipe.schedule.validator import Live, ScheduleError, live, validate
 
 __all__ = [
+    "AUTO",
     "NAMES",
     "Action",
     "Comparison",
