@@ -260,7 +260,7 @@ class Compiler:
             forget_history(gm.graph)
             gm = observed(default.Random(), gm)
         self._label(gm, observed)
-        stage_graph = observed(default.Split(), gm)
+        stage_graph = observed(default.Split(), observed(default.Free(), gm))
         if values:
             stage_graph = observed(default.Devices(values[0].device, options.devices), stage_graph)
         self._place(stage_graph)

@@ -276,7 +276,7 @@ class _Lanes:
         again = recomputed(self.checkpoint, self.chunks)
         found = problem(gm.graph, devices=devices, recomputed=again)
         stage = [node.meta[STAGE] for node in found.work]
-        layout = skip_layout(default.Split()(gm))
+        layout = skip_layout(default.Split()(default.Free()(gm)))
         fixed = [0] * stages
         for node, s in zip(found.work, stage, strict=True):
             fixed[s] += node.meta[COST].fixed_bytes

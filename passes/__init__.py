@@ -15,6 +15,7 @@ from passes.cost import AnalyticCost
 from passes.defer import Defer
 from passes.dependencies import Dependencies
 from passes.devices import Devices
+from passes.free import Free
 from passes.inputs import InputError, WrittenInputs
 from passes.microbatch import Dims, Microbatch
 from passes.partition import Partition, PartitionError
@@ -35,6 +36,7 @@ __all__ = [
     "DeferredBatchNorm",
     "Dependencies",
     "Devices",
+    "Free",
     "InputError",
     "Microbatch",
     "Partition",

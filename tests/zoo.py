@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe import Pipeline
 from fxpipe.schedule import Kind, Schedule
-from passes import Alias, AnalyticCost, Partition, Random, Shared, Split, default_passes
+from passes import Alias, AnalyticCost, Free, Partition, Random, Shared, Split, default_passes
 
 
 class MLP(nn.Module):
@@ -233,6 +233,7 @@ def steps(
         Shared(),
         Random(),
         Partition(len(starts) + 1, starts),
+        Free(),
         Split(),
     ):
         gm = first(gm)

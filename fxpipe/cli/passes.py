@@ -43,6 +43,7 @@ def chains() -> dict[str, list[type]]:
             p.Shared,
             p.Random,
             p.Partition,
+            p.Free,
             p.Split,
             p.Devices,
         ],

@@ -47,6 +47,7 @@ def test_outputs_and_gradients_are_the_models_after_every_pass(name, checkpoint)
         "shared",
         "random",
         "partition",
+        "free",
         "split",
         "microbatch",
         "portals",
