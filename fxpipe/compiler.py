@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import passes as default
 from fxpipe import ops
 from fxpipe.batch import input_dims, output_dims
-from fxpipe.graph import COST, ONCE, STAGE, Cost, attribute, stage_nodes
+from fxpipe.graph import COST, FIRST, ONCE, STAGE, Cost, attribute, stage_nodes
 from fxpipe.hooks import has_hooks
 from fxpipe.loss import Loss, Target
 from fxpipe.options import Options, RunPass
@@ -260,7 +260,9 @@ class Compiler:
             forget_history(gm.graph)
             gm = observed(default.Random(), gm)
         self._label(gm, observed)
-        stage_graph = observed(default.Split(), observed(default.Free(), gm))
+        for rewrite in (default.Free(), default.Tied(options.names)):
+            gm = observed(rewrite, gm)
+        stage_graph = observed(default.Split(), gm)
         if values:
             stage_graph = observed(default.Devices(values[0].device, options.devices), stage_graph)
         self._place(stage_graph)
@@ -294,7 +296,7 @@ class Compiler:
         for source in stage_graph.graph.find_nodes(op="get_attr"):
             tensor = attribute(stage_graph, str(source.target))
             for user in source.users:  # what is done once, beside a stage
-                if STAGE in user.meta:
+                if STAGE in user.meta and FIRST not in user.meta:
                     homes[id(tensor)] = self.options.devices[user.meta[STAGE]]
         for module in self.model.modules():
             for parameter in module._parameters.values():
@@ -394,8 +396,9 @@ def _homes(
     where: dict[int, int] = {}
     for i, stage in enumerate(stages):  # a shared parameter lives where its value comes from
         for share in stage.graph.find_nodes(op="call_function", target=ops.share):
-            parameter = attribute(stage, share.args[0].target)
-            homes[id(parameter)] = devices[i]
+            if share.args[0].op == "get_attr":
+                parameter = attribute(stage, share.args[0].target)
+                homes[id(parameter)] = devices[i]
     shared = set(homes)
     for i, stage in enumerate(stages):
         for path, tensor in (*stage.named_parameters(), *stage.named_buffers()):

@@ -35,6 +35,7 @@ WRITTEN = "written"  # True at the placeholder of an input that is written to
 SEED = "seed"  # True at the placeholder of the seed
 RANDOM = "random"  # True where random numbers are drawn
 ONCE = "once"  # True at what is done once for a mini-batch, after its micro-batches
+FIRST = "first"  # True at what is done once for a mini-batch, ahead of its micro-batches
 
 
 class OuterModule(fx.GraphModule):
@@ -102,7 +103,8 @@ def stage_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 
 def is_work(node: fx.Node) -> bool:
     """Whether a node is part of a stage: no placeholder, ``get_attr``, or output."""
-    return node.op not in ("placeholder", "get_attr", "output") and ONCE not in node.meta
+    is_once = ONCE in node.meta or FIRST in node.meta
+    return node.op not in ("placeholder", "get_attr", "output") and not is_once
 
 
 def operator_name(node: fx.Node) -> str:

@@ -28,6 +28,7 @@ from fxpipe.runtime import step as _step
 from fxpipe.runtime.checkpoint import Handle
 from fxpipe.runtime.portal import Portal
 from fxpipe.runtime.step import Tape
+from fxpipe.runtime.streams import CALLER
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -209,6 +210,18 @@ def share(parameter: Tensor) -> Tensor:
 
 
 @_op
+def bring(parameter: Tensor, target: str, user: str) -> Tensor:
+    """A parameter for a stage on another device, once for all its micro-batches::
+
+    parameter ---[target stream]--- bring ---[user stream]--- (share, in each micro-batch)
+
+    The backward brings back the sum of the micro-batches' gradients.
+    """
+    (value,) = _copy.wait(_copy.copy((parameter,), CALLER, target), target, user)
+    return value  # type: ignore[no-any-return]
+
+
+@_op
 def call(module: nn.Module, values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
     """Run a module with these values in place of the parameters of those names::
 
@@ -327,6 +340,31 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
 
 
 @_op
+def replicate(parameter: Tensor, target: str, user: str) -> Tensor:
+    """A parameter for a stage on another device, once for a training step: a leaf that gathers the
+    gradients of the stage's micro-batches by itself::
+
+    parameter ---[target stream]--- replica
+    """
+    return _step.replicate(parameter, target, user)
+
+
+@_op
+def gathered(replica: Tensor) -> Tensor | None:
+    """The gradients that a replica has gathered, once the stage's backwards are done."""
+    return _step.gathered(replica)
+
+
+@_op
+def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
+    """Add a gradient to a parameter's::
+
+    gathered ---[send]--- parameter
+    """
+    _step.accumulate(parameter, grad)
+
+
+@_op
 def optimize(
     optimizer: torch.optim.Optimizer | None, stage: nn.Module, shared: Sequence[str]
 ) -> None:
@@ -372,6 +410,7 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     checkpoint,
     recompute,
     share,
+    bring,
     call,
     batch_norm,
     update_statistics,
@@ -383,6 +422,9 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     weight_grad,
     replay,
     send,
+    replicate,
+    gathered,
+    accumulate,
     optimize,
     weights,
     average,

@@ -25,6 +25,7 @@ from passes.shared import Shared
 from passes.split import Split, SplitError
 from passes.step import Step, StepError
 from passes.streams import Streams
+from passes.tied import Tied
 from passes.verify import Verify, VerifyError
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "Step",
     "StepError",
     "Streams",
+    "Tied",
     "Verify",
     "VerifyError",
     "WrittenInputs",

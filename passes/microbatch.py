@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN, OuterModule
+from fxpipe.graph import FIRST, MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN, OuterModule
 
 Dims = int | None | tuple[int | None, ...]
 
@@ -43,7 +43,7 @@ class Microbatch:
         graph = fx.Graph()
         cells: dict[int, list[fx.Node]] = {}
         for node in gm.graph.nodes:
-            if STAGE in node.meta and ONCE not in node.meta:
+            if STAGE in node.meta and not {ONCE, FIRST} & node.meta.keys():
                 cells.setdefault(node.meta[STAGE], []).append(node)
         copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.chunks)]
         inputs, weights = self._scatter(gm.graph, graph, copies)
@@ -84,6 +84,11 @@ class Microbatch:
             if node.op == "get_attr":
                 for copied in copies:
                     copied[node] = own[node]
+        for node in old.nodes:
+            if FIRST in node.meta:
+                once = new.node_copy(node, own.__getitem__)
+                for copied in copies:
+                    copied[node] = once
         return own, weights
 
     @staticmethod

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fxpipe.graph import (
+    FIRST,
     NO_BACKWARD,
     ONCE,
     ORIGIN,
@@ -60,7 +61,11 @@ class Split:
         top = fx.Graph()
         at_top: dict[fx.Node, fx.Node] = {}
         for node in gm.graph.nodes:
-            if node.op == "placeholder":
+            if FIRST in node.meta:
+                (parameter,) = node.all_input_nodes
+                attributes[str(parameter.target)] = attribute(gm, str(parameter.target))
+                at_top[parameter] = top.node_copy(parameter)
+            if node.op == "placeholder" or FIRST in node.meta:
                 at_top[node] = top.node_copy(node, at_top.__getitem__)
 
         for stage, nodes in enumerate(members):

@@ -30,6 +30,7 @@ from fxpipe import ops
 from fxpipe.graph import (
     ACTION,
     DEVICE,
+    FIRST,
     MICROBATCH,
     ONCE,
     SEED,
@@ -133,6 +134,7 @@ class _Writer:
             id(attribute(module, str(node.args[0].target)))
             for module in modules
             for node in module.graph.find_nodes(op="call_function", target=ops.share)
+            if node.args[0].op == "get_attr"
         }
         self.outputs = gm.graph.output_node().all_input_nodes
         self.flows = self._flows()
@@ -148,6 +150,7 @@ class _Writer:
         self.tapes: dict[tuple[int, int], fx.Node] = {}
         self.going: dict[tuple[int, int, int], tuple[list[fx.Node], Any]] = {}  # from, to, mb
         self.losses: dict[int, fx.Node] = {}
+        self.replicas: dict[fx.Node, fx.Node] = {}  # of what is brought once
 
     # ------------------------------------------------------------------------------ what goes where
 
@@ -187,6 +190,7 @@ class _Writer:
         self._inputs()
         actions = _in_order(self.schedule, edges)
         last = {action.stage: action for action in actions}
+        homes = {self._owner(brought) for brought in self._brought()}
         for action in actions:
             if action.kind is Kind.FORWARD:
                 self._forward(action.stage, action.microbatch)
@@ -199,8 +203,11 @@ class _Writer:
                 if action.stage == self.loss_stage - 1:
                     self._loss_backward(action.microbatch)
                 self._backward(action)
-            if last[action.stage] == action:
+            if last[action.stage] == action and action.stage not in homes:
                 self._optimize(action)
+        self._gather(last)
+        for stage in sorted(homes):
+            self._optimize(last[stage])
         self._once()
         count = self.schedule.microbatches
         losses = tuple(self.losses[i] for i in range(count))
@@ -340,6 +347,8 @@ class _Writer:
             return value
         key = (value, stage, microbatch)
         if key not in self.here:  # an input: straight from the caller
+            if FIRST in value.meta:
+                return self._replica(value)
             if value.op == "get_attr":  # given out as it is
                 self.attributes[str(value.target)] = attribute(self.gm, str(value.target))
                 self.here[key] = self.new.node_copy(value)
@@ -478,7 +487,11 @@ class _Writer:
         path = str(self.stages[at.stage].call.target)
         stage = attribute(self.gm, path)
         own = stage.graph.find_nodes(op="call_function", target=ops.share)
-        owned = {id(attribute(stage, str(node.args[0].target))) for node in own}
+        owned = {
+            id(attribute(stage, str(node.args[0].target)))
+            for node in own
+            if node.args[0].op == "get_attr"
+        }
         shared = tuple(
             name
             for name, parameter in stage.named_parameters()
@@ -486,6 +499,49 @@ class _Writer:
         )
         args = self.optimizer, self._module(path, at), shared
         self._call(ops.optimize, args, "optimize", at)
+
+    # -------------------------------------------------------------------------------- tied weights
+
+    def _brought(self) -> list[fx.Node]:
+        """What other stages than its own are brought once (pass "tied")."""
+        return list(self.gm.graph.find_nodes(op="call_function", target=ops.bring))
+
+    def _owner(self, brought: fx.Node) -> int:
+        """The stage where a parameter lives."""
+        parameter = attribute(self.gm, str(brought.args[0].target))  # type: ignore[union-attr]
+        for j, stage in enumerate(self.stages):
+            module = attribute(self.gm, str(stage.call.target))
+            for node in module.graph.find_nodes(op="call_function", target=ops.share):
+                source = node.args[0]
+                if source.op == "get_attr" and attribute(module, source.target) is parameter:
+                    return j
+        raise StepError(f"{brought.name} is of no stage's parameters")
+
+    def _replica(self, brought: fx.Node) -> fx.Node:
+        """A replica of a parameter, for all micro-batches of a stage."""
+        if brought not in self.replicas:
+            source, *streams = brought.args
+            path = str(source.target)  # type: ignore[union-attr]
+            self.attributes[path] = attribute(self.gm, path)
+            parameter = self.new.create_node("get_attr", path)
+            replica = self.new.create_node(
+                "call_function", ops.replicate, (parameter, *streams), name=f"{brought}_replica"
+            )
+            self._place(replica, brought.meta[STAGE], 0)
+            self.replicas[brought] = replica
+        return self.replicas[brought]
+
+    def _gather(self, last: dict[int, Action]) -> None:
+        """Bring the gradients of replicas home, once their stages' backwards are done."""
+        for brought, replica in self.replicas.items():
+            stage, home = brought.meta[STAGE], self._owner(brought)
+            at = last[stage]
+            grad = self._call(ops.gathered, (replica,), f"{brought}_gathered", at)
+            made = self._left([grad], home, at)
+            start = stream_name(self.device(stage), COPY)
+            (arrived,) = self._arrived(made, start, last[home], [f"{brought}_grad"])
+            args = replica.args[0], arrived
+            self._call(ops.accumulate, args, f"{brought}_accumulate", last[home])
 
     def _once(self) -> None:
         """What comes after all micro-batches: running statistics, inputs written back."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import passes
 from fxpipe import Pipeline
 from fxpipe.schedule import Kind, Schedule
 from passes import Alias, AnalyticCost, Free, Partition, Random, Shared, Split, default_passes
@@ -234,6 +235,7 @@ def steps(
         Random(),
         Partition(len(starts) + 1, starts),
         Free(),
+        passes.Tied(("cpu",) * (len(starts) + 1)),
         Split(),
     ):
         gm = first(gm)

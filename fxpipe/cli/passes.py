@@ -44,6 +44,7 @@ def chains() -> dict[str, list[type]]:
             p.Random,
             p.Partition,
             p.Free,
+            p.Tied,
             p.Split,
             p.Devices,
         ],

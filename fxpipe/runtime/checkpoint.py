@@ -127,7 +127,10 @@ class _Frame:
         leaves = list(self.leaves)
         saved: tuple[Tensor, ...] = self.saved.saved_tensors
         for i, tensor, requires_grad in zip(self.where, saved, self.require_grad, strict=True):
-            leaves[i] = tensor.detach().requires_grad_(requires_grad) if detached else tensor
+            is_own = isinstance(tensor, torch.nn.Parameter)  # a replica: it has no history to lose
+            if detached and not is_own:
+                tensor = tensor.detach().requires_grad_(requires_grad)
+            leaves[i] = tensor
         return pytree.tree_unflatten(leaves, self.spec)
 
     def recompute(self) -> None:

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.runtime.checkpoint import Handle, checkpointed
 from fxpipe.runtime.copy import moved
-from fxpipe.runtime.streams import device_of
+from fxpipe.runtime.streams import CALLER, device_of, make_wait, stream
 
 _recording = threading.local()  # .tape: that of the forward which runs in this thread
 
@@ -52,7 +52,8 @@ class Tape:
         """Run a function of these arguments. Gives what it gives, without history."""
         leaves, self.spec = pytree.tree_flatten(args)
         own = [_cut_off(leaf) for leaf in leaves]
-        self.inputs = [leaf if _has_history(leaf) else None for leaf in own]
+        is_own = (_has_history(leaf) and not isinstance(leaf, nn.Parameter) for leaf in own)
+        self.inputs = [leaf if is_one else None for leaf, is_one in zip(own, is_own, strict=True)]
         with _recorded_by(self), torch.enable_grad():
             results = function(*pytree.tree_unflatten(own, self.spec))
         self.results = [pytree.tree_leaves(result) for result in results]
@@ -92,8 +93,12 @@ def _has_history(value: Any) -> bool:
 
 
 def _cut_off(value: Any) -> Any:
-    """Without history, but with the word whether it had one: whether a gradient is wanted."""
-    return value.detach().requires_grad_() if _has_history(value) else value
+    """Without history, but with the word whether it had one: whether a gradient is wanted.
+
+    A parameter, or a replica of one, has none, and gathers its gradients itself.
+    """
+    is_inner = _has_history(value) and not isinstance(value, nn.Parameter)
+    return value.detach().requires_grad_() if is_inner else value
 
 
 def forward(
@@ -207,6 +212,25 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
         return result.requires_grad_(value.requires_grad)
 
     return tuple(pytree.tree_map(move, value) for value in values)
+
+
+def replicate(parameter: Tensor, target: str, user: str) -> Tensor:
+    """A leaf with the parameter's value, on the target stream's device, for the user stream."""
+    value = moved(parameter.detach(), device_of(target), CALLER, target)
+    make_wait(stream(user), stream(target), value)
+    return nn.Parameter(value, parameter.requires_grad)
+
+
+def gathered(replica: Tensor) -> Tensor | None:
+    """What the backwards have left there."""
+    return replica.grad
+
+
+def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
+    """Add a gradient to a parameter's, as a backward does it, with its hooks."""
+    if grad is not None:
+        with torch.enable_grad():
+            torch.autograd.backward(parameter.view_as(parameter), grad)
 
 
 def optimize(

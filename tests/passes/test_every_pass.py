@@ -48,6 +48,7 @@ def test_outputs_and_gradients_are_the_models_after_every_pass(name, checkpoint)
         "random",
         "partition",
         "free",
+        "tied",
         "split",
         "microbatch",
         "portals",

@@ -46,8 +46,9 @@ def test_every_pass_leaves_text_and_code_in_order(dumped):
         "05-random",
         "06-partition",
         "07-free",
-        "08-split",
-        "09-devices",
+        "08-tied",
+        "09-split",
+        "10-devices",
     ]
     names = [
         rewrite.name for rewrite in default_passes(devices=TWO, chunks=2, in_dims=[0], out_dims=[0])
@@ -67,7 +68,7 @@ def test_the_last_text_is_of_what_runs(dumped):
 
 def test_what_stages_do_is_part_of_the_text(dumped):
     pipe, folder = dumped
-    text = (folder / "00-MLP-stages" / "08-split.txt").read_text()
+    text = (folder / "00-MLP-stages" / "09-split.txt").read_text()
     first, *stages = text.split("\n\n")
     assert len(stages) == 2
     assert not any(

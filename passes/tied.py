@@ -1,0 +1,76 @@
+"""Tied: a parameter that stages on several devices use goes to each device once, for all
+micro-batches.
+
+::
+
+    before     weight ─ share ─┬─ embed (stage 0)
+                               └──────────────────────── head (stage 3)
+
+    after      weight ─ share ─── embed
+               weight ─ bring ────────────────── share ─ head
+                        (once)
+
+Without it the value would travel as any value does, with each micro-batch, and its gradient too.
+What is brought is nobody's micro-batch's, as an input without a batch dimension; the gradients of
+all micro-batches are summed where they arise, and their sum goes back once. So a sum over all uses
+is made in another order than the model's own: on one device, where nothing travels, all stays as it
+is, and bitwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.graph import COST, FIRST, STAGE, VALUE, Cost
+from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
+
+
+@dataclass(frozen=True)
+class Tied:
+    """Model graph with ``meta["stage"]`` after pass "shared" → the same, with a node "bring" for
+    each shared parameter and each stage on another device than where it lives.
+
+    ``devices``: one for each stage.
+    """
+
+    name: ClassVar[str] = "tied"
+    devices: tuple[str, ...]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for value in gm.graph.find_nodes(op="call_function", target=ops.share):
+            home = value.meta[STAGE]
+            away: dict[int, list[fx.Node]] = {}
+            for user in value.users:
+                stage = user.meta.get(STAGE, home)  # the caller is none
+                if self.devices[stage] != self.devices[home]:
+                    away.setdefault(stage, []).append(user)
+            for stage, users in sorted(away.items()):
+                own = self._bring(value, stage, users[0])
+                for user in users:
+                    user.replace_input_with(value, own)
+        gm.recompile()
+        return gm
+
+    def _bring(self, value: fx.Node, stage: int, user: fx.Node) -> fx.Node:
+        """The value for a stage, ahead of its first user there."""
+        device = self.devices[stage]
+        streams = stream_name(device, COPY), stream_name(device, COMPUTE)
+        (parameter,) = value.args
+        assert isinstance(parameter, fx.Node)
+        graph = value.graph
+        with graph.inserting_after(parameter):
+            brought = graph.create_node(
+                "call_function", ops.bring, (parameter, *streams), name=f"{parameter}_s{stage}"
+            )
+        with graph.inserting_before(user):
+            own = graph.create_node(
+                "call_function", ops.share, (brought,), name=f"{value}_s{stage}"
+            )
+        for node in (brought, own):
+            node.meta = {VALUE: value.meta[VALUE], COST: Cost(), STAGE: stage}
+        brought.meta[FIRST] = True
+        return own
