@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.graph import VALUE
 from fxpipe.structure import Structure, children, map_tensors
 from fxpipe.trace import bound_arguments, called, canonical, parameters_put_back, untouched
+from fxpipe.trace.care import on_one_device
 from passes.fakes import FakeInterpreter, fake_mode
 from passes.microbatch import Dims
 
@@ -174,7 +175,12 @@ def _takes_another_size(
             return tensor.clone() if dim is None else tensor.index_select(dim, rows)
 
         some, named = map_tensors(resized, canonical(model, args, kwargs))
-        with untouched(model), parameters_put_back(model), torch.no_grad():
+        with (
+            on_one_device(model, inputs[0].tensor.device),  # it may have been placed already
+            untouched(model),
+            parameters_put_back(model),
+            torch.no_grad(),
+        ):
             outputs, _ = Structure.of(called(model, some, named))
         return [tensor.shape for tensor in outputs]
 

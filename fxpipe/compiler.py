@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from fxpipe.loss import Loss, Target
 from fxpipe.options import Options, RunPass
 from fxpipe.runtime.ambient import transforms
 from fxpipe.runtime.program import Program, lower
-from fxpipe.structure import map_tensors
+from fxpipe.structure import Structure, map_tensors
 from fxpipe.trace import (
     Traced,
     autocast_of,
@@ -28,6 +29,7 @@ from fxpipe.trace import (
     trace,
     untouched,
 )
+from fxpipe.trace.care import on_one_device
 from passes.costs import cost_pass
 from passes.fakes import forget_history
 from passes.microbatch import Dims
@@ -242,23 +244,13 @@ class Compiler:
         kwargs: dict[str, Any],
         dims: list[int | None],
     ) -> Mode:
-        traced = trace(self.model, args, kwargs, tracer=options.tracer, batch_dims=dims)
-        gm = traced.graph_module
-        values = traced.bind(args, kwargs)
-        observed = self._observed("stages", gm)
-        if options.deferred_batch_norm:
-            gm = observed(default.DeferredBatchNorm(), gm)
-        with untouched(self.model):
-            gm = observed(default.Alias(tuple(values)), gm)
-            gm = observed(default.WrittenInputs(tuple(dims), options.chunks), gm)
-            if any(ONCE in node.meta for node in gm.graph.nodes):
-                gm = observed(default.Alias(tuple(values)), gm)
-            found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
-            costs = "analytic" if self.labels else options.costs  # it has been cut
-            gm = observed(cost_pass(costs, tuple(values), device=options.devices[0]), gm)
-            gm = observed(default.Shared(), gm)
-            forget_history(gm.graph)
-            gm = observed(default.Random(), gm)
+        tensors, _ = Structure.of((args, kwargs))
+        with self._where_it_runs(tensors):
+            traced = trace(self.model, args, kwargs, tracer=options.tracer, batch_dims=dims)
+            gm = traced.graph_module
+            values = traced.bind(args, kwargs)
+            observed = self._observed("stages", gm)
+            gm, found = self._prepared(gm, traced, values, dims, observed)
         self._label(gm, observed)
         for rewrite in (default.Free(), default.Tied(options.names)):
             gm = observed(rewrite, gm)
@@ -276,6 +268,37 @@ class Compiler:
         for gm in (mode.model_graph, stage_graph, *stages_of(stage_graph)):
             mode.bindings += _bindings(gm, self.model)
         return mode
+
+    def _where_it_runs(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """A model whose stages have been placed comes back together to be traced once more."""
+        if not self.labels or not inputs:
+            return nullcontext()
+        return on_one_device(self.model, inputs[0].device)
+
+    def _prepared(
+        self,
+        gm: fx.GraphModule,
+        traced: Traced,
+        values: list[Any],
+        dims: list[int | None],
+        observed: RunPass,
+    ) -> tuple[fx.GraphModule, list[Dims]]:
+        """The model graph with all that a cut has to know, and the outputs' batch dimensions."""
+        options = self.options
+        if options.deferred_batch_norm:
+            gm = observed(default.DeferredBatchNorm(), gm)
+        with untouched(self.model):
+            gm = observed(default.Alias(tuple(values)), gm)
+            gm = observed(default.WrittenInputs(tuple(dims), options.chunks), gm)
+            if any(ONCE in node.meta for node in gm.graph.nodes):
+                gm = observed(default.Alias(tuple(values)), gm)
+            found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
+            costs = "analytic" if self.labels else options.costs  # it has been cut
+            gm = observed(cost_pass(costs, tuple(values), device=options.devices[0]), gm)
+            gm = observed(default.Shared(), gm)
+            forget_history(gm.graph)
+            gm = observed(default.Random(), gm)
+        return gm, found
 
     def _label(self, gm: fx.GraphModule, observed: RunPass) -> None:
         """Cut as asked for; once it has been cut, what is traced later is cut alike."""

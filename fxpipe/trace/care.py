@@ -78,6 +78,31 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         random.setstate(python_state)
 
 
+@contextmanager
+def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """All of a model on one device meanwhile; then each tensor has the very memory that it had.
+
+    A model whose stages have been placed runs nowhere as it is. While this lasts the device has to
+    have room for all of it.
+    """
+    own = (*model.parameters(), *model.buffers())
+    before = [(t, t.data) for t in own if t.device != device and not t.is_meta]
+    try:
+        try:
+            for tensor, data in before:
+                tensor.data = data.to(device)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"to be traced for another kind of call the model has to be on {device}, that of "
+                "the inputs, as a whole: make this call first with inputs on the CPU"
+            )
+            raise
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
 def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """The model's output."""
     with skip.tracking(model):

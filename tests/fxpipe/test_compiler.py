@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import contextmanager, suppress
+
 import pytest
 import torch
 from torch import nn
@@ -8,8 +10,9 @@ import fxpipe
 from fxpipe.compiler import Compiler, _homes, stages_of
 from fxpipe.graph import STAGE, stage_nodes
 from fxpipe.options import Options
+from fxpipe.trace.care import on_one_device
 from passes import PartitionError, default_passes
-from tests.zoo import MLP, MODELS
+from tests.zoo import MLP, MODELS, ResNet, same
 
 
 def compiler(model, devices=("cpu", "cpu"), **options):
@@ -119,3 +122,35 @@ def test_a_buffer_of_two_devices_is_refused():
         fxpipe.compile(
             model, ["cpu", "meta"], example_inputs=(torch.zeros(2, 6, dtype=torch.long),)
         )
+
+
+def test_a_placed_model_comes_together_to_be_traced_once_more(monkeypatch):
+    """Its stages may be on several devices, and then it runs nowhere as it is."""
+    model, x, seen = ResNet(), torch.randn(4, 3, 8, 8), []
+
+    @contextmanager
+    def watched(given, device):
+        seen.append((given, device))
+        with on_one_device(given, device):
+            yield
+
+    monkeypatch.setattr("fxpipe.compiler.on_one_device", watched)
+    with fxpipe.compile(model, ["cpu", "cpu:0"], chunks=2) as pipe:
+        pipe(x)
+        assert not seen
+        pipe.eval()
+        pipe(x)
+    assert seen == [(model, x.device)]
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "meta"])
+def test_each_tensor_of_it_has_its_memory_again_afterwards(device):
+    """``"cpu:0"`` is another device than ``"cpu"``; ``"meta"`` takes no tensor that has values."""
+    model = ResNet()
+    own = [*model.parameters(), *model.buffers()]
+    before = [(tensor.data_ptr(), tensor.clone()) for tensor in own]
+    with suppress(RuntimeError), on_one_device(model, torch.device(device)):
+        model.stem[0].weight.data.add_(0)
+    for tensor, (pointer, value) in zip(own, before, strict=True):
+        assert tensor.data_ptr() == pointer
+        assert same(tensor, value)
