@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test zoo check wheel benchmarks clean
+.PHONY: demo test zoo check docs wheel benchmarks clean
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -13,6 +13,11 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 .venv/.test: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(PIP) --editable '.[test]'
+	touch $@
+
+.venv/.docs: pyproject.toml constraints.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(PIP) --editable '.[docs]'
 	touch $@
 
 demo: .venv/.demo
@@ -29,6 +34,10 @@ check: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the API reference, as docs-out/index.html; a warning is an error, and so is a name that leads nowhere
+docs: .venv/.docs
+	$(BIN)/python -m sphinx -q -E -W -n --keep-going docs docs-out
 
 wheel: .venv/.test
 	rm -rf dist
@@ -49,4 +58,4 @@ benchmarks: .venv/.test
 	$(BIN)/python -m tests.benchmarks.compile_time
 
 clean:
-	rm -rf .venv .venv-wheel dist build *.egg-info demo-out
+	rm -rf .venv .venv-wheel dist build *.egg-info demo-out docs-out
