@@ -1,8 +1,7 @@
 """Metadata, and the text form, of the graphs of every level.
 
-A node says where it belongs in ``node.meta``: :data:`STAGE` (int), :data:`MICROBATCH` (int),
-:data:`DEVICE` (``torch.device``), :data:`STREAM` (str such as ``"cuda:1/copy"``) and :data:`COST`
-(:class:`Cost`), beside fx's own keys (``val``, ``stack_trace``, ``nn_module_stack``).
+A node says where it belongs in ``node.meta``, under the keys below, beside fx's own (``val``,
+``stack_trace``, ``nn_module_stack``).
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-STAGE = "stage"
-MICROBATCH = "microbatch"
-DEVICE = "device"
-STREAM = "stream"
-GAP = "gap"  # of a graph module: the slowest stage is at most this fraction slower than it might be
-COST = "cost"
-SAVED = "saved"  # tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
-ORIGIN = "origin"  # str: the value of the stage graph that a node of the pipeline graph stands for
-ACTION = "action"  # fxpipe.schedule.Action: the one that a node of the step graph is
-VALUE = "val"  # fx's key: the fake (or example) value of a node
-ALIAS = "alias"  # int: nodes with the same number have to stay in one stage
-WRITES = "writes"  # tuple[str, ...]: the nodes whose memory this one writes to
-SAME_AS = "same_as"  # tuple[str, ...]: the nodes of whose tensors this one gives some as they came
-NO_BACKWARD = "no_backward"  # True where it has a gradient that no output leads back to
-WRITTEN = "written"  # True at the placeholder of an input that is written to
-SEED = "seed"  # True at the placeholder of the seed
-RANDOM = "random"  # True where random numbers are drawn
-ONCE = "once"  # True at what is done once for a mini-batch, after its micro-batches
-FIRST = "first"  # True at what is done once for a mini-batch, ahead of its micro-batches
+STAGE = "stage"  #: int
+MICROBATCH = "microbatch"  #: int
+DEVICE = "device"  #: torch.device
+STREAM = "stream"  #: str such as ``"cuda:1/copy"``
+GAP = "gap"  #: of a graph module: by what part its slowest stage is slower than possible, at most
+COST = "cost"  #: Cost
+SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
+ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
+ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph is
+VALUE = "val"  #: fx's key: the fake (or example) value of a node
+ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage
+WRITES = "writes"  #: tuple[str, ...]: the nodes whose memory this one writes to
+SAME_AS = "same_as"  #: tuple[str, ...]: the nodes of whose tensors this one gives some as they came
+NO_BACKWARD = "no_backward"  #: True where it has a gradient that no output leads back to
+WRITTEN = "written"  #: True at the placeholder of an input that is written to
+SEED = "seed"  #: True at the placeholder of the seed
+RANDOM = "random"  #: True where random numbers are drawn
+ONCE = "once"  #: True at what is done once for a mini-batch, after its micro-batches
+FIRST = "first"  #: True at what is done once for a mini-batch, ahead of its micro-batches
 
 
 class OuterModule(fx.GraphModule):

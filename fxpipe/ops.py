@@ -55,10 +55,12 @@ def _tracing(args: tuple[Any, ...]) -> bool:
 def scatter(
     tensor: Tensor, dim: int | None, chunks: int, copied: bool = False
 ) -> tuple[Tensor, ...]:
-    """A mini-batch in ``chunks`` micro-batches along ``dim``::
+    """A mini-batch in ``chunks`` micro-batches along ``dim``.
 
-    x ---+--- x_mb0          backward: each micro-batch's gradient into its place
-         +--- x_mb1
+    ::
+
+        x ---+--- x_mb0          backward: each micro-batch's gradient into its place
+             +--- x_mb1
 
     The parts are views; ``copied``: of a copy, where x will be written to.
     """
@@ -67,20 +69,24 @@ def scatter(
 
 @_op
 def write_back(tensor: Tensor, dim: int | None, parts: Sequence[Tensor]) -> None:
-    """What the micro-batches have made of their copies of an input becomes the input's value::
+    """What the micro-batches have made of their copies of an input becomes the input's value.
 
-    x_mb0 ---+--- x, the caller's
-    x_mb1 ---+
+    ::
+
+        x_mb0 ---+--- x, the caller's
+        x_mb1 ---+
     """
     tensor.copy_(_microbatch.gather(parts, dim))
 
 
 @_op
 def seeds(count: int) -> tuple[int, ...]:
-    """A seed for every micro-batch, drawn from the default generator::
+    """A seed for every micro-batch, drawn from the default generator.
 
-    seeds ---+--- seed_mb0 --- (all that draws random numbers for micro-batch 0)
-             +--- seed_mb1
+    ::
+
+        seeds ---+--- seed_mb0 --- (all that draws random numbers for micro-batch 0)
+                 +--- seed_mb1
     """
     return _random.seeds(count)
 
@@ -92,7 +98,9 @@ def gather(
     parts: Sequence[Tensor] = (),
     parts_dim: int = 0,
 ) -> Any:
-    """The micro-batches' outputs as one: joined along ``dims``, or averaged where that is None::
+    """The micro-batches' outputs as one: joined along ``dims``, or averaged where that is None.
+
+    ::
 
         y_mb0 ---+--- y          backward: each micro-batch gets its part of the gradient
         y_mb1 ---+
@@ -104,7 +112,9 @@ def gather(
 
 @_op
 def copy(values: Any, source: str, target: str) -> Any:
-    """Move values to the device of the target stream::
+    """Move values to the device of the target stream.
+
+    ::
 
         source ---[source stream]--- copy ---[target stream]--- target
 
@@ -116,7 +126,9 @@ def copy(values: Any, source: str, target: str) -> Any:
 
 @_op
 def wait(values: Any, source: str, target: str) -> Any:
-    """The target stream waits for the source stream::
+    """The target stream waits for the source stream.
+
+    ::
 
         values (source stream) --- wait --- values (target stream)
 
@@ -127,38 +139,46 @@ def wait(values: Any, source: str, target: str) -> Any:
 
 @_op
 def fork(values: Any) -> tuple[Any, Tensor]:
-    """Branch a phony off a lane; the values' backward waits for the phony's::
+    """Branch a phony off a lane; the values' backward waits for the phony's.
 
-    values --- fork --- values
-                 `----- phony --- (to a join)
+    ::
+
+        values --- fork --- values
+                     `----- phony --- (to a join)
     """
     return _dependency.fork(values)
 
 
 @_op
 def join(values: Any, phony: Tensor) -> Any:
-    """Merge a phony into a lane; the phony's backward comes after the values'::
+    """Merge a phony into a lane; the phony's backward comes after the values'.
 
-            values --- join --- values
-    (from a fork) phony --'
+    ::
+
+                values --- join --- values
+        (from a fork) phony --'
     """
     return _dependency.join(values, phony)
 
 
 @_op
 def portal_blue(tensor: Any) -> Portal:
-    """A skip tensor leaves the autograd lane at its source; a phony stays for it::
+    """A skip tensor leaves the autograd lane at its source; a phony stays for it.
 
-    t --- blue --- phony          backward: t gets the gradient that came through the portal
-            :
-            t, hidden
+    ::
+
+        t --- blue --- phony          backward: t gets the gradient that came through the portal
+                :
+                t, hidden
     """
     return _portal.portal_blue(tensor)
 
 
 @_op
 def portal_copy(portal: Portal, source: str, target: str) -> Portal:
-    """Move the hidden tensor to the device of the target stream::
+    """Move the hidden tensor to the device of the target stream.
+
+    ::
 
         phony ------------ copy ------------ phony
         t, hidden ..[source to target].. t, hidden
@@ -170,19 +190,23 @@ def portal_copy(portal: Portal, source: str, target: str) -> Portal:
 
 @_op
 def portal_orange(portal: Portal) -> Any:
-    """The skip tensor comes back into the autograd lane, at its consumer::
+    """The skip tensor comes back into the autograd lane, at its consumer.
 
-    phony ------ orange --- t          backward: the gradient of t goes into the portal
-    t, hidden ......:
+    ::
+
+        phony ------ orange --- t          backward: the gradient of t goes into the portal
+        t, hidden ......:
     """
     return _portal.portal_orange(portal)
 
 
 @_op
 def checkpoint(stage: nn.Module, *args: Any) -> tuple[Any, Handle | None]:
-    """Run a stage without keeping its activations. Gives its output, and a handle to run it again::
+    """Run a stage without keeping its activations. Gives its output, and a handle to run it again.
 
-    args --- stage --- output          saved tensors: none, until recompute or their first use
+    ::
+
+        args --- stage --- output          saved tensors: none, until recompute or their first use
     """
     # Its forward, not the module: fx would print to stderr what goes wrong in it.
     # What draws random numbers is given a seed (pass "random"), the same both times.
@@ -191,20 +215,24 @@ def checkpoint(stage: nn.Module, *args: Any) -> tuple[Any, Handle | None]:
 
 @_op
 def recompute(values: Any, handle: Handle | None) -> Any:
-    """Run the checkpointed stage again when the backward comes by, ahead of its own::
+    """Run the checkpointed stage again when the backward comes by, ahead of its own.
 
-    stage --- values --- wait --- recompute --- (copy)
-    backward:  stage <-- wait <-- recompute <-- (copy of the gradient, still on its way)
+    ::
+
+        stage --- values --- wait --- recompute --- (copy)
+        backward:  stage <-- wait <-- recompute <-- (copy of the gradient, still on its way)
     """
     return _checkpoint.recompute(values, handle)
 
 
 @_op
 def share(parameter: Tensor) -> Tensor:
-    """A parameter as a value, for all its uses in one micro-batch::
+    """A parameter as a value, for all its uses in one micro-batch.
 
-    parameter --- share ---+--- one use        backward: the parameter gets the sum
-                           +--- another
+    ::
+
+        parameter --- share ---+--- one use        backward: the parameter gets the sum
+                               +--- another
     """
     return parameter.view_as(parameter)
 
@@ -223,10 +251,12 @@ def bring(parameter: Tensor, target: str, user: str) -> Tensor:
 
 @_op
 def call(module: nn.Module, values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Run a module with these values in place of the parameters of those names::
+    """Run a module with these values in place of the parameters of those names.
 
-    share ---+
-    args  ---+--- module ---
+    ::
+
+        share ---+
+        args  ---+--- module ---
     """
     return _shared.call(module, values, *args, **kwargs)
 
@@ -235,10 +265,12 @@ def call(module: nn.Module, values: dict[str, Tensor], *args: Any, **kwargs: Any
 def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Normalise a micro-batch by its own statistics, and give these::
+    """Normalise a micro-batch by its own statistics, and give these.
 
-    x --- batch_norm ---+--- y
-                        +--- mean, variance, count --- (update_statistics; no gradient)
+    ::
+
+        x --- batch_norm ---+--- y
+                            +--- mean, variance, count --- (update_statistics; no gradient)
     """
     return _batch_norm.batch_norm(x, weight, bias, eps)
 
@@ -251,10 +283,12 @@ def update_statistics(
     momentum: float | None,
     parts: Sequence[tuple[Tensor, Tensor, int]],
 ) -> None:
-    """Update a batch norm's running statistics, once for all micro-batches::
+    """Update a batch norm's running statistics, once for all micro-batches.
 
-    mean, variance, count (mb0) ---+--- running mean, running variance, number of mini-batches
-    mean, variance, count (mb1) ---+
+    ::
+
+        mean, variance, count (mb0) ---+--- running mean, running variance, number of mini-batches
+        mean, variance, count (mb1) ---+
     """
     _batch_norm.update_statistics(running_mean, running_var, tracked, momentum, parts)
 
@@ -263,7 +297,9 @@ def update_statistics(
 def forward(
     stage: nn.Module, args: tuple[Any, ...], passed: Sequence[int], single: bool, checkpoint: bool
 ) -> tuple[tuple[Any, ...], Tape]:
-    """The forward of a stage for a micro-batch, in a training step::
+    """The forward of a stage for a micro-batch, in a training step.
+
+    ::
 
         args --- stage ---+--- results
           `---------------+--- arguments that are passed on
@@ -276,47 +312,57 @@ def forward(
 
 @_op
 def loss(function: nn.Module, output: Any, target: Any, number: int) -> tuple[Tensor, Tape]:
-    """The loss of micro-batch ``number``::
+    """The loss of micro-batch ``number``.
 
-    output ---+--- loss ---+--- value
-    target ---+            `... tape
+    ::
+
+        output ---+--- loss ---+--- value
+        target ---+            `... tape
     """
     return _step.loss(function, output, target, number)
 
 
 @_op
 def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
-    """Where the backward of a micro-batch begins: the gradient of the model's output::
+    """Where the backward of a micro-batch begins: the gradient of the model's output.
 
-    gradient of the output --- loss --- weight (times scale)
+    ::
+
+        gradient of the output --- loss --- weight (times scale)
     """
     return _step.loss_backward(tape, weight, scale)
 
 
 @_op
 def backward(tape: Tape, grads: Sequence[Any]) -> Any:
-    """The backward of a stage for a micro-batch. Parameters get their gradients on the way::
+    """The backward of a stage for a micro-batch. Parameters get their gradients on the way.
 
-    gradients of the arguments --- stage --- gradients of the results
-                                     `--- parameters
+    ::
+
+        gradients of the arguments --- stage --- gradients of the results
+                                         `--- parameters
     """
     return _step.backward(tape, grads)
 
 
 @_op
 def backward_input(tape: Tape, grads: Sequence[Any]) -> Any:
-    """The first half of a backward: what the stage before waits for::
+    """The first half of a backward: what the stage before waits for.
 
-    gradients of the arguments --- stage --- gradients of the results
+    ::
+
+        gradients of the arguments --- stage --- gradients of the results
     """
     return _step.backward_input(tape, grads)
 
 
 @_op
 def weight_grad(tape: Tape) -> None:
-    """The second half of a backward: what nobody waits for::
+    """The second half of a backward: what nobody waits for.
 
-    tape --- parameters
+    ::
+
+        tape --- parameters
     """
     _step.weight_grad(tape)
 
@@ -332,9 +378,11 @@ def replay(tape: Tape, halved: bool = False) -> None:
 
 @_op
 def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
-    """Values without history, on the device of the target stream::
+    """Values without history, on the device of the target stream.
 
-    source ---[source stream]--- send ---[target stream]--- target
+    ::
+
+        source ---[source stream]--- send ---[target stream]--- target
     """
     return _step.send(values, source, target)
 
@@ -368,7 +416,9 @@ def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
 def optimize(
     optimizer: torch.optim.Optimizer | None, stage: nn.Module, shared: Sequence[str]
 ) -> None:
-    """Step the parameters of a stage whose gradients are done, if there is an optimizer::
+    """Step the parameters of a stage whose gradients are done, if there is an optimizer.
+
+    ::
 
         gradients --- optimizer --- parameters
 
