@@ -24,7 +24,6 @@ default_role = "code"
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
-autodoc_class_signature = "separated"  # what __init__ takes is said where the class says what it is
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
