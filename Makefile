@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test zoo check docs wheel benchmarks clean
+.PHONY: demo test zoo check docs pictures wheel benchmarks clean
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -38,6 +38,11 @@ check: .venv/.test
 # the API reference, as docs-out/index.html; a warning is an error, and so is a name that leads nowhere
 docs: .venv/.docs
 	$(BIN)/python -m sphinx -q -E -W -n --keep-going docs docs-out
+
+# that of README.md
+pictures: .venv/.demo
+	$(BIN)/python -m fxpipe compile fxpipe.demo:UNet --devices cpu,cpu,cpu,cpu --chunks 4 \
+		--input 16,3,64,64 --draw docs/pictures/unet.svg
 
 wheel: .venv/.test
 	rm -rf dist

@@ -36,7 +36,7 @@ python_use_unqualified_type_names = True
 # reference is built without a network. So do types that are nobody's business but ours.
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|fx|nn|pytree|graphviz|os|pathlib|collections|fractions|types)\..*"),
-    (r"py:.*", r"fxpipe\.(runtime|compiler)\..*|passes\.(problem|cut)\..*|.*\._\w+"),
+    (r"py:.*", r"fxpipe\.(runtime|options)\..*|passes\.(problem|cut)\..*|.*\._\w+"),
 ]
 
 
