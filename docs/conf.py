@@ -48,6 +48,19 @@ def _no_type_in_front(
         lines[:0] = ["..", ""]  # a comment
 
 
+def _made_anew(
+    app: Any,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str | None, str | None]:
+    """A default that a dataclass makes anew each time is no Python as ``inspect`` writes it."""
+    return (signature and signature.replace("<factory>", "...")), returns
+
+
 def _wherever_it_is(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     """A name of ours leads to the only thing that is called so, however it is imported."""
     path, _, last = node["reftarget"].rpartition(".")
@@ -66,4 +79,5 @@ def _wherever_it_is(app: Any, env: Any, node: Any, contnode: Any) -> Any:
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _no_type_in_front, priority=400)
+    app.connect("autodoc-process-signature", _made_anew)
     app.connect("missing-reference", _wherever_it_is)
