@@ -239,9 +239,11 @@ def share(parameter: Tensor) -> Tensor:
 
 @_op
 def bring(parameter: Tensor, target: str, user: str) -> Tensor:
-    """A parameter for a stage on another device, once for all its micro-batches::
+    """A parameter for a stage on another device, once for all its micro-batches.
 
-    parameter ---[target stream]--- bring ---[user stream]--- (share, in each micro-batch)
+    ::
+
+        parameter ---[target stream]--- bring ---[user stream]--- (share, in each micro-batch)
 
     The backward brings back the sum of the micro-batches' gradients.
     """
@@ -389,10 +391,13 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
 
 @_op
 def replicate(parameter: Tensor, target: str, user: str) -> Tensor:
-    """A parameter for a stage on another device, once for a training step: a leaf that gathers the
-    gradients of the stage's micro-batches by itself::
+    """A parameter for a stage on another device, once for a training step.
 
-    parameter ---[target stream]--- replica
+    ::
+
+        parameter ---[target stream]--- replica
+
+    It is a leaf, which gathers the gradients of the stage's micro-batches by itself.
     """
     return _step.replicate(parameter, target, user)
 
@@ -405,9 +410,11 @@ def gathered(replica: Tensor) -> Tensor | None:
 
 @_op
 def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
-    """Add a gradient to a parameter's::
+    """Add a gradient to a parameter's.
 
-    gathered ---[send]--- parameter
+    ::
+
+        gathered ---[send]--- parameter
     """
     _step.accumulate(parameter, grad)
 
