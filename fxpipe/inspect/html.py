@@ -25,7 +25,7 @@ table { border-collapse: collapse; }
 th, td { padding: 0.2em 0.8em; text-align: right; border-bottom: 1px solid var(--quiet); }
 th button { all: unset; cursor: pointer; font-weight: bold; }
 th button:focus-visible { outline: 2px solid; }
-.drawing img { background: white; display: block; }
+.drawing img { background: white; display: block; max-width: 100%; }
 @media (prefers-color-scheme: dark) {
   .drawing img { filter: invert(0.88) hue-rotate(180deg); }
 }
@@ -54,7 +54,9 @@ document.querySelectorAll("input[type=range]").forEach((zoom) => {
   const image = zoom.closest("section").querySelector("img"), box = image.parentNode;
   const scale = () => {
     const middle = (box.scrollLeft + box.clientWidth / 2) / box.scrollWidth;
-    image.style.width = image.naturalWidth * zoom.value + "px";
+    const whole = Math.min(image.naturalWidth, box.clientWidth);
+    image.style.maxWidth = "none";
+    image.style.width = whole * zoom.value + "px";
     box.scrollLeft = middle * box.scrollWidth - box.clientWidth / 2;
   };
   zoom.addEventListener("input", scale);

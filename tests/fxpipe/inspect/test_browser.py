@@ -1,0 +1,167 @@
+"""The page of a report, in a headless Chromium: what a reader sees and can do."""
+
+import itertools
+import shutil
+
+import pytest
+import torch
+
+import fxpipe
+from tests.zoo import UNet
+
+webdriver = pytest.importorskip("selenium.webdriver")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(DRIVER is None, reason="no chromedriver: see .ci/run")
+
+WIDTHS = [700, 1400]  # of the window
+# In the order of the page: what has to be one below the other.
+BLOCKS = "h1, nav, body > section > *"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "out.html"
+    with fxpipe.compile(
+        UNet(),
+        ["cpu"] * 4,
+        chunks=8,
+        schedule="1f1b",
+        example_inputs=(torch.randn(16, 3, 16, 16),),
+    ) as pipe:
+        pipe.report_html(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser(page):
+    options = webdriver.ChromeOptions()
+    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield found
+    found.quit()
+
+
+@pytest.fixture
+def opened(browser, page):
+    browser.set_window_size(1400, 1000)
+    browser.get(page.as_uri())
+    return browser
+
+
+def element(browser, selector):
+    return browser.find_element("css selector", selector)
+
+
+def boxes(browser, selector):
+    """The bounding boxes of what can be seen: (left, top, right, bottom)."""
+    return browser.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map(e => e.getBoundingClientRect())"
+        ".filter(r => r.width && r.height).map(r => [r.left, r.top, r.right, r.bottom])",
+        selector,
+    )
+
+
+def column(browser, section, number):
+    cells = browser.find_elements("css selector", f"#{section} td:nth-child({number})")
+    return [cell.get_attribute("data-value") for cell in cells]
+
+
+def click(browser, section, head):
+    buttons = browser.find_elements("css selector", f"#{section} th button")
+    (button,) = [b for b in buttons if b.text == head]
+    button.click()
+    return 1 + buttons.index(button)
+
+
+def test_it_opens_from_a_file_without_errors_and_asks_for_nothing_else(opened):
+    assert opened.current_url.startswith("file://") and opened.title == "UNet on 4 stages"
+    assert opened.get_log("browser") == []
+    asked = "return performance.getEntriesByType('resource').map(e => e.name)"
+    assert all(name.startswith("data:") for name in opened.execute_script(asked))
+    sizes = "return [...document.images].map(i => i.complete && i.naturalWidth)"
+    assert len(opened.execute_script(sizes)) == 4 and all(opened.execute_script(sizes))
+
+
+def test_tables_sort_down_and_up_by_a_click(opened):
+    number = click(opened, "stages", "parameters")
+    up = [float(value) for value in column(opened, "stages", number)]
+    assert up == sorted(up) and len(set(up)) > 1
+    click(opened, "stages", "parameters")
+    assert [float(value) for value in column(opened, "stages", number)] == up[::-1]
+    assert element(opened, f"#stages th:nth-child({number})").get_attribute("aria-sort") == (
+        "descending"
+    )
+    number = click(opened, "what-travels", "value")
+    names = column(opened, "what-travels", number)
+    assert names == sorted(names) and len(names) > 4
+
+
+@pytest.mark.parametrize("section", ["stage-graph", "pipeline-graph", "training-step", "memory"])
+def test_drawings_fit_and_zoom(opened, section):
+    before = boxes(opened, f"#{section} img")[0]
+    frame = boxes(opened, f"#{section} .drawing")[0]
+    assert before[2] <= frame[2] + 1, "all of it can be seen"
+    opened.execute_script(
+        "const zoom = document.querySelector(arguments[0]); zoom.value = 4;"
+        "zoom.dispatchEvent(new Event('input'))",
+        f"#{section} input",
+    )
+    after = boxes(opened, f"#{section} img")[0]
+    assert after[2] - after[0] == pytest.approx(4 * (before[2] - before[0]), rel=0.01)
+    assert after[3] - after[1] == pytest.approx(4 * (before[3] - before[1]), rel=0.01)
+    assert boxes(opened, f"#{section} .drawing")[0][2] == frame[2], "it scrolls in its frame"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_overlaps(opened, width):
+    opened.set_window_size(width, 1000)
+    for details in opened.find_elements("css selector", "#code > details"):
+        details.find_element("css selector", "summary").click()
+    found = boxes(opened, BLOCKS)
+    assert len(found) > 20
+    for above, below in itertools.pairwise(found):
+        assert below[1] >= above[3] - 1 or below[0] >= above[2], (above, below)
+    overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert opened.execute_script(overflow) <= 0
+
+
+@pytest.mark.parametrize("name", ["Stage graph", "Pipeline graph", "timeline", "memory"])
+def test_no_two_texts_of_a_drawing_overlap(opened, name):
+    opened.execute_script(
+        "const image = document.querySelector(`img[alt='${arguments[0]}']`);"
+        "document.body.innerHTML = decodeURIComponent(escape(atob(image.src.split(',')[1])))",
+        name,
+    )
+    texts = boxes(opened, "svg text")
+    assert len(texts) > 8
+    for (left, top, right, bottom), (x, y, x2, y2) in itertools.combinations(texts, 2):
+        shared = min(right, x2) - max(left, x), min(bottom, y2) - max(top, y)
+        assert min(shared) <= 2, "lines of one text touch"
+
+
+def test_links_lead_to_sections_and_passes_unfold(opened):
+    element(opened, "nav a[href='#passes']").click()
+    assert opened.current_url.endswith("#passes")
+    assert not element(opened, "#passes h3").is_displayed()
+    element(opened, "#passes summary").click()
+    assert element(opened, "#passes h3").text == "00 before"
+
+
+def test_dark_and_light_differ_and_both_can_be_read(opened):
+    def shades(scheme):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        # System colours are told by a canvas, of which each pixel is red, green, blue and alpha.
+        return opened.execute_script(
+            "const s = getComputedStyle(document.body), c = document.createElement('canvas');"
+            "const shade = (colour) => { const p = c.getContext('2d'); p.fillStyle = colour;"
+            "p.fillRect(0, 0, 1, 1); return p.getImageData(0, 0, 1, 1).data[1]; };"
+            "return [shade(s.color), matchMedia('(prefers-color-scheme: dark)').matches,"
+            "getComputedStyle(document.querySelector('img')).filter]"
+        )
+
+    assert shades("light") == [0, False, "none"]
+    text, is_dark, of_drawings = shades("dark")
+    assert text == 255 and is_dark and of_drawings.startswith("invert")
