@@ -68,14 +68,21 @@ def _compiled(given: Given, **options: Any) -> Pipeline:
 @click.option("--draw", type=path_to(*DRAWINGS), help="Draw it, as .svg, .dot or .gv.")
 @click.option(
     "--level",
-    type=click.Choice(["model", "stage", "pipeline"]),
+    type=click.Choice(["model", "stage", "pipeline", "step"]),
     default="pipeline",
     show_default=True,
     help="Which graph to draw.",
 )
+@click.option("--stage", type=click.IntRange(min=0), help="Draw this stage only, node by node.")
+@click.option(
+    "--microbatch", type=click.IntRange(min=0), help="Draw this micro-batch only, node by node."
+)
 @click.option("--timeline", type=path_to(".svg"), help="Draw the predicted training step, as .svg.")
-@click.option("--report", type=path_to(), help="Write the report to a file, too.")
-@click.option("--html", type=path_to(".html"), help="Write the report as one page, as .html.")
+@click.option(
+    "--report",
+    type=path_to(),
+    help="Write the report to a file: as .html one page with all there is to see, else as text.",
+)
 @click.option("--code", type=path_to(".py"), help="Write the pipeline's code, as .py.")
 @click.option(
     "--dump",
@@ -87,9 +94,10 @@ def compile_(
     shapes: tuple[Shape, ...],
     draw: Path | None,
     level: str,
+    stage: int | None,
+    microbatch: int | None,
     timeline: Path | None,
     report: Path | None,
-    html: Path | None,
     code: Path | None,
     **options: Any,
 ) -> None:
@@ -101,28 +109,32 @@ def compile_(
     \b
     Examples:
       fxpipe compile models:build --devices cpu,cpu --chunks 8 --schedule 1f1b
-      fxpipe compile fxpipe.demo:UNet --input 16,3,32,32 --draw out.svg --level stage
-      fxpipe compile models:build --dump passes --html out.html
+      fxpipe compile fxpipe.demo:UNet --input 16,3,32,32 --draw out.svg --level step
+      fxpipe compile models:build --draw out.svg --stage 1 --microbatch 0
+      fxpipe compile models:build --dump passes --report out.html
     """
+    if draw is None and (stage is not None or microbatch is not None):
+        raise click.UsageError("--stage and --microbatch say what to draw: give --draw, too")
     given = load(factory, shapes)
     with _compiled(given, **options) as pipe:
         text = pipe.report()
         click.echo(text, nl=False)
-        if report:
+        if report and report.suffix == ".html":
+            report.parent.mkdir(parents=True, exist_ok=True)
+            with working("writing the report"):
+                pipe.report_html(report)
+            click.echo(f"wrote {report}")
+        elif report:
             write(report, text)
         if code:
             write(code, pipe.code)
         if timeline:
             write(timeline, pipe.timeline().draw())
-        if html:
-            html.parent.mkdir(parents=True, exist_ok=True)
-            pipe.report_html(html)
-            click.echo(f"wrote {html}")
         if draw:
             from fxpipe.inspect.draw import render_svg
 
             with working("drawing"):
-                source = pipe.draw(level)
+                source = pipe.draw(level, stage=stage, microbatch=microbatch)
                 drawing = render_svg(source) if draw.suffix == ".svg" else source.source
             write(draw, drawing)
 

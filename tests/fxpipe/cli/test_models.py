@@ -19,7 +19,7 @@ def test_compile_reports_and_writes_what_is_asked_for(models):
     out = succeeded(
         *("compile", "own_models:build", *TWO, "--schedule", "1f1b"),
         *("--draw", "new/out.svg", "--level", "stage", "--report", "out.txt"),
-        *("--timeline", "time.svg", "--code", "out.py", "--dump", "dump", "--html", "new/out.html"),
+        *("--timeline", "time.svg", "--code", "out.py", "--dump", "dump"),
     )
     report, wrote = out.split("wrote", 1)
     assert "4 micro-batches" in report
@@ -27,22 +27,33 @@ def test_compile_reports_and_writes_what_is_asked_for(models):
         "out.txt",
         "out.py",
         "time.svg",
-        "new/out.html",
         "new/out.svg",
     ]
     assert (models / "out.txt").read_text() == report
     assert "stage 1" in (models / "new" / "out.svg").read_text()
     assert "<svg" in (models / "time.svg").read_text()
-    assert "Named on 2 stages" in (models / "new" / "out.html").read_text()
     compile((models / "out.py").read_text(), "out.py", "exec")
     assert (models / "dump" / "index.html").exists()
 
 
 def test_compile_draws_each_level_as_dot_without_graphviz(models, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    for level in ("model", "stage", "pipeline"):
+    for level in ("model", "stage", "pipeline", "step"):
         succeeded("compile", "own_models:build", *TWO, "--draw", "out.dot", "--level", level)
         assert (models / "out.dot").read_text().startswith(("digraph", "//", "strict"))
+
+
+def test_a_report_that_ends_with_html_is_the_page(models):
+    out = succeeded("compile", "own_models:build", *TWO, "--report", "new/out.html")
+    assert out.endswith("wrote new/out.html\n")
+    assert "Named on 2 stages" in (models / "new" / "out.html").read_text()
+
+
+def test_a_part_of_a_graph_is_drawn_in_full(models):
+    part = ["--draw", "out.dot", "--stage", 1, "--microbatch", 2]
+    for level in ("pipeline", "step"):
+        succeeded("compile", "own_models:build", *TWO, *part, "--level", level)
+        assert "cluster_stage_1_mb_2" in (models / "out.dot").read_text()
 
 
 def test_compile_cuts_where_it_is_told(models):
@@ -71,6 +82,9 @@ def test_keyword_inputs_and_sizes_will_do(models):
         (["--draw", "."], "'.' does not end with"),
         (["--report", "."], "'.' is a folder: give a file"),
         (["--level", "models"], "'models' is not one of 'model'"),
+        (["--stage", "1"], "--stage and --microbatch say what to draw: give --draw, too"),
+        (["--draw", "out.svg", "--stage", "7"], "no node is of stage 7: there are stages 0 to 1"),
+        (["--draw", "out.svg", "--level", "stage", "--microbatch", "0"], "no micro-batches at"),
         (["--partition", "fourth"], "partition names 'fourth'"),
         (["--dump", "own_models.py"], "own_models.py"),
         (["--report", "own_models.py/out.txt"], "own_models.py"),
