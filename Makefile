@@ -61,6 +61,7 @@ benchmarks: .venv/.test
 	$(BIN)/python -m tests.benchmarks.measured_cost
 	$(BIN)/python -m tests.benchmarks.compile_time_cut
 	$(BIN)/python -m tests.benchmarks.compile_time
+	$(BIN)/python -m tests.benchmarks.draw
 
 clean:
 	rm -rf .venv .venv-wheel dist build *.egg-info demo-out docs-out

@@ -13,8 +13,10 @@ FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0  # a backward is twice a forward
 LANES = 4
 
 
-@click.command(short_help="Print a schedule, and what it costs.")
-@click.argument("name", type=click.Choice(NAMES))
+@click.command(
+    short_help="Print a schedule, and what it costs.", epilog=f"NAME is one of {', '.join(NAMES)}."
+)
+@click.argument("name", type=click.Choice(NAMES), metavar="NAME")
 @click.option("--lanes", type=click.IntRange(min=1), help=f"Devices. Default: {LANES}.")
 @click.option(
     "--stages", type=click.IntRange(min=1), help="Default: as many as the schedule takes."

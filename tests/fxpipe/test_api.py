@@ -567,3 +567,28 @@ def test_an_input_may_be_written_to_in_a_later_stage():
         z = y.clone()
         assert same(pipe(x, z), expected)
         assert same(z, y * 2)
+
+
+def test_in_notebooks_things_show_themselves():
+    pipe = fxpipe.compile(MLP(), TWO)
+    assert pipe._repr_html_() is None, "there is nothing to draw yet: as text"
+    pipe(X)
+    shown = pipe._repr_html_()
+    assert "<svg" in shown and "stage 1" in shown and "bubble" in shown
+    assert "<svg" in pipe.stages[0]._repr_svg_()
+    assert pipe.timeline()._repr_svg_() == pipe.timeline().draw()
+
+
+def test_in_notebooks_what_cannot_be_drawn_is_said(monkeypatch):
+    pipe = fxpipe.compile(MLP(), TWO, example_inputs=(X,))
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    assert pipe._repr_html_().startswith("<pre>") and "bubble" in pipe._repr_html_()
+    assert pipe.stages[0]._repr_svg_() is None
+
+
+def test_a_step_is_drawn_before_there_has_been_one():
+    pipe = fxpipe.compile(MLP(), TWO, chunks=2, schedule="1f1b", example_inputs=(X,))
+    before = pipe.draw("step").source
+    assert "1F0" in before and "0B1" in before
+    with pytest.raises(RuntimeError, match="no training step yet"):
+        pipe.step_graph  # noqa: B018

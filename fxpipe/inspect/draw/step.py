@@ -6,7 +6,7 @@ took equally long: the columns are the order that the graph itself enforces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,8 +94,7 @@ class _Link:
 class _Grid:
     """Where things are, in points: x from left to right, y from the top down, below zero."""
 
-    width, height = 30.0, 24.0  # of a box
-    room = 14.0  # between boxes of a row, in which skips pass it
+    height = 24.0  # of a box
     pad = 7.0  # around the boxes of a row
     track = 5.0  # between lines that run along each other
 
@@ -113,13 +112,40 @@ class _Grid:
             for need in needs
             if placement[need.stage] != placement[action.stage]
         ]
-        self.lines = dict(zip(self.links, _lines(self.links), strict=True))
+        ends = sorted({link.ends for link in self.links})
+        self.skips = [(low, high) for low, high in ends if high > low + 1]
+        self.lines = {link: self._line(link) for link in self.links}
         self.labels = []
         for lane in range(1 + max(placement)):
             own = [stage for stage, where in enumerate(placement) if where == lane]
             said = f"stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
             self.labels.append(f"{said} · {devices[own[0]]}")
         self.head = max(map(width_of, self.labels)) + 30
+
+    @property
+    def width(self) -> float:
+        """Of a box: all kinds of lines that come and go have room beside each other."""
+        return 2 * max(15.0, 7.0 + 8 * len(self.skips))
+
+    @property
+    def room(self) -> float:
+        """Between boxes of a row, in which skips pass it."""
+        return max(14.0, 16.0 * len(self.skips))
+
+    def _line(self, link: _Link) -> Line:
+        """Skips, and their gradients, have a colour for each pair of stages."""
+        if link.ends not in self.skips:
+            return _GRADIENTS if link.is_back else _VALUES
+        low, high = link.ends
+        colour = SKIP_COLOURS[self.skips.index(link.ends) % len(SKIP_COLOURS)]
+        if link.is_back:
+            return Line(f"their gradients, stage {high} to {low}", "dashed", colour, THICK)
+        return Line(f"skips, stage {low} to {high}", "solid", colour, THICK)
+
+    def _aside(self, link: _Link) -> float:
+        """From the middle of a box to where a line leaves; it comes on the other side."""
+        first = 5.0 + 4 * len(self.skips) if link.is_back else 2.0
+        return first + 4 * (1 + self.skips.index(link.ends) if link.ends in self.skips else 0)
 
     def lane(self, action: Action) -> int:
         return self.placement[action.stage]
@@ -165,15 +191,15 @@ class _Grid:
     def path(self, link: _Link) -> list[Point]:
         """Out of a box, along the gap beside its row, past rows between two columns, and in."""
         way = -1 if self.lane(link.head) > self.lane(link.tail) else 1  # down, or up
-        # In one column no two lines are one on the other, whatever comes there and goes.
-        aside = (9 if link.is_back else 2) + (4 if self.lines[link].is_skip else 0)
+        aside = self._aside(link)  # no two lines are one on the other
         start = self.x(link.tail) + aside, self.y(self.lane(link.tail)) + way * self.height / 2
         end = self.x(link.head) - aside, self.y(self.lane(link.head)) - way * self.height / 2
         gap, track = self.tracks[link]
         level = self.y(gap) - self.height / 2 - self.pad - 10 - self.track * track
         if abs(self.lane(link.head) - self.lane(link.tail)) == 1:
             return [start, (start[0], level), (end[0], level), end]
-        between = self.x(link.head) - self.width / 2 - self.room / 2
+        rank = 2 * self.skips.index(link.ends) + link.is_back if link.ends in self.skips else 0
+        between = self.x(link.head) - self.width / 2 - 4 - 8 * rank
         last = end[1] - way * (self.pad + 5)
         return [
             start,
@@ -207,21 +233,6 @@ def _slots(needs: dict[Action, tuple[Action, ...]], placement: Sequence[int]) ->
         slots[action] = max([free[lane], *(slots[need] + 1 for need in before)])
         free[lane] = slots[action] + 1
     return slots
-
-
-def _lines(links: Sequence[_Link]) -> Iterator[Line]:
-    """Skips, and their gradients, have a colour for each pair of stages."""
-    pairs = sorted({link.ends for link in links if link.ends[1] > link.ends[0] + 1})
-    for link in links:
-        if link.ends not in pairs:
-            yield _GRADIENTS if link.is_back else _VALUES
-            continue
-        low, high = link.ends
-        said = f"skips, stage {low} to {high}"
-        if link.is_back:
-            said = f"their gradients, stage {high} to {low}"
-        colour = SKIP_COLOURS[pairs.index(link.ends) % len(SKIP_COLOURS)]
-        yield Line(said, "dashed" if link.is_back else "solid", colour, THICK)
 
 
 def _draw_lane(picture: Picture, grid: _Grid, lane: int) -> None:

@@ -141,3 +141,9 @@ def test_edges_say_who_passes_to_whom():
     assert needs.of(Action(1, F, 0)) == []
     assert needs.of(Action(2, F, 0)) == [Action(0, F, 0), Action(1, F, 0)]
     assert needs.of(Action(0, B, 0)) == [Action(0, F, 0), Action(2, B, 0)]
+
+
+def test_in_notebooks_a_schedule_is_a_timeline_if_it_can_run():
+    drawn = named("1f1b", lanes=2, microbatches=4)._repr_svg_()
+    assert drawn.count("<title>") == 2 * 4 * 2, "a box an action"
+    assert Schedule.from_text("0B0 0F0")._repr_svg_() is None
