@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,8 @@ from passes.cut.dag import Machine, prices
 from passes.partition import DoesNotFit, Spec
 from passes.problem import Problem, machine, problem, recomputed
 from passes.skips import SkipLayout, skip_layout
+
+ROUNDING = 1e-9  # bytes are sums of fractions
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,10 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether every device has the memory that it needs."""
-        return all(left >= 0 for left in self.headroom)
+        return all(
+            device.memory is None or held <= device.memory * (1 + ROUNDING)
+            for device, held in zip(self.devices, self.memory, strict=True)
+        )
 
     def __rich__(self) -> Group:
         table = Table(title="plan", title_justify="left")
@@ -357,17 +364,25 @@ class _Lanes:
                 own = [s for s in range(stages) if self.placement[s] == lane]
                 always[lane] += max(float(saved[s]) for s in own) / chunks
         memory = Memory([float(size) / chunks for size in kept], always)
+        order = self._ordered(costs, links, memory)
+        return order, simulate(order, costs, links, memory)
+
+    def _ordered(self, costs: Sequence[StageCost], links: Links, memory: Memory) -> Schedule:
+        """The schedule; one that is searched for fits the devices' memory, if any does."""
         limits = [float("inf") if s.memory is None else s.memory for s in self.specs]
-        order = schedule_of(
+        search = partial(
+            schedule_of,
             self.schedule,
             self.placement,
-            chunks,
+            self.chunks,
             lambda: costs,
             links=links,
             memory=memory,
-            max_bytes=limits if min(limits) < float("inf") else None,
         )
-        return order, simulate(order, costs, links, memory)
+        if self.schedule == AUTO and min(limits) < float("inf"):
+            with suppress(ValueError):  # nothing fits
+                return search(max_bytes=[limit * (1 + ROUNDING) for limit in limits])
+        return search()
 
     def _costs(
         self, found: Problem, stage: Sequence[int], devices: Sequence[DeviceSpec]

@@ -106,6 +106,8 @@ def test_a_model_that_only_fits_in_another_order_is_planned_in_that():
         even(devices=[short] * 4)
     assert even(devices=[short] * 4, schedule="1f1b").fits
     assert even(devices=[short] * 4, schedule="auto").fits
+    tiny = FREE_LINKS.with_memory(0.1 * even().memory[0])
+    assert not even(devices=[tiny] * 4, schedule="auto", partition=["2", "4", "6"]).fits
 
 
 def test_a_device_with_several_stages_holds_all_of_them():
