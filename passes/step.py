@@ -178,12 +178,13 @@ class _Writer:
     # -------------------------------------------------------------------------------------- writing
 
     def write(self) -> fx.GraphModule:
+        last_stage = self.loss_stage - 1  # which the loss is computed with
         edges = sorted(
             {
-                (a, b)
+                (a, min(b, last_stage))
                 for flow in self.flows.values()
                 for a, b in zip(flow.stages, flow.stages[1:], strict=False)
-                if b != self.loss_stage
+                if a != last_stage
             }
         )
         validate(self.schedule, edges=edges)

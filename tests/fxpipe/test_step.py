@@ -88,6 +88,33 @@ def test_gradients_of_complex_values_go_back_too():
     )
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_an_output_of_an_earlier_stage_waits_for_the_loss(schedule):
+    class DeadEnd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.dead = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            self.dead(x)  # whose stage has nothing to do with that of b
+            return self.b(self.a(x))
+
+    model, x, target = DeadEnd(), torch.randn(6, 4), torch.randn(6)
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 3,
+        chunks=3,
+        partition={"a": 0, "b": 1, "dead": 2},
+        schedule=schedule,
+        loss_fn=mean_loss,
+    ) as pipe:
+        pipe.step(x, target=target)
+        order = named(schedule, lanes=3, microbatches=3, stages=3)
+        wanted = expected(reference, (x,), target, pipe, order, 3)
+    assert same(gradients(model), wanted[1])
+
+
 @pytest.mark.parametrize("checkpoint", ["except_last", "always"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv"])
 @pytest.mark.parametrize("name", ["resnet", "unet", "transformer"])
