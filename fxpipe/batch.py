@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.graph import VALUE
+from fxpipe.graph import ALIAS, RANDOM, VALUE
+from fxpipe.runtime.microbatch import ANY, Dims
 from fxpipe.structure import Structure, children, map_tensors
 from fxpipe.trace import bound_arguments, called, canonical, parameters_put_back, untouched
 from fxpipe.trace.care import on_one_device
 from passes.fakes import FakeInterpreter, fake_mode
-from passes.microbatch import Dims
 
 
 class BatchError(ValueError):
@@ -285,12 +285,30 @@ def output_dims(
     structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))
     _say(INFER if out_dims is None else out_dims, structure, "output")
     has_batch = any(dim is not None for dim in in_dims)  # else there is one micro-batch
+    varying = _varying(gm.graph, in_dims)
     found: list[Dims] = []
     for node in output.all_input_nodes:
         leaves = [pytree.tree_leaves(values[node]) for values in (slots, one, other)]
-        dims = tuple(_output_dim(*leaf, has_batch=has_batch) for leaf in zip(*leaves, strict=True))
+        dims = tuple(
+            ANY
+            if node not in varying and leaf[0].said is INFER
+            else _output_dim(*leaf, has_batch=has_batch)
+            for leaf in zip(*leaves, strict=True)
+        )
         found.append(dims[0] if len(dims) == 1 else dims)
     return found
+
+
+def _varying(graph: fx.Graph, in_dims: Sequence[int | None]) -> set[fx.Node]:
+    """The nodes whose values may differ between micro-batches; others come of what is shared."""
+    dims = iter(in_dims)
+    varying: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_batch = node.op == "placeholder" and next(dims) is not None
+        may_change = node.op == "call_module" or RANDOM in node.meta or ALIAS in node.meta
+        if is_batch or may_change or not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+    return varying
 
 
 def _values(

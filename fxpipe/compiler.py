@@ -19,6 +19,7 @@ from fxpipe.hooks import has_hooks
 from fxpipe.loss import Loss, Target
 from fxpipe.options import Options, RunPass
 from fxpipe.runtime.ambient import transforms
+from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.program import Program, lower
 from fxpipe.structure import Structure, map_tensors
 from fxpipe.trace import (
@@ -32,7 +33,6 @@ from fxpipe.trace import (
 from fxpipe.trace.care import on_one_device
 from passes.costs import cost_pass
 from passes.fakes import forget_history
-from passes.microbatch import Dims
 from passes.partition import PartitionError
 
 

@@ -94,7 +94,7 @@ def seeds(count: int) -> tuple[int, ...]:
 @_op
 def gather(
     values: Sequence[Any],
-    dims: int | tuple[int | None, ...] | None,
+    dims: _microbatch.Dims,
     parts: Sequence[Tensor] = (),
     parts_dim: int = 0,
 ) -> Any:
@@ -105,7 +105,8 @@ def gather(
         y_mb0 ---+--- y          backward: each micro-batch gets its part of the gradient
         y_mb1 ---+
 
-    An average weighs each micro-batch by the size of its part of the input (``parts``).
+    An average weighs each micro-batch by the size of its part of the input (``parts``). What all
+    have alike ("any") is given as the first has it.
     """
     return _microbatch.gather(values, dims, parts, parts_dim)
 
@@ -234,7 +235,7 @@ def share(parameter: Tensor) -> Tensor:
         parameter --- share ---+--- one use        backward: the parameter gets the sum
                                +--- another
     """
-    return parameter.view_as(parameter)
+    return _shared.share(parameter)
 
 
 @_op

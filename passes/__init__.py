@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import fx
 
+from fxpipe.runtime.microbatch import Dims
 from passes.alias import Alias
 from passes.batch_norm import DeferredBatchNorm
 from passes.checkpoint import Checkpoint
@@ -17,7 +18,7 @@ from passes.dependencies import Dependencies
 from passes.devices import Devices
 from passes.free import Free
 from passes.inputs import InputError, WrittenInputs
-from passes.microbatch import Dims, Microbatch
+from passes.microbatch import Microbatch
 from passes.partition import Partition, PartitionError
 from passes.portals import Portals
 from passes.random import Random

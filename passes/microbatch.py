@@ -20,8 +20,7 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.graph import FIRST, MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN, OuterModule
-
-Dims = int | None | tuple[int | None, ...]
+from fxpipe.runtime.microbatch import Dims
 
 
 @dataclass(frozen=True)

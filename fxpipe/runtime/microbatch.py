@@ -11,6 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+ANY = "any"
+"""In place of a dimension: what all micro-batches have alike, since nothing in it is of a batch."""
+
+Dim = int | None | str
+Dims = Dim | tuple[Dim, ...]
+
 
 def scatter(tensor: Tensor, dim: int | None, chunks: int) -> tuple[Tensor, ...]:
     """The tensor in ``chunks`` parts along ``dim``, of sizes at most one apart, large ones first.
@@ -28,7 +34,7 @@ def scatter(tensor: Tensor, dim: int | None, chunks: int) -> tuple[Tensor, ...]:
 
 def gather(
     values: Sequence[Any],
-    dims: int | tuple[int | None, ...] | None,
+    dims: Dims,
     parts: Sequence[Tensor] = (),
     parts_dim: int = 0,
 ) -> Any:
@@ -39,6 +45,7 @@ def gather(
         dims: the batch dimension of the tensors in a value, one for all or one for each leaf.
             Those without one (None) are averaged, each weighted by its micro-batch's size, if they
             are floating point. Anything else without one must be the same in all micro-batches.
+            What is known to be (ANY) is given as the first has it.
         parts: the micro-batches, whose sizes along ``parts_dim`` are the weights.
     """
     if len(values) == 1:
@@ -54,10 +61,12 @@ def gather(
     )
 
 
-def _gathered(leaves: Sequence[Any], dim: int | None, sizes: Sequence[int]) -> Any:
+def _gathered(leaves: Sequence[Any], dim: Dim, sizes: Sequence[int]) -> Any:
     first = leaves[0]
+    if dim == ANY:
+        return first
     if isinstance(first, Tensor):
-        if dim is not None:
+        if isinstance(dim, int):
             return torch.cat(list(leaves), dim)
         if first.is_floating_point() or first.is_complex():
             total = sum(sizes)

@@ -1,11 +1,31 @@
-"""Run a module with other tensors in place of some of its parameters."""
+"""Parameters as values, and modules that are run with such values in place of their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def share(parameter: Tensor) -> Tensor:
+    """The parameter, as a value at which the gradients of all uses meet.
+
+    A plain view could not: PyTorch's does not take sparse gradients, those of embeddings.
+    """
+    value: Tensor = _Share.apply(parameter)  # type: ignore[no-untyped-call]
+    return value
 
 
 def call(module: nn.Module, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.runtime.checkpoint import Handle, checkpointed
 from fxpipe.runtime.copy import moved
+from fxpipe.runtime.shared import share
 from fxpipe.runtime.streams import CALLER, device_of, make_wait, stream
 
 _recording = threading.local()  # .tape: that of the forward which runs in this thread
@@ -230,7 +231,7 @@ def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
     """Add a gradient to a parameter's, as a backward does it, with its hooks."""
     if grad is not None:
         with torch.enable_grad():
-            torch.autograd.backward(parameter.view_as(parameter), grad)
+            torch.autograd.backward(share(parameter), grad)
 
 
 def optimize(

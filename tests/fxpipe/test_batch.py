@@ -64,7 +64,7 @@ def test_one_row_is_for_all_also_if_nothing_can_be_tried_out():
 
 
 def test_where_no_input_has_a_batch_no_output_needs_one():
-    assert found(lambda x: (x, x.sum(0)), in_dim=None) == [None, None]
+    assert found(lambda x: (x, x.sum(0)), in_dim=None) == ["any", "any"]
 
 
 def test_a_table_of_which_less_is_needed_is_no_batch():
