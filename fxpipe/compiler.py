@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,7 @@ from fxpipe.trace.care import on_one_device
 from passes.costs import cost_pass
 from passes.fakes import forget_history
 from passes.partition import PartitionError
+from passes.problem import together
 
 
 def run_pass(rewrite: default.Pass, gm: fx.GraphModule) -> fx.GraphModule:
@@ -135,6 +136,7 @@ class Compiler:
         self.model = model
         self.options = options
         self.labels = dict(labels or {})  # of nodes: their stages
+        self.homes: dict[str, int] = {}  # of parameters
         self._modes: dict[Any, Mode] = {}
         self._shortcuts: dict[Any, Mode] = {}
         self._structure = _Structure(model)
@@ -303,15 +305,46 @@ class Compiler:
     def _label(self, gm: fx.GraphModule, observed: RunPass) -> None:
         """Cut as asked for; once it has been cut, what is traced later is cut alike."""
         work = list(stage_nodes(gm.graph))
-        if all(node.name in self.labels for node in work):
-            for node in work:
-                node.meta[STAGE] = self.labels[node.name]
+        known = self._known(gm, work)
+        if known is not None:
+            for node, stage in known.items():
+                node.meta[STAGE] = stage
         else:
             if self.labels:  # parameters will move: what has been compiled is of no use
                 self.forget()
                 self.labels.clear()
+                self.homes.clear()
             observed(default.Partition(len(self.options.devices), self.options.partition), gm)
             self.labels.update({node.name: node.meta[STAGE] for node in work})
+        for node in work:
+            for path in _held(gm, node):
+                self.homes.setdefault(path, node.meta[STAGE])
+
+    def _known(self, gm: fx.GraphModule, work: Sequence[fx.Node]) -> dict[fx.Node, int] | None:
+        """A cut by which everything stays where it is; None if there is none.
+
+        Other arguments may lead the model another way. Nodes are known by their names, if that
+        makes a cut; else by the parameters that they use, and the others go where they are needed.
+        """
+        if not self.labels:
+            return None
+        by_name = {node: self.labels.get(node.name, -1) for node in work}
+        stays = all(
+            self.homes.get(path, stage) == stage
+            for node, stage in by_name.items()
+            for path in _held(gm, node)
+        )
+        if stays and _is_cut(by_name, len(self.options.devices)):
+            return by_name
+        found: dict[fx.Node, int] = {}
+        for node in work:
+            needed = max((found[n] for n in node.all_input_nodes if n in found), default=0)
+            homes = [self.homes[path] for path in _held(gm, node) if path in self.homes]
+            found[node] = max([needed, *homes])
+        for group in together(work):
+            for node in group:
+                found[node] = max(found[n] for n in group)
+        return found if _is_cut(found, len(self.options.devices)) else None
 
     def _place(self, stage_graph: fx.GraphModule) -> None:
         """Move every stage's parameters and buffers to its device, in place."""
@@ -409,6 +442,26 @@ def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
     """The modules of the stages, in order."""
     calls = stage_graph.graph.find_nodes(op="call_module")
     return [attribute(stage_graph, str(call.target)) for call in calls]
+
+
+def _held(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
+    """The paths of the parameters that a node uses."""
+    if node.op == "call_module":
+        for name, _ in gm.get_submodule(str(node.target)).named_parameters():
+            yield f"{node.target}.{name}"
+    for source in node.all_input_nodes:
+        path = str(source.target)
+        if source.op == "get_attr" and isinstance(attribute(gm, path), nn.Parameter):
+            yield path
+
+
+def _is_cut(labels: Mapping[fx.Node, int], stages: int) -> bool:
+    """Whether no stage is empty, none needs a later one, and what belongs together is in one."""
+    return (
+        set(labels.values()) == set(range(stages))
+        and all(labels.get(n, 0) <= labels[node] for node in labels for n in node.all_input_nodes)
+        and all(len({labels[node] for node in group}) == 1 for group in together(list(labels)))
+    )
 
 
 def _homes(

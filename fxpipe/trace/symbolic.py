@@ -46,6 +46,9 @@ def front_end(example: Example) -> Traced:
     return Traced(graph_module, "symbolic", example.binder(), tracer.rebuild)
 
 
+_OF_LAYERS = nn.Transformer | nn.TransformerEncoder | nn.TransformerDecoder
+
+
 class _SymbolicTracer(fx.Tracer):
     """fx's tracer, with one placeholder for each tensor of the example, and all else a constant.
 
@@ -67,8 +70,10 @@ class _SymbolicTracer(fx.Tracer):
     # none of our business.
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """A module with hooks is called as a whole, and so are its hooks."""
-        return m in self.hooked or super().is_leaf_module(m, module_qualified_name)
+        """A module with hooks is called as a whole, and so are its hooks. PyTorch's are too, other
+        than those that are made of layers, between which one may want to cut."""
+        is_whole = super().is_leaf_module(m, module_qualified_name)
+        return m in self.hooked or (is_whole and not isinstance(m, _OF_LAYERS))
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self.thread:

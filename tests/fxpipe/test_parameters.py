@@ -259,3 +259,16 @@ def test_outputs_that_nothing_of_the_batch_is_in_are_given_as_they_are(tracer):
         sum(value.sin().sum() for key, value in one.items() if key != "flags").backward()
     torch.testing.assert_close(table.grad, theirs.grad)
     torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_pytorch_s_own_transformers_are_cut_between_their_layers(training):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).train(training)
+    x = torch.randn(6, 5, 8)
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=3) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        held = [
+            {name.split(".")[1] for name, _ in s.module.named_parameters()} for s in pipe.stages
+        ]
+    assert all(held) and set().union(*held) == set("0123")
