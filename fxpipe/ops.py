@@ -371,6 +371,12 @@ def weight_grad(tape: Tape) -> None:
 
 
 @_op
+def added(first: Any, second: Any) -> Any:
+    """The gradients of a value that is twice among the outputs; None where there is none."""
+    return _step.added(first, second)
+
+
+@_op
 def replay(tape: Tape, halved: bool = False) -> None:
     """Run a checkpointed stage again, while the gradients of its results are still on their way.
 
@@ -478,6 +484,7 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     backward,
     backward_input,
     weight_grad,
+    added,
     replay,
     send,
     replicate,

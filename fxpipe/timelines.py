@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
@@ -76,11 +77,11 @@ def predicted(
     memory: Memory | None = None,
 ) -> Timeline:
     """What the simulator says; ``devices``: one for each stage."""
-    edges = tuple(
-        Edge(hop.source, hop.target, hop.bytes / schedule.microbatches)
-        for hop in layout.hops
-        if hop.source is not None
-    )
+    sent: Counter[tuple[int, int]] = Counter()  # all values from one stage to another together
+    for hop in layout.hops:
+        if hop.source is not None:
+            sent[hop.source, hop.target] += hop.bytes
+    edges = [Edge(*ends, total / schedule.microbatches) for ends, total in sent.items()]
     lanes = range(len(schedule.lanes))
     where = {schedule.placement[stage]: device for stage, device in enumerate(devices)}
     between = {(a, b): PCIE for a in lanes for b in lanes if where[a] != where[b]}

@@ -434,7 +434,7 @@ class _Writer:
             if structure in self.flows:
                 key = (structure, at.stage, at.microbatch)
                 if key in self.grads:  # one value twice in the output
-                    grads = self._call(operator.add, (self.grads[key], grads), "sum", at)
+                    grads = self._call(ops.added, (self.grads[key], grads), "sum", at)
                 self.grads[key] = grads
             return
         pairs = structure.items() if isinstance(structure, dict) else enumerate(structure)

@@ -169,6 +169,13 @@ def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
     return found
 
 
+def added(first: Any, second: Any) -> Any:
+    """Two gradients of one value, each of which may be None or have others inside."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second if isinstance(first, Tensor) else pytree.tree_map(added, first, second)
+
+
 def backward(tape: Tape, grads: Sequence[Any]) -> Any:
     """The whole backward of a stage: gradients of its arguments, and into its parameters."""
     return tape.backward(grads)

@@ -58,6 +58,38 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(name, schedule):
     torch.testing.assert_close(gradients(model), gradients(full), rtol=1e-6, atol=1e-12)
 
 
+class Twice(nn.Module):
+    """One value is three outputs, of which the loss may use some; another has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        y, mask = self.b(torch.tanh(self.a(x))), (x > 0).float()
+        return {"y": y, "same": (y, y), "masks": [mask, mask]}
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda out, t: mean_loss(out["y"], t),
+        lambda out, t: mean_loss(out["same"][1] * out["masks"][0], t),
+        lambda out, t: mean_loss(out["same"][0] * out["y"], t),
+    ],
+)
+def test_a_value_may_be_several_outputs_whether_the_loss_uses_them_or_not(loss_fn):
+    model, x, target = Twice(), torch.randn(6, 4), torch.randn(6)
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, schedule="1f1b", loss_fn=loss_fn, partition=["b"]
+    ) as pipe:
+        pipe.step(x, target=target)
+        order = named("1f1b", lanes=2, microbatches=3)
+        _, wanted = step_of_loop(reference, (x,), target, pipe, order, 3, loss_fn)
+    assert same(gradients(model), wanted)
+
+
 class Spectrum(nn.Module):
     """What leaves its first and second stage is complex."""
 

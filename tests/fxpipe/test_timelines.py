@@ -44,7 +44,7 @@ def test_measured_costs_are_medians_and_the_loss_is_the_last_stages():
 
 def test_a_prediction_counts_what_travels_between_devices_only():
     schedule = named("gpipe", lanes=2, microbatches=2)
-    layout = SkipLayout((Hop("x", None, 0, 10), Hop("a", 0, 1, 1_600_000)))
+    layout = SkipLayout((Hop("x", None, 0, 10), Hop("a", 0, 1, 1_000_000), Hop("b", 0, 1, 600_000)))
     costs = [StageCost(1e-3, 1e-3)] * 2
     same_device = predicted(schedule, costs, layout, ["cpu", "cpu"])
     assert same_device.makespan == pytest.approx(6e-3), "two forwards, two backwards, one each idle"
