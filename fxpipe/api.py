@@ -294,11 +294,9 @@ class Pipeline(nn.Module):
 
     def _predicted(self, chunks: int) -> Timeline | None:
         """The training step of so many micro-batches, as estimated; None if there is none."""
-        is_ours = chunks == self.chunks
-        if not is_ours and (
-            self._options.schedule == AUTO or not isinstance(self._options.schedule, str)
-        ):
-            return None  # a search for another schedule, or a schedule for as many as there are
+        is_named = isinstance(self._options.schedule, str) and self._options.schedule != AUTO
+        if chunks != self.chunks and not is_named:
+            return None  # it would be searched for, or is for as many as there are
         return self._simulated(chunks, self._estimated(chunks))
 
     def _estimated(self, chunks: int) -> list[StageCost]:
@@ -306,9 +304,9 @@ class Pipeline(nn.Module):
 
     def _simulated(self, chunks: int, costs: Sequence[StageCost]) -> Timeline:
         schedule = self._options.schedule_for(chunks, [stage.cost for stage in self.stages])
-        return predicted(
-            schedule, costs, self.skip_layout, self._options.names, self._memory(chunks)
-        )
+        names, memory = self._options.names, self._memory(chunks)
+        found = predicted(schedule, costs, self.skip_layout, names, memory)
+        return replace(found, lanes=tuple(self._lane_names))
 
     def _memory(self, chunks: int) -> Memory | None:
         """What the lanes hold, as estimated; None where activations are not all kept."""

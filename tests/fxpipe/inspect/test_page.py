@@ -84,6 +84,7 @@ def test_the_drawings_are_those_of_the_pipeline(written):
     assert images["Pipeline graph"].count(">mb 1<") == 4
     assert images["timeline"] == pipe.timeline().draw(memory=False)
     assert images["memory"].count("<polyline") == 4 and "peak" in images["memory"]
+    assert [f"lane {i} · cpu" in images["memory"] for i in range(4)] == [True] * 4
 
 
 def test_the_values_that_travel_are_a_table(written):
