@@ -297,7 +297,10 @@ class Pipeline(nn.Module):
         is_named = isinstance(self._options.schedule, str) and self._options.schedule != AUTO
         if chunks != self.chunks and not is_named:
             return None  # it would be searched for, or is for as many as there are
-        return self._simulated(chunks, self._estimated(chunks))
+        try:
+            return self._simulated(chunks, self._estimated(chunks))
+        except ValueError:  # the schedule takes other numbers
+            return None
 
     def _estimated(self, chunks: int) -> list[StageCost]:
         return estimated_costs([stage.cost for stage in self.stages], chunks)

@@ -58,7 +58,7 @@ class Report:
         rows = []
         for i, (device, cost) in enumerate(zip(self.devices, self.costs, strict=True)):
             seconds = cost.seconds
-            parts = seconds / (total or 1), idle[self.placement[i]]
+            waits = idle[self.placement[i]] if idle else None
             sizes = (
                 cost.param_bytes,
                 cost.activation_bytes,
@@ -67,21 +67,23 @@ class Report:
             )
             row: list[tuple[float | str, str]] = [(i, str(i)), (device, device)]
             row.append((seconds, human_time(seconds)))
-            row += [(part, f"{part:.0%}") for part in parts]
+            share = seconds / (total or 1)
+            row.append((share, f"{share:.0%}"))
+            row.append((-1, "") if waits is None else (waits, f"{waits:.0%}"))
             row += [(size, human_bytes(size)) for size in sizes]
             rows.append(row)
         return rows
 
     @cached_property
-    def timeline(self) -> Timeline:
-        """The predicted training step."""
-        timeline = self.step(self.chunks)
-        assert timeline is not None
-        return timeline
+    def timeline(self) -> Timeline | None:
+        """The predicted training step; None if the schedule has none of so many micro-batches."""
+        return self.step(self.chunks)
 
     @property
     def _idle(self) -> list[float]:
-        """The part of the step in which each lane waits."""
+        """The part of the step in which each lane waits; empty if there is no step."""
+        if self.timeline is None:
+            return []
         whole = self.timeline.makespan
         return [1 - busy / whole if whole else 0.0 for busy in self.timeline.busy]
 
@@ -89,10 +91,11 @@ class Report:
     def lines(self) -> list[str]:
         """What is said of the whole, and what might be done."""
         chosen = " (chosen: give chunks= to change it)" * self.was_chosen
-        lines = [
-            f"{self.chunks} micro-batches{chosen}, bubble {self.timeline.bubble:.0%} of all "
-            f"lanes' time (predicted, {self.timeline.name})"
-        ]
+        said = "a training step takes another number of them, as its schedule is"
+        if self.timeline is not None:
+            said = f"bubble {self.timeline.bubble:.0%} of all lanes' time (predicted, "
+            said += f"{self.timeline.name})"
+        lines = [f"{self.chunks} micro-batches{chosen}, {said}"]
         if GAP in self.model_graph.meta:
             gap = self.model_graph.meta[GAP]
             lines.append(f"the slowest stage is at most {gap:.1%} from optimal")
@@ -106,7 +109,7 @@ class Report:
         more = USUAL * len(times)
         then = self.step(more) if more > self.chunks else None
         found = advice(self.model_graph, times)
-        if then is not None:
+        if then is not None and self.timeline is not None:
             found += of_the_bubble(self.timeline.bubble, then.bubble, more)
         return found
 

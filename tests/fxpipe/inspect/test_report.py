@@ -136,3 +136,14 @@ def test_more_micro_batches_are_advised_as_the_schedule_takes_them():
     schedule = named("gpipe", lanes=2, microbatches=2)
     text, _ = equal_stages(2, 2, chunks=2, schedule=schedule)
     assert "bubble 33%" in text and "with chunks=" not in text, "it is for two micro-batches"
+
+
+def test_a_pipeline_whose_schedule_takes_another_number_of_micro_batches_has_a_report_too():
+    schedule = named("gpipe", lanes=2, microbatches=4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=4, schedule=schedule, example_inputs=(torch.ones(2, 4),)
+    ) as pipe:
+        text = pipe.report()
+    assert "2 micro-batches, a training step takes another number of them" in text
+    assert "%" in text and "bubble" not in text
