@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from torch import fx, nn
 
 from fxpipe import ops
-from fxpipe.graph import COST, VALUE, Cost, attribute, rename_in_meta, stage_nodes
+from fxpipe.graph import COST, NO_BACKWARD, VALUE, Cost, attribute, rename_in_meta, stage_nodes
 from passes.fakes import FakeInterpreter, backward_edges, fake_mode
 
 
@@ -75,6 +75,9 @@ class Shared:
         for node in gm.graph.find_nodes(op="get_attr"):
             if not node.users:
                 gm.graph.erase_node(node)
+        for node in shared.values():
+            if all(NO_BACKWARD in user.meta for user in node.users):
+                node.meta[NO_BACKWARD] = True  # else it would get zeros in place of nothing
         rename_in_meta(gm.graph, renamed)
         if shared:
             gm.recompile()

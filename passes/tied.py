@@ -25,7 +25,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import COST, FIRST, STAGE, VALUE, Cost
+from fxpipe.graph import COST, FIRST, STAGE, Cost
 from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
 
 
@@ -71,6 +71,6 @@ class Tied:
                 "call_function", ops.share, (brought,), name=f"{value}_s{stage}"
             )
         for node in (brought, own):
-            node.meta = {VALUE: value.meta[VALUE], COST: Cost(), STAGE: stage}
+            node.meta = {**value.meta, COST: Cost(), STAGE: stage}
         brought.meta[FIRST] = True
         return own

@@ -231,6 +231,19 @@ FOUND = [
         "never",
         [4],
     ),
+    # A module that is called twice, for nothing: its parameters get no gradient, not zeros.
+    Case(
+        [
+            *[Step("conv", 0, 0), Step("same_conv", 0, 0), Step("linear", 1, 0)],
+            *[Step("same_conv", 2, 0), Step("linear", 3, 0), Step("conv", 4, 0)],
+            Step("conv", 5, 0),
+        ],
+        2,
+        1,
+        1,
+        "never",
+        [],
+    ),
 ]
 
 
@@ -246,6 +259,7 @@ FOUND = [
 @example(FOUND[8])
 @example(FOUND[9])
 @example(FOUND[10])
+@example(FOUND[11])
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
