@@ -41,14 +41,7 @@ def input_dims(
     Raises:
         BatchError: if batch sizes differ, a dimension does not exist, or in_dims does not fit.
     """
-    arguments = bound_arguments(model, args, kwargs).arguments
-    inputs = []
-    for name, value in arguments.items():
-        said = _of_argument(in_dims, list(arguments), name)
-        tensors, structure = Structure.of(value)
-        slots = [_Slot() for _ in tensors]
-        _say(said, structure.fill(slots), name)
-        inputs += [_Input(s.path, t, s.said) for t, s in zip(tensors, slots, strict=True)]
+    inputs = _inputs(model, args, kwargs, in_dims)
     sizes = {
         each.tensor.shape[0]: None for each in inputs if each.said is INFER and each.tensor.ndim
     }
@@ -68,6 +61,45 @@ def input_dims(
         "in_dims, with the batch dimension of each input, or None for one that all micro-batches "
         "share"
     )
+
+
+def other_input_dims(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dims: Sequence[int | None],
+    in_dims: Any = None,
+) -> list[int | None] | None:
+    """Other batch dimensions than those inferred, where with these the model takes no other size.
+
+    A tensor that is for all rows may happen to be as large as the batch. If with one of them
+    shared, and only with that one, the model takes another size, it is shared from now on.
+    """
+    inputs = _inputs(model, args, kwargs, in_dims)
+    inferred = [i for i, each in enumerate(inputs) if each.said is INFER and dims[i] is not None]
+    if len(inferred) < 2 or _takes_another_size(model, args, kwargs, inputs, dims):
+        return None
+    others = ([None if k == i else dim for k, dim in enumerate(dims)] for i in inferred)
+    good = [o for o in others if _takes_another_size(model, args, kwargs, inputs, o)]
+    if len(good) != 1:
+        return None
+    _FOUND.setdefault(model, {})[_key(inputs)] = good[0]
+    return good[0]
+
+
+def _inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any
+) -> list[_Input]:
+    """The tensors among the inputs, and what ``in_dims`` says of each."""
+    arguments = bound_arguments(model, args, kwargs).arguments
+    inputs = []
+    for name, value in arguments.items():
+        said = _of_argument(in_dims, list(arguments), name)
+        tensors, structure = Structure.of(value)
+        slots = [_Slot() for _ in tensors]
+        _say(said, structure.fill(slots), name)
+        inputs += [_Input(s.path, t, s.said) for t, s in zip(tensors, slots, strict=True)]
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -115,6 +147,10 @@ _FOUND: WeakKeyDictionary[nn.Module, dict[Any, list[int | None]]] = WeakKeyDicti
 """What has been tried out, by the names of the tensors."""
 
 
+def _key(inputs: Sequence[_Input]) -> Any:
+    return tuple((each.name, each.tensor.ndim, each.said) for each in inputs)
+
+
 def _guesses(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -128,7 +164,7 @@ def _guesses(
     may be for all, so a size of one is the batch's only if no other is.
     """
     found = _FOUND.setdefault(model, {})
-    key = tuple((each.name, each.tensor.ndim, each.said) for each in inputs)
+    key = _key(inputs)
     if key in found and _agree(inputs, found[key]):
         return [found[key]]
     many = [size for size in sizes if size != 1]

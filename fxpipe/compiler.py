@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import passes as default
 from fxpipe import ops
-from fxpipe.batch import input_dims, output_dims
+from fxpipe.batch import input_dims, other_input_dims, output_dims
 from fxpipe.graph import COST, FIRST, ONCE, STAGE, Cost, attribute, stage_nodes
 from fxpipe.hooks import has_hooks
 from fxpipe.loss import Loss, Target
@@ -214,7 +214,14 @@ class Compiler:
             mode = self._modes.get((key, tuple(dims)))
             if mode is not None and (mode.batch_in(args, kwargs) or 0) <= mode.traced.largest_batch:
                 return mode
-        mode = self._compile(args, kwargs, dims)
+        try:
+            mode = self._compile(args, kwargs, dims)
+        except Exception:
+            other = other_input_dims(self.model, args, kwargs, dims, self.options.in_dims)
+            if other is None:
+                raise
+            dims = other
+            mode = self._compile(args, kwargs, dims)
         is_for_all_shapes = mode.traced.front_end == "symbolic"
         key = input_key(self.model, args, kwargs, batch_dims=dims, shapes=not is_for_all_shapes)
         if len(self._modes) > MANY:

@@ -188,3 +188,22 @@ def test_impossible_outputs_are_refused(function, out_dims, message):
 def test_dims_that_do_not_fit(dims, message):
     with pytest.raises(BatchError, match=message):
         fxpipe.compile(MLP(), ["cpu"], **dims).prepare(torch.randn(4, 12))
+
+
+class Scales(nn.Module):
+    """``by`` is for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, by):
+        return self.b(self.a(x) * by)
+
+
+def test_a_tensor_for_all_rows_may_be_as_large_as_the_batch():
+    model, by = Scales(), torch.randn(4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        for batch in (4, 6, 4):
+            x = torch.randn(batch, 4)
+            assert torch.equal(pipe(x, by), torch.cat([model(part, by) for part in x.chunk(2)]))
