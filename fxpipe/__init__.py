@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fxpipe.dynamo import BackendError, backend
     from fxpipe.planning import Plan, plan
     from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
+    from fxpipe.schedule import Schedule, ScheduleError, simulate
     from fxpipe.trace import TraceError
     from passes.partition import Auto, DoesNotFit, PartitionError
     from passes.profile import Profile
@@ -28,12 +29,15 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Profile",
+    "Schedule",
+    "ScheduleError",
     "Stage",
     "TraceError",
     "backend",
     "checkpoint",
     "compile",
     "plan",
+    "simulate",
     "skip",
 ]
 
@@ -54,6 +58,9 @@ _HOMES = {
     "backend": "fxpipe.dynamo",
     "BackendError": "fxpipe.dynamo",
     "Profile": "passes.profile",
+    "Schedule": "fxpipe.schedule",
+    "ScheduleError": "fxpipe.schedule",
+    "simulate": "fxpipe.schedule",
 }
 
 

@@ -592,3 +592,8 @@ def test_a_step_is_drawn_before_there_has_been_one():
     assert "1F0" in before and "0B1" in before
     with pytest.raises(RuntimeError, match="no training step yet"):
         pipe.step_graph  # noqa: B018
+
+
+def test_every_public_name_is_there():
+    assert all(getattr(fxpipe, name) is not None for name in fxpipe.__all__)
+    assert set(fxpipe.__all__) == {*fxpipe._HOMES, "skip"}
