@@ -38,6 +38,7 @@ def front_end(example: Example) -> Traced:
         skip.tracking(model),
     ):
         graph = tracer.trace(model)
+        graph.output_node().type = None  # it is that of the tracer's own function, not the model's
         if drew_random_numbers():
             raise Refused(
                 "it draws random numbers that do not depend on its inputs: fx freezes them"

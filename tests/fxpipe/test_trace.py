@@ -547,3 +547,9 @@ def test_a_model_that_takes_no_larger_batch_is_compared_on_the_example():
 
     with pytest.raises(TraceError, match="differs on the example: output"):
         trace(AtMostFour(), (torch.randn(4, 3),), tracer=tracer)
+
+
+def test_the_code_says_nothing_of_a_type_that_the_model_did_not():
+    """fx takes the annotation of the function that it traces, which is the tracer's own."""
+    traced = trace(MLP(), (x(),), tracer="symbolic")
+    assert "->" not in traced.graph_module.code
