@@ -57,7 +57,8 @@ class DeviceSpec:
 
     @staticmethod
     def of(name: str) -> DeviceSpec:
-        """A known device: one of :data:`KNOWN`."""
+        """A known device: one of :data:`KNOWN`; ``"cpu"``, as lanes are called, is a core of one."""
+        name = CPU_CORE.name if name == "cpu" else name
         if name not in KNOWN:
             raise ValueError(
                 f"no device {name!r} is known: give one of {', '.join(KNOWN)}, or describe it "

@@ -9,6 +9,10 @@ def test_known_devices_go_by_their_names():
     assert all(KNOWN[name].name == name for name in KNOWN)
 
 
+def test_a_lane_on_the_cpu_is_planned_as_a_core():
+    assert DeviceSpec.of("cpu") == DeviceSpec.of("cpu core") == DeviceSpec()
+
+
 def test_an_unknown_device_is_refused():
     with pytest.raises(ValueError, match=r"no device 'p4' is known: give one of cpu core, p40, "):
         DeviceSpec.of("p4")
