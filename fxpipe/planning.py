@@ -18,7 +18,7 @@ import passes as default
 from fxpipe.batch import input_dims
 from fxpipe.devices import DeviceSpec
 from fxpipe.graph import COST, GAP, STAGE, VALUE, tensor_bytes
-from fxpipe.inspect.text import human_bytes, human_time
+from fxpipe.inspect.text import human_bytes, human_time, optimality
 from fxpipe.schedule import (
     Edge,
     Link,
@@ -165,8 +165,8 @@ class Plan:
     def _lines(self) -> list[str]:
         lines = [
             f"a step of {self.chunks} micro-batches takes {human_time(self.seconds)} "
-            f"({self.schedule.name}), of which {self.bubble:.0%} bubble; the slowest stage is at "
-            f"most {self.gap:.1%} from optimal",
+            f"({self.schedule.name}), of which {self.bubble:.0%} bubble",
+            f"cut: {optimality(self.gap)}",
             "links: "
             + (
                 ", ".join(f"{a} -> {b} {human_bytes(n)}" for (a, b), n in self.links.items())

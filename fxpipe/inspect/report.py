@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import fx
 
 from fxpipe.graph import COST, GAP, STAGE, Cost, stage_nodes
-from fxpipe.inspect.text import human_bytes, human_time
+from fxpipe.inspect.text import human_bytes, human_time, optimality
 from fxpipe.schedule import Timeline
 from passes.problem import together
 from passes.skips import SkipLayout
@@ -97,8 +97,7 @@ class Report:
             said += f"{self.timeline.name})"
         lines = [f"{self.chunks} micro-batches{chosen}, {said}"]
         if GAP in self.model_graph.meta:
-            gap = self.model_graph.meta[GAP]
-            lines.append(f"the slowest stage is at most {gap:.1%} from optimal")
+            lines.append(f"cut: {optimality(self.model_graph.meta[GAP])}")
         lines += [f"skip {line}" for line in str(self.layout).splitlines() if self.layout.skips]
         lines += [f"advice: {line}" for line in self._advice]
         return lines

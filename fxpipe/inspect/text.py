@@ -23,6 +23,13 @@ def human_time(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
+def optimality(gap: float) -> str:
+    """How good a cut is, of which the slowest stage is at most this share above the bound."""
+    if gap < 5e-4:  # which would read 0.0 %
+        return "optimal: no cut has a faster slowest stage"
+    return f"the slowest stage is at most {gap:.1%} from optimal"
+
+
 def summary(documented: object) -> str:
     """The first sentence of a docstring, without its markup; empty if there is none."""
     paragraph = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())

@@ -5,7 +5,7 @@ from torch import fx, nn
 import fxpipe
 from fxpipe.graph import ALIAS, COST, GAP, STAGE, Cost, stage_nodes
 from fxpipe.inspect.report import advice, bubble, of_the_bubble
-from fxpipe.inspect.text import human_bytes, human_time
+from fxpipe.inspect.text import human_bytes, human_time, optimality
 from fxpipe.schedule import named
 
 
@@ -22,6 +22,11 @@ def test_a_slow_stage_makes_the_others_wait():
 
 def test_nothing_to_do_is_no_bubble():
     assert bubble([0.0, 0.0], 4) == 0
+
+
+def test_a_cut_is_optimal_or_at_most_so_far_from_it():
+    assert optimality(0.019) == "the slowest stage is at most 1.9% from optimal"
+    assert optimality(0.0) == optimality(4e-4) == "optimal: no cut has a faster slowest stage"
 
 
 def test_sizes_and_times_are_for_people():
