@@ -30,6 +30,8 @@ _COPY = Line("copy")
 _USE = Line("value, not copied", arrowhead="empty")
 _ORDER = Line("fork to join: its backward comes after", style="dashed", color=GREY, arrowhead="vee")
 
+_NAMED = 3  # values of an oval that stands for many
+
 _End = Cell | str
 """Where a line begins or ends: a cell, or the name of a scatter or gather."""
 
@@ -68,15 +70,14 @@ def draw_pipeline(gm: fx.GraphModule, devices: Sequence[str]) -> graphviz.Source
     Args:
         devices: one for each stage.
     """
-    links = list(dict.fromkeys(_links(gm.graph)))
-    grid = _Grid(gm.graph, devices, links)
+    grid = _Grid(gm.graph, devices)
     picture = Picture("pipeline", layout="nop2")
     for stage in range(len(devices)):
         _draw_row(picture, grid, stage)
     for name, text in {**grid.scatters, **grid.gathers}.items():
-        width = f"{width_of(text) / 72 + 0.35:.2f}"
+        width = f"{_oval_width(text) / 72:.2f}"
         picture.oval(name, text, pos=numbers(*grid.oval(name)), width=width)
-    for link in links:
+    for link in grid.links:
         spot = grid.name_spot(link)
         named = {} if spot is None else {"label": link.value, "lp": numbers(*spot)}
         tail, head = (end if isinstance(end, str) else _cell(end) for end in (link.tail, link.head))
@@ -84,7 +85,8 @@ def draw_pipeline(gm: fx.GraphModule, devices: Sequence[str]) -> graphviz.Source
     return picture.source(legend_at=grid.below)
 
 
-def _links(graph: fx.Graph) -> Iterator[_Link]:
+def _links(graph: fx.Graph, ovals: Mapping[str, str]) -> Iterator[_Link]:
+    """``ovals``: of scatters and gathers that are drawn together, the oval for all of them."""
     skipped = [origin(n) for n in graph.nodes if n.target is ops.portal_blue]
     skips = skip_lines(skipped, "skip through a portal:")
     for node in graph.nodes:
@@ -93,7 +95,14 @@ def _links(graph: fx.Graph) -> Iterator[_Link]:
             tail = _end(source)
             if head is None or tail is None or head == tail or source.target is ops.scatter:
                 continue  # what gather asks of scatter is only how large the parts are
-            yield _Link(tail, head, _line(node, tail, head, skips), origin(source))
+            first, last = (_drawn(end, ovals) for end in (tail, head))
+            joined = next((end for end in (first, last) if end not in (tail, head)), None)
+            value = origin(source) if joined is None else str(joined)
+            yield _Link(first, last, _line(node, tail, head, skips), value)
+
+
+def _drawn(end: _End, ovals: Mapping[str, str]) -> _End:
+    return ovals.get(end, end) if isinstance(end, str) else end
 
 
 def _end(node: fx.Node) -> _End | None:
@@ -127,21 +136,23 @@ class _Grid:
     gap = 40.0  # between the cells of one row and of the next
     pad = 9.0  # around the cells of a row
 
-    def __init__(self, graph: fx.Graph, devices: Sequence[str], links: Sequence[_Link]) -> None:
+    def __init__(self, graph: fx.Graph, devices: Sequence[str]) -> None:
         self.cells = cells(graph)
         self.labels = [f"stage {stage} · {device}" for stage, device in enumerate(devices)]
         self.stages = len(devices)
         self.microbatches = 1 + max((microbatch for microbatch, _ in self.cells), default=-1)
-        self.scatters = {
-            node.name: f"scatter {node.args[0]}"
-            for node in graph.find_nodes(op="call_function", target=ops.scatter)
-        }
-        self.gathers = {
-            node.name: f"gather {node.name.removesuffix('_out')}"
-            for node in graph.find_nodes(op="call_function", target=ops.gather)
-        }
+        room = self.microbatches * (self.width + 22)  # or more, see column
+        called = graph.find_nodes(op="call_function", target=ops.scatter)
+        self.scatters, into = _ovals(
+            "scatter", {node.name: str(node.args[0]) for node in called}, room
+        )
+        called = graph.find_nodes(op="call_function", target=ops.gather)
+        self.gathers, out_of = _ovals(
+            "gather", {node.name: node.name.removesuffix("_out") for node in called}, room
+        )
+        self.links = list(dict.fromkeys(_links(graph, {**into, **out_of})))
         # Short ones first, so that long ones go around them; skips last, beside their names.
-        long = [link for link in links if link.passed(self.stages)]
+        long = [link for link in self.links if link.passed(self.stages)]
         long.sort(key=lambda link: (link.line.is_skip, len(link.passed(self.stages))))
         self.lanes = list(dict.fromkeys(link.lane for link in long))
         # A skip says its name once: in the last column, where there is room beside it.
@@ -222,6 +233,24 @@ class _Grid:
             if isinstance(end, str):
                 return 8 * (ovals.index(end) - (len(ovals) - 1) / 2)
         return 0
+
+
+def _ovals(
+    what: str, values: Mapping[str, str], room: float
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The text of each oval; where they have no room there is one for all, and of which nodes."""
+    texts = {name: f"{what} {value}" for name, value in values.items()}
+    if len(texts) < 2 or sum(_oval_width(text) + 10 for text in texts.values()) <= room:
+        return texts, {}
+    said = ", ".join(list(values.values())[:_NAMED])
+    if len(values) > _NAMED:
+        said += f" and {len(values) - _NAMED} more"
+    together = f"{what} all"  # with a space, as no fx node is named
+    return {together: f"{what} {said}"}, dict.fromkeys(texts, together)
+
+
+def _oval_width(text: str) -> float:
+    return width_of(text) + 25
 
 
 def _route(points: Sequence[Point]) -> str:

@@ -182,6 +182,39 @@ def test_copies_are_solid_dependencies_dashed_and_the_caller_dotted():
     assert styles == copies | orders | into | out
 
 
+class Many(nn.Module):
+    """Of two stages, each gives several outputs."""
+
+    def forward(self, x, y):
+        first = [torch.tanh(x + i) for i in range(4)]
+        return *first, *(torch.tanh(each * y) for each in first)
+
+
+def many(chunks):
+    return fxpipe.compile(
+        Many(), ["cpu"] * 2, chunks=chunks, example_inputs=(torch.ones(8, 3), torch.ones(8, 3))
+    )
+
+
+def test_inputs_and_outputs_that_have_no_room_beside_each_other_are_one_oval():
+    source = draw_pipeline(many(chunks=1).graph_module, TWO).source
+    found = boxes(source)
+    assert found["scatter all"] == "scatter x, y"
+    assert re.fullmatch(r"gather \w+, \w+, \w+ and 5 more", found["gather all"])
+    lines = edges(source)
+    for stage in range(2):
+        assert lines[f"mb 0 stage {stage}", "gather all"]["style"] == "dotted"
+    assert {tail for tail, head in lines if "stage" not in tail} == {"scatter all"}
+
+
+def test_inputs_that_have_room_are_an_oval_each():
+    found = boxes(draw_pipeline(many(chunks=4).graph_module, TWO).source)
+    assert [text for text in found.values() if text.startswith("scatter")] == [
+        "scatter x",
+        "scatter y",
+    ]
+
+
 def test_a_portal_is_one_thick_line_a_micro_batch_past_the_stages_between():
     lines = edges(draw_pipeline(long_skip().graph_module, FOUR).source)
     skips = {ends: line for ends, line in lines.items() if line["penwidth"] != "1"}
