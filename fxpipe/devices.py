@@ -57,7 +57,7 @@ class DeviceSpec:
 
     @staticmethod
     def of(name: str) -> DeviceSpec:
-        """A known device: one of :data:`KNOWN`; ``"cpu"``, as lanes are called, is a core of one."""
+        """A known device: one of :data:`KNOWN`; ``"cpu"``, as a lane is called, is a core."""
         name = CPU_CORE.name if name == "cpu" else name
         if name not in KNOWN:
             raise ValueError(
