@@ -119,6 +119,8 @@ class _Nodes:
             self.picture.notes.append(
                 f"double frame: several nodes as one ({nodes:,} nodes in {len(self.boxes)} boxes)"
             )
+        if any(MICROBATCH in n.meta and type_text(n.meta.get(VALUE)) for n in self.box_of):
+            self.picture.notes.append("shapes are those of the whole mini-batch")
         return self.picture.source()
 
     def _draw(self, dot: graphviz.Digraph, boxes: Iterable[Box]) -> None:

@@ -113,6 +113,13 @@ def boxes(source):
     return dict(re.findall(r'^\s*"?([^"\n]+?)"? \[label="(.*?)"', source, re.M))
 
 
+def test_shapes_in_a_micro_batch_are_said_to_be_the_mini_batchs():
+    pipe, note = mlp(), "shapes are those of the whole mini-batch"
+    assert note in pipe.draw("pipeline", microbatch=1).source
+    assert note not in pipe.draw("stage", stage=1).source
+    assert note not in pipe.draw("model").source
+
+
 def test_stages_say_their_devices_sizes_and_times():
     costs = [
         Cost(1.5e-3, 3e-3, param_bytes=2 * 2**20, activation_bytes=3072),
