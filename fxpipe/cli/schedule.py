@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from fxpipe.cli.options import path_to, write
-from fxpipe.schedule import NAMES, StageCost, live, named, simulate, stages_per_lane
+from fxpipe.schedule import NAMES, StageCost, gantt, live, named, simulate, stages_per_lane
 
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0  # a backward is twice a forward
 LANES = 4
@@ -67,7 +67,7 @@ def schedule(
     if found.stages > lanes:
         click.echo(f"micro-batches alive, at most, by stage: {_numbers(alive.stages)}")
     if draw:
-        write(draw, timeline.draw())
+        write(draw, gantt.draw([timeline], unit=(FORWARD, "forwards of a stage")))
     if csv:
         csv.parent.mkdir(parents=True, exist_ok=True)
         found.to_csv(csv)

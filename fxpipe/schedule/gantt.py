@@ -40,14 +40,16 @@ def draw(
     memory: bool = True,
     marks: Sequence[Action] = (),
     caption: str = "",
+    unit: tuple[float, str] | None = None,
 ) -> str:
     """One below the other, over one axis of time that begins where each begins.
 
     Args:
         memory: draw what is known of it below each lane.
         marks: actions to outline, which ``caption`` speaks of.
+        unit: how many seconds one has, and its name; None: seconds, or parts of them.
     """
-    return _Chart(timelines, memory, marks, caption).svg()
+    return _Chart(timelines, memory, marks, caption, unit).svg()
 
 
 def _text_width(text: str, size: float = _SIZE) -> float:
@@ -85,10 +87,11 @@ class _Chart:
         memory: bool,
         marks: Sequence[Action],
         caption: str,
+        unit: tuple[float, str] | None,
     ) -> None:
         self.marks, self.caption = set(marks), caption
         self.seconds = max((timeline.makespan for timeline in timelines), default=0.0) or 1.0
-        self.unit, self.unit_name = time_unit(self.seconds)
+        self.unit, self.unit_name = unit or time_unit(self.seconds)
         self.labels = {
             (index, lane): _lane_label(timeline, lane)
             for index, timeline in enumerate(timelines)
