@@ -138,7 +138,7 @@ def run(out: Path, steps: int, console: Console) -> None:
 
     pipe = fxpipe.compile(model, devices, chunks=8, example_inputs=(test[0].to(home),))
     columns = (*Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         ends = (home, torch.device(devices[-1]))
         piped = train(pipe, data, test, ends, progress, "pipelined")
         plain = train(twin, data, test, (home, home), progress, "unpipelined")
@@ -149,12 +149,17 @@ def run(out: Path, steps: int, console: Console) -> None:
         )
     difference = max(abs(a - b) for a, b in zip(piped.losses, plain.losses, strict=True))
     console.print(f"largest difference of the {steps} losses: {difference:.1e}")
+    if home.type == "cpu":
+        console.print("(four lanes on one CPU share its cores: here a pipeline is to be looked at)")
     console.print(pipe.report())
 
     for level in ("stage", "pipeline"):
         path = out / f"{level}.svg"
         path.write_text(render_svg(pipe.draw(level)))
         console.print(f"wrote {path}")
+    page = out / "report.html"
+    pipe.report_html(page)
+    console.print(f"wrote {page}: all of it on one page, for a browser")
     pipe.close()
 
 

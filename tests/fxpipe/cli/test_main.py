@@ -59,3 +59,5 @@ def test_the_demo_trains_compares_reports_and_draws(tmp_path):
     assert re.search("skip relu: stage 0 -> stage [23], [0-9,]+ bytes", result.output)
     for level in ("stage", "pipeline"):
         assert "<svg" in (tmp_path / "out" / f"{level}.svg").read_text()
+    assert "UNet on 4 stages" in (tmp_path / "out" / "report.html").read_text()
+    assert "\u2501" * 9 not in result.output.partition("stages")[0], "no bars: this is no terminal"
