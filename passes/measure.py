@@ -59,7 +59,8 @@ class MeasuredCost:
         keys = {node: signature(gm, node) or node for node in work}
         rounds: list[dict[fx.Node, _Seconds]] = []
         end = time.perf_counter() + self.budget_s
-        progress = Progress(transient=True, disable=not Console().is_terminal)
+        console = Console(stderr=True)  # what is printed may be meant for a file
+        progress = Progress(console=console, transient=True, disable=not console.is_terminal)
         device = self.device or next(
             (t.device for t in tensors_of([*gm.parameters(), *self.inputs])), None
         )

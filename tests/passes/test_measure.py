@@ -76,6 +76,17 @@ def test_without_time_for_another_round_the_first_one_counts():
     assert all(n.meta[COST].forward_s > 0 for n in stage_nodes(gm.graph))
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_shown_beside_what_is_printed_and_on_a_terminal_only(
+    is_terminal, monkeypatch, capsys
+):
+    monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+    measured(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert ("measuring" in said.err) == is_terminal
+
+
 def test_writes_are_done_to_copies():
     x = torch.ones(4, 4)
     measured(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), -x)

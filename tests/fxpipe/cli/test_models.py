@@ -36,6 +36,13 @@ def test_compile_reports_and_writes_what_is_asked_for(models):
     assert (models / "dump" / "index.html").exists()
 
 
+def test_on_a_terminal_it_says_what_it_is_at_and_not_where_results_go(models, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    result = run("compile", "own_models:build", *TWO, "--draw", "out.svg")
+    assert "compiling" in result.stderr and "drawing" in result.stderr
+    assert "compiling" not in result.stdout and "wrote out.svg" in result.stdout
+
+
 def test_compile_draws_each_level_as_dot_without_graphviz(models, monkeypatch):
     monkeypatch.setenv("PATH", "")
     for level in ("model", "stage", "pipeline", "step"):
