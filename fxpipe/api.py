@@ -542,6 +542,7 @@ class Pipeline(nn.Module):
         return story.chains
 
     def _report(self) -> Report:
+        example = self._last()[0].example
         return Report(
             self.model_graph,
             self._options.names,
@@ -551,6 +552,7 @@ class Pipeline(nn.Module):
             was_chosen=self._options.chunks is None,
             placement=self._options.placement,
             step=self._predicted,
+            rows_given=None if example is None else example.batch,
         )
 
     # ------------------------------------------------------------------------- like any nn.Module

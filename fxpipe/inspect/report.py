@@ -34,6 +34,7 @@ class Report:
         devices, costs, placement: one for each stage; a placement is a lane.
         was_chosen: the number of micro-batches was not the user's.
         step: the predicted training step of so many micro-batches; None if there is no such step.
+        rows_given: of the mini-batch; None if that is not known.
     """
 
     model_graph: fx.GraphModule
@@ -44,6 +45,7 @@ class Report:
     was_chosen: bool
     placement: Sequence[int]
     step: Callable[[int], Timeline | None]
+    rows_given: int | None = None
 
     columns = (
         *("stage", "device", "time", "share", "idle"),
@@ -105,7 +107,7 @@ class Report:
     @property
     def _advice(self) -> list[str]:
         times = [cost.seconds for cost in self.costs]
-        more = USUAL * len(times)
+        more = min(USUAL * len(times), self.rows_given or USUAL * len(times))
         then = self.step(more) if more > self.chunks else None
         found = advice(self.model_graph, times)
         if then is not None and self.timeline is not None:
@@ -181,7 +183,4 @@ def of_the_bubble(now: float, then: float, more: int) -> list[str]:
     """Whether so many more micro-batches are worth it."""
     if now - then < WORTH:
         return []
-    return [
-        f"with chunks={more} the bubble would be {then:.0%}, in place of {now:.0%}, if the "
-        "mini-batch has as many rows"
-    ]
+    return [f"with chunks={more} the bubble would be {then:.0%}, in place of {now:.0%}"]
