@@ -67,7 +67,7 @@ def schedule(
     if found.stages > lanes:
         click.echo(f"micro-batches alive, at most, by stage: {_numbers(alive.stages)}")
     if draw:
-        write(draw, gantt.draw([timeline], unit=(FORWARD, "forwards of a stage")))
+        write(draw, gantt.draw([timeline], unit=gantt.FORWARDS))
     if csv:
         csv.parent.mkdir(parents=True, exist_ok=True)
         found.to_csv(csv)

@@ -33,6 +33,9 @@ _ROW, _GAP, _MEMORY, _WAY = 24, 9, 20, 4  # heights: boxes, between lanes, memor
 _NARROWEST, _WIDEST = 640, 8000  # of the part with the boxes
 _SIZES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 
+FORWARDS = (1.0, "forwards of a stage")
+"""The unit where a stage's forward takes 1 and nothing is known of seconds."""
+
 
 def draw(
     timelines: Sequence[Timeline],

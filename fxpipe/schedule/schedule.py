@@ -89,13 +89,15 @@ class Schedule:
 
     def _repr_svg_(self) -> str | None:
         """For notebooks: in time, a backward taking as long as two forwards."""
+        from fxpipe.schedule.gantt import FORWARDS, draw
         from fxpipe.schedule.simulator import StageCost, simulate  # which import this module
         from fxpipe.schedule.validator import ScheduleError
 
         try:
-            return simulate(self, [StageCost(1.0, 1.0, 1.0)] * self.stages).draw()
+            timeline = simulate(self, [StageCost(1.0, 1.0, 1.0)] * self.stages)
         except ScheduleError:  # it cannot run: its text can be read
             return None
+        return draw([timeline], unit=FORWARDS)
 
     # -------------------------------------------------------------------------------------- as CSV
 

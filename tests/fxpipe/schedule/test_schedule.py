@@ -146,4 +146,5 @@ def test_edges_say_who_passes_to_whom():
 def test_in_notebooks_a_schedule_is_a_timeline_if_it_can_run():
     drawn = named("1f1b", lanes=2, microbatches=4)._repr_svg_()
     assert drawn.count("<title>") == 2 * 4 * 2, "a box an action"
+    assert "15 forwards of a stage" in drawn, "2 * (1 + 2) + 3 * 3: nobody knows of seconds"
     assert Schedule.from_text("0B0 0F0")._repr_svg_() is None
