@@ -155,11 +155,15 @@ class _Nodes:
         return _SKIP if self._is_skip(source, user) else DATA
 
     def _is_skip(self, source: fx.Node, user: fx.Node) -> bool:
-        """Whether a value passes over stages that do not use it."""
+        """Whether a value passes over stages that do not use it, or a gradient on its way back."""
         target = self.places[user].stage
-        before = [s for n in (source, *source.users) if (s := self.places[n].stage) is not None]
-        before = [s for s in before if target is not None and s < target]
-        return target is not None and bool(before) and max(before) + 1 < target
+        if target is None:
+            return False
+        known = [s for n in (source, *source.users) if (s := self.places[n].stage) is not None]
+        if (made := self.places[source].stage) is not None and made > target:
+            return min(s for s in known if s > target) - 1 > target
+        before = [s for s in known if s < target]
+        return bool(before) and max(before) + 1 < target
 
     def _outside(self, name: str, node: fx.Node) -> str:
         place = self.places[node]

@@ -94,6 +94,21 @@ def test_in_the_model_only_a_value_that_passes_over_stages_is_thick_and_coloured
     assert lines["a", "add"]["color"] == SKIP_COLOURS[0]
 
 
+def test_in_a_step_the_gradient_of_a_skip_passes_over_stages_too():
+    pipe = fxpipe.compile(
+        LongSkip(),
+        ["cpu"] * 4,
+        chunks=2,
+        partition=["b", "c", "d"],
+        loss_fn=nn.functional.mse_loss,
+    )
+    pipe.step(torch.randn(4, 3), target=torch.randn(4, 3))
+    lines = edges(pipe.draw("step", microbatch=0).source)
+    thick = {ends for ends, line in lines.items() if float(line["penwidth"]) > 1}
+    stages = {tuple(re.search(r"_s(\d)_", end)[1] for end in ends) for ends in thick}
+    assert stages == {("0", "3"), ("3", "0")}
+
+
 def test_parameters_of_the_model_are_small_and_in_the_stage_that_uses_them():
     gm = fxpipe.compile(
         MLP(depth=2), ["cpu"] * 2, example_inputs=(torch.randn(4, 12),), tracer="export"
