@@ -166,7 +166,7 @@ class Plan:
         lines = [
             f"a step of {self.chunks} micro-batches takes {human_time(self.seconds)} "
             f"({self.schedule.name}), of which {self.bubble:.0%} bubble",
-            f"cut: {optimality(self.gap)}",
+            optimality(self.gap),
             "links: "
             + (
                 ", ".join(f"{a} -> {b} {human_bytes(n)}" for (a, b), n in self.links.items())

@@ -99,7 +99,7 @@ class Report:
             said += f"{self.timeline.name})"
         lines = [f"{self.chunks} micro-batches{chosen}, {said}"]
         if GAP in self.model_graph.meta:
-            lines.append(f"cut: {optimality(self.model_graph.meta[GAP])}")
+            lines.append(optimality(self.model_graph.meta[GAP]))
         lines += [f"skip {line}" for line in str(self.layout).splitlines() if self.layout.skips]
         lines += [f"advice: {line}" for line in self._advice]
         return lines

@@ -25,9 +25,9 @@ def human_time(seconds: float) -> str:
 
 def optimality(gap: float) -> str:
     """How good a cut is, of which the slowest stage is at most this share above the bound."""
-    if gap < 5e-4:  # which would read 0.0 %
-        return "optimal: no cut has a faster slowest stage"
-    return f"the slowest stage is at most {gap:.1%} from optimal"
+    if gap < 1e-6:
+        return "the cut is optimal: no other has a faster slowest stage"
+    return f"the slowest stage is at most {max(gap, 1e-3):.1%} from optimal"
 
 
 def summary(documented: object) -> str:

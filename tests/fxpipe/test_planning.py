@@ -312,7 +312,7 @@ def test_it_prints_as_a_table():
     text = str(fxpipe.plan(model, ["p40"] * 2, example_inputs=x, chunks=4))
     for words in ("stage", "p40", "activations", "memory left", "a step of 4 micro-batches takes"):
         assert words in text
-    assert "cut: " in text and "optimal" in text
+    assert "optimal" in text
     assert "links: 0 -> 1 " in text
 
 
