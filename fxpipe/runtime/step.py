@@ -205,8 +205,10 @@ def replay(tape: Tape, halved: bool = False) -> None:
     if not halved:
         tape.handle.recompute()
         return
-    with tape.handle.again() as (args, _):
-        tape.record(tape.repeat, args)
+    with tape.handle.again() as inputs:
+        if inputs is not None:
+            args, _ = inputs
+            tape.record(tape.repeat, args)
 
 
 def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:

@@ -109,3 +109,16 @@ def test_a_checkpointed_stage_is_run_again_once_and_its_gradients_come_in_halves
     plain.zero_grad()
     plain(x).sum().backward()
     assert same(found, gradients(plain)) and same(grad, x.grad)
+
+
+def test_a_checkpointed_stage_that_saves_nothing_is_not_run_again():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x + x
+
+    x = torch.randn(3, requires_grad=True)
+    (y,), tape = forward(Twice(), (x,), (), True, True)
+    replay(tape, halved=True)
+    (grad,) = backward_input(tape, (torch.ones_like(y),))
+    weight_grad(tape)
+    assert same(grad, torch.full((3,), 2.0))
