@@ -34,7 +34,7 @@ from fxpipe.trace.care import on_one_device
 from passes.costs import cost_pass
 from passes.fakes import forget_history
 from passes.partition import PartitionError
-from passes.problem import together
+from passes.problem import reads_before_writes, together
 
 
 def run_pass(rewrite: default.Pass, gm: fx.GraphModule) -> fx.GraphModule:
@@ -463,10 +463,12 @@ def _held(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
 
 
 def _is_cut(labels: Mapping[fx.Node, int], stages: int) -> bool:
-    """Whether no stage is empty, none needs a later one, and what belongs together is in one."""
+    """Whether no stage is empty, none needs a later one, or reads what an earlier one has changed,
+    and what belongs together is in one."""
     return (
         set(labels.values()) == set(range(stages))
         and all(labels.get(n, 0) <= labels[node] for node in labels for n in node.all_input_nodes)
+        and all(labels[reader] <= labels[writer] for reader, writer in reads_before_writes(labels))
         and all(len({labels[node] for node in group}) == 1 for group in together(list(labels)))
     )
 

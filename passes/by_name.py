@@ -16,7 +16,7 @@ import networkx as nx
 from torch import fx
 
 from fxpipe.graph import stage_nodes
-from passes.problem import PartitionError, together
+from passes.problem import PartitionError, reads_before_writes, together
 
 
 def labels_of_starts(graph: fx.Graph, starts: list[str], stages: int) -> dict[fx.Node, int]:
@@ -103,6 +103,13 @@ def _check(work: list[fx.Node], labels: dict[fx.Node, int]) -> None:
         for source in node.all_input_nodes:
             if source in labels and labels[source] > labels[node]:
                 raise PartitionError(_describe_cycle(node, source, labels))
+    for reader, writer in reads_before_writes(work):
+        if labels[reader] > labels[writer]:
+            raise PartitionError(
+                f"{reader.name!r} in stage {labels[reader]} reads memory that {writer.name!r} in "
+                f"the earlier stage {labels[writer]} writes to after it: put {writer.name!r} into "
+                f"stage {labels[reader]} or later, or {reader.name!r} earlier"
+            )
     for group in together(work):
         stages = {labels[node] for node in group}
         if len(stages) > 1:

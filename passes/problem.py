@@ -103,12 +103,13 @@ def problem(
             [[relative_time(node, device, devices[0]) for node in work] for device in devices]
         )
     saved, kept = _saved(work, costs)
+    reads = ((position[a], position[b]) for a, b in reads_before_writes(work))
     whole = Dag(
         seconds=weights.reshape(-1, len(work)),
         values=tuple(_values(graph, position)),
         order=tuple(pairwise(range(len(work))))
         if in_order
-        else tuple(dict.fromkeys((*_writes(work, position), *_sums(graph, position)))),
+        else tuple(dict.fromkeys((*reads, *_sums(graph, position)))),
         fixed=np.array([cost.fixed_bytes for cost in costs], dtype=np.float64),
         saved=saved,
         kept=kept,
@@ -175,14 +176,15 @@ def _values(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[Value]
                 yield Value(position.get(node, OUTSIDE), users, size, size + back, len(tensors))
 
 
-def _writes(work: Iterable[fx.Node], position: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]]:
+def reads_before_writes(work: Iterable[fx.Node]) -> Iterable[tuple[fx.Node, fx.Node]]:
     """Who reads memory before it is written to, and who writes to it."""
+    position = {node: i for i, node in enumerate(work)}
     by_name = {node.name: node for node in position}
-    for writer in work:
+    for writer in position:
         for name in writer.meta.get(WRITES, ()):
             for reader in by_name[name].users if name in by_name else ():
                 if reader in position and position[reader] < position[writer]:
-                    yield position[reader], position[writer]
+                    yield reader, writer
 
 
 def _sums(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]]:

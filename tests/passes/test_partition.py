@@ -232,15 +232,22 @@ def test_what_makes_no_sense_is_refused(auto, message):
         cut(Chain(3), 2, auto())
 
 
-def test_what_is_written_is_not_read_in_a_later_stage_by_what_came_before():
-    class Model(nn.Module):
-        def forward(self, x):
-            a = x.sin()
-            b = a.cos().exp().tan().sigmoid()
-            c = a.mul_(2)
-            return b, c
+class ReadThenWritten(nn.Module):
+    def forward(self, x):
+        a = x.sin()
+        b = a.cos().exp().tan().sigmoid()
+        c = a.mul_(2)
+        return b, c
 
-    gm = AnalyticCost()(Alias((torch.ones(2, 3),))(fx.symbolic_trace(Model())))
+
+def test_a_cut_by_which_a_later_stage_reads_what_has_been_written_to_is_refused():
+    assert cut(ReadThenWritten(), 2, {"exp": 1})[0] == ["sin", "cos", "mul_"]
+    with pytest.raises(PartitionError, match="'cos' in stage 1 reads memory that 'mul_' in the ea"):
+        cut(ReadThenWritten(), 2, {"cos": 1})
+
+
+def test_what_is_written_is_not_read_in_a_later_stage_by_what_came_before():
+    gm = AnalyticCost()(Alias((torch.ones(2, 3),))(fx.symbolic_trace(ReadThenWritten())))
     for stages in (2, 3):
         Partition(stages)(gm)
         stage = {n.name: n.meta[STAGE] for n in stage_nodes(gm.graph)}
