@@ -41,7 +41,7 @@ class Tape:
     """The autograd graph of one forward, by its ends."""
 
     def __init__(self) -> None:
-        self.inputs: list[Tensor | None] = []  # leaves, one for each leaf of the arguments
+        self.found: list[Tensor | None] = []  # gradients, one for each leaf of the arguments
         self.spec: Any = None  # of the arguments
         self.results: list[list[Any]] = []  # the leaves of each result
         self.handle: Handle | None = None  # of a checkpointed forward
@@ -52,9 +52,13 @@ class Tape:
     def record(self, function: Callable[..., tuple[Any, ...]], args: Any) -> tuple[Any, ...]:
         """Run a function of these arguments. Gives what it gives, without history."""
         leaves, self.spec = pytree.tree_flatten(args)
-        own = [_cut_off(leaf) for leaf in leaves]
-        is_own = (_has_history(leaf) and not isinstance(leaf, nn.Parameter) for leaf in own)
-        self.inputs = [leaf if is_one else None for leaf, is_one in zip(own, is_own, strict=True)]
+        self.found = [None] * len(leaves)
+        anchor = torch.empty(0, requires_grad=True)
+        with torch.enable_grad():
+            own = [
+                _Entry.apply(anchor, (leaf,), self.found, i) if _is_inner(leaf) else leaf  # type: ignore[no-untyped-call]
+                for i, leaf in enumerate(leaves)
+            ]
         with _recorded_by(self), torch.enable_grad():
             results = function(*pytree.tree_unflatten(own, self.spec))
         self.results = [pytree.tree_leaves(result) for result in results]
@@ -74,9 +78,29 @@ class Tape:
         self.results = []
         if roots:
             torch.autograd.backward(roots, given)
-        found = [None if leaf is None else leaf.grad for leaf in self.inputs]
-        self.inputs = []
+        found, self.found = self.found, []
         return pytree.tree_unflatten(found, self.spec)
+
+
+class _Entry(torch.autograd.Function):
+    """Where a value comes into a graph of its own, and its gradient is left.
+
+    A leaf would not do: autograd lays the gradient of a leaf out like the leaf, in a copy if need
+    be, and kernels may sum in another order when memory is laid out otherwise.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, value: tuple[Tensor], found: list[Tensor | None], index: int
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.found, ctx.index = found, index
+        return value[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
+        ctx.found[ctx.index] = grads[0]
+        return None, None, None, None
 
 
 @contextmanager
@@ -93,13 +117,14 @@ def _has_history(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _cut_off(value: Any) -> Any:
-    """Without history, but with the word whether it had one: whether a gradient is wanted.
+def _is_inner(value: Any) -> bool:
+    """Whether its gradient is to be handed on. A parameter, or a replica of one, gathers its own."""
+    return _has_history(value) and not isinstance(value, nn.Parameter)
 
-    A parameter, or a replica of one, has none, and gathers its gradients itself.
-    """
-    is_inner = _has_history(value) and not isinstance(value, nn.Parameter)
-    return value.detach().requires_grad_() if is_inner else value
+
+def _cut_off(value: Any) -> Any:
+    """Without history, but with the word whether it had one: whether a gradient is wanted."""
+    return value.detach().requires_grad_() if _is_inner(value) else value
 
 
 def forward(

@@ -90,6 +90,36 @@ def test_a_value_may_be_several_outputs_whether_the_loss_uses_them_or_not(loss_f
     assert same(gradients(model), wanted)
 
 
+class Widened(nn.Module):
+    """The gradient of the batch norm's result is a part of a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(4), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.conv(torch.cat([x, self.norm(x)], 1)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_gradients_keep_their_layout_from_stage_to_stage(schedule):
+    model, x, target = Widened(), torch.randn(6, 4, 8, 8), torch.randn(6)
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        chunks=2,
+        partition=["cat"],
+        schedule=schedule,
+        loss_fn=mean_loss,
+        tracer="symbolic",
+    ) as pipe:
+        pipe.step(x, target=target)
+        order = named(schedule, lanes=2, microbatches=2)
+        _, wanted = step_of_loop(reference, (x,), target, pipe, order, 2, mean_loss)
+    assert same(gradients(model), wanted)
+
+
 class Spectrum(nn.Module):
     """What leaves its first and second stage is complex."""
 

@@ -43,6 +43,20 @@ def test_what_nobody_wants_a_gradient_for_costs_nothing():
     assert not a.requires_grad and backward(tape, (None, None)) == (None, None)
 
 
+def test_a_gradient_is_handed_on_as_it_came_and_not_copied():
+    """In another layout in memory, a kernel of the stage before might sum in another order."""
+
+    class Cat(nn.Module):
+        def forward(self, x, y):
+            return torch.cat([x, y], 1)
+
+    x, y = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    _, tape = forward(Cat(), (x, y), (), True, False)
+    grad = torch.randn(2, 6)
+    gx, gy = backward(tape, (grad,))
+    assert gx.data_ptr() == grad.data_ptr() and gx.stride() == gy.stride() == (6, 1)
+
+
 def test_a_tape_lets_go_of_all_in_the_backward():
     kept = []
 
