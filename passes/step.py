@@ -323,14 +323,16 @@ class _Writer:
 
     def _stage_path(self, own: _Stage, microbatch: int) -> str:
         """The module to run: one whose gradients can be deferred, if the schedule does, or one
-        that checkpoints its segments."""
+        that checkpoints its segments. Not one for some micro-batches and the other for others:
+        what is deferred is summed later."""
         path = str(own.call.target)
         stage = attribute(self.gm, path)
-        segments = self.step.checkpoint_segments
-        if self._is_checkpointed(microbatch) and segments > 1:
-            path = f"{path}_segments"
-            if path not in self.attributes:
-                self.attributes[path] = checkpointed_by_segments(stage, segments)
+        if self.step.checkpoint != "never" and self.step.checkpoint_segments > 1:
+            if self._is_checkpointed(microbatch):
+                path = f"{path}_segments"
+                if path not in self.attributes:
+                    count = self.step.checkpoint_segments
+                    self.attributes[path] = checkpointed_by_segments(stage, count)
         elif own.call.meta[STAGE] in self.halved:
             path = f"{path}_deferred"
             if path not in self.attributes:

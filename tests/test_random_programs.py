@@ -1,21 +1,40 @@
 """Random programs, stages, micro-batches and checkpoint modes: always the bits of the loop.
 
+Also as training steps, cut anywhere, in the order of any schedule.
+
 A run of many more: ``FXPIPE_EXAMPLES=20000 python -m pytest tests/test_random_programs.py``.
 """
 
 from __future__ import annotations
 
+import bisect
 import copy
 import os
-from dataclasses import dataclass, field
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxpipe
-from tests.zoo import gradients, loss_of, same
+from fxpipe.schedule import (
+    AUTO,
+    NAMES,
+    Action,
+    Kind,
+    Needs,
+    Schedule,
+    StageCost,
+    auto,
+    named,
+    stages_per_lane,
+)
+from passes.cut.dag import OUTSIDE
+from passes.problem import problem
+from tests.zoo import gradients, loss_of, same, step_of_loop
 
 EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "300"))
 CHANNELS = 4
@@ -297,5 +316,171 @@ def test_any_program_gives_the_bits_of_the_loop(case):
         # is used next. In a pipeline that may be a gate, and the order of a sum another one.
         for actual, wanted in zip(gradients(own), expected[1], strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-3)
+    else:
+        assert same(gradients(own), expected[1]), "gradients"
+
+
+# ------------------------------------------------------------------------------------------- steps
+
+RANDOM = "random"
+STEPS = EXAMPLES // 5
+
+
+@dataclass(frozen=True)
+class Training:
+    """A program as a training step: ``seed`` decides the cut, what is frozen, and the schedule if
+    it is a random one; ``used``: how many of the outputs, after the first, the loss uses."""
+
+    case: Case
+    schedule: str
+    lanes: int
+    seed: int
+    used: int
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> Training:
+    case, schedule = draw(cases()), draw(st.sampled_from([*NAMES, AUTO, RANDOM, RANDOM, RANDOM]))
+    lanes = draw(st.integers(1, 3))
+    each = draw(st.integers(1, 2)) if schedule in (AUTO, RANDOM) else stages_per_lane(schedule)
+    return Training(
+        replace(case, stages=lanes * each),
+        schedule,
+        lanes,
+        draw(st.integers(0, 999)),
+        draw(st.integers(0, 2)),
+    )
+
+
+def cut_anywhere(gm: fx.GraphModule, stages: int, rng: random.Random) -> Mapping[str, int]:
+    """Some order that the program allows, cut somewhere."""
+    found = problem(gm.graph)
+    before: list[set[int]] = [set() for _ in range(found.dag.size)]
+    for value in found.dag.values:
+        for user in value.users:
+            before[user] |= {value.source} - {user, OUTSIDE}
+    for first, second in found.dag.order:
+        before[second] |= {first} - {second}
+    if found.dag.size < stages:
+        raise fxpipe.PartitionError(f"can be cut into {found.dag.size}")
+    order: list[int] = []
+    while len(order) < found.dag.size:
+        left = set(range(found.dag.size)).difference(order)
+        order.append(rng.choice([i for i in sorted(left) if not before[i] & left]))
+    places = sorted(rng.sample(range(1, len(order)), stages - 1))
+    stage = {node: bisect.bisect(places, i) for i, node in enumerate(order)}
+    labels = found.labels([stage[node] for node in range(found.dag.size)])
+    return {node.name: number for node, number in labels.items()}
+
+
+def any_schedule(lanes: int, stages: int, microbatches: int, rng: random.Random) -> Schedule:
+    """Stages anywhere, some in halves, and every lane does what it can at random."""
+    lane_of = [*range(lanes), *(rng.randrange(lanes) for _ in range(stages - lanes))]
+    rng.shuffle(lane_of)
+    kinds = [
+        rng.choice([(Kind.BACKWARD,), (Kind.BACKWARD_INPUT, Kind.WEIGHT_GRAD)])
+        for _ in range(stages)
+    ]
+    left = [
+        Action(stage, kind, i)
+        for stage in range(stages)
+        for i in range(microbatches)
+        for kind in (Kind.FORWARD, *kinds[stage])
+    ]
+    entries: list[list[Action]] = [[] for _ in range(lanes)]
+    needs = Needs(Schedule(RANDOM, stages, microbatches, (tuple(left),)))
+    put_off: list[Action] = []  # weight gradients come in the order of their backwards
+    while left:
+        ready = [action for action in left if not set(needs.of(action)) & set(left)]
+        ready = [
+            action
+            for action in ready
+            if action.kind is not Kind.WEIGHT_GRAD
+            or action == next(each for each in put_off if each.stage == action.stage)
+        ]
+        action = rng.choice(ready)
+        left.remove(action)
+        if action.kind is Kind.BACKWARD_INPUT:
+            put_off.append(replace(action, kind=Kind.WEIGHT_GRAD))
+        elif action.kind is Kind.WEIGHT_GRAD:
+            put_off.remove(action)
+        entries[lane_of[action.stage]].append(action)
+    return Schedule(RANDOM, stages, microbatches, tuple(map(tuple, entries)))
+
+
+def schedule_of(training: Training, microbatches: int, rng: random.Random) -> Schedule:
+    """The one that is named, searched for, or random."""
+    lanes, stages = training.lanes, training.case.stages
+    if training.schedule == RANDOM:
+        return any_schedule(lanes, stages, microbatches, rng)
+    if training.schedule == AUTO:
+        costs = [StageCost(*(rng.uniform(0.1, 1) for _ in range(3))) for _ in range(stages)]
+        return auto(costs, lanes, microbatches)
+    return named(training.schedule, lanes=lanes, stages=stages, microbatches=microbatches)
+
+
+def is_in_order(schedule: Schedule) -> bool:
+    """Whether every stage has its forwards in the order of the micro-batches."""
+    forwards = [
+        (action.stage, action.microbatch)
+        for lane in range(len(schedule.lanes))
+        for action in schedule.actions(lane)
+        if action.kind is Kind.FORWARD
+    ]
+    return sorted(forwards, key=lambda pair: pair[0]) == sorted(forwards)
+
+
+@given(trainings())
+@settings(
+    max_examples=STEPS,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+def test_a_step_of_any_program_gives_the_bits_of_the_loop_in_the_order_of_any_schedule(training):
+    case, rng = training.case, random.Random(training.seed)
+    torch.manual_seed(0)
+    model = Program(case)
+    x, target = torch.randn(case.batch, CHANNELS, 4, 4), torch.randn(case.batch)
+    for parameter in model.parameters():
+        parameter.requires_grad_(rng.random() > 0.15)
+
+    def loss_fn(outputs: list[Tensor], target: Tensor) -> Tensor:
+        rows = (torch.sin(o).flatten(1).sum(1) for o in outputs[: 1 + training.used])
+        return sum((row * target).mean() for row in rows)
+
+    try:
+        schedule = schedule_of(training, min(case.chunks, case.batch), rng)
+    except ValueError:  # there is none of so many micro-batches
+        assume(False)
+    try:
+        loss_fn(copy.deepcopy(model)(x), target).backward()
+    except RuntimeError:  # autograd forbids the program, or nothing of it is trained
+        assume(False)
+    own = copy.deepcopy(model)
+    try:
+        pipe = fxpipe.compile(
+            own,
+            ["cpu"] * training.lanes,
+            chunks=case.chunks,
+            partition=lambda gm: cut_anywhere(gm, case.stages, rng),
+            checkpoint=case.checkpoint,
+            checkpoint_segments=case.segments,
+            schedule=schedule,
+            loss_fn=loss_fn,
+            example_inputs=(x,),
+            tracer="symbolic",
+        )
+    except fxpipe.PartitionError as error:
+        assert "can be cut into" in str(error)
+        assume(False)
+    with pipe:
+        loss = pipe.step(x, target=target)
+        expected = step_of_loop(model, (x,), target, pipe, schedule, case.chunks, loss_fn)
+    torch.testing.assert_close(loss, expected[0])
+    if is_in_order(schedule):
+        assert same(list(own.buffers()), list(model.buffers())), "buffers"
+    kinds = {step.kind for step in case.steps}
+    if kinds & VIEWING and kinds & WRITING:  # as above
+        torch.testing.assert_close(gradients(own), expected[1], rtol=1e-4, atol=1e-3)
     else:
         assert same(gradients(own), expected[1]), "gradients"

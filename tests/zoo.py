@@ -270,14 +270,14 @@ def step_of_loop(
     """Loss and gradients: each micro-batch by itself, summed in the order of the stage's
     backwards."""
     chunks = min(chunks, len(target))
-    parameters = list(model.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
     losses, grads = [], []
     rows = zip(*(parts(t, chunks) for t in (*x, target)), strict=True)
     for *inputs, y in rows:
         loss = loss_fn(model(*inputs), y)
-        weight = torch.tensor(len(y) / len(target))
+        weight = torch.tensor(len(y) / len(target)).to(loss)
         losses.append(loss.detach() * weight)
-        grads.append(torch.autograd.grad(loss, parameters, weight, allow_unused=True))
+        grads.append(torch.autograd.grad(loss, trained, weight, allow_unused=True))
     order = {stage: [] for stage in range(schedule.stages)}
     for lane in range(len(schedule.lanes)):
         for action in schedule.actions(lane):
@@ -286,8 +286,14 @@ def step_of_loop(
     homes = {}
     for stage in reversed(pipe.stages):
         homes |= dict.fromkeys(map(id, stage.module.parameters()), stage.index)
-    sums = []
-    for i, parameter in enumerate(parameters):
-        found = [grads[j][i] for j in order[homes.get(id(parameter), 0)]]
-        sums.append(None if found[0] is None else sum(found[1:], found[0].clone()))
+    sums: list[Tensor | None] = []
+    numbers = {id(parameter): i for i, parameter in enumerate(trained)}
+    for own, parameter in zip(pipe.module.parameters(), model.parameters(), strict=True):
+        found = [
+            grads[j][numbers[id(parameter)]]
+            for j in order[homes.get(id(own), 0)]
+            if id(parameter) in numbers
+        ]
+        is_used = found and found[0] is not None
+        sums.append(sum(found[1:], found[0].clone()) if is_used else None)
     return sum(losses), sums

@@ -118,7 +118,7 @@ def _has_history(value: Any) -> bool:
 
 
 def _is_inner(value: Any) -> bool:
-    """Whether its gradient is to be handed on. A parameter, or a replica of one, gathers its own."""
+    """Whether its gradient is handed on: a parameter, or a replica of one, gathers its own."""
     return _has_history(value) and not isinstance(value, nn.Parameter)
 
 

@@ -199,6 +199,27 @@ def test_checkpoints_change_nothing(name, schedule, checkpoint):
     assert same(results[0], results[1]) and same(results[0], results[2])
 
 
+def test_where_only_some_micro_batches_are_in_segments_the_order_is_the_schedules():
+    order = Schedule.from_text("""
+        0F0 0F1 0F2 0I2 0I0 0I1 0W2 0W0 0W1
+        1F0 1F1 1F2 1B2 1B0 1B1
+    """)
+    model, x, target = MLP(), torch.randn(6, 12), torch.randn(6)
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        chunks=3,
+        schedule=order,
+        checkpoint="except_last",
+        checkpoint_segments=2,
+        loss_fn=mean_loss,
+    ) as pipe:
+        pipe.step(x, target=target)
+        _, wanted = step_of_loop(reference, (x,), target, pipe, order, 3, mean_loss)
+    assert same(gradients(model), wanted)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
 def test_four_lanes_up_to_eight_stages_and_any_batch(schedule):
     model = MLP(depth=9)
