@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import fxpipe
 from fxpipe import ops
 from fxpipe.schedule import NAMES, Kind, Schedule, named
-from tests.zoo import MLP, MODELS, Tied, gradients, loss_of, same, step_of_loop
+from tests.zoo import MLP, MODELS, Tied, UNet, gradients, loss_of, same, step_of_loop
 
 MODELS = MODELS | {"tied": (Tied, lambda batch: (torch.randint(11, (batch, 4)),))}
 
@@ -220,18 +220,25 @@ def test_where_only_some_micro_batches_are_in_segments_the_order_is_the_schedule
     assert same(gradients(model), wanted)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
-def test_four_lanes_up_to_eight_stages_and_any_batch(schedule):
-    model = MLP(depth=9)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "make, inputs",
+    [
+        (lambda: MLP(depth=9), MODELS["mlp"][1]),
+        (lambda: UNet(depth=4), MODELS["unet"][1]),  # whose skips pass by up to six stages
+    ],
+)
+def test_four_lanes_up_to_eight_stages_and_any_batch(make, inputs, schedule):
+    model = make()
     with fxpipe.compile(model, ["cpu"] * 4, chunks=8, schedule=schedule, loss_fn=mean_loss) as pipe:
         for batch in (16, 5, 1):
-            x, target = torch.randn(batch, 12), torch.randn(batch)
+            x, target = inputs(batch), torch.randn(batch)
             model.zero_grad()
-            pipe.step(x, target=target)
-            pipe.prepare(x)
+            pipe.step(*x, target=target)
+            pipe.prepare(*x)
             order = named(schedule, lanes=4, microbatches=min(8, batch), stages=len(pipe.stages))
             reference = copy.deepcopy(model)
-            wanted = step_of_loop(reference, (x,), target, pipe, order, 8, mean_loss)
+            wanted = step_of_loop(reference, x, target, pipe, order, 8, mean_loss)
             assert same(gradients(model), wanted[1])
 
 

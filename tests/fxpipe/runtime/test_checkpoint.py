@@ -189,9 +189,13 @@ def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on_undistur
     assert torch.equal(torch.rand(1), after)
 
 
-def test_autocast_is_that_of_the_forward():
-    model, x = net(), torch.randn(3, 4, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_autocast_is_that_of_the_forward(device):
+    model, x = net().to(device), torch.randn(3, 4, device=device, requires_grad=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
         expected = grads(model(x).float().sum(), x)
         out = checkpoint(model, x)
     assert out.dtype == torch.bfloat16
