@@ -12,8 +12,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    is_fake,
-    unset_fake_temporarily,
 )
 from torch.utils import _pytree as pytree
 
@@ -51,15 +49,8 @@ class FakeInterpreter(fx.Interpreter):
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
-        buffers = dict(module.named_buffers())
-        fakes = self.fake(buffers)
-        with unset_fake_temporarily():
-            for name, buffer in buffers.items():
-                if buffer.numel() == 1 and not buffer.is_meta and not is_fake(buffer):
-                    # A module may read a number: a batch norm without momentum its batches.
-                    fakes[name].constant = buffer.detach().clone()
-        tensors = {**self.fake(dict(module.named_parameters())), **fakes}
-        return torch.func.functional_call(module, tensors, args, kwargs)
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return torch.func.functional_call(module, self.fake(tensors), args, kwargs)
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:

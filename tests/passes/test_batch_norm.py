@@ -13,7 +13,7 @@ from torch import nn
 import fxpipe
 from fxpipe.graph import format_graph
 from passes import DeferredBatchNorm
-from tests.zoo import ResNet, loss_of, parts, same
+from tests.zoo import ResNet, loss_of, same
 
 SHAPES = {nn.BatchNorm1d: (7, 4), nn.BatchNorm2d: (7, 4, 3, 2), nn.BatchNorm3d: (7, 4, 2, 3, 2)}
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -45,18 +45,6 @@ def test_running_statistics_are_those_without_a_pipeline(kind, momentum, affine,
             pipe.eval(), reference.eval()
             torch.testing.assert_close(pipe(x), reference(x), rtol=1e-5, atol=1e-5)
             close(model, reference)
-
-
-@pytest.mark.parametrize("tracer", ["symbolic", "export"])
-def test_one_without_momentum_which_reads_how_many_batches_there_were_need_not_be_deferred(tracer):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh())
-    reference, x = copy.deepcopy(model), torch.randn(6, 4)
-    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
-        for step in range(2):
-            output = pipe(x)
-            assert same(output, torch.cat([reference(part) for part in parts(x, 2)]))
-            assert model[1].num_batches_tracked == 2 * (step + 1)
-    assert same(list(model.buffers()), list(reference.buffers()))
 
 
 def test_an_exported_model_defers_too():
