@@ -214,9 +214,16 @@ class Compiler:
             mode = self._modes.get((key, tuple(dims)))
             if mode is not None and (mode.batch_in(args, kwargs) or 0) <= mode.traced.largest_batch:
                 return mode
+        if transforms():
+            raise RuntimeError(
+                "a pipeline cannot be compiled inside of a torch.func transform: call it once "
+                "before, or give example_inputs to compile()"
+            )
         try:
             mode = self._compile(args, kwargs, dims)
-        except Exception:
+        except PartitionError:  # which has nothing to do with the batch
+            raise
+        except Exception:  # it may be that inputs have been taken for parts of the batch
             other = other_input_dims(self.model, args, kwargs, dims, self.options.in_dims)
             if other is None:
                 raise
@@ -233,11 +240,6 @@ class Compiler:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]
     ) -> Mode:
         options = self.options
-        if transforms():
-            raise RuntimeError(
-                "a pipeline cannot be compiled inside of a torch.func transform: call it once "
-                "before, or give example_inputs to compile()"
-            )
         args, kwargs = canonical(self.model, args, kwargs)
         with (
             torch.inference_mode(False),  # what is inferred here is used in training too

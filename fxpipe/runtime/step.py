@@ -285,6 +285,7 @@ def optimize(
     if part.param_groups:
         with torch.no_grad():
             part.step()
+        optimizer._opt_called = True  # type: ignore[attr-defined] # for learning rate schedulers
 
 
 def weights(parts: Sequence[Tensor], dim: int | None) -> tuple[float, ...]:

@@ -644,6 +644,25 @@ def test_an_optimizer_may_step_each_stage_as_soon_as_its_gradients_are_done(kind
     assert same(*results)
 
 
+@pytest.mark.filterwarnings("error:Detected call of .lr_scheduler.step")
+def test_a_scheduler_of_the_learning_rate_knows_of_the_steps():
+    model, x = MLP(), torch.randn(6, 12)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.Adam(m.parameters(), 0.1) for m in (model, twin)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, schedule="1f1b", loss_fn=lambda o, _: o.square().mean()
+    ) as pipe:
+        for _ in range(2):
+            pipe.step(x, optimizer=optimizers[0])
+            twin(x).square().mean().backward()
+            optimizers[1].step()
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                scheduler.step()
+                optimizer.zero_grad()
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+
+
 def test_what_an_optimizer_cannot_do_stage_by_stage_is_refused():
     x, target = torch.randn(4, 12), torch.randn(4)
     with compiled() as pipe:
