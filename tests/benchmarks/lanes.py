@@ -6,6 +6,8 @@ two lanes nine clock cycles do the work of sixteen: the ideal speed-up is 16/9 =
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +31,28 @@ def net(width: int = 48, depth: int = 8) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+def torchgpipe(
+    model: nn.Sequential, run: Callable[[nn.Module], object]
+) -> dict[str, Callable[[], object]]:
+    """The same with torchgpipe, by its name, if it is installed."""
+    try:
+        from torchgpipe import GPipe
+    except ImportError:
+        print("torchgpipe is not installed (pip install --no-deps torchgpipe==0.0.7)")
+        return {}
+    halves = [HALF, len(model) - HALF]
+    gpipe = GPipe(model, halves, devices=["cpu", "cpu"], chunks=CHUNKS, checkpoint="never")
+
+    def side() -> None:
+        torch.set_num_threads(1)  # of its worker threads too
+        try:
+            run(gpipe)
+        finally:
+            torch.set_num_threads(2)
+
+    return {"torchgpipe 0.0.7": side}
+
+
 def main() -> None:
     torch.set_num_threads(2)
     model, x = net(), torch.randn(CHUNKS * 2, 3, 64, 64)
@@ -49,27 +73,7 @@ def main() -> None:
         "two intra-op threads": sequential,
         "fxpipe": lambda: pipe(x),
     }
-    try:
-        from torchgpipe import GPipe
-    except ImportError:
-        print("torchgpipe is not installed (pip install --no-deps torchgpipe==0.0.7)")
-    else:
-        gpipe = GPipe(
-            model,
-            [HALF, len(model) - HALF],
-            devices=["cpu", "cpu"],
-            chunks=CHUNKS,
-            checkpoint="never",
-        )
-
-        def torchgpipe() -> Tensor:
-            torch.set_num_threads(1)  # of its worker threads too
-            try:
-                return gpipe(x)
-            finally:
-                torch.set_num_threads(2)
-
-        sides["torchgpipe 0.0.7"] = torchgpipe
+    sides |= torchgpipe(model, lambda gpipe: gpipe(x))
     with torch.no_grad():
         assert torch.equal(pipe(x), one_thread())
         seconds = medians(sides)

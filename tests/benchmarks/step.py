@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.schedule import compare
-from tests.benchmarks.lanes import CHUNKS, HALF, IDEAL, net
+from tests.benchmarks.lanes import CHUNKS, HALF, IDEAL, net, torchgpipe
 from tests.benchmarks.timing import medians, show
 
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zbv", "auto")
@@ -71,27 +71,7 @@ def main() -> None:
     sides = {"one thread": one_thread, "two such threads at once": two_at_once}
     for name, pipe in pipes.items():
         sides[f"fxpipe {name}"] = lambda pipe=pipe: pipe.step(x, target=target)
-    try:
-        from torchgpipe import GPipe
-    except ImportError:
-        print("torchgpipe is not installed (pip install --no-deps torchgpipe==0.0.7)")
-    else:
-        gpipe = GPipe(
-            model,
-            [HALF, len(model) - HALF],
-            devices=["cpu", "cpu"],
-            chunks=CHUNKS,
-            checkpoint="never",
-        )
-
-        def torchgpipe() -> None:
-            torch.set_num_threads(1)  # of its worker threads too
-            try:
-                loss_fn(gpipe(x), target).backward()
-            finally:
-                torch.set_num_threads(2)
-
-        sides["torchgpipe 0.0.7"] = torchgpipe
+    sides |= torchgpipe(model, lambda gpipe: loss_fn(gpipe(x), target).backward())
     seconds = medians(sides, ROUNDS)
     seconds["torch.distributed.pipelining 1F1B"] = _distributed()
     base = seconds["one thread"]
