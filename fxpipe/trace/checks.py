@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fxpipe.trace.care import parameters_put_back, untouched
 from fxpipe.trace.errors import Refused, TraceError, first_line
 from fxpipe.trace.example import Example, Result, Traced
 
+ON_THE_EXAMPLE = "on the example"
 EXPORT_TOLERANCE = 1e-5  # relative: export decomposes some modules into other kernels
 GRADIENT_TOLERANCE = 1e-3  # of the largest: the small ones may be mere rounding errors
 
@@ -31,40 +33,42 @@ class Reference:
 
 
 def references(example: Example) -> list[Reference]:
-    """The model's own runs: on the example, on all its rows and one more, and on one row (or half,
-    if it does not take one), this with gradients if it has a backward.
+    """The model's own runs: on all rows of the example and one more, and on one row (or half, if
+    it does not take one), this with a history for its gradients.
 
     Micro-batches are smaller than the example, later batches may be larger: a size that got fixed
-    shows at either. Raises what the model raises on the example.
+    shows at either. The example itself is run where the model does not take one row more; what the
+    model raises on it is raised.
     """
     batch = example.batch
-    first = example.run(example.tensors, watched=True)
+    found = [] if batch is None else _at_size(example, batch + 1, watched=True)
+    found = found or [_on_the_example(example)]
+    first = found[0].result
     if first.written:
         _refuse_what_is_done_once(example)
-    found = [Reference(example.tensors, first, "on the example")]
-    if batch is not None:
-        found += _at_size(example, batch + 1, first, backward=False) or found
-        for size in sorted({1, batch // 2} - {0, batch}):
-            if smaller := _at_size(example, size, first, backward=True):
-                return [*found, *smaller]
-    return [*found, *_another(example, example.tensors, "on the example", first, backward=True)]
+    for size in sorted({1, (batch or 0) // 2} - {0, batch}) if batch is not None else ():
+        if smaller := _at_size(example, size, recorded=True, watched=bool(first.written)):
+            return [*found, *smaller]
+    with suppress(Exception):  # it may run without gradients only
+        return [*found, _on_the_example(example, recorded=True)]
+    return found
 
 
-def _at_size(example: Example, size: int, first: Result, *, backward: bool) -> list[Reference]:
-    where = f"at batch size {size}"
-    return _another(example, example.resized(size), where, first, backward=backward)
+def _on_the_example(example: Example, *, recorded: bool = False) -> Reference:
+    result = example.run(example.tensors, recorded=recorded, watched=True)
+    return Reference(example.tensors, result, ON_THE_EXAMPLE)
 
 
-def _another(
-    example: Example, tensors: list[Tensor], where: str, first: Result, *, backward: bool
+def _at_size(
+    example: Example, size: int, *, recorded: bool = False, watched: bool
 ) -> list[Reference]:
-    """One more reference, with gradients if that can be; none if the model does not take it."""
-    for with_gradients in (True, False) if backward else (False,):
+    """The model at another batch size; nothing if it does not take that."""
+    tensors = example.resized(size)
+    for history in (True, False) if recorded else (False,):
         # With gradients a model may do what it did not do in the first run.
-        watched = with_gradients or bool(first.written)
-        with suppress(Exception):  # no backward, or a size that it does not take
-            result = example.run(tensors, backward=with_gradients, watched=watched)
-            return [Reference(tensors, result, where)]
+        with suppress(Exception):
+            result = example.run(tensors, recorded=history, watched=watched or history)
+            return [Reference(tensors, result, f"at batch size {size}")]
     return []
 
 
@@ -91,17 +95,15 @@ def compare(
     """Raise ``Refused`` unless the graph does what the model does, to its buffers too, and has the
     same gradients.
 
-    A front end that looks into a ``torch.autograd.Function`` sees its forward only. The example's
-    rows are all in the larger batch too, so that by itself it is only looked at to say whether the
-    size makes the difference.
+    Where it does not, the example alone says whether the size makes the difference.
     """
-    on_the_example, *others = references
     watched = any(reference.result.written for reference in references)
-    for reference in others or references:
+    for reference in references:
         try:
             _compare(example, reference, traced, tolerance, watched)
         except Refused:
-            _compare(example, on_the_example, traced, tolerance, watched)
+            if reference.where != ON_THE_EXAMPLE:
+                _compare(example, _on_the_example(example), traced, tolerance, watched)
             raise
 
 
@@ -109,9 +111,9 @@ def _compare(
     example: Example, reference: Reference, traced: Traced, tolerance: float, watched: bool
 ) -> None:
     expected, where = reference.result, reference.where
-    backward = expected.gradients is not None
+    recorded = expected.history is not None
     try:
-        actual = example.run(reference.tensors, traced, backward=backward, watched=watched)
+        actual = example.run(reference.tensors, traced, recorded=recorded, watched=watched)
     except Exception as error:
         raise Refused(f"its graph fails {where}: {first_line(error)}") from error
     for name, one, other in (
@@ -121,22 +123,31 @@ def _compare(
         difference = _difference(one, other, tolerance)
         if difference:
             raise Refused(f"its graph differs {where}: {name}: {difference}")
-    if expected.gradients is not None:
-        _compare_gradients(example, expected.gradients, actual.gradients or [])
+    # What a symbolic graph leaves out, its history lacks too; an exported one has lost hooks.
+    if recorded and (expected.history != actual.history or traced.front_end != "symbolic"):
+        _compare_gradients(example, reference, traced, watched)
 
 
-def _compare_gradients(example: Example, expected: list[Tensor], actual: list[Tensor]) -> None:
+def _compare_gradients(
+    example: Example, reference: Reference, traced: Traced, watched: bool
+) -> None:
+    run = partial(example.run, reference.tensors, backward=True, watched=watched)
+    try:
+        expected = run().gradients
+    except Exception:  # the model has no backward
+        return
+    try:
+        actual = run(traced).gradients
+    except Exception as error:
+        raise Refused(f"the backward of its graph fails: {first_line(error)}") from error
     if len(expected) != len(actual):
         raise Refused("no gradient flows through its graph")
     names = [name for name, p in example.model.named_parameters() if p.requires_grad]
-    pairs = zip(names, expected, actual, strict=False)
-    differing = [pair for pair in pairs if not torch.equal(pair[1], pair[2])]
-    if not differing:
-        return
     scale = max((g.abs().max().item() for g in expected if g.numel()), default=0.0)
-    for name, gradient, other in differing:
+    for name, gradient, other in zip(names, expected, actual, strict=False):
         tolerance = max(GRADIENT_TOLERANCE, 32 * torch.finfo(gradient.dtype).eps) * scale
-        if (gradient - other).abs().max().item() > tolerance:
+        equal = torch.equal(gradient, other)
+        if not equal and (gradient - other).abs().max().item() > tolerance:
             raise Refused(f"its graph has another gradient for {name}")
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
 # The pytree that torch.export and Hugging Face register their types with.
 from torch.utils import _pytree as pytree
@@ -166,18 +168,20 @@ class Example:
         tensors: Sequence[Tensor],
         traced: Traced | None = None,
         *,
+        recorded: bool = False,
         backward: bool = False,
         watched: bool = False,
     ) -> Result:
         """What the model, or its graph, does with these tensors; without effect on the model.
 
+        A run that is ``recorded`` has a history for a backward; with ``backward`` that is run too.
         What it writes to its parameters is put back where it is ``watched``, which takes time.
         """
         clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
         watch: AbstractContextManager[Mapping[str, Write]] = (
             parameters_put_back(self.model) if watched else nullcontext({})
         )
-        mode = _with_gradients() if backward else torch.no_grad()
+        mode = _with_gradients() if recorded or backward else torch.no_grad()
         with untouched(self.model), watch as written, mode:
             # Cloned, since an output may be a buffer, and buffers are about to be restored.
             results, structure = Structure.of(self.call(clones, traced))
@@ -185,8 +189,17 @@ class Example:
                 t.detach().clone() if isinstance(t, Tensor) else t for t in results
             )
             buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
-            gradients = self._gradients(results) if backward else None
-        return Result(output, buffers, {n: w.where for n, w in written.items()}, gradients)
+            gradients = self._gradients(results) if backward else []
+            history = None
+            if recorded:
+                history, nodes = _history(results)
+                del results
+                # From the outputs on: each would else free the next, recursively.
+                nodes.reverse()
+                while nodes:
+                    nodes.pop()
+        where = {name: write.where for name, write in written.items()}
+        return Result(output, buffers, where, history, gradients)
 
     def _gradients(self, results: Sequence[Any]) -> list[Tensor]:
         """The parameters' gradients, zero where there is none, of some scalar of the outputs."""
@@ -217,13 +230,49 @@ class Result:
     output: Any
     buffers: dict[str, Tensor]
     written: dict[str, str]  # the parameters that were written to, if watched: where
-    gradients: list[Tensor] | None
+    history: Hashable  # what a backward would do, if recorded: see _history
+    gradients: list[Tensor]  # of the parameters, if there was a backward
 
 
 @contextmanager
 def _with_gradients() -> Iterator[None]:
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def _history(results: Sequence[Any]) -> tuple[Hashable, list[Any]]:
+    """The autograd graph behind the outputs as a value, its nodes' kinds and what leads where; and
+    the nodes, from the outputs on.
+
+    Two runs with the same values and the same history have the same gradients; a backward of the
+    user's own (``torch.autograd.Function``) is like no other, since it may do anything.
+
+    ::
+
+        conv(x).relu()      ("ReluBackward0", ((1, 0),))
+                            ("ConvolutionBackward0", (None, (2, 0), (3, 0)))
+                            the parameters 2 and 3, by their ids
+    """
+    ends = [get_gradient_edge(t)[:2] if _has_gradient(t) else None for t in results]
+    number: dict[Any, int] = {}
+    nodes: list[Any] = []
+
+    def numbered(node: Any) -> int:
+        if node not in number:
+            number[node] = len(number)
+            nodes.append(node)
+        return number[node]
+
+    starts = tuple(end and (numbered(end[0]), end[1]) for end in ends)
+    found: list[Hashable] = []
+    for node in nodes:  # which grows meanwhile
+        if isinstance(node, BackwardCFunction):
+            found.append(object())
+        if hasattr(node, "variable"):
+            found.append(id(node.variable))
+        edges = tuple(n and (numbered(n), place) for n, place in node.next_functions)
+        found.append((node.name(), edges))
+    return (starts, tuple(found)), nodes
 
 
 def _has_gradient(value: Any) -> bool:

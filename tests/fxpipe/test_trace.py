@@ -401,6 +401,49 @@ def test_a_graph_that_lost_a_backward_is_refused() -> None:
         trace(Quantized(), (x(),), tracer="export")
 
 
+class Detour(nn.Module):
+    """Two ways to the same values: one of them without gradients for the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if not isinstance(y, fx.Proxy):
+            y = y.detach()
+        return self.b(y)
+
+
+def test_a_symbolic_graph_with_the_same_values_and_other_gradients_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"symbolic: its graph has another gradient for a\.weight"):
+        trace(Detour(), (torch.randn(4, 4),), tracer="symbolic")
+
+
+def test_a_graph_with_the_history_of_the_model_needs_no_backward(monkeypatch) -> None:
+    """For it takes a gradient of every parameter, which is as much memory again."""
+
+    def backward(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a backward was run")
+
+    monkeypatch.setattr(torch.autograd, "grad", backward)
+    trace(MLP(), (x(),), tracer="symbolic")
+
+
+def test_an_output_may_be_a_parameter() -> None:
+    class Temperature(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x) * self.scale, self.scale
+
+    output, scale = run(trace(model := Temperature(), (x(),), tracer="symbolic"), x())
+    assert scale is model.scale
+    assert torch.equal(output, model(x())[0])
+
+
 def test_a_custom_tracer_is_used_and_checked() -> None:
     model = MLP()
     traced = trace(model, (x(),), tracer=lambda m, args, kwargs: fx.symbolic_trace(m))
