@@ -1,0 +1,70 @@
+"""Step: from the stage graph to a whole training step, in the order of a schedule.
+
+::
+
+    stage graph     x ─ stage_0 ─ stage_1 ─ y
+
+    step graph      x_mb0 ─ forward ── send ── forward ─ loss ─┐
+                               :                  :            │
+                     (tape)    :         (tape)   :            │
+                            backward ─ send ─ backward ─ loss_backward
+
+A value that several stages use visits them in order (0 → 1 → 3), as in the pipeline graph: each
+passes it on with its results, and its gradient comes back the same way, so that the sums are those
+of the model's own backward. The loss is one stage more, in the lane of the last.
+
+::
+
+    flows     which value visits which stages      writer     the actions, one by one, in order
+    nodes     the graph that is written            traffic    what goes from stage to stage
+                                                   replicas   what is brought once for all
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx, nn
+
+from fxpipe.schedule import Schedule
+from passes.step.flows import StepError
+from passes.step.writer import Writer
+
+__all__ = ["Step", "StepError"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Stage graph → step graph, which returns the loss and the losses of the micro-batches.
+
+    Args:
+        loss: a module that is called with the output, as the stage graph gives it, and a tuple of
+            the target's tensors.
+        schedule: as many stages as there are, and the number of micro-batches.
+        devices: one for each stage.
+        in_dims: as for pass "microbatch".
+        targets: for each tensor of the target, whether it has a batch dimension (the first).
+        checkpoint, checkpoint_segments: as for pass "checkpoint".
+
+    Raises :class:`StepError` or :class:`fxpipe.schedule.ScheduleError` if the schedule does not
+    fit.
+    """
+
+    name: ClassVar[str] = "step"
+    loss: nn.Module
+    schedule: Schedule
+    devices: tuple[str, ...]
+    in_dims: tuple[int | None, ...]
+    targets: tuple[bool, ...] = ()
+    checkpoint: str = "never"
+    checkpoint_segments: int = 1
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        stages = len(gm.graph.find_nodes(op="call_module"))
+        if self.schedule.stages != stages:
+            raise StepError(
+                f"the schedule {self.schedule.name!r} has {self.schedule.stages} stages, the "
+                f"pipeline {stages}: give a schedule of {stages}, or as many devices"
+            )
+        return Writer(self, gm).write()
