@@ -126,7 +126,7 @@ def results_page(rows: list[Row], minutes: float) -> str:
         are compared with a loop over the micro-batches. With the symbolic front end they have to be
         the same bits; with `torch.export` each may be apart by 1e-5 of the largest value in it (or,
         where all in it are small, of a ten thousandth of the largest in any). Figures are the worst
-        of the four cases; s is the time to compile, in seconds.
+        of the four cases; s is the time to compile, in CPU seconds.
 
         """)
     text += f"{libraries}; {minutes:.0f} minutes on two cores.\n\n"
