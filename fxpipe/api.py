@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import TransformType
 
-from fxpipe.compiler import Compiler, Example, Mode, Unrolled, stages_of
+from fxpipe.compiler import Compiler
 from fxpipe.graph import Cost, format_code
 from fxpipe.hooks import HOOKS
 from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, draw_step, render_svg
@@ -23,6 +23,7 @@ from fxpipe.inspect.dump import Changes, Story, dump_of
 from fxpipe.inspect.page import Page
 from fxpipe.inspect.report import Report
 from fxpipe.loss import LossFunction, Target
+from fxpipe.mode import Example, Mode, Unrolled, stages_of
 from fxpipe.options import Options, PassList
 from fxpipe.runtime.ambient import is_intercepted, transforms
 from fxpipe.runtime.clock import Record
@@ -533,7 +534,7 @@ class Pipeline(nn.Module):
         story, example = Story(), self._last()[0].example
         if example is None:
             return {}
-        labels = dict(self._compiler.labels)
+        labels = dict(self._compiler.layout.labels)
         costs = "analytic" if self._options.costs == "measured" else self._options.costs
         options = replace(self._options, observer=story, partition=labels, costs=costs)
         args, kwargs = example.repeated()
@@ -615,7 +616,7 @@ class Pipeline(nn.Module):
         return {
             "module": self.module,
             "options": self._options,
-            "labels": self._compiler.labels,
+            "labels": self._compiler.layout.labels,
             "example": self._shown[0].example if self._shown else self._example,
             "closed": self._closed,
         }

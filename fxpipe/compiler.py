@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-import passes as default
-from fxpipe import ops
+import passes
 from fxpipe.batch import input_dims, other_input_dims, output_dims
-from fxpipe.graph import COST, FIRST, ONCE, STAGE, Cost, attribute, stage_nodes
+from fxpipe.graph import ONCE, STAGE
 from fxpipe.hooks import has_hooks
+from fxpipe.layout import Layout
 from fxpipe.loss import Loss, Target
+from fxpipe.mode import Example, Mode, Unrolled, bindings, stages_of
 from fxpipe.options import Options, RunPass
+from fxpipe.placement import place
 from fxpipe.runtime.ambient import transforms
 from fxpipe.runtime.microbatch import Dims
-from fxpipe.runtime.program import Program, lower
+from fxpipe.runtime.program import lower
 from fxpipe.structure import Structure, map_tensors
 from fxpipe.trace import (
     Traced,
@@ -34,66 +35,11 @@ from fxpipe.trace.care import on_one_device
 from passes.costs import cost_pass
 from passes.fakes import forget_history
 from passes.partition import PartitionError
-from passes.problem import reads_before_writes, together
 
 
-def run_pass(rewrite: default.Pass, gm: fx.GraphModule) -> fx.GraphModule:
+def run_pass(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
     """Run a pass that nobody looks at."""
     return rewrite(gm)
-
-
-@dataclass
-class Unrolled:
-    """A pipeline graph for one number of micro-batches, ready to run."""
-
-    graph_module: fx.GraphModule
-    inline: Program
-    lanes: Program | None
-
-
-@dataclass
-class Mode:
-    """The model as traced for one kind of call: one structure of inputs, train or eval, ..."""
-
-    traced: Traced
-    stage_graph: fx.GraphModule
-    in_dims: list[int | None]
-    out_dims: list[Dims]
-    example: Example | None = None
-    bindings: list[_Binding] = field(default_factory=list)
-    unrolled: dict[int, Unrolled] = field(default_factory=dict)
-    steps: dict[Any, Unrolled] = field(default_factory=dict)
-
-    @property
-    def model_graph(self) -> fx.GraphModule:
-        """The traced model."""
-        return self.traced.graph_module
-
-    @property
-    def costs(self) -> list[Cost]:
-        """Of each stage, for the example's mini-batch."""
-        nodes = list(stage_nodes(self.model_graph.graph))
-        costs = [Cost() for _ in {node.meta[STAGE] for node in nodes}]
-        for node in nodes:
-            costs[node.meta[STAGE]] += node.meta.get(COST, Cost())
-        return costs
-
-    def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The size of the mini-batch of a call."""
-        return self.batch_of(self.traced.bind(args, kwargs))
-
-    def refresh(self) -> None:
-        """Take what the model has now, where its tensors have been exchanged."""
-        for binding in self.bindings:
-            binding.refresh()
-
-    def batch_of(self, values: Sequence[Any]) -> int | None:
-        """The size of the mini-batch."""
-        for value, dim in zip(values, self.in_dims, strict=True):
-            if dim is not None:
-                size: int = value.shape[dim]
-                return size
-        return None
 
 
 MANY = 100  # kinds of calls to remember a shortcut for
@@ -135,8 +81,7 @@ class Compiler:
     ) -> None:
         self.model = model
         self.options = options
-        self.labels = dict(labels or {})  # of nodes: their stages
-        self.homes: dict[str, int] = {}  # of parameters
+        self.layout = Layout(len(options.devices), labels)
         self._modes: dict[Any, Mode] = {}
         self._shortcuts: dict[Any, Mode] = {}
         self._structure = _Structure(model)
@@ -169,7 +114,7 @@ class Compiler:
 
     def _unroll_step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
         options = self.options
-        rewrite = default.Step(
+        rewrite = passes.Step(
             loss=Loss(options.loss_fn, mode.traced.rebuild, target.spec),
             schedule=options.schedule_for(chunks, mode.costs),
             devices=options.names,
@@ -263,12 +208,12 @@ class Compiler:
             observed = self._observed("stages", gm)
             gm, found = self._prepared(gm, traced, values, dims, observed)
         self._label(gm, observed)
-        for rewrite in (default.Free(), default.Tied(options.names)):
+        for rewrite in (passes.Free(), passes.Tied(options.names)):
             gm = observed(rewrite, gm)
-        stage_graph = observed(default.Split(), gm)
+        stage_graph = observed(passes.Split(), gm)
         if values:
-            stage_graph = observed(default.Devices(values[0].device, options.devices), stage_graph)
-        self._place(stage_graph)
+            stage_graph = observed(passes.Devices(values[0].device, options.devices), stage_graph)
+        place(self.model, stage_graph, options.devices)
         mode = Mode(
             traced=traced,
             stage_graph=stage_graph,
@@ -277,12 +222,12 @@ class Compiler:
         )
         mode.example = Example.of(args, kwargs, dims, mode.batch_of(values))
         for gm in (mode.model_graph, stage_graph, *stages_of(stage_graph)):
-            mode.bindings += _bindings(gm, self.model)
+            mode.bindings += bindings(gm, self.model)
         return mode
 
     def _where_it_runs(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         """A model whose stages have been placed comes back together to be traced once more."""
-        if not self.labels or not inputs:
+        if not self.layout.labels or not inputs:
             return nullcontext()
         return on_one_device(self.model, inputs[0].device)
 
@@ -297,89 +242,32 @@ class Compiler:
         """The model graph with all that a cut has to know, and the outputs' batch dimensions."""
         options = self.options
         if options.deferred_batch_norm:
-            gm = observed(default.DeferredBatchNorm(), gm)
+            gm = observed(passes.DeferredBatchNorm(), gm)
         with untouched(self.model):
-            gm = observed(default.Alias(tuple(values)), gm)
-            gm = observed(default.WrittenInputs(tuple(dims), options.chunks), gm)
+            gm = observed(passes.Alias(tuple(values)), gm)
+            gm = observed(passes.WrittenInputs(tuple(dims), options.chunks), gm)
             if any(ONCE in node.meta for node in gm.graph.nodes):
-                gm = observed(default.Alias(tuple(values)), gm)
+                gm = observed(passes.Alias(tuple(values)), gm)
             found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
-            costs = "analytic" if self.labels else options.costs  # it has been cut
+            costs = "analytic" if self.layout.labels else options.costs  # it has been cut
             gm = observed(cost_pass(costs, tuple(values), device=options.devices[0]), gm)
-            gm = observed(default.Shared(), gm)
+            gm = observed(passes.Shared(), gm)
             forget_history(gm.graph)
-            gm = observed(default.Random(), gm)
+            gm = observed(passes.Random(), gm)
         return gm, found
 
     def _label(self, gm: fx.GraphModule, observed: RunPass) -> None:
         """Cut as asked for; once it has been cut, what is traced later is cut alike."""
-        work = list(stage_nodes(gm.graph))
-        known = self._known(gm, work)
+        known = self.layout.known(gm)
         if known is not None:
             for node, stage in known.items():
                 node.meta[STAGE] = stage
         else:
-            if self.labels:  # parameters will move: what has been compiled is of no use
+            if self.layout.labels:  # parameters will move: what has been compiled is of no use
                 self.forget()
-                self.labels.clear()
-                self.homes.clear()
-            observed(default.Partition(len(self.options.devices), self.options.partition), gm)
-            self.labels.update({node.name: node.meta[STAGE] for node in work})
-        for node in work:
-            for path in _held(gm, node):
-                self.homes.setdefault(path, node.meta[STAGE])
-
-    def _known(self, gm: fx.GraphModule, work: Sequence[fx.Node]) -> dict[fx.Node, int] | None:
-        """A cut by which everything stays where it is; None if there is none.
-
-        Other arguments may lead the model another way. Nodes are known by their names, if that
-        makes a cut; else by the parameters that they use, and the others go where they are needed.
-        """
-        if not self.labels:
-            return None
-        by_name = {node: self.labels.get(node.name, -1) for node in work}
-        stays = all(
-            self.homes.get(path, stage) == stage
-            for node, stage in by_name.items()
-            for path in _held(gm, node)
-        )
-        if stays and _is_cut(by_name, len(self.options.devices)):
-            return by_name
-        found: dict[fx.Node, int] = {}
-        for node in work:
-            needed = max((found[n] for n in node.all_input_nodes if n in found), default=0)
-            homes = [self.homes[path] for path in _held(gm, node) if path in self.homes]
-            found[node] = max([needed, *homes])
-        for group in together(work):
-            for node in group:
-                found[node] = max(found[n] for n in group)
-        return found if _is_cut(found, len(self.options.devices)) else None
-
-    def _place(self, stage_graph: fx.GraphModule) -> None:
-        """Move every stage's parameters and buffers to its device, in place."""
-        homes = _homes(stages_of(stage_graph), self.options.devices)
-        for source in stage_graph.graph.find_nodes(op="get_attr"):
-            tensor = attribute(stage_graph, str(source.target))
-            for user in source.users:  # what is done once, beside a stage
-                if STAGE in user.meta and FIRST not in user.meta:
-                    homes[id(tensor)] = self.options.devices[user.meta[STAGE]]
-        for module in self.model.modules():
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) in homes:
-                    device = homes[id(parameter)]
-                    parameter.data = parameter.data.to(device)
-                    if parameter.grad is not None:
-                        parameter.grad.data = parameter.grad.data.to(device)
-            for name, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) in homes:
-                    module._buffers[name] = buffer.to(homes[id(buffer)])
-        for stage, device in zip(stages_of(stage_graph), self.options.devices, strict=True):
-            for binding in _bindings(stage, self.model):
-                binding.refresh()
-            for module in stage.modules():  # constants of the trace, which the model has not
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = buffer.to(device)
+                self.layout.forget()
+            observed(passes.Partition(len(self.options.devices), self.options.partition), gm)
+        self.layout.learn(gm)
 
     def _unroll(self, mode: Mode, chunks: int) -> Unrolled:
         options = self.options
@@ -401,133 +289,11 @@ class Compiler:
         stages = stages_of(mode.stage_graph)
         for made in gm.modules():  # the graph itself, and what passes have added to it
             if isinstance(made, fx.GraphModule) and made not in stages:
-                mode.bindings += _bindings(made, self.model)
+                mode.bindings += bindings(made, self.model)
         # One micro-batch has nothing to run beside it.
         runs_inline = chunks == 1 or len(self.options.lanes) == 1
         in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
         return Unrolled(gm, lower(gm), in_lanes)
-
-
-@dataclass
-class Example:
-    """The inputs that a mode has been compiled for, two rows of them."""
-
-    inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    dims: list[int | None]  # of the tensors
-    batch: int | None
-
-    @staticmethod
-    def of(
-        args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None], batch: int | None
-    ) -> Example:
-        def first_two(tensor: Tensor, dim: int) -> Tensor:
-            return tensor.narrow(dim, 0, min(2, tensor.shape[dim])).clone()
-
-        return Example(_along((args, kwargs), dims, first_two), dims, batch)
-
-    def repeated(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inputs of the shapes they were: the two rows over and over."""
-
-        def repeat(tensor: Tensor, dim: int) -> Tensor:
-            rows = torch.arange(self.batch or 0, device=tensor.device) % tensor.shape[dim]
-            return tensor.index_select(dim, rows)
-
-        args, kwargs = _along(self.inputs, self.dims, repeat)
-        return args, kwargs
-
-
-def _along(inputs: Any, dims: Sequence[int | None], change: Callable[[Tensor, int], Tensor]) -> Any:
-    """The inputs, with each tensor that has a batch dimension changed."""
-    remaining = iter(dims)
-
-    def each(tensor: Tensor) -> Tensor:
-        dim = next(remaining)
-        return tensor if dim is None else change(tensor.detach(), dim)
-
-    return map_tensors(each, inputs)
-
-
-def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
-    """The modules of the stages, in order."""
-    calls = stage_graph.graph.find_nodes(op="call_module")
-    return [attribute(stage_graph, str(call.target)) for call in calls]
-
-
-def _held(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
-    """The paths of the parameters that a node uses."""
-    if node.op == "call_module":
-        for name, _ in gm.get_submodule(str(node.target)).named_parameters():
-            yield f"{node.target}.{name}"
-    for source in node.all_input_nodes:
-        path = str(source.target)
-        if source.op == "get_attr" and isinstance(attribute(gm, path), nn.Parameter):
-            yield path
-
-
-def _is_cut(labels: Mapping[fx.Node, int], stages: int) -> bool:
-    """Whether no stage is empty, none needs a later one, or reads what an earlier one has changed,
-    and what belongs together is in one."""
-    return (
-        set(labels.values()) == set(range(stages))
-        and all(labels.get(n, 0) <= labels[node] for node in labels for n in node.all_input_nodes)
-        and all(labels[reader] <= labels[writer] for reader, writer in reads_before_writes(labels))
-        and all(len({labels[node] for node in group}) == 1 for group in together(list(labels)))
-    )
-
-
-def _homes(
-    stages: Sequence[fx.GraphModule], devices: Sequence[torch.device]
-) -> dict[int, torch.device]:
-    """The device of each parameter and buffer, by its id."""
-    homes: dict[int, torch.device] = {}
-    where: dict[int, int] = {}
-    for i, stage in enumerate(stages):  # a shared parameter lives where its value comes from
-        for share in stage.graph.find_nodes(op="call_function", target=ops.share):
-            if share.args[0].op == "get_attr":
-                parameter = attribute(stage, share.args[0].target)
-                homes[id(parameter)] = devices[i]
-    shared = set(homes)
-    for i, stage in enumerate(stages):
-        for path, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            home = homes.setdefault(id(tensor), devices[i])
-            other = where.setdefault(id(tensor), i)
-            if home != devices[i] and id(tensor) not in shared:
-                raise PartitionError(
-                    f"the buffer {path} is used by stage {other} on {home} and by stage {i} on "
-                    f"{devices[i]}: put all its users into one stage, with partition="
-                )
-    return homes
-
-
-@dataclass
-class _Binding:
-    """A tensor that a graph module holds by name, and where the model has it."""
-
-    name: str
-    ours: dict[str, Any]
-    theirs: dict[str, Any]
-
-    def refresh(self) -> None:
-        """It may be another object by now: assigned, loaded, or exchanged by functional_call."""
-        if self.name in self.theirs and self.ours[self.name] is not self.theirs[self.name]:
-            self.ours[self.name] = self.theirs[self.name]
-
-
-def _bindings(gm: fx.GraphModule, model: nn.Module) -> list[_Binding]:
-    found = []
-    for node in gm.graph.find_nodes(op="get_attr"):
-        path, _, name = str(node.target).rpartition(".")
-        try:
-            source, owner = model.get_submodule(path), gm.get_submodule(path)
-        except AttributeError:  # a constant of the trace
-            continue
-        for theirs, ours in (
-            (source._parameters, owner._parameters),
-            (source._buffers, owner._buffers),
-        ):
-            if name in theirs and name in ours:
-                found.append(_Binding(name, ours, theirs))
-    return found
 
 
 def _usual(inputs: Any) -> Any:

@@ -5,8 +5,8 @@ import torch
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.compiler import stages_of
 from fxpipe.graph import VALUE
+from fxpipe.mode import stages_of
 from passes.devices import Devices
 
 CPU, META = torch.device("cpu"), torch.device("meta")
