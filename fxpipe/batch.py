@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.graph import ALIAS, RANDOM, VALUE
 from fxpipe.runtime.microbatch import ANY, Dims
-from fxpipe.structure import Structure, children, map_tensors
+from fxpipe.structure import Structure, children, leaves, map_tensors
 from fxpipe.trace import bound_arguments, called, canonical, parameters_put_back, untouched
 from fxpipe.trace.care import on_one_device
 from passes.fakes import FakeInterpreter, fake_mode
@@ -299,11 +299,13 @@ def output_dims(
     in_dims: Sequence[int | None],
     out_dims: Any,
     rebuild: Any,
+    larger: Any = None,
 ) -> list[Dims]:
     """For each node that a graph returns, the batch dimension of every tensor in its value.
 
     Found out by running the graph on fake tensors at two batch sizes. ``out_dims`` overrides; it is
-    a prefix of what ``rebuild`` makes of the graph's output, the model's own structure.
+    a prefix of what ``rebuild`` makes of the graph's output, the model's own structure. Where the
+    graph is for one size only, ``larger`` is what the model gives for a row more.
 
     Raises:
         BatchError: for an output whose shape does not depend on the batch and ``out_dims`` does not
@@ -314,25 +316,37 @@ def output_dims(
         one = {node: node.meta[VALUE] for node in output.all_input_nodes}
     else:
         one = _values(gm, inputs, in_dims, 0)
-    other = _values(gm, inputs, in_dims, 1)
     slots = {
         node: pytree.tree_map(lambda leaf: _Slot(), one[node]) for node in output.all_input_nodes
     }
     structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))
+    if larger is None:
+        other = _values(gm, inputs, in_dims, 1)
+    else:
+        found_at = {id(slot): leaf for slot, leaf in _side_by_side(structure, larger)}
+        other = pytree.tree_map(lambda slot: found_at[id(slot)], slots)
     _say(INFER if out_dims is None else out_dims, structure, "output")
     has_batch = any(dim is not None for dim in in_dims)  # else there is one micro-batch
     varying = _varying(gm.graph, in_dims)
     found: list[Dims] = []
     for node in output.all_input_nodes:
-        leaves = [pytree.tree_leaves(values[node]) for values in (slots, one, other)]
+        parts = [pytree.tree_leaves(values[node]) for values in (slots, one, other)]
         dims = tuple(
             ANY
             if node not in varying and leaf[0].said is INFER
             else _output_dim(*leaf, has_batch=has_batch)
-            for leaf in zip(*leaves, strict=True)
+            for leaf in zip(*parts, strict=True)
         )
         found.append(dims[0] if len(dims) == 1 else dims)
     return found
+
+
+def _side_by_side(slots: Any, output: Any) -> Iterator[tuple[Any, Any]]:
+    """The leaves of two values of one structure."""
+    for (path, slot), (other, leaf) in zip(leaves(slots), leaves(output), strict=True):
+        if path != other:
+            raise BatchError(f"the output has {path or 'one value'} for some batch sizes, not all")
+        yield slot, leaf
 
 
 def _varying(graph: fx.Graph, in_dims: Sequence[int | None]) -> set[fx.Node]:

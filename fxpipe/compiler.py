@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -16,7 +16,18 @@ from fxpipe.graph import ONCE, STAGE
 from fxpipe.hooks import has_hooks
 from fxpipe.layout import Layout
 from fxpipe.loss import Loss, Target
-from fxpipe.mode import Example, Mode, Unrolled, bindings, stages_of
+from fxpipe.mode import (
+    ANY_SHAPES,
+    KINDS,
+    ONE_SIZE,
+    Example,
+    Mode,
+    Unrolled,
+    batch_size,
+    bindings,
+    stages_of,
+    with_rows,
+)
 from fxpipe.options import Options, RunPass
 from fxpipe.placement import place
 from fxpipe.runtime.ambient import transforms
@@ -25,14 +36,17 @@ from fxpipe.runtime.program import lower
 from fxpipe.structure import Structure, map_tensors
 from fxpipe.trace import (
     Traced,
+    TraceError,
     autocast_of,
+    called,
     canonical,
     input_key,
+    parameters_put_back,
     trace,
     untouched,
 )
 from fxpipe.trace.care import on_one_device
-from passes.costs import cost_pass
+from passes.costs import cost_pass, of_all_micro_batches
 from passes.fakes import forget_history
 from passes.partition import PartitionError
 
@@ -93,7 +107,7 @@ class Compiler:
         with self._lock:
             mode, values = self._found(args, kwargs)
             mode.refresh()
-            return mode, values, self.options.chunks_for(mode.batch_of(values))
+            return mode, values, mode.chunks or self.options.chunks_for(mode.batch_of(values))
 
     def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
         """The pipeline graph of so many micro-batches."""
@@ -154,9 +168,8 @@ class Compiler:
     def _mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
         """What has been compiled for calls like this one; compiled now, if it has not been."""
         dims = input_dims(self.model, args, kwargs, self.options.in_dims)
-        for with_shapes in (False, True):
-            key = input_key(self.model, args, kwargs, batch_dims=dims, shapes=with_shapes)
-            mode = self._modes.get((key, tuple(dims)))
+        for kind in KINDS:
+            mode = self._modes.get(self._key(kind, args, kwargs, dims))
             if mode is not None and (mode.batch_in(args, kwargs) or 0) <= mode.traced.largest_batch:
                 return mode
         if transforms():
@@ -164,63 +177,92 @@ class Compiler:
                 "a pipeline cannot be compiled inside of a torch.func transform: call it once "
                 "before, or give example_inputs to compile()"
             )
-        try:
-            mode = self._compile(args, kwargs, dims)
-        except PartitionError:  # which has nothing to do with the batch
-            raise
-        except Exception:  # it may be that inputs have been taken for parts of the batch
-            other = other_input_dims(self.model, args, kwargs, dims, self.options.in_dims)
-            if other is None:
-                raise
-            dims = other
-            mode = self._compile(args, kwargs, dims)
-        is_for_all_shapes = mode.traced.front_end == "symbolic"
-        key = input_key(self.model, args, kwargs, batch_dims=dims, shapes=not is_for_all_shapes)
-        if len(self._modes) > MANY:
-            self._modes.clear()
-        self._modes[key, tuple(dims)] = mode
-        return mode
-
-    def _compile(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]
-    ) -> Mode:
-        options = self.options
-        args, kwargs = canonical(self.model, args, kwargs)
+        some, named = canonical(self.model, args, kwargs)
         with (
             torch.inference_mode(False),  # what is inferred here is used in training too
             torch.autograd.set_detect_anomaly(False),  # fake gradients have no values to look at
         ):
-            args, kwargs = _usual((args, kwargs))
-            return self._compiled(options, args, kwargs, dims)
+            some, named = _usual((some, named))
+            mode = self._compile(some, named, dims)
+        if len(self._modes) > MANY:
+            self._modes.clear()
+        self._modes[self._key(mode.kind, args, kwargs, mode.in_dims)] = mode
+        return mode
+
+    def _key(
+        self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]
+    ) -> Any:
+        """What calls have in common that one mode of a kind serves."""
+        varying = [None] * len(dims) if kind == ONE_SIZE else dims
+        shapes = kind != ANY_SHAPES
+        key = input_key(self.model, args, kwargs, batch_dims=varying, shapes=shapes)
+        return kind, key, tuple(dims)
+
+    def _compile(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]
+    ) -> Mode:
+        """Compiled for any size of the batch; where there is no such graph, with other dimensions
+        as the batch's; at last for micro-batches of the one size that this batch has them in."""
+        try:
+            return self._compiled(args, kwargs, dims)
+        except PartitionError:  # which has nothing to do with the batch
+            raise
+        except Exception as error:
+            # It may be that inputs have been taken for parts of the batch.
+            other = other_input_dims(self.model, args, kwargs, dims, self.options.in_dims)
+            if other is not None:
+                return self._compiled(args, kwargs, other)
+            mode = self._of_one_size(args, kwargs, dims, error)
+            if mode is None:
+                raise
+            return mode
+
+    def _of_one_size(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None], why: Exception
+    ) -> Mode | None:
+        """Compiled for micro-batches of the one size that this batch has them in."""
+        batch = batch_size(Structure.of((args, kwargs))[0], dims)
+        if batch is None or not isinstance(why, TraceError):
+            return None
+        with suppress(Exception):
+            return self._compiled(args, kwargs, dims, self.options.even_chunks_for(batch))
+        return None
 
     def _compiled(
         self,
-        options: Options,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dims: list[int | None],
+        chunks: int | None = None,
     ) -> Mode:
+        """The stages; with ``chunks`` from a trace of the first of so many micro-batches."""
+        options = self.options
         tensors, _ = Structure.of((args, kwargs))
+        batch = batch_size(tensors, dims)
+        traced_with, varying = (args, kwargs), dims
+        if chunks is not None and batch is not None:
+            traced_with = with_rows((args, kwargs), dims, batch // chunks)
+            varying = [None] * len(dims)
         with self._where_it_runs(tensors):
-            traced = trace(self.model, args, kwargs, tracer=options.tracer, batch_dims=dims)
+            traced = trace(self.model, *traced_with, tracer=options.tracer, batch_dims=varying)
             gm = traced.graph_module
-            values = traced.bind(args, kwargs)
             observed = self._observed("stages", gm)
-            gm, found = self._prepared(gm, traced, values, dims, observed)
+            gm, found = self._prepared(gm, traced, traced_with, dims, chunks, observed)
         self._label(gm, observed)
         for rewrite in (passes.Free(), passes.Tied(options.names)):
             gm = observed(rewrite, gm)
         stage_graph = observed(passes.Split(), gm)
-        if values:
-            stage_graph = observed(passes.Devices(values[0].device, options.devices), stage_graph)
+        if tensors:
+            stage_graph = observed(passes.Devices(tensors[0].device, options.devices), stage_graph)
         place(self.model, stage_graph, options.devices)
         mode = Mode(
             traced=traced,
             stage_graph=stage_graph,
             in_dims=dims,
             out_dims=found,
+            example=Example.of(args, kwargs, dims, batch),
+            chunks=chunks,
         )
-        mode.example = Example.of(args, kwargs, dims, mode.batch_of(values))
         for gm in (mode.model_graph, stage_graph, *stages_of(stage_graph)):
             mode.bindings += bindings(gm, self.model)
         return mode
@@ -235,12 +277,13 @@ class Compiler:
         self,
         gm: fx.GraphModule,
         traced: Traced,
-        values: list[Any],
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
         dims: list[int | None],
+        chunks: int | None,
         observed: RunPass,
     ) -> tuple[fx.GraphModule, list[Dims]]:
         """The model graph with all that a cut has to know, and the outputs' batch dimensions."""
-        options = self.options
+        options, values = self.options, traced.bind(*inputs)
         if options.deferred_batch_norm:
             gm = observed(passes.DeferredBatchNorm(), gm)
         with untouched(self.model):
@@ -248,13 +291,25 @@ class Compiler:
             gm = observed(passes.WrittenInputs(tuple(dims), options.chunks), gm)
             if any(ONCE in node.meta for node in gm.graph.nodes):
                 gm = observed(passes.Alias(tuple(values)), gm)
-            found = output_dims(gm, values, dims, options.out_dims, traced.rebuild)
+            larger = None if chunks is None else self._with_a_row_more(inputs, dims)
+            found = output_dims(gm, values, dims, options.out_dims, traced.rebuild, larger)
             costs = "analytic" if self.layout.labels else options.costs  # it has been cut
             gm = observed(cost_pass(costs, tuple(values), device=options.devices[0]), gm)
+            if chunks is not None:
+                of_all_micro_batches(gm.graph, chunks)
             gm = observed(passes.Shared(), gm)
             forget_history(gm.graph)
             gm = observed(passes.Random(), gm)
         return gm, found
+
+    def _with_a_row_more(
+        self, inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: list[int | None]
+    ) -> Any:
+        """The model's own output for a batch of one row more."""
+        rows = batch_size(Structure.of(inputs)[0], dims) or 0
+        args, kwargs = with_rows(inputs, dims, rows + 1)
+        with parameters_put_back(self.model), torch.no_grad():
+            return called(self.model, args, kwargs)
 
     def _label(self, gm: fx.GraphModule, observed: RunPass) -> None:
         """Cut as asked for; once it has been cut, what is traced later is cut alike."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class OuterModule(fx.GraphModule):
         return []
 
 
+FIXED = "param_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"
+"""What of a cost is there however small the batch."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a node, or a stage, costs for one mini-batch. Times in seconds, sizes in bytes."""
@@ -67,7 +71,12 @@ class Cost:
     @property
     def fixed_bytes(self) -> int:
         """What is there however small the batch: parameters and all that is kept for them."""
-        return self.param_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+        return sum(getattr(self, name) for name in FIXED)
+
+    def times(self, count: int) -> Cost:
+        """Of so many micro-batches, if this is of one. What is fixed is there once."""
+        names = {f.name for f in fields(self)}.difference(FIXED)
+        return replace(self, **{name: getattr(self, name) * count for name in names})
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,9 @@ from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.program import Program
 from fxpipe.structure import map_tensors
 from fxpipe.trace import Traced
+
+# For which calls what has been compiled for one serves too. Symbolic graphs have no shapes.
+ANY_SHAPES, ANY_SIZE, ONE_SIZE = KINDS = "any shapes", "any batch size", "one batch size"
 
 
 @dataclass
@@ -33,10 +36,19 @@ class Mode:
     stage_graph: fx.GraphModule
     in_dims: list[int | None]
     out_dims: list[Dims]
-    example: Example | None = None
+    example: Example
+    chunks: int | None = None
+    """Of how many micro-batches, if the graph is for those of one size and no other."""
     bindings: list[Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
     steps: dict[Any, Unrolled] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """For which other calls this serves too."""
+        if self.chunks is not None:
+            return ONE_SIZE
+        return ANY_SHAPES if self.traced.front_end == "symbolic" else ANY_SIZE
 
     @property
     def model_graph(self) -> fx.GraphModule:
@@ -63,11 +75,7 @@ class Mode:
 
     def batch_of(self, values: Sequence[Any]) -> int | None:
         """The size of the mini-batch."""
-        for value, dim in zip(values, self.in_dims, strict=True):
-            if dim is not None:
-                size: int = value.shape[dim]
-                return size
-        return None
+        return batch_size(values, self.in_dims)
 
 
 @dataclass
@@ -82,31 +90,35 @@ class Example:
     def of(
         args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None], batch: int | None
     ) -> Example:
-        def first_two(tensor: Tensor, dim: int) -> Tensor:
-            return tensor.narrow(dim, 0, min(2, tensor.shape[dim])).clone()
-
-        return Example(_along((args, kwargs), dims, first_two), dims, batch)
+        """Of a call."""
+        return Example(with_rows((args, kwargs), dims, min(2, batch or 0)), dims, batch)
 
     def repeated(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Inputs of the shapes they were: the two rows over and over."""
-
-        def repeat(tensor: Tensor, dim: int) -> Tensor:
-            rows = torch.arange(self.batch or 0, device=tensor.device) % tensor.shape[dim]
-            return tensor.index_select(dim, rows)
-
-        args, kwargs = _along(self.inputs, self.dims, repeat)
-        return args, kwargs
+        return with_rows(self.inputs, self.dims, self.batch or 0)
 
 
-def _along(inputs: Any, dims: Sequence[int | None], change: Callable[[Tensor, int], Tensor]) -> Any:
-    """The inputs, with each tensor that has a batch dimension changed."""
+def batch_size(values: Sequence[Any], dims: Sequence[int | None]) -> int | None:
+    """The size of the mini-batch that these tensors are of, None if none has one."""
+    sizes = (v.shape[dim] for v, dim in zip(values, dims, strict=True) if dim is not None)
+    return next(sizes, None)
+
+
+def with_rows(
+    inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: Sequence[int | None], rows: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with so many rows, the first ones of this one's, or all of them over and over."""
     remaining = iter(dims)
 
-    def each(tensor: Tensor) -> Tensor:
+    def resized(tensor: Tensor) -> Tensor:
         dim = next(remaining)
-        return tensor if dim is None else change(tensor.detach(), dim)
+        if dim is None:
+            return tensor
+        these = torch.arange(rows, device=tensor.device) % tensor.shape[dim]
+        return tensor.detach().index_select(dim, these)
 
-    return map_tensors(each, inputs)
+    args, kwargs = map_tensors(resized, inputs)
+    return args, kwargs
 
 
 def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:

@@ -113,6 +113,10 @@ class Options:
             wanted = 4 * len(self.devices) if len(self.devices) > 1 else 1
         return max(1, min(wanted, 1 if batch is None else batch))
 
+    def even_chunks_for(self, batch: int) -> int:
+        """As many, or as few less as make micro-batches that are all of one size."""
+        return next(n for n in range(self.chunks_for(batch), 0, -1) if batch % n == 0)
+
 
 def _devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
     if devices is None:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxpipe.devices import CPU_CORE, DeviceSpec
-from fxpipe.graph import Cost
+from fxpipe.graph import COST, SAVED, Cost, stage_nodes
 from passes.cost import ADAM, AnalyticCost
 from passes.measure import MeasuredCost
 from passes.profile import GivenCost, Profile
@@ -43,3 +44,11 @@ def cost_pass(
             )
         costs = Profile.load(costs)
     return GivenCost(costs, spec, optimizer_states)
+
+
+def of_all_micro_batches(graph: fx.Graph, chunks: int) -> None:
+    """Where nodes have been run on one of so many micro-batches: what they cost for all of them."""
+    for node in stage_nodes(graph):
+        node.meta[COST] = node.meta[COST].times(chunks)
+        if SAVED in node.meta:
+            node.meta[SAVED] = tuple((memory, size * chunks) for memory, size in node.meta[SAVED])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -12,7 +13,7 @@ from fxpipe.graph import STAGE, stage_nodes
 from fxpipe.options import Options
 from fxpipe.trace.care import on_one_device
 from passes import default_passes
-from tests.zoo import MLP, MODELS, ResNet, same
+from tests.zoo import MLP, MODELS, ResNet, gradients, same
 
 
 def compiler(model, devices=("cpu", "cpu"), **options):
@@ -123,3 +124,89 @@ def test_each_tensor_of_it_has_its_memory_again_afterwards(device):
     for tensor, (pointer, value) in zip(own, before, strict=True):
         assert tensor.data_ptr() == pointer
         assert same(tensor, value)
+
+
+class RowByRow(nn.Module):
+    """Its graph is for one size of the batch: so many rows, so many nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.a(x)
+        y = torch.stack([y[i] * (i + 1) for i in range(x.shape[0])])
+        return self.b(y), y.t()
+
+
+@pytest.mark.parametrize(
+    "rows, chunks, taken",
+    [(6, 3, 3), (6, 6, 6), (6, 4, 3), (6, None, 6), (5, 3, 1), (1, 2, 1), (10, None, 5)],
+)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_model_that_goes_by_its_batch_size_has_micro_batches_of_one_size(
+    rows, chunks, taken, checkpoint
+):
+    model, x = RowByRow(), torch.randn(rows, 3)
+    reference = copy.deepcopy(model)
+    parts = [reference(part) for part in x.chunk(taken)]
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=chunks, checkpoint=checkpoint) as pipe:
+        one, other = pipe(x)
+        assert pipe.chunks == taken, "as many as asked for, or fewer: eight if it is left open"
+        torch.testing.assert_close(one, torch.cat([y for y, _ in parts]), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(other, torch.cat([y for _, y in parts], dim=1))
+        (one.square().sum() + other.sum()).backward()
+        for y, z in reversed(parts):
+            (y.square().sum() + z.sum()).backward()
+        for mine, theirs in zip(gradients(model), gradients(reference), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_compiled_once_for_each_size_of_the_batch():
+    with fxpipe.compile(RowByRow(), ["cpu"] * 2, chunks=2) as pipe:
+        graphs = []
+        for rows in (4, 6, 4, 6):
+            pipe(torch.randn(rows, 3))
+            graphs.append(pipe.model_graph)
+        assert graphs[0] is graphs[2] is not graphs[1]
+        assert graphs[1] is graphs[3]
+        assert [list(dict(s.module.named_parameters())) for s in pipe.stages] == [
+            ["a.weight", "a.bias"],
+            ["b.weight", "b.bias"],
+        ]
+
+
+def test_its_costs_are_those_of_all_micro_batches():
+    class Flexible(RowByRow):
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    class Fixed(RowByRow):
+        def forward(self, x):
+            rows = sum(1 for _ in range(x.shape[0]))
+            return self.b(self.a(x)).view(rows, 3)
+
+    found = []
+    for kind, chunks in (Flexible, 4), (Fixed, 3):
+        with fxpipe.compile(kind(), ["cpu"] * 2, chunks=4, partition=["b"]) as pipe:
+            pipe(torch.randn(6, 3))
+            assert pipe.chunks == chunks
+            found.append(pipe.stages[0].cost)
+    for name in "flops", "backward_flops", "param_bytes", "gradient_bytes", "activation_bytes":
+        assert getattr(found[0], name) == getattr(found[1], name) > 0
+
+
+def test_a_training_step_of_it_is_that_of_the_loop():
+    model, x = RowByRow(), torch.randn(6, 3)
+    reference = copy.deepcopy(model)
+
+    def loss_fn(output, target):
+        return output[0].square().mean()
+
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, schedule="1f1b", loss_fn=loss_fn) as pipe:
+        loss = pipe.step(x, target=torch.zeros(6))
+    expected = sum(loss_fn(reference(part), None) / 3 for part in x.chunk(3))
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for mine, theirs in zip(gradients(model), gradients(reference), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -45,16 +45,6 @@ def test_control_flow_by_values():
     assert "Change the model at the lines named" in said
 
 
-def test_a_batch_size_that_the_model_makes_a_constant_of():
-    class Repeats(MLP):
-        def forward(self, x):
-            return super().forward(x) * torch.tensor([2.0] * x.shape[0])[:, None]
-
-    said = message(Repeats(), TraceError, torch.randn(4, 12))
-    assert "its graph fails at batch size 5" in said
-    assert "the batch size is fixed at 4 by" in said and "[2.0] * x.shape[0]" in said
-
-
 def test_a_model_without_values():
     with torch.device("meta"):
         model = Chain(2)
