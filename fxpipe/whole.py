@@ -8,6 +8,7 @@ they are found by running the model at several batch sizes, beforehand.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -298,7 +299,14 @@ def _culprit(error: BaseException, names: dict[nn.Module, str]) -> nn.Module | N
         if isinstance(owner, nn.Module) and names.get(owner):  # the model's own name is ""
             found = owner
         frame = frame.tb_next
+    if found is None and (named := _OWNER.search(str(error))):
+        owners = {name: module for module, name in names.items()}
+        found = owners.get(named["module"])
     return found
+
+
+# What export says of a tensor that a module makes and that cannot become part of the program.
+_OWNER = re.compile(r"model attribute: model\.(?P<module>[\w.]+)\.\w+\.")
 
 
 def _is_container(module: nn.Module) -> bool:

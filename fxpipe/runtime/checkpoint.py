@@ -24,6 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.dependency import gate
 from fxpipe.runtime.random import LOCK
+from fxpipe.runtime.writes import Writes
 
 
 class CheckpointError(RuntimeError):
@@ -101,15 +103,14 @@ class _Frame:
         self.kept = {p.untyped_storage()._cdata for p in parameters}
         devices = {t.device for t in (*tensors, *parameters)}
         self.random = _RandomState(devices) if preserve_rng_state else None
-        self.buffers = _WrittenBuffers(fn)
+        self.state = _WrittenState(fn)
 
     def run(self) -> Any:
         """The forward, its saved tensors replaced by slots."""
         args, kwargs = self.inputs(detached=False)
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack):
+        with self.state.watched(), torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack):
             output = self.fn(*args, **kwargs)
         self.complete = True
-        self.buffers.learn()
         return output
 
     def pack(self, tensor: Tensor) -> Any:
@@ -121,7 +122,10 @@ class _Frame:
 
     def is_kept(self, tensor: Tensor) -> bool:
         """Whether it is one of the module's parameters, or a view of one."""
-        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self.kept
+        if tensor.layout != torch.strided:
+            return False
+        memory = tensor.untyped_storage()._cdata
+        return memory in self.kept or memory in self.state.standing_in
 
     def inputs(self, *, detached: bool) -> Any:
         leaves = list(self.leaves)
@@ -175,7 +179,7 @@ class _Frame:
     def again(self) -> Iterator[Any]:
         """The arguments and the surroundings of the forward, for whoever runs it once more."""
         with (
-            self.buffers.as_before(),
+            self.state.as_before(),
             self.random.restored() if self.random else nullcontext(),
             self.ambient.applied(),
         ):
@@ -245,59 +249,88 @@ class _RandomState:
                 now.put()
 
 
-class _WrittenBuffers:
-    """The buffers that a module writes to in its forward, as they were before.
+class _WrittenState:
+    """The buffers and parameters that a module writes to in its forward, as they were before.
 
     A batch norm must not count a batch twice, and what reads its buffer must read the same again.
-    Which ones a module writes to is found out in its first call, and remembered.
+    Which ones a module writes to is found out in its first call, and remembered by their names.
     """
 
-    _known: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], list[Any]]]] = (
+    _known: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], _Written]]] = (
         weakref.WeakKeyDictionary()
     )
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.module = _module(fn)
-        self.values: list[tuple[nn.Module, str, Tensor]] = []
+        self.buffers: dict[str, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.standing_in: set[int] = set()  # memories of parameters while they are as before
         if self.module is None:
             return
-        modules = list(self.module.modules())
-        self.mode = tuple(module.training for module in modules)
-        written = self._known.setdefault(self.module, {}).get(self.mode)
-        self.learning = written is None
-        if written is None:
-            written = [(m, k) for m in modules for k, b in m._buffers.items() if b is not None]
-        for module, key in written:
-            buffer = module._buffers[key]
-            assert buffer is not None
-            self.values.append((module, key, buffer.detach().clone()))
+        self.mode = tuple(module.training for module in self.module.modules())
+        known = self._known.setdefault(self.module, {}).get(self.mode)
+        self.learning = known is None
+        if known is None:
+            names = [name for name, _ in self.module.named_buffers(remove_duplicate=False)]
+            known = _Written(names, [])
+        self.buffers = {n: self.module.get_buffer(n).detach().clone() for n in known.buffers}
+        self.parameters = {
+            n: self.module.get_parameter(n).detach().clone() for n in known.parameters
+        }
 
-    def learn(self) -> None:
-        """After the first forward: keep those that it wrote to."""
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The first forward: what it writes to is saved ahead of it, or found by comparing."""
         if self.module is None or not self.learning:
+            yield
             return
-        self.values = [
-            (m, k, old) for m, k, old in self.values if not torch.equal(old, _buffer(m, k))
-        ]
-        self._known[self.module][self.mode] = [(m, k) for m, k, _ in self.values]
+
+        def save(name: str, parameter: Tensor) -> None:
+            self.parameters[name] = parameter.detach().clone()
+
+        with Writes(dict(self.module.named_parameters()), save):
+            yield
+        now = self.module.get_buffer
+        self.buffers = {n: old for n, old in self.buffers.items() if not torch.equal(old, now(n))}
+        self._known[self.module][self.mode] = _Written([*self.buffers], [*self.parameters])
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """The module runs on copies of its buffers as they were before its forward."""
-        own = [_buffer(m, k) for m, k, _ in self.values]
+        """The module runs on copies of them as they were before its forward."""
+        if self.module is None:
+            yield
+            return
+        homes = [(*_owner(self.module, name), old) for name, old in self.buffers.items()]
+        own = [home[key] for home, key, _ in homes]
+        parameters = [(self.module.get_parameter(n), old) for n, old in self.parameters.items()]
+        data = [parameter.data for parameter, _ in parameters]
         try:
-            for module, key, old in self.values:
-                module._buffers[key] = old.clone()
+            for home, key, old in homes:
+                home[key] = old.clone()
+            for parameter, old in parameters:
+                parameter.data = old.clone()
+            self.standing_in = {p.untyped_storage()._cdata for p, _ in parameters}
             yield
         finally:
-            for (module, key, _), buffer in zip(self.values, own, strict=True):
-                module._buffers[key] = buffer
+            self.standing_in = set()
+            for (home, key, _), buffer in zip(homes, own, strict=True):
+                home[key] = buffer
+            for (parameter, _), now in zip(parameters, data, strict=True):
+                parameter.data = now
 
 
-def _buffer(module: nn.Module, key: str) -> Tensor:
-    buffer = module._buffers[key]
-    assert buffer is not None
-    return buffer
+@dataclass(frozen=True)
+class _Written:
+    """The names of what a module writes to."""
+
+    buffers: list[str]
+    parameters: list[str]
+
+
+def _owner(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    """Where a buffer is, and under which key."""
+    path, _, key = name.rpartition(".")
+    return module.get_submodule(path)._buffers, key
 
 
 def _module(fn: Callable[..., Any]) -> nn.Module | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe import skip
 from fxpipe.hooks import hooks_of, is_torchs
+from fxpipe.runtime.writes import Writes
 from fxpipe.trace.errors import at, is_of_a_model, since
 
 Args = tuple[Any, ...]
@@ -114,8 +114,14 @@ def parameters_put_back(model: nn.Module) -> Iterator[dict[str, Write]]:
     """Yields the first write to each parameter that gets written to, by its name, and puts back
     what was there."""
     saved: dict[str, Write] = {}
+
+    def save(name: str, parameter: Tensor) -> None:
+        frames = [f for f in since(called) if is_of_a_model(f)]
+        where = at(frames[-1]) if frames else "a module of PyTorch"
+        saved[name] = Write(parameter.detach().clone(), where)
+
     try:
-        with _Writes(model, saved):
+        with Writes(dict(model.named_parameters()), save):
             yield saved
     finally:
         for name, write in saved.items():
@@ -128,36 +134,3 @@ class Write:
 
     before: Tensor
     where: str  # the line
-
-
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Saves each parameter just ahead of the first operator that writes to it."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, model: nn.Module, saved: dict[str, Write]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.saved = saved
-        self.parameters = {
-            p.untyped_storage()._cdata: (name, p)
-            for name, p in model.named_parameters()
-            if p.layout == torch.strided
-        }
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            for i, argument in enumerate(schema.arguments):
-                value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._save(value if isinstance(value, list | tuple) else [value])
-        return func(*args, **(kwargs or {}))
-
-    def _save(self, tensors: Sequence[Any]) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                name, owner = self.parameters.get(tensor.untyped_storage()._cdata, (None, None))
-                if name is not None and owner is not None and name not in self.saved:
-                    frames = [f for f in since(called) if is_of_a_model(f)]
-                    where = at(frames[-1]) if frames else "a module of PyTorch"
-                    self.saved[name] = Write(owner.detach().clone(), where)

@@ -12,6 +12,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe import whole
+from fxpipe.runtime import writes
 
 
 class TraceError(RuntimeError):
@@ -42,6 +43,7 @@ def is_of_a_model(frame: traceback.FrameSummary) -> bool:
         str(Path(torch.__file__).parent),
         str(Path(__file__).parent),
         whole.__file__,
+        writes.__file__,
         "<",
     )
     return not frame.filename.startswith(not_the_model) and bool(frame.line)

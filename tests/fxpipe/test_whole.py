@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -108,6 +109,36 @@ def test_its_random_numbers_and_buffers_are_known_of() -> None:
         seen.append(gradients(model))
     assert same(*seen), "a recomputation draws what the forward drew"
     assert [m.count.item() for m in model.mixtures] == [3, 3, 3]
+
+
+class Moving(nn.Module):
+    """Writes moving averages by way of ``.data``, which export takes for constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        y = torch.tanh(x) * self.gain.clone() * scale
+        with torch.no_grad():
+            self.mean.data.mul_(0.5).add_(x.mean(0))
+            self.gain.data.copy_(1 + self.mean.abs())
+        return {"y": y, "flat": y.flatten()}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_it_may_write_what_autograd_does_not_see(checkpoint: str) -> None:
+    model, x = Mixture(Moving), torch.randn(6, 6)
+    reference = copy.deepcopy(model)
+    expected = loop(reference, (x,), 3)
+    with fxpipe.compile(model, ["cpu"] * 4, chunks=3, checkpoint=checkpoint) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        assert wholes(pipe._last()[0].traced) == {f"mixtures.{i}": Moving for i in range(3)}
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
 class Passes(nn.Module):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import weakref
 
 import pytest
@@ -229,6 +230,41 @@ def test_a_buffer_that_the_forward_reads_is_as_it_was():
     expected = grads(torch.tanh(x * 2).sum() + torch.tanh(x * 3).sum(), x)
     torch.testing.assert_close(grads(a.sum() + b.sum(), x), expected)
     assert model.scale == 3
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_parameter_that_the_forward_reads_and_writes_to_is_as_it_was(early_stop):
+    """Also by way of ``.data``, as moving averages do it, which autograd does not see."""
+
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x):
+            y = torch.tanh(x * self.scale.clone()) * self.shift.exp()
+            self.scale.data.add_(1)
+            return torch.tanh(y)
+
+    x = torch.randn(4, requires_grad=True)
+    plain, model = Moving(), Moving()
+    expected = [plain(x) for _ in range(3)]
+    found = [checkpoint(model, x, early_stop=early_stop) for _ in range(3)]
+    assert same(found, expected)
+    assert same(
+        grads(sum(found).sum(), x, *model.parameters()),
+        grads(sum(expected).sum(), x, *plain.parameters()),
+    )
+    assert model.scale == plain.scale == 4, "and what it is now it stays"
+
+
+def test_a_module_is_let_go():
+    model = nn.BatchNorm1d(3)
+    checkpoint(model, torch.randn(4, 3)).sum().backward()
+    ref = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ref() is None
 
 
 def test_without_gradients_it_is_a_plain_call():

@@ -1,0 +1,48 @@
+"""Noticing writes to tensors, also those that leave no trace, by way of ``.data``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Key = TypeVar("Key")
+
+
+class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
+    """Calls ``on_write(key, tensor)`` ahead of the first operator that writes to each tensor.
+
+    Operators of batch norms do not say that they write to their running statistics.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, tensors: Mapping[Key, Tensor], on_write: Callable[[Key, Tensor], None]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.on_write = on_write
+        self.unwritten = {
+            tensor.untyped_storage()._cdata: (key, tensor)
+            for key, tensor in tensors.items()
+            if tensor.layout == torch.strided
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for i, argument in enumerate(schema.arguments):
+                value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for each in value if isinstance(value, list | tuple) else [value]:
+                        self._notice(each)
+        return func(*args, **(kwargs or {}))
+
+    def _notice(self, value: Any) -> None:
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            found = self.unwritten.pop(value.untyped_storage()._cdata, None)
+            if found is not None:
+                self.on_write(*found)
