@@ -33,7 +33,8 @@ class Value:
 
     It visits the stages of its users in order, one hop each. ``size`` are the bytes of one way (of
     a mini-batch), ``volume`` those of both, with its gradient's; ``count`` says of how many tensors
-    it is.
+    it is. What comes ``once`` stays for all micro-batches: it takes its ``volume`` on every device
+    that it is brought to.
     """
 
     source: int
@@ -41,6 +42,7 @@ class Value:
     size: float = 0.0
     volume: float = 0.0
     count: int = 1
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Machine:
         memory: ``[k]``, bytes. None: no limit.
         held: ``[k]``: which part of a mini-batch's saved bytes is alive at once.
         received: ``[k]``: which part of what a stage receives is kept (under checkpoint).
+        apart: ``[k, k]``: 1 where two stages are on different devices, else 0. None: all are.
         overlap: which part of its computation a stage can send and receive beside: with 1 a stage
             takes the longer of the two, with 0 their sum.
     """
@@ -134,6 +137,7 @@ class Machine:
     memory: Floats | None = None
     held: Floats | None = None
     received: Floats | None = None
+    apart: Floats | None = None
     overlap: float = 1.0
 
     def __post_init__(self) -> None:
@@ -144,6 +148,7 @@ class Machine:
             "memory": np.full(k, np.inf),
             "held": np.ones(k),
             "received": np.zeros(k),
+            "apart": np.ones((k, k)),
         }
         for name, default in defaults.items():
             given = getattr(self, name)
@@ -202,6 +207,8 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
     link, taken_in = np.zeros(k), np.zeros(k)
     sent = 0.0
     labels: list[int] = label.tolist()
+    assert machine.held is not None and machine.received is not None
+    assert machine.apart is not None
     for kept in dag.kept:
         for s in {labels[node] for node in kept.nodes} - {OUTSIDE}:
             saved[s] += kept.size
@@ -213,9 +220,11 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
             seconds = machine.hop(source, target, value.volume, value.count)
             link[source] += seconds
             link[target] += seconds
-            taken_in[target] += value.size
             sent += value.size
-    assert machine.held is not None and machine.received is not None
+            if value.once:
+                fixed[target] += machine.apart[visited[0], target] * value.volume
+            else:
+                taken_in[target] += value.size
     memory = fixed + machine.held * saved + machine.received * taken_in
     return Prices(compute, link, machine.taken(compute, link), memory, sent)
 
@@ -248,18 +257,20 @@ def contracted(dag: Dag, cluster: Sequence[int]) -> tuple[Dag, list[int]]:
 
 
 def _renumbered(dag: Dag, home: list[int], size: int) -> tuple[Dag, list[int]]:
-    merged: dict[tuple[int, tuple[int, ...]], Value] = {}
+    merged: dict[tuple[int, tuple[int, ...], bool], Value] = {}
     for value in dag.values:
         source = OUTSIDE if value.source == OUTSIDE else home[value.source]
         users = tuple(sorted({home[user] for user in value.users} - {source}))
         if users:
-            same = merged.get((source, users), Value(source, users, count=0))
-            merged[source, users] = Value(
+            key = source, users, value.once
+            same = merged.get(key, Value(source, users, count=0))
+            merged[key] = Value(
                 source,
                 users,
                 same.size + value.size,
                 same.volume + value.volume,
                 same.count + value.count,
+                value.once,
             )
     where = np.asarray(home)
 

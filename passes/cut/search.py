@@ -88,6 +88,9 @@ class Search:
         self.size = np.array([v.size for v in values])
         self.volume = np.array([v.volume for v in values])
         self.tensors = np.array([v.count for v in values], dtype=np.float64)
+        is_once = np.array([v.once for v in values], dtype=bool)
+        self.taken_in = np.where(is_once, 0.0, self.size)
+        self.stays = np.where(is_once, self.volume, 0.0)
         used = np.zeros((len(self.family), len(values)), dtype=np.int32)
         for i, v in enumerate(values):
             used[:, i] = self.family[:, list(v.users)].sum(axis=1)
@@ -193,17 +196,20 @@ class Search:
         total: Floats = waits @ arriving.T + made_here.astype(np.float64) @ live.T
         return total
 
-    def _sent(self, first: Ints, then: Ints) -> Floats:
-        """Bytes that a stage between two downsets receives from others."""
+    def _sent(self, first: Ints, then: Ints, sizes: Floats | None = None) -> Floats:
+        """Bytes that a stage between two downsets receives from others; ``sizes``: of the values,
+        if others than their own are to be summed."""
         if not len(self.column):
             return np.zeros((len(first), len(then)))
         waits, comes = self._factors(first, then)
-        total: Floats = waits @ (comes * self.size[self.column] * self.moves).T
+        each = (self.size if sizes is None else sizes)[self.column]
+        total: Floats = waits @ (comes * each * self.moves).T
         return total
 
     def _fits(self, stage: int, first: Ints, then: Ints) -> NDArray[np.bool_]:
         m = self.machine
         assert m.memory is not None and m.held is not None and m.received is not None
+        assert m.apart is not None
         if np.isinf(m.memory[stage]):
             return np.ones((len(first), len(then)), dtype=bool)
         alive = self.fixed + m.held[stage] * self.saved
@@ -212,8 +218,10 @@ class Search:
             waits = (self.keepers[first][:, self.keeper] == self.rank) * self.kept_size
             comes = (self.keepers[then][:, self.keeper] > self.rank).astype(np.float64)
             need = need + m.held[stage] * (waits @ comes.T)
+        if self.stays.any() and m.apart[:stage, stage].any():  # wherever it is brought from
+            need = need + self._sent(first, then, self.stays)
         if m.received[stage]:
-            need = need + m.received[stage] * self._sent(first, then)
+            need = need + m.received[stage] * self._sent(first, then, self.taken_in)
             need += m.received[stage] * ((1 - self.begun[first]) * self.inputs) @ self.begun[then].T
         fits: NDArray[np.bool_] = need <= m.memory[stage] * (1 + 1e-12)
         return fits

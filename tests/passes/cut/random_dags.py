@@ -35,7 +35,9 @@ def random_dag(rng: random.Random, n: int, *, edges: float = 1.5, rows: int = 1)
     for source, found in users.items():
         size = float(rng.randrange(8))
         volume = size * rng.choice([1, 2])
-        values.append(Value(source, tuple(sorted(found)), size, volume, rng.choice([1, 1, 2])))
+        users_of = tuple(sorted(found))
+        is_once = source != OUTSIDE and rng.random() < 0.15
+        values.append(Value(source, users_of, size, volume, rng.choice([1, 1, 2]), is_once))
     order = [tuple(sorted(rng.sample(range(n), 2))) for _ in range(rng.choice([0, 0, 1]))]
     kept = [
         Kept(
@@ -109,7 +111,7 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
         for target in sorted({labels[user] for user in value.users}):
             if target == at:
                 continue
-            memory[target] += m.received[target] * value.size
+            memory[target] += value.volume if value.once else m.received[target] * value.size
             if at is not None:
                 time = value.volume / m.bandwidth[at][target] + value.count * m.latency[at][target]
                 link[at] += time

@@ -100,3 +100,13 @@ def test_a_cut_of_the_clusters_costs_what_the_same_cut_of_the_nodes_costs(seed):
         assert np.allclose(coarse.times, fine.times)
         assert np.allclose(coarse.memory, fine.memory)
         assert coarse.sent == pytest.approx(fine.sent)
+
+
+def test_what_comes_once_stays_with_its_gradient_on_every_device_it_is_brought_to():
+    dag = Dag(np.ones((1, 4)), (Value(0, (1, 2, 3), size=8, volume=16, once=True),))
+    stage = (0, 0, 1, 2)
+    assert list(prices(dag, Machine(3, held=np.zeros(3)), stage).memory) == [0, 16, 16]
+    checkpointed = Machine(3, received=np.ones(3))
+    assert list(prices(dag, checkpointed, stage).memory) == [0, 16, 16], "not with each micro-batch"
+    apart = np.array([[0, 1, 0], [1, 0, 1], [0, 1, 0]])  # stages 0 and 2 are on one device
+    assert list(prices(dag, Machine(3, apart=apart), stage).memory) == [0, 16, 0]
