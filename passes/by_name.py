@@ -15,6 +15,7 @@ from itertools import pairwise
 import networkx as nx
 from torch import fx
 
+from fxpipe import ops
 from fxpipe.graph import stage_nodes
 from passes.problem import PartitionError, reads_before_writes, together
 
@@ -38,6 +39,7 @@ def labels_of_starts(graph: fx.Graph, starts: list[str], stages: int) -> dict[fx
                 "would need each other in a circle; give the names in the model's order"
             )
     labels = {node: sum(position[node] >= cut for cut in cuts) for node in work}
+    _bring_home(labels, [node for node in work if node.name not in first])
     _check(work, labels)
     return labels
 
@@ -60,6 +62,7 @@ def labels_of_mapping(
     for node in work:
         needed = max((labels[n] for n in node.all_input_nodes if n in labels), default=0)
         labels[node] = told[node][0] if node in told else needed
+    _bring_home(labels, [node for node in work if node not in told])
     _check(work, labels)
     missing = set(range(stages)) - set(labels.values())
     if missing:
@@ -68,6 +71,14 @@ def labels_of_mapping(
             f"stage from 0 to {stages - 1} needs one"
         )
     return labels
+
+
+def _bring_home(labels: dict[fx.Node, int], nodes: list[fx.Node]) -> None:
+    """Shared parameters among the nodes live in the first stage that uses them."""
+    for node in nodes:
+        if node.target is ops.share:
+            users = [labels[user] for user in node.users if user in labels]
+            labels[node] = min(users, default=labels[node])
 
 
 def named(work: list[fx.Node], name: str) -> list[fx.Node]:

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
+from fxpipe import ops
 from fxpipe.graph import COST, STAGE, Cost, stage_nodes
-from passes import Alias, AnalyticCost, Partition, PartitionError
+from passes import Alias, AnalyticCost, Partition, PartitionError, Shared
 from passes.partition import SLACK, Auto
 from tests.zoo import Chain
 
@@ -252,3 +253,21 @@ def test_what_is_written_is_not_read_in_a_later_stage_by_what_came_before():
         Partition(stages)(gm)
         stage = {n.name: n.meta[STAGE] for n in stage_nodes(gm.graph)}
         assert stage["cos"] <= stage["mul_"]
+
+
+@pytest.mark.parametrize("spec", [["embed", "head"], {"mix": 1, "embed": 1, "head": 2}])
+def test_a_shared_parameter_lives_in_the_first_stage_that_uses_it(spec):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.embed, self.mix = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+            self.head = nn.Linear(3, 3, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.mix(self.embed(self.a(x))))
+
+    gm = Alias((torch.ones(2, 3),))(fx.symbolic_trace(Model()))
+    Partition(3, spec)(Shared()(gm))
+    (weight,) = gm.graph.find_nodes(op="call_function", target=ops.share)
+    assert weight.meta[STAGE] == 1
