@@ -14,6 +14,9 @@ contiguous in the program:
   a sum of floats depends on the order. So users come in the order of the program, but for the last
   two (if each gives one gradient): the first sum that is formed is theirs, and ``a + b`` is
   ``b + a``. Every cut then gives the bits that the model gives.
+
+A shared parameter (pass "shared") is in one node with its first user, where it lives; to others it
+is brought once for all micro-batches (pass "tied").
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor, fx
 
+from fxpipe import ops
 from fxpipe.devices import DeviceSpec
 from fxpipe.graph import (
     ALIAS,
@@ -114,7 +118,10 @@ def problem(
         saved=saved,
         kept=kept,
     )
-    joined = [[position[node] for node in group] for group in (*together(work), *groups)]
+    joined = [
+        [position[node] for node in group]
+        for group in (*together(work), *_at_first_users(work), *groups)
+    ]
     dag, home = contracted(whole, grouped(len(work), joined))
     return Problem(work, whole, dag, home)
 
@@ -129,7 +136,7 @@ def machine(
 ) -> Machine:
     """The machine that stages on these devices are; for a mere number of them, one without limits.
 
-    Every value crosses a link once for each micro-batch. Each stage keeps the activations of as
+    Every value crosses a link once for each micro-batch, but for shared parameters. Each stage keeps the activations of as
     many micro-batches as are ``live`` there at once; None: of all. With ``checkpoint`` it keeps
     what it receives of them, and the activations of one micro-batch: "except_last" of the last,
     "always" of the one that is computed again. Between stages of one number in ``placement``, which
@@ -157,6 +164,7 @@ def machine(
         memory=np.array(limits),
         held=held,
         received=received,
+        apart=np.where(is_here, 0.0, 1.0),
     )
 
 
@@ -172,8 +180,11 @@ def _values(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[Value]
             tensors = tensors_of(node.meta.get(VALUE))
             size = tensor_bytes(tensors)
             back = tensor_bytes([t for t in tensors if t.requires_grad])
+            is_once = node.target is ops.share
+            count = 0 if is_once else len(tensors)  # latency is that of all micro-batches
             if users:
-                yield Value(position.get(node, OUTSIDE), users, size, size + back, len(tensors))
+                source = position.get(node, OUTSIDE)
+                yield Value(source, users, size, size + back, count, is_once)
 
 
 def reads_before_writes(work: Iterable[fx.Node]) -> Iterable[tuple[fx.Node, fx.Node]]:
@@ -242,6 +253,15 @@ def _saved(
         else:
             kept.append(Kept(tuple(nodes), float(sizes[memory])))
     return saved, tuple(kept)
+
+
+def _at_first_users(work: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
+    """Shared parameters, each with the first of its users."""
+    position = {node: i for i, node in enumerate(work)}
+    for node in position:
+        if node.target is ops.share:
+            users = [user for user in node.users if user in position]
+            yield [node, *sorted(users, key=position.__getitem__)[:1]]
 
 
 def together(work: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
