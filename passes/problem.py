@@ -136,11 +136,11 @@ def machine(
 ) -> Machine:
     """The machine that stages on these devices are; for a mere number of them, one without limits.
 
-    Every value crosses a link once for each micro-batch, but for shared parameters. Each stage keeps the activations of as
-    many micro-batches as are ``live`` there at once; None: of all. With ``checkpoint`` it keeps
-    what it receives of them, and the activations of one micro-batch: "except_last" of the last,
-    "always" of the one that is computed again. Between stages of one number in ``placement``, which
-    are on one device, nothing has to travel.
+    Every value but a shared parameter crosses a link once for each micro-batch. Each stage keeps
+    the activations of as many micro-batches as are ``live`` there at once; None: of all. With
+    ``checkpoint`` it keeps what it receives of them, and the activations of one micro-batch:
+    "except_last" of the last, "always" of the one that is computed again. Between stages of one
+    number in ``placement``, which are on one device, nothing has to travel.
     """
     if isinstance(devices, int):
         return Machine(devices)
