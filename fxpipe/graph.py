@@ -26,6 +26,7 @@ SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backw
 ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
 ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph is
 VALUE = "val"  #: fx's key: the fake (or example) value of a node
+HOME = "home"  #: int: the stage in which a parameter lives, at what brings it to another
 ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage
 WRITES = "writes"  #: tuple[str, ...]: the nodes whose memory this one writes to
 SAME_AS = "same_as"  #: tuple[str, ...]: the nodes of whose tensors this one gives some as they came

@@ -9,6 +9,9 @@ A value that several later stages use visits them in order, 0 → 1 → 3, each 
 user to the next: every stage gets it once, and its gradient, on the way back, is summed from the
 last user to the first, as the model's own backward does (the bits are the same). A hop to the next
 stage is a copy; one that passes over stages is a skip, and goes through a portal.
+
+A parameter that several devices need is brought from its own stage to each of the others, once for
+all micro-batches (pass "tied").
 """
 
 from __future__ import annotations
@@ -19,25 +22,33 @@ from itertools import pairwise
 
 from torch import fx
 
-from fxpipe.graph import MICROBATCH, ONCE, ORIGIN, STAGE, VALUE, tensor_bytes
+from fxpipe.graph import HOME, MICROBATCH, ONCE, ORIGIN, STAGE, VALUE, tensor_bytes
 
 
 @dataclass(frozen=True)
 class Hop:
     """One value on its way from one stage to another that uses it.
 
-    ``source`` is None where the caller gives the value: it goes straight to its first user.
+    ``source`` is None where the caller gives the value: it goes straight to its first user. What
+    goes ``once`` is brought ahead of all micro-batches, else a part goes with each of them.
     """
 
     value: str
     source: int | None
     target: int
     bytes: int
+    once: bool = False
 
     @property
     def is_skip(self) -> bool:
-        """Whether it passes over stages."""
-        return self.source is not None and self.target > self.source + 1
+        """Whether it passes over stages, with each micro-batch."""
+        return self.source is not None and self.target > self.source + 1 and not self.once
+
+    def __str__(self) -> str:
+        said = ", once for all micro-batches" * self.once
+        return (
+            f"{self.value}: stage {self.source} -> stage {self.target}, {self.bytes:,} bytes{said}"
+        )
 
 
 @dataclass(frozen=True)
@@ -51,13 +62,14 @@ class SkipLayout:
         """Those that pass over stages."""
         return tuple(hop for hop in self.hops if hop.is_skip)
 
+    @property
+    def brought(self) -> tuple[Hop, ...]:
+        """Those that go once."""
+        return tuple(hop for hop in self.hops if hop.once)
+
     def __str__(self) -> str:
-        if not self.skips:
-            return "no skips: every value is used in its own stage or the next\n"
-        return "".join(
-            f"{hop.value}: stage {hop.source} -> stage {hop.target}, {hop.bytes:,} bytes\n"
-            for hop in self.skips
-        )
+        lines = [*self.skips] or ["no skips: every value is used in its own stage or the next"]
+        return "".join(f"{line}\n" for line in (*lines, *self.brought))
 
 
 def stage_of(node: fx.Node) -> int | None:
@@ -82,6 +94,11 @@ def routes(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[int | None]]]:
 def skip_layout(stage_graph: fx.GraphModule) -> SkipLayout:
     """The hops of a stage graph."""
     hops = []
+    for node in stage_graph.graph.nodes:
+        if HOME in node.meta:
+            (source,) = node.all_input_nodes
+            size = tensor_bytes(node.meta.get(VALUE))
+            hops.append(Hop(source.name, node.meta[HOME], node.meta[STAGE], size, once=True))
     for node, stages in routes(stage_graph.graph):
         name, size = node.meta.get(ORIGIN, node.name), tensor_bytes(node.meta.get(VALUE))
         for source, target in pairwise(stages):

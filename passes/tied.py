@@ -15,6 +15,8 @@ What is brought is nobody's micro-batch's, as an input without a batch dimension
 all micro-batches are summed where they arise, and their sum goes back once. So a sum over all uses
 is made in another order than the model's own: on one device, where nothing travels, all stays as it
 is, and bitwise.
+
+What is brought takes memory where it is brought to, and so does its gradient.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from typing import ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import COST, FIRST, STAGE, Cost
+from fxpipe.graph import COST, FIRST, HOME, STAGE, VALUE, Cost, tensor_bytes
 from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
+from passes.cost import tensors_of
 
 
 @dataclass(frozen=True)
@@ -72,5 +75,8 @@ class Tied:
             )
         for node in (brought, own):
             node.meta = {**value.meta, COST: Cost(), STAGE: stage}
-        brought.meta[FIRST] = True
+        brought.meta |= {FIRST: True, HOME: value.meta[STAGE]}
+        size = tensor_bytes(value.meta.get(VALUE))
+        is_trained = any(t.requires_grad for t in tensors_of(value.meta.get(VALUE)))
+        own.meta[COST] = Cost(param_bytes=size, gradient_bytes=size * is_trained)
         return own

@@ -78,7 +78,10 @@ def _said(layout: SkipLayout) -> str:
 
 def _rows(hops: Iterable[Hop]) -> Iterable[list[tuple[float | str, str]]]:
     for hop in hops:
-        way = "skip" if hop.is_skip else "next stage" if hop.source is not None else "caller"
+        if hop.once:
+            way = "once"
+        else:
+            way = "skip" if hop.is_skip else "next stage" if hop.source is not None else "caller"
         source = "caller" if hop.source is None else str(hop.source)
         yield [
             (hop.value, hop.value),

@@ -100,7 +100,8 @@ class Report:
         lines = [f"{self.chunks} micro-batches{chosen}, {said}"]
         if GAP in self.model_graph.meta:
             lines.append(optimality(self.model_graph.meta[GAP]))
-        lines += [f"skip {line}" for line in str(self.layout).splitlines() if self.layout.skips]
+        lines += [f"skip {hop}" for hop in self.layout.skips]
+        lines += [f"brought {hop}" for hop in self.layout.brought]
         lines += [f"advice: {line}" for line in self._advice]
         return lines
 

@@ -96,11 +96,6 @@ class Flows:
         hops = (hop for flow in self.of.values() for hop in pairwise(flow.stages))
         return sorted({(a, min(b, last)) for a, b in hops if a != last})
 
-    def owner(self, parameter: nn.Parameter) -> int | None:
-        """The stage where a parameter lives that others use too; None if there is none."""
-        owners = (j for j, s in enumerate(self.stages) if any(p is parameter for p in s.owned))
-        return next(owners, None)
-
     def foreign(self, stage: Stage) -> tuple[str, ...]:
         """The names of a stage's parameters that live in another."""
         own = {id(parameter) for parameter in stage.owned}

@@ -11,10 +11,9 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import STAGE, attribute
+from fxpipe.graph import HOME, STAGE
 from fxpipe.runtime.streams import COPY
 from fxpipe.schedule import Action
-from passes.step.flows import Flows, StepError
 from passes.step.nodes import Nodes
 from passes.step.traffic import Traffic
 
@@ -22,10 +21,10 @@ from passes.step.traffic import Traffic
 class Replicas:
     """Replicas of parameters, one a stage that borrows, and the way of their gradients home."""
 
-    def __init__(self, flows: Flows, nodes: Nodes, traffic: Traffic) -> None:
+    def __init__(self, gm: fx.GraphModule, nodes: Nodes, traffic: Traffic) -> None:
         self.nodes, self.traffic = nodes, traffic
-        brought = flows.gm.graph.find_nodes(op="call_function", target=ops.bring)
-        self.home = {node: _home(flows, node) for node in brought}
+        brought = gm.graph.find_nodes(op="call_function", target=ops.bring)
+        self.homes = {node.meta[HOME] for node in brought}
         self.made: dict[fx.Node, fx.Node] = {}
 
     def of(self, brought: fx.Node) -> fx.Node:
@@ -42,18 +41,10 @@ class Replicas:
     def gather(self, last: dict[int, Action]) -> None:
         """Bring the gradients home, once their stages' last actions are done."""
         for brought, replica in self.made.items():
-            stage, home = brought.meta[STAGE], self.home[brought]
+            stage, home = brought.meta[STAGE], brought.meta[HOME]
             grad = self.nodes.call(ops.gathered, (replica,), f"{brought}_gathered", last[stage])
             made = self.traffic.depart([grad], home, last[stage])
             start = self.nodes.stream(stage, COPY)
             (arrived,) = self.traffic.bring(made, start, last[home], [f"{brought}_grad"])
             args = replica.args[0], arrived
             self.nodes.call(ops.accumulate, args, f"{brought}_accumulate", last[home])
-
-
-def _home(flows: Flows, brought: fx.Node) -> int:
-    """The stage where a parameter lives."""
-    home = flows.owner(attribute(flows.gm, str(brought.args[0].target)))  # type: ignore[union-attr]
-    if home is None:
-        raise StepError(f"{brought.name} is of no stage's parameters")
-    return home

@@ -37,7 +37,7 @@ class Writer:
         self.nodes = Nodes(gm, step.schedule, step.devices)
         self.nodes.attributes[LOSS] = step.loss
         self.traffic = Traffic(self.nodes)
-        self.replicas = Replicas(self.flows, self.nodes, self.traffic)
+        self.replicas = Replicas(gm, self.nodes, self.traffic)
         self.halved = {  # stages
             action.stage
             for lane in range(len(self.schedule.lanes))
@@ -58,7 +58,7 @@ class Writer:
         self._inputs()
         actions = _in_order(self.schedule, edges)
         last = {action.stage: action for action in actions}
-        homes = set(self.replicas.home.values())  # whose gradients are done later
+        homes = self.replicas.homes  # whose gradients are done later
         for action in actions:
             self._act(action)
             if last[action.stage] == action and action.stage not in homes:

@@ -12,6 +12,7 @@ from torch import nn
 import fxpipe
 from fxpipe import ops
 from fxpipe.graph import format_graph
+from passes.skips import Hop
 from tests.zoo import Tied, gradients, loop, loss_of, same
 
 TWO = ["cpu", "cpu:0"]
@@ -36,7 +37,8 @@ def compiled(model, devices=TWO, starts=("head",), **options):
 
 
 def test_a_tied_weight_is_brought_to_another_device_beside_the_micro_batches():
-    with compiled(Tied()) as pipe:
+    model = Tied()
+    with compiled(model) as pipe:
         assert_expected_inline(
             format_graph(pipe.stage_graph),
             """\
@@ -61,10 +63,22 @@ return head_call
         )
         brought = pipe.graph.find_nodes(op="call_function", target=ops.bring)
         assert [len(node.users) for node in brought] == [3]
+        size = model.embed.weight.nbytes
         assert not pipe.skip_layout.skips
+        assert pipe.skip_layout.brought == (Hop("embed_weight", 0, 1, size, once=True),)
+        assert f"brought embed_weight: stage 0 -> stage 1, {size} bytes, once" in pipe.report()
         assert {p.device.type for p in pipe.parameters()} == {"cpu"}
         for level in ("model", "stage", "pipeline"):
             assert str(pipe.draw(level))
+
+
+def test_it_takes_memory_where_it_is_brought_to_and_so_does_its_gradient():
+    model = Tied()
+    weight = model.embed.weight.nbytes
+    with compiled(model, ["cpu", "cpu"]) as here, compiled(model) as there:
+        assert [
+            there.stages[i].cost.fixed_bytes - here.stages[i].cost.fixed_bytes for i in range(2)
+        ] == [0, 2 * weight]
 
 
 def test_on_one_device_it_goes_the_way_of_all_values():
