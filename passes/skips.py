@@ -45,10 +45,8 @@ class Hop:
         return self.source is not None and self.target > self.source + 1 and not self.once
 
     def __str__(self) -> str:
-        said = ", once for all micro-batches" * self.once
-        return (
-            f"{self.value}: stage {self.source} -> stage {self.target}, {self.bytes:,} bytes{said}"
-        )
+        way = f"stage {self.source} -> stage {self.target}"
+        return f"{self.value}: {way}, {self.bytes:,} bytes" + ", once" * self.once
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,9 @@ class SkipLayout:
         return tuple(hop for hop in self.hops if hop.once)
 
     def __str__(self) -> str:
-        lines = [*self.skips] or ["no skips: every value is used in its own stage or the next"]
-        return "".join(f"{line}\n" for line in (*lines, *self.brought))
+        said = "no skips: every value is used in its own stage or the next\n"
+        skips = "".join(f"{hop}\n" for hop in self.skips) or said
+        return skips + "".join(f"{hop}\n" for hop in self.brought)
 
 
 def stage_of(node: fx.Node) -> int | None:
