@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ from fxpipe.trace import CustomTracer, Traced, TraceError, canonical, trace, unt
 from passes.cost import ADAM, relative_time, tensors_of
 from passes.costs import Costs, cost_pass
 from passes.cut.bounds import gap, lower_bound
-from passes.cut.dag import Machine, prices
+from passes.cut.dag import Floats, prices
 from passes.partition import DoesNotFit, Spec
 from passes.problem import Problem, machine, problem, recomputed
 from passes.skips import SkipLayout, skip_layout
@@ -51,8 +51,9 @@ class PlannedStage:
     """A stage, and what it is expected to take for one mini-batch.
 
     ``lane`` says on which of the devices it is; ``seconds`` are those of computing, and of what its
-    links cannot hide; ``state_bytes`` are parameters, gradients, optimizer and buffers;
-    ``activation_bytes`` what is kept for the backward of as many micro-batches as are under way.
+    links cannot hide; ``state_bytes`` are parameters, gradients, optimizer and buffers, and what
+    other stages share with this one; ``activation_bytes`` what is kept for the backward of as many
+    micro-batches as are under way.
     """
 
     index: int
@@ -283,11 +284,10 @@ class _Lanes:
         again = recomputed(self.checkpoint, self.chunks)
         found = problem(gm.graph, devices=devices, recomputed=again)
         stage = [node.meta[STAGE] for node in found.work]
-        layout = skip_layout(default.Split()(default.Free()(gm)))
-        fixed = [0] * stages
-        for node, s in zip(found.work, stage, strict=True):
-            fixed[s] += node.meta[COST].fixed_bytes
-        order, timeline = self._played(found, stage, devices, layout, fixed)
+        lanes = tuple(f"lane {lane}" for lane in self.placement)
+        layout = skip_layout(default.Split()(default.Tied(lanes)(default.Free()(gm))))
+        fixed, saved, received = self._held(found, stage, devices)
+        order, timeline = self._played(found, stage, devices, layout, (fixed, saved, received))
         target = machine(
             devices,
             chunks=self.chunks,
@@ -307,8 +307,8 @@ class _Lanes:
                     float(priced.compute[i]),
                     float(priced.link[i]),
                     float(priced.times[i]),
-                    fixed[i],
-                    round(float(priced.memory[i])) - fixed[i],
+                    round(float(fixed[i])),
+                    round(float(priced.memory[i] - fixed[i])),
                 )
                 for i in range(stages)
             ),
@@ -334,31 +334,37 @@ class _Lanes:
             schedule = named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)
         return live(schedule).stages
 
+    def _held(
+        self, found: Problem, stage: Sequence[int], devices: Sequence[DeviceSpec]
+    ) -> tuple[Floats, Floats, Floats]:
+        """Bytes of each stage: those that are there all the time, and what it saves, and what it
+        receives, of a mini-batch."""
+        target = machine(devices, placement=self.placement)
+        one, none = np.ones(len(devices)), np.zeros(len(devices))
+        fixed, and_saved, and_received = (
+            prices(found.whole, replace(target, held=held, received=received), stage).memory
+            for held, received in ((none, none), (one, none), (none, one))
+        )
+        return fixed, and_saved - fixed, and_received - fixed
+
     def _played(
         self,
         found: Problem,
         stage: Sequence[int],
         devices: Sequence[DeviceSpec],
         layout: SkipLayout,
-        fixed: Sequence[int],
+        held: tuple[Floats, Floats, Floats],
     ) -> tuple[Schedule, Timeline]:
         """The order of a step, and the step in that order."""
         chunks, stages = self.chunks, len(devices)
+        fixed, saved, received = held
         costs = self._costs(found, stage, devices)
-        links = Links(tuple(self._edges(found, layout)), between=self._between())
-        # What each stage saves, and what it receives, of a mini-batch.
-        saved, received = (
-            prices(
-                replace(found.whole, fixed=np.zeros(found.whole.size)),
-                Machine(stages, held=np.full(stages, a), received=np.full(stages, b)),
-                stage,
-            ).memory
-            for a, b in ((1, 0), (0, 1))
-        )
+        edges, once = self._edges(found, layout)
+        links = Links(edges, between=self._between(), once=once)
         kept = saved if self.checkpoint == "never" else received
         always = [0.0] * len(self.specs)
         for s, lane in enumerate(self.placement):
-            always[lane] += fixed[s]
+            always[lane] += float(fixed[s])
         if self.checkpoint != "never":  # one micro-batch at a time is computed again
             for lane in range(len(always)):
                 own = [s for s in range(stages) if self.placement[s] == lane]
@@ -400,18 +406,30 @@ class _Lanes:
         again = recomputed(self.checkpoint, self.chunks)
         return [StageCost(f, b + again * f) for f, b in zip(forward, backward, strict=True)]
 
-    def _edges(self, found: Problem, layout: SkipLayout) -> Iterator[Edge]:
-        """What travels from stage to stage for one micro-batch, and the gradients back."""
+    def _edges(self, found: Problem, layout: SkipLayout) -> tuple[list[Edge], list[Edge]]:
+        """What travels from stage to stage, and the gradients back: for one micro-batch; once."""
         nodes = found.work[0].graph.nodes
-        values = {node.name: tensors_of(node.meta.get(VALUE)) for node in nodes}
+        values = {
+            str(node.target) if node.op == "get_attr" else node.name: tensors_of(
+                node.meta.get(VALUE)
+            )
+            for node in nodes
+        }
         sizes: dict[tuple[int, int], tuple[float, float]] = {}
+        once = []
         for hop in layout.hops:
-            if hop.source is not None:
+            if hop.source is None:
+                continue
+            trained = tensor_bytes([t for t in values[hop.value] if t.requires_grad])
+            if hop.once:
+                once.append(Edge(hop.source, hop.target, hop.bytes, trained))
+            else:
                 there, back = sizes.get((hop.source, hop.target), (0.0, 0.0))
-                trained = tensor_bytes([t for t in values[hop.value] if t.requires_grad])
                 sizes[hop.source, hop.target] = there + hop.bytes, back + trained
-        for (source, target), (there, back) in sizes.items():
-            yield Edge(source, target, there / self.chunks, back / self.chunks)
+        return [
+            Edge(*ends, there / self.chunks, back / self.chunks)
+            for ends, (there, back) in sizes.items()
+        ], once
 
     def _between(self) -> dict[tuple[int, int], Link]:
         """The slower of two devices' links is the one between them."""

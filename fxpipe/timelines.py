@@ -78,14 +78,17 @@ def predicted(
 ) -> Timeline:
     """What the simulator says; ``devices``: one for each stage."""
     sent: Counter[tuple[int, int]] = Counter()  # all values from one stage to another together
+    once = []
     for hop in layout.hops:
-        if hop.source is not None:
+        if hop.source is not None and hop.once:
+            once.append(Edge(hop.source, hop.target, hop.bytes))
+        elif hop.source is not None:
             sent[hop.source, hop.target] += hop.bytes
     edges = [Edge(*ends, total / schedule.microbatches) for ends, total in sent.items()]
     lanes = range(len(schedule.lanes))
     where = {schedule.placement[stage]: device for stage, device in enumerate(devices)}
     between = {(a, b): PCIE for a in lanes for b in lanes if where[a] != where[b]}
-    return simulate(schedule, costs, Links(edges, between=between), memory)
+    return simulate(schedule, costs, Links(edges, between=between, once=once), memory)
 
 
 def _said(node: fx.Node) -> str:

@@ -97,7 +97,7 @@ def skip_layout(stage_graph: fx.GraphModule) -> SkipLayout:
         if HOME in node.meta:
             (source,) = node.all_input_nodes
             size = tensor_bytes(node.meta.get(VALUE))
-            hops.append(Hop(source.name, node.meta[HOME], node.meta[STAGE], size, once=True))
+            hops.append(Hop(str(source.target), node.meta[HOME], node.meta[STAGE], size, once=True))
     for node, stages in routes(stage_graph.graph):
         name, size = node.meta.get(ORIGIN, node.name), tensor_bytes(node.meta.get(VALUE))
         for source, target in pairwise(stages):

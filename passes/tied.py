@@ -64,6 +64,8 @@ class Tied:
         streams = stream_name(device, COPY), stream_name(device, COMPUTE)
         (parameter,) = value.args
         assert isinstance(parameter, fx.Node)
+        if VALUE in value.meta:
+            parameter.meta[VALUE] = value.meta[VALUE]
         graph = value.graph
         with graph.inserting_after(parameter):
             brought = graph.create_node(

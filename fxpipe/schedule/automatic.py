@@ -289,7 +289,10 @@ class _Search:
 def _alone(timeline: Timeline) -> bool:
     """Whether no copy waits for another: each starts when what it copies is made."""
     ends = {span.action: span.end for span in timeline.spans}
-    return all(copy.start <= ends[copy.action] * SLACK for copy in timeline.transfers)
+    return all(
+        copy.action is None or copy.start <= ends[copy.action] * SLACK
+        for copy in timeline.transfers
+    )
 
 
 _Move = tuple[int, int, int]

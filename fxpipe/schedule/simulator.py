@@ -79,12 +79,16 @@ class Links:
         between: between some lanes, ``{(source, target): Link(...)}``, in place of ``link``.
         overlaps: copies run beside computation, one after the other for each pair of lanes. False:
             the lane that receives does nothing else meanwhile.
+        once: what stages are given once in a step, ahead of their first micro-batch, such as a
+            parameter that several share; its gradient goes back after their last backward. Bytes
+            are those of the step. Always beside computation.
     """
 
     edges: Sequence[Edge] | None = None
     link: Link = Link()
     between: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     overlaps: bool = True
+    once: Sequence[Edge] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class World:
         edges = links.edges
         if edges is None:
             edges = [Edge(source, target) for source, target in chain(stages)]
-        for edge in edges:
+        for edge in (*edges, *links.once):
             if not 0 <= edge.source < edge.target < stages:
                 raise ValueError(
                     f"{edge}: an edge goes from a stage to a later one, of {stages} from 0"
@@ -164,18 +168,24 @@ class World:
         self.after: list[list[int]] = [[] for _ in placement]
         self._travel: dict[tuple[int, int], tuple[float, float]] = {}
         for edge in edges:
-            back = edge.bytes if edge.gradient_bytes is None else edge.gradient_bytes
             self.before[edge.target].append(edge.source)
             self.after[edge.source].append(edge.target)
-            self._travel[edge.source, edge.target] = self._over(
-                edge.source, edge.target, edge.bytes
-            )
-            self._travel[edge.target, edge.source] = self._over(edge.target, edge.source, back)
+            self._travel[edge.source, edge.target] = self.there(edge)
+            self._travel[edge.target, edge.source] = self.back(edge)
         # For speed: the simulator asks for these once for each action.
         self._seconds = [
             {kind: cost.seconds(kind) + self._received(stage, kind) for kind in Kind}
             for stage, cost in enumerate(costs)
         ]
+
+    def there(self, edge: Edge) -> tuple[float, float]:
+        """Seconds and bytes."""
+        return self._over(edge.source, edge.target, edge.bytes)
+
+    def back(self, edge: Edge) -> tuple[float, float]:
+        """Those of the gradients."""
+        size = edge.bytes if edge.gradient_bytes is None else edge.gradient_bytes
+        return self._over(edge.target, edge.source, size)
 
     def _over(self, source: int, target: int, size: float) -> tuple[float, float]:
         lanes = self.placement[source], self.placement[target]
@@ -219,12 +229,15 @@ class Run:
         self._free = [True] * lanes
         self._link_free: dict[tuple[int, int], float] = {}
         # An event is the end of an action on its lane (target None), or an arrival at a stage.
-        self._events: list[tuple[float, int, Action, int | None]] = []
+        # One without an action is the arrival of what comes once.
+        self._events: list[tuple[float, int, Action | None, int | None]] = []
         self._arrivals = 0
         stages = range(len(world.placement))
         self._lacks_forward = [[len(world.before[s])] * microbatches for s in stages]
         self._lacks_backward = [[1 + len(world.after[s])] * microbatches for s in stages]
         self._lacks_weight = [[1] * microbatches for _ in stages]
+        self._backwards_left = [microbatches for _ in stages]
+        self._give_once()
 
     def is_ready(self, action: Action) -> bool:
         """Whether all that it needs is there."""
@@ -244,7 +257,10 @@ class Run:
             while self._events and self._events[0][0] == self.now:
                 _, _, action, target = heapq.heappop(self._events)
                 if target is None:
+                    assert action is not None
                     self._end(action)
+                elif action is None:
+                    self._wait_for_once(target, -1)
                 else:
                     self._arrive(action, target)
             self._start()
@@ -257,12 +273,16 @@ class Run:
                 self.spans.append(Span(lane, self.now, end, action))
                 self._push(end, action, None)
 
-    def _push(self, time: float, action: Action, target: int | None) -> None:
+    def _push(self, time: float, action: Action | None, target: int | None) -> None:
         self._arrivals += 1
         heapq.heappush(self._events, (time, self._arrivals, action, target))
 
     def _end(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
+        if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+            self._backwards_left[stage] -= 1
+            if not self._backwards_left[stage]:
+                self._return(stage)
         self._free[self.world.placement[stage]] = True
         if action.kind is Kind.FORWARD:
             self._lacks_backward[stage][microbatch] -= 1
@@ -276,17 +296,43 @@ class Run:
             self._send(action, target)
 
     def _send(self, action: Action, target: int) -> None:
-        seconds = self.world.travel(action.stage, target)
-        if not seconds:
+        seconds, size = (
+            self.world.travel(action.stage, target),
+            self.world.size(action.stage, target),
+        )
+        if seconds:
+            self._push(self._copied(action.stage, target, seconds, size, action), action, target)
+        else:
             self._arrive(action, target)
-            return
-        placement = self.world.placement
-        way = placement[action.stage], placement[target]
+
+    def _copied(
+        self, source: int, target: int, seconds: float, size: float, action: Action | None
+    ) -> float:
+        """Occupy the link between two stages; until when."""
+        way = self.world.placement[source], self.world.placement[target]
         start = max(self.now, self._link_free.get(way, 0.0))
         self._link_free[way] = end = start + seconds
-        size = self.world.size(action.stage, target)
         self.transfers.append(Transfer(*way, start, end, action, size))
-        self._push(end, action, target)
+        return end
+
+    def _give_once(self) -> None:
+        """Send what stages are given once; their forwards wait for it."""
+        for edge in self.world.links.once:
+            seconds, size = self.world.there(edge)
+            if seconds:
+                end = self._copied(edge.source, edge.target, seconds, size, None)
+                self._push(end, None, edge.target)
+                self._wait_for_once(edge.target, 1)
+
+    def _wait_for_once(self, stage: int, more: int) -> None:
+        self._lacks_forward[stage] = [count + more for count in self._lacks_forward[stage]]
+
+    def _return(self, stage: int) -> None:
+        """Send the gradients of what a stage has been given once."""
+        for edge in self.world.links.once:
+            seconds, size = self.world.back(edge)
+            if edge.target == stage and seconds:
+                self._copied(stage, edge.source, seconds, size, None)
 
     def _arrive(self, action: Action, target: int) -> None:
         is_forward = action.kind is Kind.FORWARD

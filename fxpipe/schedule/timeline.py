@@ -39,17 +39,18 @@ class Span:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A copy from one lane to another: ``action`` is the one that made what travels."""
+    """A copy from one lane to another: ``action`` is the one that made what travels; None for what
+    goes once in a step."""
 
     source: int
     target: int
     start: float
     end: float
-    action: Action
+    action: Action | None
     bytes: float = 0
 
     def __str__(self) -> str:
-        return f"copy {self.action}"
+        return "copy, once" if self.action is None else f"copy {self.action}"
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,17 @@ def test_a_prediction_counts_what_travels_between_devices_only():
     assert apart.makespan == pytest.approx(6e-3 + 2 * one_way)
 
 
+def test_a_prediction_counts_what_is_brought_once():
+    schedule = named("gpipe", lanes=2, microbatches=2)
+    layout = SkipLayout((Hop("w", 0, 1, 16_000_000, once=True), Hop("a", 0, 1, 0)))
+    apart = predicted(schedule, [StageCost(1e-4, 1e-4)] * 2, layout, ["cuda:0", "cuda:1"])
+    there, back = [t for t in apart.transfers if t.action is None]
+    assert (there.start, there.end) == pytest.approx((0, 1e-3 + 1e-5))
+    first = apart.of_lane(1)[0]
+    assert first.start == pytest.approx(there.end + 1e-5), "its input waits for the link"
+    assert back.start == pytest.approx(apart.of_lane(1)[-1].end)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_measured_step_has_every_action_once_in_the_lanes_order(schedule, devices):

@@ -55,6 +55,20 @@ def test_a_whole_backward_may_cost_less_than_its_halves():
     assert simulate(Schedule.from_text("0F0 0I0 0W0"), costs).makespan == 5
 
 
+def test_what_is_given_once_is_waited_for_by_the_first_forward_and_goes_back_after_all_backwards():
+    schedule = named("1f1b", lanes=2, microbatches=3)
+    given = Links(once=[Edge(0, 1, 50, 20)], link=Link(bandwidth=10))
+    timeline = simulate(schedule, [UNIT] * 2, given)
+    there, back = timeline.transfers
+    assert (there.source, there.target, there.start, there.end) == (0, 1, 0, 5)
+    assert starts(timeline)["1F0"] == 5
+    end = max(span.end for span in timeline.of_lane(1))
+    assert (back.source, back.target, back.start, back.end) == (1, 0, end, end + 2)
+    assert str(back) == "copy, once"
+    same_lane = Schedule.from_text("0F0 1F0 1B0 0B0")
+    assert not simulate(same_lane, [UNIT] * 2, given).transfers
+
+
 def test_a_gradient_leaves_after_the_first_half():
     schedule = Schedule.from_text("0F0 0B0 \n 1F0 1I0 1W0")
     assert starts(simulate(schedule, [UNIT] * 2))["0B0"] == 3
