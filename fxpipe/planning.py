@@ -322,17 +322,14 @@ class _Lanes:
     def _alive(self, stages: int) -> Sequence[float] | None:
         """How many micro-batches are alive at once at each of so many stages; None: all."""
         schedule, lanes = self.schedule, len(self.specs)
-        if stages != len(self.placement):  # what if there were more of them
-            if isinstance(schedule, Schedule) or lanes != len(self.placement):
-                return None
+        if isinstance(schedule, Schedule):
+            return live(schedule).stages if schedule.stages == stages else None
+        if lanes == len(self.placement):  # a stage a device, and as many devices as asked about
             lanes = stages
-        if schedule == AUTO:  # it keeps the bound where one that is known does
-            if lanes != stages:
-                return None
-            schedule = "1f1b"
-        if not isinstance(schedule, Schedule):
-            schedule = named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)
-        return live(schedule).stages
+            schedule = "1f1b" if schedule == AUTO else schedule  # which it keeps the bound of
+        elif schedule == AUTO or stages != len(self.placement):
+            return None
+        return live(named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)).stages
 
     def _held(
         self, found: Problem, stage: Sequence[int], devices: Sequence[DeviceSpec]
