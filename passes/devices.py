@@ -35,16 +35,22 @@ class Devices:
         return gm
 
     def _move(self, stage: fx.GraphModule, device: torch.device) -> None:
+        moved: list[torch.device] = []
+
         def own(value: Any) -> Any:
             is_device = isinstance(value, torch.device) and value == self.traced
             if isinstance(value, fx.Node):  # another stage's
                 is_device = value.op == "placeholder" and isinstance(
                     value.meta.get(VALUE), torch.device
                 )
+            if is_device:
+                moved.append(device)
             return device if is_device else value
 
         for node in stage.graph.nodes:
             if node.op not in ("placeholder", "output"):
-                node.args = fx.node.map_aggregate(node.args, own)
-                node.kwargs = fx.node.map_aggregate(node.kwargs, own)
-        stage.recompile()
+                args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), own)
+                if moved:
+                    node.args, node.kwargs = args, kwargs
+        if moved:
+            stage.recompile()

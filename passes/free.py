@@ -64,7 +64,8 @@ class Free:
                     if own is not source:
                         node.replace_input_with(source, own)
         again.forget()
-        gm.recompile()
+        if again.made:
+            gm.recompile()
         return gm
 
 

@@ -44,6 +44,7 @@ class Tied:
     devices: tuple[str, ...]
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        has_changed = False
         for value in gm.graph.find_nodes(op="call_function", target=ops.share):
             home = value.meta[STAGE]
             away: dict[int, list[fx.Node]] = {}
@@ -55,7 +56,9 @@ class Tied:
                 own = self._bring(value, stage, users[0])
                 for user in users:
                     user.replace_input_with(value, own)
-        gm.recompile()
+                has_changed = True
+        if has_changed:
+            gm.recompile()
         return gm
 
     def _bring(self, value: fx.Node, stage: int, user: fx.Node) -> fx.Node:
