@@ -83,13 +83,25 @@ class Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
+_WITHOUT_TENSORS = {type(None), bool, int, float, str, slice, torch.dtype, torch.device}
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value (any pytree), in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    kind = type(value)  # what is usual first: every pass asks this of every node
+    if kind in _WITHOUT_TENSORS:
+        return []
+    if kind in (tuple, list, dict):
+        parts = value.values() if kind is dict else value
+        return [tensor for part in parts for tensor in tensors_of(part)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def tensor_bytes(value: Any) -> int:
     """Bytes of all tensors in a value (any pytree; fake tensors count as real ones)."""
-    return sum(
-        leaf.numel() * leaf.element_size()
-        for leaf in pytree.tree_leaves(value)
-        if isinstance(leaf, torch.Tensor)
-    )
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
 
 
 def attribute(gm: fx.GraphModule, target: str) -> Any:

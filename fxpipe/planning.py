@@ -17,7 +17,7 @@ from torch import fx, nn
 import passes as default
 from fxpipe.batch import input_dims
 from fxpipe.devices import DeviceSpec
-from fxpipe.graph import COST, GAP, STAGE, VALUE, tensor_bytes
+from fxpipe.graph import COST, GAP, STAGE, VALUE, tensor_bytes, tensors_of
 from fxpipe.inspect.text import human_bytes, human_time, optimality
 from fxpipe.schedule import (
     Edge,
@@ -35,7 +35,7 @@ from fxpipe.schedule import (
 )
 from fxpipe.schedule.choice import AUTO
 from fxpipe.trace import CustomTracer, Traced, TraceError, canonical, trace, untouched
-from passes.cost import ADAM, relative_time, tensors_of
+from passes.cost import ADAM, relative_time
 from passes.costs import Costs, cost_pass
 from passes.cut.bounds import gap, lower_bound
 from passes.cut.dag import Floats, prices

@@ -29,10 +29,9 @@ from typing import Any, ClassVar
 import networkx as nx
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
+from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES, tensors_of
 from passes.fakes import FakeInterpreter, backward_edges
 
 
@@ -123,7 +122,7 @@ class _Watcher(FakeInterpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        before = [(tensor, tensor._version) for tensor in _tensors((args, kwargs))]
+        before = [(tensor, tensor._version) for tensor in tensors_of((args, kwargs))]
         own = self._buffers(n)
         versions = [buffer._version for buffer in own]
         with _Randomness() as randomness:  # type: ignore[no-untyped-call]
@@ -139,7 +138,7 @@ class _Watcher(FakeInterpreter):
             n.meta[RANDOM] = True
         if n.op != "output":
             n.meta[VALUE] = value
-            for memory in {_memory(tensor) for tensor in _tensors(value)}:
+            for memory in {_memory(tensor) for tensor in tensors_of(value)}:
                 self.given.setdefault(memory, []).append(n)
         return value
 
@@ -163,12 +162,12 @@ def _follow_identities(seen: _Watcher, position: dict[fx.Node, int]) -> bool:
 def _mark_same(seen: _Watcher) -> None:
     """Whose tensors a node gives on. One that has been written to has another history."""
     for node, value in seen.env.items():
-        given = {id(tensor) for tensor in _tensors(value)}
+        given = {id(tensor) for tensor in tensors_of(value)}
         if node.op != "output" and node not in seen.written:
             same = (
                 n
                 for n in node.all_input_nodes
-                if not given.isdisjoint(map(id, _tensors(seen.env[n])))
+                if not given.isdisjoint(map(id, tensors_of(seen.env[n])))
             )
             if names := tuple(n.name for n in same):
                 node.meta[SAME_AS] = names
@@ -189,10 +188,6 @@ def _live(
         if node.op == "output" or not live.isdisjoint(node.users) or not live.isdisjoint(later):
             live.add(node)
     return live
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _memory(tensor: Tensor) -> int:

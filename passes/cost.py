@@ -27,7 +27,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe import ops
 from fxpipe.devices import CPU_CORE, DeviceSpec
-from fxpipe.graph import COST, NO_BACKWARD, SAVED, VALUE, Cost, attribute, stage_nodes, tensor_bytes
+from fxpipe.graph import (
+    COST,
+    NO_BACKWARD,
+    SAVED,
+    VALUE,
+    Cost,
+    attribute,
+    stage_nodes,
+    tensor_bytes,
+    tensors_of,
+)
 from passes.fakes import FakeInterpreter, backward_edges, fake_mode
 
 WORK = "work"  # of a node's meta: its :class:`Work`
@@ -285,11 +295,6 @@ def _fresh(tensor: Tensor, leaves: list[Tensor]) -> Tensor:
         return tensor
     leaves.append(tensor.detach().requires_grad_(tensor.requires_grad))
     return leaves[-1].clone()
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a value (any pytree), in order."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from fxpipe.graph import VALUE, format_node
+from fxpipe.graph import VALUE, format_node, tensors_of
 from fxpipe.trace import TraceError
 
 
@@ -62,8 +62,7 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
 def backward_edges(values: Any) -> Iterator[Any]:
     """The autograd nodes that a backward from these values comes by, each once for every edge that
     leads to it."""
-    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
-    front = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    front = [tensor.grad_fn for tensor in tensors_of(values) if tensor.grad_fn is not None]
     yield from front
     seen = set(front)
     while front:

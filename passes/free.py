@@ -22,7 +22,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from fxpipe.graph import (
     ALIAS,
@@ -37,6 +36,7 @@ from fxpipe.graph import (
     operator_name,
     stage_nodes,
     tensor_bytes,
+    tensors_of,
 )
 
 SMALL = 1 << 16  # elements of a tensor that is rather made again than sent
@@ -97,7 +97,7 @@ class _Again:
             node.op in ("call_function", "call_method")
             and not any(key in node.meta for key in (ALIAS, RANDOM, WRITES, ONCE, NO_BACKWARD))
             and node.name not in self.written
-            and all(not t.requires_grad for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+            and all(not t.requires_grad for t in tensors_of(value))
         )
 
     def here(self, source: fx.Node, user: fx.Node) -> fx.Node:
@@ -148,9 +148,7 @@ class _Again:
 
 def _is_number(node: fx.Node) -> bool:
     """Whether its value has no tensors: a number, a shape, a dtype."""
-    return VALUE in node.meta and not any(
-        isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(node.meta[VALUE])
-    )
+    return VALUE in node.meta and not tensors_of(node.meta[VALUE])
 
 
 def _operator(node: fx.Node) -> str:

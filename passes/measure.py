@@ -27,8 +27,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.devices import CPU_CORE, DeviceSpec
-from fxpipe.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, stage_nodes
-from passes.cost import ADAM, AnalyticCost, signature, tensors_of
+from fxpipe.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, stage_nodes, tensors_of
+from passes.cost import ADAM, AnalyticCost, signature
 
 ROUNDS = 25  # at most
 

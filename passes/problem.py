@@ -42,8 +42,9 @@ from fxpipe.graph import (
     operator_name,
     stage_nodes,
     tensor_bytes,
+    tensors_of,
 )
-from passes.cost import edges_to, relative_time, tensors_of
+from passes.cost import edges_to, relative_time
 from passes.cut.dag import OUTSIDE, Dag, Kept, Machine, Value, contracted, grouped
 
 OBJECTIVES: Mapping[str, Callable[[Cost], float]] = {

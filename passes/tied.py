@@ -27,9 +27,8 @@ from typing import ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import COST, FIRST, HOME, STAGE, VALUE, Cost, tensor_bytes
+from fxpipe.graph import COST, FIRST, HOME, STAGE, VALUE, Cost, tensor_bytes, tensors_of
 from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
-from passes.cost import tensors_of
 
 
 @dataclass(frozen=True)
