@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpipe.graph import VALUE, format_node, tensors_of
 from fxpipe.trace import TraceError
@@ -49,8 +51,33 @@ class FakeInterpreter(fx.Interpreter):
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
-        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        return torch.func.functional_call(module, self.fake(tensors), args, kwargs)
+        buffers = dict(module.named_buffers())
+        fakes = self.fake(buffers)
+        with _numbers(buffers, fakes):
+            tensors = {**self.fake(dict(module.named_parameters())), **fakes}
+            return torch.func.functional_call(module, tensors, args, kwargs)
+
+
+@contextmanager
+def _numbers(buffers: Mapping[str, Tensor], fakes: Mapping[str, FakeTensor]) -> Iterator[None]:
+    """Let a module read the numbers among its buffers, of which it makes no shapes: a batch norm
+    without momentum divides by how many batches there were.
+
+    One on the meta device has none, and any will do.
+    """
+    numbers = [name for name, buffer in buffers.items() if buffer.dim() == 0]
+    with _disable_current_modes():  # which may count what is done here
+        for name in numbers:
+            own = buffers[name]
+            known = not own.is_meta and not isinstance(own, FakeTensor)
+            fakes[name].constant = (
+                own.detach().clone() if known else torch.ones((), dtype=own.dtype, device="cpu")
+            )
+    try:
+        yield
+    finally:
+        for name in numbers:
+            fakes[name].constant = None
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:

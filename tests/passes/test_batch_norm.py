@@ -13,7 +13,7 @@ from torch import nn
 import fxpipe
 from fxpipe.graph import format_graph
 from passes import DeferredBatchNorm
-from tests.zoo import ResNet, loss_of, same
+from tests.zoo import ResNet, gradients, loop, loss_of, same
 
 SHAPES = {nn.BatchNorm1d: (7, 4), nn.BatchNorm2d: (7, 4, 3, 2), nn.BatchNorm3d: (7, 4, 2, 3, 2)}
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -45,6 +45,38 @@ def test_running_statistics_are_those_without_a_pipeline(kind, momentum, affine,
             pipe.eval(), reference.eval()
             torch.testing.assert_close(pipe(x), reference(x), rtol=1e-5, atol=1e-5)
             close(model, reference)
+
+
+class Averaging(nn.Module):
+    """Batch norms without momentum, one of them used twice; they read how many batches there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.once, self.twice = (nn.BatchNorm1d(4, momentum=None) for _ in range(2))
+
+    def forward(self, x):
+        return self.twice(self.second(torch.tanh(self.twice(self.once(self.first(x))))))
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_one_without_momentum_need_not_be_deferred(checkpoint, tracer):
+    model = Averaging()
+    reference, x = copy.deepcopy(model), torch.randn(7, 4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, checkpoint=checkpoint, tracer=tracer) as pipe:
+        for step in range(2):
+            model.zero_grad()
+            output = pipe(x)
+            loss_of(output).backward()
+            wanted, _ = loop(reference, (x,), 3)
+            assert same(output.detach(), wanted)
+            assert same(gradients(model), gradients(reference))
+            assert same(list(model.buffers()), list(reference.buffers()))
+            assert [model.once.num_batches_tracked, model.twice.num_batches_tracked] == [
+                3 * (step + 1),
+                6 * (step + 1),
+            ]
 
 
 def test_an_exported_model_defers_too():

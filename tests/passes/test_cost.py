@@ -140,6 +140,14 @@ def test_a_model_on_meta_costs_the_same():
     assert real == meta
 
 
+def test_a_batch_norm_that_reads_a_number_off_its_buffers_costs_what_one_does_that_does_not():
+    x = torch.randn(4, 3)
+    wanted = costs(nn.Sequential(nn.BatchNorm1d(3)), x)
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
+    assert costs(model, x) == wanted
+    assert costs(model.to("meta"), x.to("meta")) == wanted
+
+
 def test_equal_nodes_are_run_once(monkeypatch):
     ran = []
     run = cost_module._Runs._run
