@@ -28,6 +28,7 @@ from fxpipe.options import Options, PassList
 from fxpipe.runtime.ambient import is_intercepted, transforms
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
+from fxpipe.runtime.optimizer import Stepping
 from fxpipe.schedule import AUTO, Memory, Schedule, StageCost, Timeline
 from fxpipe.timelines import estimated_costs, measured, measured_costs, predicted
 from fxpipe.trace import CustomTracer, untouched
@@ -230,8 +231,9 @@ class Pipeline(nn.Module):
                 as the batch.
             scaler: its scale is multiplied into the gradients; unscale and step with it afterwards.
             optimizer: steps each stage's parameters as soon as their gradients are done, while
-                other stages are still at work. For optimizers that treat each parameter by itself
-                (SGD, Adam, ...): not LBFGS, and not where gradients are clipped together first.
+                other stages are still at work, and what no stage has at the end. One that is not of
+                ``torch.optim``, or has hooks on its step (which may clip gradients together, say),
+                steps once, at the end. Not LBFGS.
 
         Returns:
             The loss of the mini-batch, without history and not scaled.
@@ -252,8 +254,11 @@ class Pipeline(nn.Module):
         unrolled, values = self._ready_to_step(args, kwargs, target)
         last = self._options.devices[-1]
         scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
+        stepping = None if optimizer is None else Stepping(optimizer)
         with torch.no_grad():  # each forward records for itself
-            total, losses = self._run(unrolled, [*values, scale, optimizer])
+            total, losses = self._run(unrolled, [*values, scale, stepping])
+        if stepping is not None:
+            stepping.finish()
         self.__dict__["losses"] = losses
         return total  # type: ignore[no-any-return]
 

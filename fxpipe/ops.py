@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -26,6 +25,7 @@ from fxpipe.runtime import random as _random
 from fxpipe.runtime import shared as _shared
 from fxpipe.runtime import step as _step
 from fxpipe.runtime.checkpoint import Handle
+from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.portal import Portal
 from fxpipe.runtime.step import Tape
 from fxpipe.runtime.streams import CALLER
@@ -427,9 +427,7 @@ def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
 
 
 @_op
-def optimize(
-    optimizer: torch.optim.Optimizer | None, stage: nn.Module, shared: Sequence[str]
-) -> None:
+def optimize(optimizer: Stepping | None, stage: nn.Module, shared: Sequence[str]) -> None:
     """Step the parameters of a stage whose gradients are done, if there is an optimizer.
 
     ::

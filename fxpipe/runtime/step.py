@@ -18,7 +18,6 @@ later.
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.runtime.checkpoint import Handle, checkpointed
 from fxpipe.runtime.copy import moved
+from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.shared import share
 from fxpipe.runtime.streams import CALLER, device_of, make_wait, stream
 
@@ -268,24 +268,14 @@ def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
             torch.autograd.backward(share(parameter), grad)
 
 
-def optimize(
-    optimizer: torch.optim.Optimizer | None, stage: nn.Module, shared: Sequence[str]
-) -> None:
-    """Let an optimizer step the parameters of one stage, as it would step all.
+def optimize(stepping: Stepping | None, stage: nn.Module, shared: Sequence[str]) -> None:
+    """Let an optimizer step the parameters of one stage, if there is one.
 
     ``shared``: those that it has, but are another stage's.
     """
-    if optimizer is None:
-        return
-    others = {id(stage.get_parameter(name)) for name in shared}
-    own = {id(parameter) for parameter in stage.parameters()} - others
-    part = copy.copy(optimizer)  # which has the same state
-    groups = ({**g, "params": [p for p in g["params"] if id(p) in own]} for g in part.param_groups)
-    part.param_groups = [group for group in groups if group["params"]]
-    if part.param_groups:
-        with torch.no_grad():
-            part.step()
-        optimizer._opt_called = True  # type: ignore[attr-defined] # for learning rate schedulers
+    if stepping is not None:
+        others = {id(stage.get_parameter(name)) for name in shared}
+        stepping.part([p for p in stage.parameters() if id(p) not in others])
 
 
 def weights(parts: Sequence[Tensor], dim: int | None) -> tuple[float, ...]:

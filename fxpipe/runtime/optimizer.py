@@ -1,0 +1,92 @@
+"""One step of an optimizer, in parts.
+
+::
+
+    lane 0    ... backward (0,1) ── backward (0,0) ── part (0)
+    lane 1    ... backward (1,0) ── part (1)
+    caller                                                    ── finish: what no lane has stepped
+
+A lane steps the parameters of its stage as soon as their gradients are done, while other lanes are
+still at work. That is the optimizer's own step if it treats each parameter by itself, as those of
+``torch.optim`` do. Of others it is not known, and hooks on a step want to see all gradients before
+and all parameters after it, once: then the whole step is taken at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
+
+
+class Stepping:
+    """One step of an optimizer: :meth:`part` in the lanes, :meth:`finish` after them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._in_parts = _has_plain_step(optimizer)
+        self._known = len(optimizer.state)
+        self._done: set[int] = set()
+
+    def part(self, parameters: Collection[Tensor]) -> None:
+        """Step these, as far as the optimizer has them."""
+        if self._in_parts:
+            own = {id(parameter) for parameter in parameters}
+            self._step(lambda parameter: id(parameter) in own)
+
+    def finish(self) -> None:
+        """Step all that have not been."""
+        if not self._done:
+            self.optimizer.step()
+            return
+        self._step(lambda parameter: id(parameter) not in self._done)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined] # for learning rate schedulers
+        state = self.optimizer.state
+        if len(state) > self._known:  # in the order in which lanes have come by
+            for parameter in _parameters(self.optimizer):
+                if parameter in state:
+                    state[parameter] = state.pop(parameter)
+
+    def _step(self, is_wanted: Callable[[Tensor], bool]) -> None:
+        groups = [
+            {**group, "params": [p for p in group["params"] if is_wanted(p)]}
+            for group in self.optimizer.param_groups
+        ]
+        groups = [group for group in groups if group["params"]]
+        if not groups:
+            return
+        # Not copy.copy, which goes through the state that all parts share, as pickle does.
+        part = object.__new__(type(self.optimizer))
+        part.__dict__.update(vars(self.optimizer), param_groups=groups)
+        part.__dict__.pop("step", None)  # a learning rate scheduler's, which would step all
+        with torch.no_grad():
+            part.step()
+        self._done.update(id(p) for p in _parameters(part))
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_plain_step(optimizer: Optimizer) -> bool:
+    """Whether its step does the same to each parameter, and nothing besides."""
+    kind = type(optimizer)
+    own: Any = vars(optimizer).get("step")  # by a learning rate scheduler, around the class's
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return (
+        kind.__module__.startswith("torch.optim.")
+        and (own is None or getattr(own, "__wrapped__", None) is kind.step)
+        and not any(hooks)
+    )
