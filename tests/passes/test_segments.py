@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
 import fxpipe
+from passes.segments import segmented
 from tests.zoo import MODELS, gradients, loop, loss_of, parts, same
 
 
@@ -61,38 +61,93 @@ def test_what_is_written_to_is_written_to_once():
     assert same(gradients(model), gradients(reference))
 
 
-class Alive:
-    """Results that have been kept for the backward: how many there are, at most."""
+class Saved:
+    """What autograd has been given to keep, by hooks on saved tensors: its bytes, while alive."""
 
-    refs: ClassVar[list[weakref.ref[object]]] = []
-    most: ClassVar[int] = 0
+    def __init__(self, model: nn.Module) -> None:
+        self.kept = {p.untyped_storage()._cdata for p in model.parameters()}  # alive anyway
+        self.memories: dict[int, tuple[weakref.ref[object], int]] = {}
+        self.peak = 0
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """See also what the hooks of checkpoints see, which are within those of their callers."""
+        own, hooks = self, torch.autograd.graph.saved_tensors_hooks
+
+        class Watched(hooks):
+            def __init__(self, pack, unpack):
+                super().__init__(lambda tensor: (own.pack(tensor), pack(tensor))[1], unpack)
+
+        monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", Watched)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.kept:
+            self.memories[storage._cdata] = weakref.ref(storage), storage.nbytes()
+        self.peak = max(self.peak, self.alive)
+        return tensor.detach()  # a node that keeps its own result would keep itself
+
+    @property
+    def alive(self) -> int:
+        return sum(size for ref, size in self.memories.values() if ref() is not None)
 
 
-@fx.wrap
-def watched_tanh(x: Tensor) -> Tensor:
-    y = torch.tanh(x)
-    Alive.refs.append(weakref.ref(y.untyped_storage()))
-    Alive.most = max(Alive.most, sum(ref() is not None for ref in Alive.refs))
-    return y
+class Unequal(nn.Module):
+    """Layers that keep from 4 to 96 numbers a row."""
 
+    WIDTHS = (8, 64, 4, 96, 16, 16, 48, 8, 80, 4, 32, 8)
 
-class Watched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = zip(self.WIDTHS, self.WIDTHS[1:], strict=False)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
+
     def forward(self, x: Tensor) -> Tensor:
-        return watched_tanh(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
 
 
-@pytest.mark.parametrize("segments, most", [(1, 12), (2, 6 + 1), (3, 4 + 2), (4, 3 + 3)])
-def test_no_more_is_alive_than_one_segment_and_the_boundaries(segments, most):
-    model, x = nn.Sequential(*(Watched() for _ in range(12))), torch.randn(5, requires_grad=True)
-    with fxpipe.compile(
-        model, ["cpu"], chunks=1, checkpoint="always", checkpoint_segments=segments
-    ) as pipe:
-        pipe.prepare(x)
-        Alive.refs, Alive.most = [], 0
-        out = pipe(x)
-        assert Alive.most <= segments + 1, "the forward keeps what enters a segment, and no more"
-        out.sum().backward()
-    assert Alive.most == most + 1, "and the output, which is ours"
+def expected(stage: fx.GraphModule, count: int, x: Tensor) -> tuple[int, int]:
+    """The bytes that a stage in segments keeps of its forward, which all of them have received; and
+    the most that are alive in its backward. While a segment is run again, these are what it saves,
+    and what it and those ahead of it have received."""
+    received, peak = 0, 0
+    segments = list(segmented(stage, count).children())
+    assert len(segments) == count
+    for segment in segments:
+        x = x.detach().requires_grad_()
+        saved = Saved(segment)
+        saved.pack(x)
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            y = segment(x)
+        peak = max(peak, received + saved.alive)
+        received, x = received + x.nbytes, y
+    return received, peak
+
+
+def test_peak_of_saved_bytes_is_that_of_one_segment_and_the_boundaries(monkeypatch):
+    model, x = Unequal(), torch.randn(5, 8, requires_grad=True)
+    saved, peaks, widest = Saved(model), [], max(model.WIDTHS) * len(x) * x.itemsize
+    saved.watch(monkeypatch)
+    for count in (1, 2, 3, 4):
+        with fxpipe.compile(
+            model, ["cpu"], chunks=1, checkpoint="always", checkpoint_segments=count
+        ) as pipe:
+            pipe.prepare(x)
+            saved.peak = 0
+            with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda held: held):
+                out = pipe(x)
+                forward_peak = saved.peak
+            boundaries, peak = expected(pipe.stages[0].module, count, x)
+            assert saved.alive == boundaries + out.nbytes, "the output is ours"
+            assert forward_peak <= boundaries + 2 * widest, "what a layer takes and gives, besides"
+            saved.peak = 0
+            out.sum().backward()
+            assert saved.peak == peak + out.nbytes
+            assert saved.alive == x.nbytes + out.nbytes, "input and output are ours"
+            del out
+        peaks.append(saved.peak)
+    assert peaks == sorted(peaks, reverse=True) and peaks[3] < peaks[0] / 2
 
 
 @pytest.mark.parametrize(
