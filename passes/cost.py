@@ -41,6 +41,7 @@ from fxpipe.graph import (
 from passes.fakes import FakeInterpreter, backward_edges, fake_mode
 
 WORK = "work"  # of a node's meta: its :class:`Work`
+BACKWARD = 2  # times the work of a forward, where it cannot be counted
 ADAM = 2  # tensors that the optimizer keeps for each parameter
 
 
@@ -93,6 +94,10 @@ class Load:
     bytes: int = 0
     operators: int = 0
     is_half: bool = False  # whether it computes in 16 bits
+
+    def times(self, count: int) -> Load:
+        """So many times as much."""
+        return Load(self.flops * count, self.bytes * count, self.operators * count, self.is_half)
 
     def seconds(self, device: DeviceSpec) -> float:
         """By the roofline."""
@@ -200,7 +205,10 @@ class _Runs:
                 id(f.variable) if hasattr(f, "variable") else f for f in backward_edges(outputs)
             )
             if NO_BACKWARD not in node.meta:
-                _run_backward(outputs, [*leaves, *parameters], backward)
+                try:
+                    _run_backward(outputs, [*leaves, *parameters], backward)
+                except Exception:  # it may look at values, or run the module again, on real ones
+                    backward = forward.times(BACKWARD)
         where_in = {_memory(t): i for i, t in reversed(list(enumerate(inputs)))}
         where_out = {_memory(t): i for i, t in reversed(list(enumerate(outputs)))}
         for parameter in parameters:

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.devices import CPU_CORE, DeviceSpec
 from fxpipe.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, stage_nodes, tensors_of
-from passes.cost import ADAM, AnalyticCost, signature
+from passes.cost import ADAM, BACKWARD, AnalyticCost, signature
 
 ROUNDS = 25  # at most
 
@@ -141,9 +141,12 @@ class _Stopwatch(fx.Interpreter):
         if not tape.outputs or not tape.inputs:
             return 0.0
         gradients = [torch.ones_like(t) for t in tape.outputs]
-        _, seconds = self._timed(
-            lambda: torch.autograd.grad(tape.outputs, tape.inputs, gradients, allow_unused=True)
-        )
+        try:
+            _, seconds = self._timed(
+                lambda: torch.autograd.grad(tape.outputs, tape.inputs, gradients, allow_unused=True)
+            )
+        except RuntimeError:  # PyTorch's reentrant checkpoint accumulates gradients, or nothing
+            return BACKWARD * tape.forward_s
         return seconds
 
     def _move_in(self, path: str) -> list[Tensor]:

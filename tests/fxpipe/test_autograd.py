@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import sys
 import weakref
@@ -11,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import fxpipe
-from tests.zoo import MLP, Chain, gradients, loop, loss_of, same
+from tests.zoo import MLP, Chain, gradients, loop, loss_of, parts, same
 
 CHECKPOINT = ["never", "except_last", "always"]
 
@@ -208,3 +211,49 @@ def test_anomaly_detection_may_be_on_while_it_compiles_and_trains():
         with pytest.raises(RuntimeError, match="returned nan values"):
             torch.sqrt(pipe(x) * 0 - 1).sum().backward()
     assert all(torch.isfinite(grad).all() for grad in gradients(model))
+
+
+def fire(block: nn.Module, *_: object) -> None:
+    block.fired += 1
+
+
+class RunAgain(nn.Module):
+    """A block that PyTorch's own checkpoint runs again; its hook makes it one node."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.use_reentrant = nn.Linear(4, 4), nn.Linear(4, 4), use_reentrant
+        self.fired = 0
+        self.register_full_backward_hook(fire)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torchs_checkpoint(self.run, x, use_reentrant=self.use_reentrant)
+
+    def run(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.b(torch.tanh(self.a(x))))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint": "always"}, {"checkpoint": "always", "checkpoint_segments": 2}],
+)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_model_may_have_checkpoints_of_its_own(use_reentrant, options):
+    block = functools.partial(RunAgain, use_reentrant)
+    model = nn.Sequential(nn.Linear(4, 4), block(), nn.Linear(4, 4), block(), nn.Linear(4, 4))
+    reference, x = copy.deepcopy(model), torch.randn(6, 4)
+    wanted = loop(reference, (x,), 3)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, **options) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        assert same((output.detach(), gradients(model)), wanted)
+        assert [model[i].fired for i in (1, 3)] == [reference[i].fired for i in (1, 3)] == [3, 3]
+    model.zero_grad(), reference.zero_grad()
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, schedule="zb_h1", loss_fn=lambda out, _: out.mean(), **options
+    ) as pipe:
+        pipe.step(x)
+    for part in parts(x, 3):
+        reference(part).mean().backward(torch.tensor(1 / 3))
+    assert same(gradients(model), gradients(reference))

@@ -1,6 +1,9 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.devices import CPU_CORE, DeviceSpec
@@ -146,6 +149,46 @@ def test_a_batch_norm_that_reads_a_number_off_its_buffers_costs_what_one_does_th
     model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
     assert costs(model, x) == wanted
     assert costs(model.to("meta"), x.to("meta")) == wanted
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2 if grad.norm() > 1 else grad
+
+
+class RunAgain(nn.Module):
+    """A module with a hook, which is a node, and of which PyTorch's checkpoint is made within."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = nn.Linear(3, 3), use_reentrant
+        self.register_forward_hook(lambda *_: None)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+class Applied(nn.Module):
+    def forward(self, x):
+        return Clipped.apply(x)
+
+
+@pytest.mark.parametrize("node", [Applied, partial(RunAgain, True), partial(RunAgain, False)])
+def test_a_backward_that_takes_values_counts_as_two_forwards(node):
+    class Leaves(fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return name == "1" or super().is_leaf_module(module, name)
+
+    model, x = nn.Sequential(nn.Linear(3, 3), node()), torch.ones(2, 3)
+    gm = Alias((x,))(fx.GraphModule(model, Leaves().trace(model)))
+    found = {n.name: n.meta[COST] for n in stage_nodes(AnalyticCost()(gm).graph)}["_1"]
+    assert found.backward_s == pytest.approx(2 * found.forward_s) and found.forward_s > 0
+    assert found.backward_flops == 2 * found.flops
 
 
 def test_equal_nodes_are_run_once(monkeypatch):

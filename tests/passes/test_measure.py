@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
+import fxpipe
 from fxpipe.graph import COST, stage_nodes
 from passes import Alias, AnalyticCost
 from passes import measure as measure_module
@@ -41,6 +43,23 @@ def test_what_takes_longer_costs_more():
 def test_equal_nodes_cost_the_same():
     found = measured(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.randn(4, 8))
     assert found["_1"].seconds == found["_2"].seconds == found["_3"].seconds
+
+
+class RunAgain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_forward_hook(lambda *_: None)  # which makes it a node
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+def test_a_backward_that_must_accumulate_counts_as_two_forwards():
+    model, x = nn.Sequential(nn.Linear(3, 3), RunAgain()), torch.randn(4, 3)
+    with fxpipe.compile(model, ["cpu"] * 2, example_inputs=(x,), costs="measured") as pipe:
+        cost = pipe.stages[1].cost
+    assert cost.backward_s == pytest.approx(2 * cost.forward_s) and cost.forward_s > 0
 
 
 @pytest.mark.parametrize("name", MODELS)
