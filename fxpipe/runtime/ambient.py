@@ -38,14 +38,30 @@ class Ambient:
             if torch.is_inference_mode_enabled() != self.inference:
                 stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, enabled, dtype in self.autocast:
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(
-                        torch.autocast(
-                            kind, dtype=dtype, enabled=enabled, cache_enabled=self.autocast_cache
-                        )
-                    )
+            if any(
+                enabled or torch.is_autocast_enabled(kind) for kind, enabled, _ in self.autocast
+            ):
+                stack.enter_context(self._autocast())
             yield
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        """As by ``torch.autocast``, which at its end would also drop the casts of parameters that
+        are kept meanwhile: they are kept for all threads, and others are still at work."""
+        before = Ambient.here()
+        torch.autocast_increment_nesting()
+        try:
+            self._set_autocast()
+            yield
+        finally:
+            before._set_autocast()
+            torch.autocast_decrement_nesting()
+
+    def _set_autocast(self) -> None:
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
 
 
 def is_intercepted() -> bool:

@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -98,7 +98,8 @@ class _Frame:
         anchor = torch.empty(0, requires_grad=True)
         self.saved = _Save.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
 
-        self.ambient = Ambient.here()
+        # Casts of parameters that were kept in the second run would outlive its autocast.
+        self.ambient = replace(Ambient.here(), autocast_cache=False)
         parameters = list(_parameters(fn))
         self.kept = {p.untyped_storage()._cdata for p in parameters}
         devices = {t.device for t in (*tensors, *parameters)}
