@@ -12,6 +12,7 @@ together: ``h.0 … h.7``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,6 +23,8 @@ from torch import fx
 from fxpipe.graph import COST, Cost
 
 Path = tuple[str, ...]
+
+MANY = 4  # parts of one result: more than these are folded
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,18 @@ class Box:
 
 
 def fold(nodes: Sequence[fx.Node], limit: int, place: Callable[[fx.Node], Hashable]) -> list[Box]:
-    """At most so many boxes, if nodes have modules that can be folded; none if none has to be.
+    """At most so many boxes, if nodes have modules that can be folded.
+
+    Where none has to be, only the parts of results that have many are.
 
     Args:
         nodes: in the order in which they run.
         limit: how many boxes there may be.
         place: nodes of different places are never in one box.
     """
-    if len(nodes) <= limit:
-        return [Box((node,), (path_of(node),)) for node in nodes]
+    single = _taken_apart(nodes)
+    if len(single) <= limit:
+        return single
     finer: list[Box] = []
     for depth in range(max(len(path_of(node)) for node in nodes), -1, -1):
         boxes = _at(depth, nodes, place)
@@ -73,6 +79,23 @@ def fold(nodes: Sequence[fx.Node], limit: int, place: Callable[[fx.Node], Hashab
             break
         finer = boxes
     return _packed(finer, limit // 2, place) if finer and 4 * len(boxes) < limit else boxes
+
+
+def _taken_apart(nodes: Sequence[fx.Node]) -> list[Box]:
+    """A box a node; but where a result has many parts, one for these."""
+    found = []
+    for maker, run in groupby(nodes, _maker):
+        parts = tuple(run)
+        if maker is not None and len(parts) > MANY:
+            found.append(Box(parts))
+        else:
+            found += [Box((node,), (path_of(node),)) for node in parts]
+    return found
+
+
+def _maker(node: fx.Node) -> fx.Node | None:
+    """Of what a node is a part."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else None
 
 
 def _at(depth: int, nodes: Sequence[fx.Node], place: Callable[[fx.Node], Hashable]) -> list[Box]:

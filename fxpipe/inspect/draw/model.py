@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
-from fxpipe.graph import MICROBATCH, VALUE, is_work, operator_name, tensor_bytes
+from fxpipe import ops
+from fxpipe.graph import ACTION, MICROBATCH, VALUE, is_work, operator_name, tensor_bytes
 from fxpipe.inspect.draw.fold import Box, fold
 from fxpipe.inspect.draw.picture import (
     CLUSTER,
@@ -20,24 +23,32 @@ from fxpipe.inspect.draw.picture import (
     Line,
     Picture,
     label,
+    origin,
     type_text,
 )
 from fxpipe.inspect.text import human_bytes
 from passes.skips import stage_of
 
 BOXES = 80  # more than these are folded
+PART_BOXES = 240  # of graphs that have micro-batches, and no modules to fold
 
 _SKIP = Line("value that passes over stages", color=SKIP_COLOURS[0], penwidth=THICK)
 _NUMBER = Line("value that is no tensor", color=GREY, penwidth="0.6", arrowhead="vee")
 _ELSEWHERE = Line("from and to other parts", style="dotted", arrowhead="vee")
-_SMALL = {"fontsize": "7", "height": "0.2", "margin": "0.05,0.02"}
+_SMALL = {"fontsize": "8", "height": "0.2", "margin": "0.05,0.02"}
+Edges = dict[tuple[str, str], Line]
+"""By the names of their ends."""
+
+_OUTPUTS = 8  # lines that go to the output at most: else one for each stage
+_LINES = 3  # that a number has at most: where it is used more often, it is named there
 
 
 class Place(NamedTuple):
-    """Where a node is; None where it is not said."""
+    """Where a node is; None where it is not said. ``part``: of a step, "forward" or "backward"."""
 
     stage: int | None
     microbatch: int | None
+    part: str = ""
 
     def __str__(self) -> str:
         said = []
@@ -45,6 +56,8 @@ class Place(NamedTuple):
             said.append(f"stage {self.stage}")
         if self.microbatch is not None:
             said.append(f"mb {self.microbatch}")
+        if self.part:
+            said.append(self.part)
         return ", ".join(said) or "the caller"
 
 
@@ -53,20 +66,25 @@ def draw_model(
     *,
     stage: int | None = None,
     microbatch: int | None = None,
-    boxes: int = BOXES,
+    boxes: int | None = None,
 ) -> graphviz.Source:
     """The traced model, a box a node: its name, what it calls, and the shape that it gives.
 
     Where nodes have stages, each stage is a cluster, and values that pass over stages stand out.
-    It draws the nodes of other graphs too, of which micro-batches are clusters as well.
+    It draws the nodes of other graphs too, of which micro-batches are clusters as well, and the
+    forward and the backward of a training step. One is below the other in the order in which they
+    run; the micro-batches of a stage are beside each other.
 
     Args:
         stage, microbatch: draw the nodes of these only, and where their values come from and go to.
-        boxes: of larger graphs, modules are folded, until there are no more boxes than these.
+        boxes: of larger graphs, modules are folded, until there are no more boxes than these. None:
+            :data:`BOXES`, or :data:`PART_BOXES` of what has no modules, but micro-batches.
 
     Raises:
         ValueError: if no node is of that stage and micro-batch.
     """
+    if boxes is None:
+        boxes = PART_BOXES if any(MICROBATCH in n.meta for n in gm.graph.nodes) else BOXES
     return _Nodes(gm, Place(stage, microbatch), boxes).source()
 
 
@@ -74,7 +92,7 @@ class _Nodes:
     def __init__(self, gm: fx.GraphModule, wanted: Place, limit: int) -> None:
         self.picture = Picture("model", nodesep="0.25", ranksep="0.35")
         self.wanted = wanted
-        self.places = {node: _place(node) for node in gm.graph.nodes}
+        self.places = _places(gm.graph)
         kept = [node for node in gm.graph.nodes if self._is_wanted(self.places[node])]
         if not kept:
             raise ValueError(f"no node is of {wanted}: there are {_known(self.places.values())}")
@@ -83,9 +101,18 @@ class _Nodes:
         for node in kept:
             self._settle(node)
         self.kept = kept
+        self.clusters: dict[Place, list[Box]] = {}
+        for box in dict.fromkeys(self.box_of[node] for node in kept):
+            self.clusters.setdefault(self._place(box), []).append(box)
+        self.outputs = {box.name for box in self.boxes if box.nodes[0].op == "output"}
+        self.named = self._named()
+        self.outside: dict[str, list[str]] = {}  # of each oval, the text
+
+    def _place(self, box: Box) -> Place:
+        return self.places[box.nodes[0]]
 
     def _is_wanted(self, place: Place) -> bool:
-        pairs = zip(self.wanted, place, strict=True)
+        pairs = zip(self.wanted[:2], place[:2], strict=True)
         return all(wish is None or wish == is_there for wish, is_there in pairs)
 
     def _settle(self, node: fx.Node) -> None:
@@ -100,20 +127,37 @@ class _Nodes:
         self.box_of[node] = box = Box((node,))
         self.boxes.append(box)
 
+    def _named(self) -> set[fx.Node]:
+        """Values that are named where they are used, as lines would be long, or many: numbers, and
+        what goes from one micro-batch to another beside it."""
+        found = set()
+        for node, place in self.places.items():
+            users = [user for user in node.users if user in self.box_of]
+            boxes = {self.box_of[user].name for user in users}
+            is_here = node in self.box_of
+            if is_here and any(_are_beside(place, self.places[user]) for user in users):
+                found.add(node)
+            if _is_number(node) and (not is_here or len(boxes) > _LINES):
+                found.add(node)
+        return found
+
     def source(self) -> graphviz.Source:
-        clusters: dict[Place, list[Box]] = {}
-        for box in self.boxes:
-            clusters.setdefault(self.places[box.nodes[0]], []).append(box)
-        for place, boxes in sorted(clusters.items(), key=lambda item: _in_order(item[0])):
+        edges, labels = self._together(self._edges())
+        for place, boxes in self.clusters.items():
             if place == Place(None, None):
                 self._draw(self.picture.dot, boxes)
                 continue
             with self.picture.dot.subgraph(name=_cluster(place)) as cluster:
-                cluster.attr(label=str(place), **CLUSTER)
+                cluster.attr(**CLUSTER)
+                _draw_title(cluster, place, self._firsts(place, edges))
                 self._draw(cluster, boxes)
-        for (tail, head), line in self._edges().items():
-            weight = {"weight": "0"} if line is _SKIP else {}
-            self.picture.edge(tail, head, line, **weight)
+        for oval, text in self.outside.items():
+            self.picture.oval(oval, *text)
+        for (tail, head), line in edges.items():
+            is_straight = line is not _SKIP and head not in self.outputs
+            weight = "1" if is_straight else "0"
+            self.picture.edge(tail, head, line, weight=weight, **labels.get((tail, head), {}))
+        self._arrange(edges)
         if any(box.is_folded for box in self.boxes):
             nodes = sum(len(box.nodes) for box in self.boxes)
             self.picture.notes.append(
@@ -129,28 +173,98 @@ class _Nodes:
                 _draw_folded(dot, box)
             else:
                 draw_node(dot, box.nodes[0])
+            for node in self._named_at(box):
+                dot.node(_name_at(node, box), label(node.name), style="dotted", **_SMALL)
 
-    def _edges(self) -> dict[tuple[str, str], Line]:
+    def _named_at(self, box: Box) -> list[fx.Node]:
+        """What is named at a box, as it uses it; not where the box stands for many nodes."""
+        if box.is_folded:
+            return []
+        used = (source for node in box.nodes for source in node.all_input_nodes)
+        return [n for n in dict.fromkeys(used) if n in self.named and n not in box.nodes]
+
+    def _edges(self) -> Edges:
         """Between boxes, one each: of several that it stands for, the thickest."""
-        found: dict[tuple[str, str], Line] = {}
+        found: Edges = {}
+        for box in self.boxes:
+            for node in self._named_at(box):
+                found[_name_at(node, box), box.name] = _NUMBER
         for node in self.kept:
-            head = self.box_of[node].name
+            head = self.box_of[node]
             for source in node.all_input_nodes:
-                if source in self.box_of:
-                    tail = self.box_of[source].name
-                    if tail != head:
-                        lines = self._line(source, node), found.get((tail, head), _NUMBER)
-                        found[tail, head] = max(lines, key=lambda line: float(line.penwidth))
-                else:
-                    found[self._outside(source.name, source), head] = _ELSEWHERE
+                if source in self.named:
+                    continue
+                if source not in self.box_of:
+                    oval = self._outside(f"from {self.places[source]}", source, head)
+                    found[oval, head.name] = _ELSEWHERE
+                elif (tail := self.box_of[source]) is not head:
+                    ends = tail.name, head.name
+                    lines = self._line(source, node), found.get(ends, _NUMBER)
+                    found[ends] = max(lines, key=lambda line: float(line.penwidth))
             for user in node.users:
                 if user not in self.box_of:
-                    name = f"to {self.places[user]}"
-                    found[head, self._outside(name, user)] = _ELSEWHERE
+                    oval = self._outside(f"to {self.places[user]}", node, head)
+                    found[head.name, oval] = _ELSEWHERE
         return found
 
+    def _together(self, edges: Edges) -> tuple[Edges, dict[tuple[str, str], dict[str, str]]]:
+        """Where very many boxes give an output, one line for those of a stage; and what it says."""
+        to_output = [ends for ends in edges if ends[1] in self.outputs]
+        if len(to_output) <= _OUTPUTS:
+            return edges, {}
+        where = {box.name: self._place(box) for box in self.boxes}
+        last = {where[tail]: (tail, head) for tail, head in to_output}
+        counts = Counter(where[tail] for tail, _ in to_output)
+        said = {
+            last[place]: {"label": f"  of {count} boxes"}
+            for place, count in counts.items()
+            if count > 1
+        }
+        kept = {
+            ends: line
+            for ends, line in edges.items()
+            if ends not in to_output or ends in last.values()
+        }
+        return kept, said
+
+    def _outside(self, where: str, value: fx.Node, box: Box) -> str:
+        """The oval for what one part takes from another, or gives to it."""
+        oval = f"{where} / {self._place(box)}"  # a colon would be a port
+        names = self.outside.setdefault(oval, [where])
+        if origin(value) not in names:
+            names.append(origin(value))
+        return oval
+
+    # ---------------------------------------------------------------------------------- the layout
+
+    def _arrange(self, edges: Edges) -> None:
+        """The clusters of a micro-batch below each other; several micro-batches beside each other.
+
+        Forwards go down the stages, backwards up.
+        """
+        columns: dict[int | None, list[Place]] = {}
+        for place in self.clusters:
+            if place != Place(None, None):
+                columns.setdefault(place.microbatch, []).append(place)
+        for column in columns.values():
+            for upper, lower in pairwise(sorted(column, key=_when)):
+                for box in self._lasts(upper, edges):
+                    self.picture.order(box.name, _title(lower))
+
+    def _firsts(self, place: Place, edges: Edges) -> list[str]:
+        """What no work of its cluster comes before."""
+        own = [box.name for box in self.clusters[place] if box.nodes[0].op != "get_attr"]
+        later = {head for tail, head in edges if tail in own}
+        return [name for name in own if name not in later]
+
+    def _lasts(self, place: Place, edges: Edges) -> list[Box]:
+        """What nothing of its cluster comes after."""
+        own = {box.name for box in self.clusters[place]}
+        earlier = {tail for tail, head in edges if head in own}
+        return [box for box in self.clusters[place] if box.name not in earlier]
+
     def _line(self, source: fx.Node, user: fx.Node) -> Line:
-        if source.meta.get(VALUE) is not None and not tensor_bytes(source.meta[VALUE]):
+        if _is_number(source):
             return _NUMBER
         return _SKIP if self._is_skip(source, user) else DATA
 
@@ -165,22 +279,34 @@ class _Nodes:
         before = [s for s in known if s < target]
         return bool(before) and max(before) + 1 < target
 
-    def _outside(self, name: str, node: fx.Node) -> str:
-        place = self.places[node]
-        oval = f"{name} outside"
-        text = name if name.startswith("to ") else f"{name}, from {place}"
-        self.picture.oval(oval, text)
-        return oval
-
 
 def _known(places: Iterable[Place]) -> str:
     """Which stages and micro-batches there are to ask for."""
-    stages, microbatches = (
-        [value for value in values if value is not None] for values in zip(*places, strict=True)
-    )
+    all_of = zip(*(place[:2] for place in places), strict=True)
+    stages, microbatches = ([value for value in values if value is not None] for values in all_of)
     said = [f"stages 0 to {max(stages)}"] if stages else []
     said += [f"micro-batches 0 to {max(microbatches)}"] if microbatches else []
     return " and ".join(said) or "none"
+
+
+_BACKWARD = (
+    *(ops.loss_backward, ops.replay, ops.backward, ops.backward_input, ops.weight_grad),
+    ops.optimize,
+)
+
+
+def _places(graph: fx.Graph) -> dict[fx.Node, Place]:
+    """Of all nodes. In a step, all that comes after a backward is a part of the backward."""
+    is_step = any(ACTION in node.meta for node in graph.nodes)
+    places: dict[fx.Node, Place] = {}
+    for node in graph.nodes:
+        place = _place(node)
+        if is_step and place != Place(None, None):
+            parts = {places[source].part for source in node.all_input_nodes}
+            is_backward = node.target in _BACKWARD or "backward" in parts
+            place = place._replace(part="backward" if is_backward else "forward")
+        places[node] = place
+    return places
 
 
 def _place(node: fx.Node) -> Place:
@@ -193,12 +319,42 @@ def _place(node: fx.Node) -> Place:
     return Place(stage, node.meta.get(MICROBATCH))
 
 
-def _in_order(place: Place) -> tuple[int, int]:
-    return tuple(-1 if value is None else value for value in place)  # type: ignore[return-value]
+def _when(place: Place) -> tuple[bool, int]:
+    """Of the clusters of a micro-batch: which comes first."""
+    stage = -1 if place.stage is None else place.stage
+    is_backward = place.part == "backward"
+    return is_backward, -stage if is_backward else stage
+
+
+def _are_beside(one: Place, other: Place) -> bool:
+    """Whether they are of different micro-batches, which are drawn beside each other."""
+    return Place(None, None) not in (one, other) and one.microbatch != other.microbatch
+
+
+def _is_number(node: fx.Node) -> bool:
+    return node.meta.get(VALUE) is not None and not tensor_bytes(node.meta[VALUE])
 
 
 def _cluster(place: Place) -> str:
     return "cluster_" + str(place).replace(", ", "_").replace(" ", "_")
+
+
+# With spaces, as no fx node is named.
+
+
+def _title(place: Place) -> str:
+    return f"title of {place}"
+
+
+def _name_at(node: fx.Node, box: Box) -> str:
+    return f"{node.name} at {box.name}"
+
+
+def _draw_title(dot: graphviz.Digraph, place: Place, firsts: Iterable[str]) -> None:
+    """A node, beside what comes first: lines go around nodes, but through labels of clusters."""
+    dot.node(_title(place), str(place), shape="plaintext", fontsize="11", margin="0", height="0.2")
+    for name in firsts:
+        dot.edge(_title(place), name, style="invis", minlen="0")
 
 
 def _draw_folded(dot: graphviz.Digraph, box: Box) -> None:

@@ -23,6 +23,7 @@ PALE = "#BBBBBB"
 CLUSTER = {"style": "rounded,filled", "color": PALE, "fillcolor": "#F6F6F6", "labeljust": "l"}
 Point = tuple[float, float]
 
+OVAL = 26.0  # the height of an oval with one line
 THICK = "3.5"  # of skips, and nothing else
 STRAIGHT = "10"  # the weight of edges that should be straight
 _INVISIBLE = {"style": "invis"}
@@ -87,9 +88,9 @@ class Picture:
         self.joined: set[tuple[str, str]] = set()
         self.notes: list[str] = []
 
-    def oval(self, name: str, label: str, **more: str) -> None:
-        text = graphviz.escape(label)
-        self.dot.node(name, text, shape="oval", style="solid", height="0.3", **more)
+    def oval(self, name: str, *lines: str, **more: str) -> None:
+        text = label(*several(lines))
+        self.dot.node(name, text, shape="oval", style="solid", height=f"{OVAL / 72:.3f}", **more)
 
     def edge(self, tail: str, head: str, line: Line, **more: str) -> None:
         self.lines.setdefault(line)
@@ -155,6 +156,16 @@ def label(*lines: str) -> str:
     return r"\n".join(graphviz.escape(line) for line in lines if line)
 
 
+NAMED = 3  # of many
+
+
+def several(names: Sequence[str], most: int = NAMED + 1) -> list[str]:
+    """The first of many names, and how many more there are."""
+    if len(names) <= most:
+        return list(names)
+    return [*names[: most - 1], f"and {len(names) - most + 1} more"]
+
+
 def numbers(*values: float) -> str:
     return ",".join(f"{value:g}" for value in values)
 
@@ -178,7 +189,11 @@ def value_text(node: fx.Node) -> str:
     lines = [origin(node), type_text(value)]
     if size := tensor_bytes(value):
         lines.append(human_bytes(size))
-    # Left-justified and indented, or the text would touch its line.
+    return lines_text(lines)
+
+
+def lines_text(lines: Iterable[str]) -> str:
+    """The text of a line: left-justified and indented, or it would touch the line."""
     return "".join(f"  {graphviz.escape(line)}      " + r"\l" for line in lines if line)
 
 

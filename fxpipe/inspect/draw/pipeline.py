@@ -15,6 +15,7 @@ from fxpipe.inspect.draw.picture import (
     CALLER,
     CLUSTER,
     GREY,
+    OVAL,
     Line,
     Picture,
     Point,
@@ -75,8 +76,8 @@ def draw_pipeline(gm: fx.GraphModule, devices: Sequence[str]) -> graphviz.Source
     for stage in range(len(devices)):
         _draw_row(picture, grid, stage)
     for name, text in {**grid.scatters, **grid.gathers}.items():
-        width = f"{_oval_width(text) / 72:.2f}"
-        picture.oval(name, text, pos=numbers(*grid.oval(name)), width=width)
+        width, at = f"{_oval_width(text) / 72:.2f}", numbers(*grid.oval(name))
+        picture.oval(name, text, pos=at, width=width, fixedsize="true")
     for link in grid.links:
         spot = grid.name_spot(link)
         named = {} if spot is None else {"label": link.value, "lp": numbers(*spot)}
@@ -98,7 +99,13 @@ def _links(graph: fx.Graph, ovals: Mapping[str, str]) -> Iterator[_Link]:
             first, last = (_drawn(end, ovals) for end in (tail, head))
             joined = next((end for end in (first, last) if end not in (tail, head)), None)
             value = origin(source) if joined is None else str(joined)
-            yield _Link(first, last, _line(node, tail, head, skips), value)
+            line = _line(node, tail, head, skips)
+            # What is copied together is one line.
+            yield _Link(first, last, line, "" if _is_next(first, last) else value)
+
+
+def _is_next(tail: _End, head: _End) -> bool:
+    return isinstance(tail, tuple) and isinstance(head, tuple) and head[1] <= tail[1] + 1
 
 
 def _drawn(end: _End, ovals: Mapping[str, str]) -> _End:
@@ -220,7 +227,7 @@ class _Grid:
     def _edge(self, link: _Link, end: _End, side: int) -> Point:
         if isinstance(end, str):
             x, y = self.oval(end)
-            return x, y + side * 11
+            return x, y + side * OVAL / 2
         x, y = self.centre(end)
         return x + self._shift(link), y + side * self.height / 2
 

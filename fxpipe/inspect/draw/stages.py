@@ -8,7 +8,7 @@ from itertools import pairwise
 import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
-from fxpipe.graph import Cost
+from fxpipe.graph import VALUE, Cost, tensor_bytes
 from fxpipe.inspect.draw.model import draw_node
 from fxpipe.inspect.draw.picture import (
     CALLER,
@@ -16,12 +16,17 @@ from fxpipe.inspect.draw.picture import (
     Line,
     Picture,
     label,
+    lines_text,
     origin,
     skip_lines,
+    type_text,
     value_text,
 )
 from fxpipe.inspect.text import human_bytes, human_time
 from passes.skips import routes, stage_of
+
+MANY = 4  # values that go one way: more than these are one line
+MANY_RESULTS = 2  # of one stage
 
 _NEXT = Line("value for the next stage")
 
@@ -68,13 +73,35 @@ def _draw_hops(picture: Picture, graph: fx.Graph) -> None:
         for source, target in pairwise(stages)
     ]
     skips = skip_lines([origin(v) for v, s, t in hops if _is_skip(s, t)], "long skip:")
+    ways: dict[tuple[str, str, Line], list[fx.Node]] = {}
     for value, source, target in hops:
         tail = value.name if source is None else _stage(source)
         line = CALLER if source is None else _NEXT
         if _is_skip(source, target):
             line = skips[origin(value)]
-        weight = "0" if line.is_skip else STRAIGHT
-        picture.edge(tail, _stage(target or 0), line, label=value_text(value), weight=weight)
+        ways.setdefault((tail, _stage(target or 0), line), []).append(value)
+    for (tail, head, line), values in ways.items():
+        _draw_values(picture, tail, head, line, values, weight="0" if line.is_skip else STRAIGHT)
+
+
+def _draw_values(
+    picture: Picture,
+    tail: str,
+    head: str,
+    line: Line,
+    values: Sequence[fx.Node],
+    most: int = MANY,
+    **more: str,
+) -> None:
+    """A line for each value, or one for all if there are more than ``most``."""
+    texts = [value_text(value) for value in values]
+    if len(values) > most:
+        types = {type_text(value.meta.get(VALUE)) for value in values}
+        size = sum(tensor_bytes(value.meta.get(VALUE)) for value in values)
+        said = [f"{len(values)} values", *(types if len(types) == 1 else ()), human_bytes(size)]
+        texts = [lines_text(said)]
+    for text in texts:
+        picture.edge(tail, head, line, label=text, **more)
 
 
 def _is_skip(source: int | None, target: int | None) -> bool:
@@ -84,9 +111,11 @@ def _is_skip(source: int | None, target: int | None) -> bool:
 def _draw_results(picture: Picture, graph: fx.Graph) -> None:
     output = graph.output_node()
     picture.oval(output.name, output.name)
+    ways: dict[str, list[fx.Node]] = {}
     for value in output.all_input_nodes:
         stage = stage_of(value)
-        tail = value.name if stage is None else _stage(stage)
         if value.op == "get_attr":
             draw_node(picture.dot, value)
-        picture.edge(tail, output.name, CALLER, label=value_text(value))
+        ways.setdefault(value.name if stage is None else _stage(stage), []).append(value)
+    for tail, values in ways.items():
+        _draw_values(picture, tail, output.name, CALLER, values, most=MANY_RESULTS)

@@ -6,9 +6,10 @@ took equally long: the columns are the order that the graph itself enforces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import graphviz  # type: ignore[import-untyped]
 from torch import fx
@@ -40,6 +41,10 @@ _MEANING = {
     Kind.BACKWARD_INPUT: "I: gradients of the inputs",
     Kind.WEIGHT_GRAD: "W: gradients of the weights",
 }
+_WITH: dict[Callable[..., Any], tuple[Kind, ...]] = {
+    ops.loss: (Kind.FORWARD,),
+    ops.loss_backward: (Kind.BACKWARD, Kind.BACKWARD_INPUT),
+}  # whose actions they are part of
 _VALUES = Line("values for the next stage")
 _GRADIENTS = Line("their gradients", style="dashed")
 _LOSS = "the loss is part of the last stage's forward and backward"
@@ -214,15 +219,27 @@ class _Grid:
 def _needs(graph: fx.Graph) -> dict[Action, tuple[Action, ...]]:
     """The actions of a step graph, in its order, and those whose results each takes."""
     made: dict[fx.Node, dict[Action, None]] = {}
-    needs = {}
+    needs: dict[Action, dict[Action, None]] = {}
+    actions = _actions(graph)
     for node in graph.nodes:
         before = {a: None for source in node.all_input_nodes for a in made[source]}
-        action = node.meta.get(ACTION)
+        action = actions.get(node)
         if action is not None:
-            needs[action] = tuple(before)
+            needs[action] = {**needs.get(action, {}), **before}
             before = {action: None}
         made[node] = before
-    return needs
+    return {action: tuple(n for n in found if n != action) for action, found in needs.items()}
+
+
+def _actions(graph: fx.Graph) -> dict[fx.Node, Action]:
+    """What each node does; the loss, and its backward, as part of the last stage's actions."""
+    found = {node: node.meta[ACTION] for node in graph.nodes if ACTION in node.meta}
+    made = set(found.values())
+    for target, kinds in _WITH.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            at = node.meta[STAGE], node.meta[MICROBATCH]
+            found[node] = next(a for a in (Action(at[0], k, at[1]) for k in kinds) if a in made)
+    return found
 
 
 def _slots(needs: dict[Action, tuple[Action, ...]], placement: Sequence[int]) -> dict[Action, int]:

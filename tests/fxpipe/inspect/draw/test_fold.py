@@ -63,6 +63,21 @@ def test_stages_are_not_folded_into_each_other():
     assert found == [("head", 1), ("blocks.0", 3), ("blocks.1", 1), ("blocks.1", 2), ("head", 1)]
 
 
+def test_a_result_with_many_parts_is_taken_apart_in_one_box():
+    class Parts(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.count = count
+
+        def forward(self, x):
+            parts = x.split(1)
+            return sum([parts[i] for i in range(self.count)])
+
+    for count, sizes in ((4, [1] * 9), (5, [1, 5, 1, 1, 1, 1, 1])):
+        nodes = list(fx.symbolic_trace(Parts(count)).graph.nodes)[1:-1]
+        assert [len(box.nodes) for box in fold(nodes, 80, lambda node: None)] == sizes
+
+
 def test_a_drawing_says_what_was_folded_and_draws_an_edge_once():
     source = draw_model(graph(3), boxes=5).source
     assert r'blocks_0_a [label="blocks.0 · 3 nodes\nBlock" fillcolor=white peripheries=2' in source

@@ -114,13 +114,54 @@ def test_parameters_of_the_model_are_small_and_in_the_stage_that_uses_them():
         MLP(depth=2), ["cpu"] * 2, example_inputs=(torch.randn(4, 12),), tracer="export"
     ).model_graph
     found = clusters(draw_model(gm).source)
-    assert re.search(r'\[label="layers\.0\.weight" fontsize=7 ', found["cluster_stage_0"])
-    assert re.search(r'\[label="layers\.1\.weight" fontsize=7 ', found["cluster_stage_1"])
+    assert re.search(r'\[label="layers\.0\.weight" fontsize=8 ', found["cluster_stage_0"])
+    assert re.search(r'\[label="layers\.1\.weight" fontsize=8 ', found["cluster_stage_1"])
 
 
 def test_a_model_without_stages_is_drawn_without_clusters():
     gm = torch.fx.symbolic_trace(MLP(depth=1))
     assert list(clusters(draw_model(gm).source)) == ["cluster_legend"]
+
+
+def laid_out(source):
+    """The boxes of a drawing as SVG: of each text, where its middle is, y from the top down."""
+    found = re.findall(
+        r'<text [^>]*x="([-.\d]+)" y="([-.\d]+)"[^>]*>([^<]+)</text>', render_svg(source)
+    )
+    return {text: (float(x), float(y)) for x, y, text in found}
+
+
+def test_a_zoom_reads_from_top_to_bottom_and_micro_batches_from_left_to_right():
+    pipe = long_skip()
+    of_one = laid_out(pipe.draw("pipeline", microbatch=1))
+    downwards = [of_one[f"stage {i}, mb 1"][1] for i in range(4)]
+    assert downwards == sorted(downwards)
+    of_stage = laid_out(pipe.draw("pipeline", stage=3))
+    across = [of_stage[f"stage 3, mb {i}"][0] for i in range(2)]
+    assert across == sorted(across)
+
+
+def test_no_line_crosses_the_title_of_a_cluster_as_that_is_a_node():
+    pipe = mlp()
+    for source in (pipe.draw("model"), pipe.draw("pipeline", microbatch=1)):
+        inner = [body for name, body in clusters(source.source).items() if name != "cluster_legend"]
+        assert inner
+        for body in inner:
+            assert re.search(r'"title of (.*)" \[label="\1" ', body)
+            assert "\tlabel=" not in body
+
+
+def test_what_one_micro_batch_takes_from_the_other_is_named_beside_it():
+    source = mlp().draw("pipeline", stage=1).source
+    assert not [e for e in edges(source) if e[0].endswith("_mb0") and e[1].endswith("_mb1")]
+    # The join of micro-batch 1 takes what the fork of micro-batch 0 gives.
+    assert edges(source)["phony_s1_mb0 at join_s1_mb1", "join_s1_mb1"]["style"] == "solid"
+
+
+def test_what_comes_from_one_place_is_one_oval():
+    found = boxes(many(chunks=2).draw("pipeline", stage=1, microbatch=0).source)
+    (text,) = [text for name, text in found.items() if name.startswith("from stage 0")]
+    assert text == r"from stage 0, mb 0\nx\ny"
 
 
 def boxes(source):
@@ -227,6 +268,19 @@ def test_inputs_and_outputs_that_have_no_room_beside_each_other_are_one_oval():
     for stage in range(2):
         assert lines[f"mb 0 stage {stage}", "gather all"]["style"] == "dotted"
     assert {tail for tail, head in lines if "stage" not in tail} == {"scatter all"}
+
+
+def test_many_results_of_a_stage_are_one_line_of_the_stage_graph():
+    pipe = many(chunks=1)
+    lines = edges(draw_stages(pipe.stage_graph, TWO, [Cost()] * 2).source)
+    labels = {ends: line["label"].replace(ROOM, "").strip() for ends, line in lines.items()}
+    for stage in range(2):  # 4 tensors of 8 x 3 floats
+        assert labels[f"stage {stage}", "output"] == r"4 values\l  float32 [8, 3]\l  384 B\l"
+
+
+def test_values_that_are_copied_together_are_one_line_of_the_pipeline():
+    source = many(chunks=1).draw("pipeline").source
+    assert source.count('"mb 0 stage 0" -> "mb 0 stage 1"') == 1
 
 
 def test_inputs_that_have_room_are_an_oval_each():

@@ -2,10 +2,11 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 import fxpipe
 from fxpipe.inspect.draw import draw_step
-from tests.fxpipe.inspect.draw.test_levels import clusters, edges
+from tests.fxpipe.inspect.draw.test_levels import clusters, edges, laid_out
 from tests.zoo import Chain
 
 
@@ -81,7 +82,11 @@ def test_without_a_placement_each_stage_has_a_row():
 def test_a_part_of_it_is_drawn_in_full():
     with stepped(partition=["b", "c", "d"]) as pipe:
         source = pipe.draw("step", stage=1, microbatch=2).source
-        assert list(clusters(source)) == ["cluster_stage_1_mb_2", "cluster_legend"]
+        assert list(clusters(source)) == [
+            "cluster_stage_1_mb_2_forward",
+            "cluster_stage_1_mb_2_backward",
+            "cluster_legend",
+        ]
         nodes = [
             node.name
             for node in pipe.step_graph.graph.nodes
@@ -100,5 +105,42 @@ def test_a_stage_of_the_model_says_where_its_values_come_from_and_go():
         source = pipe.draw("stage", stage=1).source
     assert list(clusters(source)) == ["cluster_stage_1", "cluster_legend"]
     lines = edges(source)
-    assert set(lines) == {("a outside", "b"), ("b", "to stage 2 outside")}
-    assert 'label="a, from stage 0"' in source
+    assert set(lines) == {("from stage 0 / stage 1", "b"), ("b", "to stage 2 / stage 1")}
+    assert r'label="from stage 0\na"' in source
+
+
+class Passing(nn.Module):
+    """Gives what its first stage has made, beside what the last one makes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x):
+        a = self.a(x)
+        kept = torch.relu(a)
+        return kept, self.c(torch.tanh(self.b(a)))
+
+
+def test_what_only_the_loss_uses_goes_to_the_last_stages_forward():
+    pipe = fxpipe.compile(
+        Passing(),
+        ["cpu"] * 3,
+        chunks=1,
+        partition=["b", "c"],
+        loss_fn=lambda output, target: sum(part.mean() for part in output),
+        example_inputs=(torch.randn(2, 3),),
+    )
+    assert set(edges(pipe.draw("step").source)) == {
+        *(("0F0", "1F0"), ("1F0", "2F0"), ("0F0", "2F0")),
+        *(("2B0", "1B0"), ("1B0", "0B0"), ("2B0", "0B0")),
+    }
+
+
+def test_a_micro_batch_goes_down_in_its_forward_and_on_down_in_its_backward():
+    with stepped(partition=["b", "c", "d"]) as pipe:
+        found = laid_out(pipe.draw("step", microbatch=0))
+    way = [f"stage {i}, mb 0, forward" for i in range(4)]
+    way += [f"stage {i}, mb 0, backward" for i in reversed(range(4))]
+    heights = [found[title][1] for title in way]
+    assert heights == sorted(heights) and len(set(heights)) == 8
