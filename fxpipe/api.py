@@ -29,8 +29,8 @@ from fxpipe.runtime.ambient import is_intercepted, transforms
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
 from fxpipe.runtime.optimizer import Stepping
-from fxpipe.schedule import AUTO, Memory, Schedule, StageCost, Timeline
-from fxpipe.timelines import estimated_costs, measured, measured_costs, predicted
+from fxpipe.schedule import AUTO, Schedule, StageCost, Timeline
+from fxpipe.timelines import estimated_costs, estimated_memory, measured, measured_costs, predicted
 from fxpipe.trace import CustomTracer, untouched
 from passes import default_passes
 from passes.costs import Costs
@@ -291,8 +291,9 @@ class Pipeline(nn.Module):
         """The training step as predicted: what each lane does, and when.
 
         From the times of :meth:`measure`, if that has been called, else from estimated costs. The
-        memory is estimated, where no activations are checkpointed: parameters, their gradients,
-        what Adam keeps for them, buffers, and activations.
+        memory is estimated: parameters, their gradients, what Adam keeps for them, buffers, and
+        activations; of checkpointed micro-batches, those only while they are computed again, and
+        else what the stage has received.
         """
         chunks = self.chunks
         if self._measured is not None:
@@ -311,23 +312,23 @@ class Pipeline(nn.Module):
             return None
 
     def _estimated(self, chunks: int) -> list[StageCost]:
-        return estimated_costs([stage.cost for stage in self.stages], chunks)
+        costs = [stage.cost for stage in self.stages]
+        return estimated_costs(costs, chunks, self._options.checkpoint)
 
     def _simulated(self, chunks: int, costs: Sequence[StageCost]) -> Timeline:
         schedule = self._options.schedule_for(chunks, [stage.cost for stage in self.stages])
-        names, memory = self._options.names, self._memory(chunks)
-        found = predicted(schedule, costs, self.skip_layout, names, memory)
+        options, layout = self._options, self.skip_layout
+        memory = estimated_memory(
+            [stage.module for stage in self.stages],
+            [stage.cost for stage in self.stages],
+            layout,
+            options.placement,
+            chunks,
+            options.checkpoint,
+            options.checkpoint_segments,
+        )
+        found = predicted(schedule, costs, layout, options.names, memory)
         return replace(found, lanes=tuple(self._lane_names))
-
-    def _memory(self, chunks: int) -> Memory | None:
-        """What the lanes hold, as estimated; None where activations are not all kept."""
-        if self._options.checkpoint != "never":
-            return None
-        costs = [stage.cost for stage in self.stages]
-        fixed = [0.0] * len(self._options.lanes)
-        for lane, cost in zip(self._options.placement, costs, strict=True):
-            fixed[lane] += cost.fixed_bytes
-        return Memory([cost.activation_bytes / chunks for cost in costs], fixed)
 
     @property
     def _lane_names(self) -> list[str]:

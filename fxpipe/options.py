@@ -103,7 +103,10 @@ class Options:
         ``costs``: of the stages, for a mini-batch.
         """
         return schedule_of(
-            self.schedule, self.placement, chunks, lambda: estimated_costs(costs, chunks)
+            self.schedule,
+            self.placement,
+            chunks,
+            lambda: estimated_costs(costs, chunks, self.checkpoint),
         )
 
     def chunks_for(self, batch: int | None) -> int:

@@ -9,7 +9,7 @@ from statistics import median
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import ACTION, Cost
+from fxpipe.graph import ACTION, COST, VALUE, Cost, attribute, tensor_bytes
 from fxpipe.runtime.clock import Mark
 from fxpipe.schedule import (
     Action,
@@ -24,22 +24,29 @@ from fxpipe.schedule import (
     Timeline,
     simulate,
 )
+from passes.checkpoint import is_checkpointed
+from passes.problem import recomputed
+from passes.segments import segmented
 from passes.skips import SkipLayout
 
 LOSS, LOSS_BACKWARD = "loss", "loss backward"  # what spans are called that are no actions
 PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # between devices of which nothing is known
 
 
-def estimated_costs(costs: Sequence[Cost], chunks: int) -> list[StageCost]:
+def estimated_costs(
+    costs: Sequence[Cost], chunks: int, checkpoint: str = "never"
+) -> list[StageCost]:
     """For one micro-batch, from what each stage is estimated to cost for a mini-batch.
 
-    Half of a backward is for the inputs, half for the parameters, as in a matrix product.
+    Half of a backward is for the inputs, half for the parameters, as in a matrix product. With
+    checkpoints it begins with the forward again: as an average over the micro-batches.
     """
-    halves = [cost.backward_s / 2 / chunks for cost in costs]
-    return [
-        StageCost(cost.forward_s / chunks, half, half)
-        for cost, half in zip(costs, halves, strict=True)
-    ]
+    again = recomputed(checkpoint, chunks)
+    found = []
+    for cost in costs:
+        forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
+        found.append(StageCost(forward, half + again * forward, half))
+    return found
 
 
 def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
@@ -89,6 +96,50 @@ def predicted(
     where = {schedule.placement[stage]: device for stage, device in enumerate(devices)}
     between = {(a, b): PCIE for a in lanes for b in lanes if where[a] != where[b]}
     return simulate(schedule, costs, Links(edges, between=between, once=once), memory)
+
+
+def estimated_memory(
+    stages: Sequence[fx.GraphModule],
+    costs: Sequence[Cost],
+    layout: SkipLayout,
+    placement: Sequence[int],
+    chunks: int,
+    checkpoint: str,
+    segments: int,
+) -> Memory:
+    """What lanes hold, from what each stage is estimated to keep of a mini-batch.
+
+    A checkpointed micro-batch keeps what its stage receives, and all activations during its
+    backward only; with segments what each segment receives, and the activations of the largest.
+    """
+    fixed = [0.0] * (1 + max(placement))
+    for lane, cost in zip(placement, costs, strict=True):
+        fixed[lane] += cost.fixed_bytes
+    activations: list[float] = [cost.activation_bytes for cost in costs]
+    inputs: list[float] = [0.0] * len(costs)
+    for hop in layout.hops:
+        inputs[hop.target] += hop.bytes
+    if checkpoint != "never" and segments > 1:
+        sizes = [_of_segments(stage, segments) for stage in stages]
+        inputs, activations = [size for size, _ in sizes], [size for _, size in sizes]
+    return Memory(
+        [size / chunks for size in activations],
+        fixed,
+        checkpointed=sum(is_checkpointed(checkpoint, i, chunks) for i in range(chunks)),
+        inputs=[size / chunks for size in inputs],
+    )
+
+
+def _of_segments(stage: fx.GraphModule, count: int) -> tuple[float, float]:
+    """The inputs of all segments of a stage, and the activations of the largest, in bytes."""
+    parts = segmented(stage, count)
+    received: dict[fx.Node, None] = {}
+    largest = 0
+    for call in parts.graph.find_nodes(op="call_module"):
+        received.update(dict.fromkeys(call.all_input_nodes))
+        nodes = attribute(parts, str(call.target)).graph.nodes
+        largest = max(largest, sum(node.meta.get(COST, Cost()).activation_bytes for node in nodes))
+    return sum(tensor_bytes(node.meta.get(VALUE)) for node in received), largest
 
 
 def _said(node: fx.Node) -> str:

@@ -20,8 +20,6 @@ from fxpipe.inspect.text import human_bytes
 from fxpipe.schedule import Timeline
 from passes.skips import Hop, SkipLayout
 
-NO_MEMORY = 'Not known: it is estimated only where all activations are kept (checkpoint="never").'
-
 
 @dataclass(frozen=True)
 class Page:
@@ -29,7 +27,7 @@ class Page:
 
     Args:
         drawings: by their headings, as SVG.
-        timeline: of a training step.
+        timeline: of a training step, with the memory that it takes.
         changes: by the titles of chains of passes, what each pass changed.
         codes: by their names.
     """
@@ -52,18 +50,12 @@ class Page:
                 Section("Stages", table_html(self.report.columns, self.report.rows)),
                 *(Section(name, drawing_html(name, svg)) for name, svg in self.drawings.items()),
                 Section("Training step", drawing_html("timeline", step)),
-                Section("Memory", self._memory),
+                Section("Memory", drawing_html("memory", draw_memory(self.timeline))),
                 Section("What travels", travels),
                 Section("Passes", "".join(_chains(self.changes))),
                 Section("Code", "".join(text_html(*code) for code in self.codes.items())),
             ],
         )
-
-    @property
-    def _memory(self) -> str:
-        if not self.timeline.memory:
-            return f"<p>{NO_MEMORY}</p>"
-        return drawing_html("memory", draw_memory(self.timeline))
 
 
 COLUMNS = ("value", "from", "to", "way", "bytes")

@@ -99,11 +99,16 @@ class Memory:
         activations: what each stage keeps of a micro-batch until its backward.
         fixed: what each lane holds all the time, for all or for each: parameters, their gradients.
         released_by_input: the part of the activations that is free after a backward's input half.
+        checkpointed: so many micro-batches, the first ones, keep no more than ``inputs`` until
+            their backward, which begins with making their activations again.
+        inputs: what a stage keeps of those, for all or for each.
     """
 
     activations: Sequence[float]
     fixed: Bound = 0.0
     released_by_input: float = 0.0
+    checkpointed: int = 0
+    inputs: Bound = 0.0
 
 
 def simulate(
@@ -353,12 +358,29 @@ def _memory(
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     stages = len(run.world.placement)
     sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
+    inputs = spread(memory.inputs, stages, "inputs of each stage")
     fixed = spread(memory.fixed, run.lanes, "fixed memory of each lane")
     held = [[(0.0, float(amount))] for amount in fixed]
     for span in spans:
         if span.action is not None:
-            change = growth(span.action.kind, memory.released_by_input) * sizes[span.action.stage]
-            if change:
-                time = span.start if change > 0 else span.end
-                held[span.lane].append((time, held[span.lane][-1][1] + change))
+            stage, again = span.action.stage, span.action.microbatch < memory.checkpointed
+            kept = inputs[stage] if again else None
+            first, last = _change(span.action.kind, sizes[stage], kept, memory.released_by_input)
+            for time, change in ((span.start, first), (span.end, last)):
+                if change:
+                    held[span.lane].append((time, held[span.lane][-1][1] + change))
     return tuple(map(tuple, held))
+
+
+def _change(kind: Kind, size: float, inputs: float | None, released: float) -> tuple[float, float]:
+    """By how much an action changes what is held, when it begins and when it ends.
+
+    ``inputs``: all that is kept of a checkpointed micro-batch; None: it keeps its activations.
+    """
+    change = growth(kind, released) * size
+    if kind is Kind.FORWARD:
+        return (change if inputs is None else inputs), 0.0
+    if inputs is None:
+        return 0.0, change
+    is_first, is_last = kind is not Kind.WEIGHT_GRAD, kind is not Kind.BACKWARD_INPUT
+    return size * is_first, change - inputs * is_last

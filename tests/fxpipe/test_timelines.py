@@ -135,9 +135,46 @@ def test_two_stages_of_one_lane_share_its_memory():
     assert start == [fixed[0] + fixed[3], fixed[1] + fixed[2]], "down the lanes, and up again"
 
 
-def test_nothing_is_said_of_memory_where_activations_are_checkpointed():
+@pytest.mark.parametrize(("checkpoint", "first"), [("always", 4), ("except_last", 3)])
+def test_checkpointed_micro_batches_hold_what_their_stage_receives(checkpoint, first):
+    x = torch.randn(8, 12)  # 4 bytes * 8 * 12 = 384, a quarter of which is a micro-batch's
+    with fxpipe.compile(
+        MLP(), ["cpu"] * 2, chunks=4, checkpoint=checkpoint, example_inputs=(x,)
+    ) as pipe:
+        costs = [stage.cost for stage in pipe.stages]
+        received = [sum(h.bytes for h in pipe.skip_layout.hops if h.target == i) for i in (0, 1)]
+        assert received == [384, 384]
+        for cost, held in zip(costs, pipe.timeline().memory, strict=True):
+            after_forwards = held[4][1] - cost.fixed_bytes
+            whole = cost.activation_bytes / 4
+            assert after_forwards == first * 96 + (4 - first) * whole
+            assert max(amount for _, amount in held) == cost.fixed_bytes + after_forwards + whole
+            assert held[-1][1] == cost.fixed_bytes
+
+
+def test_a_backward_of_a_checkpoint_begins_with_its_forward():
+    x = torch.randn(8, 12)
+    steps = {}
+    for checkpoint in ("never", "always"):
+        with fxpipe.compile(
+            MLP(), ["cpu"], chunks=1, checkpoint=checkpoint, example_inputs=(x,)
+        ) as pipe:
+            steps[checkpoint], cost = pipe.timeline().makespan, pipe.stages[0].cost
+    assert steps["never"] == pytest.approx(cost.forward_s + cost.backward_s)
+    assert steps["always"] == pytest.approx(2 * cost.forward_s + cost.backward_s)
+
+
+def test_segments_hold_their_inputs_and_the_activations_of_one_of_them():
     x = torch.randn(8, 12)
     with fxpipe.compile(
-        MLP(), ["cpu"] * 2, chunks=4, checkpoint="always", example_inputs=(x,)
+        nn.Sequential(*(nn.Linear(12, 12) for _ in range(4))),
+        ["cpu"],
+        chunks=1,
+        checkpoint="always",
+        checkpoint_segments=2,
+        example_inputs=(x,),
     ) as pipe:
-        assert pipe.timeline().memory == ()
+        fixed = pipe.stages[0].cost.fixed_bytes
+        held = [amount - fixed for _, amount in pipe.timeline().memory[0]]
+    # Two segments, of two layers each: each receives 384 bytes, and each layer keeps its input.
+    assert held == [0, 2 * 384, 2 * 384 + 2 * 384, 0]

@@ -117,11 +117,14 @@ def test_the_code_of_all_is_there(written):
     assert "".join(code.texts["pre"]).startswith(pipe.code)
 
 
-def test_where_memory_is_not_known_it_says_so(tmp_path):
+def test_memory_is_drawn_where_activations_are_checkpointed(tmp_path):
     with compiled(checkpoint="always") as pipe:
         pipe.report_html(tmp_path / "out.html")
-    (said,) = section((tmp_path / "out.html").read_text(), "Memory").texts["p"]
-    assert said.startswith("Not known")
+        step = pipe.timeline()
+    images = Page(section((tmp_path / "out.html").read_text(), "Memory").text)
+    drawn = base64.b64decode(images.attributes("img", "src")[0].partition(";base64,")[2]).decode()
+    for peak in step.peak_memory:
+        assert f"peak {human_bytes(round(peak))}" in drawn
 
 
 def test_it_needs_no_network_and_has_a_dark_side(written):

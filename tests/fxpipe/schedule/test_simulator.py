@@ -149,6 +149,22 @@ def test_memory_over_time():
     assert timeline.peak_memory == (207,)
 
 
+def test_memory_of_checkpointed_micro_batches_is_their_inputs_but_for_their_backward():
+    schedule = Schedule.from_text("0F0 0F1 0B0 0B1")
+    memory = Memory([100], fixed=7, checkpointed=1, inputs=10)
+    # UNIT takes 1 for a forward, 2 for a backward: the first, from 2 to 4, has all again.
+    (held,) = simulate(schedule, [UNIT], memory=memory).memory
+    assert held == ((0, 7), (0, 17), (1, 117), (2, 217), (4, 107), (6, 7))
+
+
+def test_memory_of_a_checkpointed_backward_in_two_halves():
+    schedule = Schedule.from_text("0F0 0I0 0F1 0W0 0B1")
+    memory = Memory([100], released_by_input=0.25, checkpointed=2, inputs=10)
+    (held,) = simulate(schedule, [UNIT], memory=memory).memory
+    # I ends with a quarter of the activations free, W with the rest and the inputs.
+    assert [amount for _, amount in held] == [0, 10, 110, 85, 95, 10, 110, 0]
+
+
 # ------------------------------------------------------------------------------- against formulas
 
 
