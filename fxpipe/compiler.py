@@ -30,6 +30,7 @@ from fxpipe.mode import (
 )
 from fxpipe.options import Options, RunPass
 from fxpipe.placement import place
+from fxpipe.progress import began
 from fxpipe.runtime.ambient import transforms
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.program import lower
@@ -142,9 +143,14 @@ class Compiler:
 
     def _observed(self, title: str, gm: fx.GraphModule) -> RunPass:
         """How to run the passes that begin with this graph."""
-        if self.options.observer is None:
-            return run_pass
-        return self.options.observer(f"{type(self.model).__name__} {title}", gm)
+        observer = self.options.observer
+        run = run_pass if observer is None else observer(f"{type(self.model).__name__} {title}", gm)
+
+        def told(rewrite: default.Pass, gm: fx.GraphModule) -> fx.GraphModule:
+            began(str(getattr(rewrite, "name", type(rewrite).__name__)))
+            return run(rewrite, gm)
+
+        return told
 
     def forget(self) -> None:
         """All that has been compiled, but for where the model is cut."""
@@ -244,6 +250,7 @@ class Compiler:
             traced_with = with_rows((args, kwargs), dims, batch // chunks)
             varying = [None] * len(dims)
         with self._where_it_runs(tensors):
+            began("trace")
             traced = trace(self.model, *traced_with, tracer=options.tracer, batch_dims=varying)
             gm = traced.graph_module
             observed = self._observed("stages", gm)

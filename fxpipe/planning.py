@@ -19,6 +19,7 @@ from fxpipe.batch import input_dims
 from fxpipe.devices import DeviceSpec
 from fxpipe.graph import COST, GAP, STAGE, VALUE, tensor_bytes, tensors_of
 from fxpipe.inspect.text import human_bytes, human_time, optimality
+from fxpipe.progress import began
 from fxpipe.schedule import (
     Edge,
     Link,
@@ -229,10 +230,12 @@ def plan(
     placement = placement_of(schedule, len(specs), stages)
     args, kwargs = canonical(model, example_inputs, example_kwargs or {})
     dims = input_dims(model, args, kwargs, in_dims)
+    began("trace")
     gm, values = sketch(model, args, kwargs, dims, tracer)
     count = _chunks(chunks, len(placement), values, dims)
     # Every micro-batch launches every operator.
     slower = tuple(replace(s, launch_s=s.launch_s * count) for s in specs)
+    began("cost")
     with untouched(model):
         gm = cost_pass(costs, tuple(values), spec=slower[0], optimizer_states=optimizer_states)(gm)
         gm = default.Random()(default.Shared()(gm))
@@ -271,6 +274,7 @@ class _Lanes:
             for spec in (self.specs[lane] for lane in self.placement)
         )
         stages = len(devices)
+        began("partition")
         cut = default.Partition(
             stages,
             partition,
@@ -287,6 +291,7 @@ class _Lanes:
         lanes = tuple(f"lane {lane}" for lane in self.placement)
         layout = skip_layout(default.Split()(default.Tied(lanes)(default.Free()(gm))))
         fixed, saved, received = self._held(found, stage, devices)
+        began("schedule")
         order, timeline = self._played(found, stage, devices, layout, (fixed, saved, received))
         target = machine(
             devices,

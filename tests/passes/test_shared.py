@@ -166,10 +166,11 @@ def test_a_shared_parameter_lives_with_its_first_user_and_travels_to_other_devic
         example_inputs=(torch.zeros(2, 3, dtype=torch.long),),
     )
     assert {p.device.type for p in model.parameters()} == {"cpu"}
-    assert [(h.value, h.source, h.target) for h in pipe.skip_layout.hops] == [
-        ("tokens", None, 0),
-        ("mix_1_call", 0, 1),
-    ]  # and the weight, once for all micro-batches: pass "tied"
+    assert [(h.value, h.source, h.target, h.once) for h in pipe.skip_layout.hops] == [
+        ("embed.weight", 0, 1, True),  # not with each micro-batch: pass "tied"
+        ("tokens", None, 0, False),
+        ("mix_1_call", 0, 1, False),
+    ]
 
 
 def test_a_module_is_left_as_it_was_and_its_hooks_are_called():
