@@ -22,9 +22,11 @@ from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, draw_ste
 from fxpipe.inspect.dump import Changes, Story, dump_of
 from fxpipe.inspect.page import Page
 from fxpipe.inspect.report import Report
+from fxpipe.inspect.text import human_bytes, human_time
 from fxpipe.loss import LossFunction, Target
 from fxpipe.mode import Example, Mode, Unrolled, stages_of
 from fxpipe.options import Options, PassList
+from fxpipe.progress import began
 from fxpipe.runtime.ambient import is_intercepted, transforms
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
@@ -38,7 +40,7 @@ from passes.partition import Spec
 from passes.skips import SkipLayout, skip_layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stage:
     """A part of the model, and where it runs. ``cost`` is an estimate for one mini-batch."""
 
@@ -46,6 +48,13 @@ class Stage:
     module: fx.GraphModule
     device: torch.device
     cost: Cost
+
+    def __repr__(self) -> str:
+        return (
+            f"Stage({self.index} on {self.device}: {len(self.module.graph.nodes)} nodes, "
+            f"parameters {human_bytes(self.cost.param_bytes)}, forward "
+            f"{human_time(self.cost.forward_s)}, backward {human_time(self.cost.backward_s)})"
+        )
 
     def _repr_svg_(self) -> str | None:
         """The nodes of the stage, drawn, for notebooks."""
@@ -273,6 +282,7 @@ class Pipeline(nn.Module):
         found = []
         try:
             for number in range(rounds + 1):  # the first is to warm up
+                began(f"step {number} of {rounds}" if number else "warm-up")
                 for p in parameters:
                     p.grad = None
                 record = Record()
@@ -522,6 +532,7 @@ class Pipeline(nn.Module):
         (measured, if :meth:`measure` has been called), drawn; memory; what each pass changed, for
         which the model is traced again; and the code.
         """
+        began("drawing")
         codes = {f"stage {stage.index}": format_code(stage.module) for stage in self.stages}
         page = Page(
             f"{type(self.module).__name__} on {len(self.stages)} stages",

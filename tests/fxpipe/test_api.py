@@ -597,3 +597,15 @@ def test_a_step_is_drawn_before_there_has_been_one():
 def test_every_public_name_is_there():
     assert all(getattr(fxpipe, name) is not None for name in fxpipe.__all__)
     assert set(fxpipe.__all__) == {*fxpipe._HOMES, "skip"}
+
+
+def test_a_stage_says_what_it_is_in_a_line():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with fxpipe.compile(
+        model, ["cpu"] * 2, partition=["1"], example_inputs=(torch.ones(6, 4),)
+    ) as pipe:
+        first, second = map(repr, pipe.stages)
+    # A node for the input, the layer and the output; 4 * 4 + 4 floats, and 4 * 2 + 2.
+    assert first.startswith("Stage(0 on cpu: 3 nodes, parameters 80 B, forward ")
+    assert second.startswith("Stage(1 on cpu: 3 nodes, parameters 40 B, forward ")
+    assert "\n" not in first + second
