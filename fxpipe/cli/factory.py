@@ -6,13 +6,14 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpipe.cli.errors import UserError
+from fxpipe.cli.errors import UserError, is_users
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,6 +120,52 @@ def load(factory: str, shapes: Sequence[Shape]) -> Given:
     if isinstance(inputs, Mapping):
         return Given(model, (), dict(inputs))
     return Given(model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
+
+
+@contextmanager
+def called_with(given: Given) -> Iterator[None]:
+    """Where something fails because the model itself does, with these inputs, it says so.
+
+    Raises:
+        UserError: saying what was given.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = _failure(given) if is_users(error) else None
+        if failure is None:
+            raise
+        raise UserError(
+            f"{type(given.model).__name__} cannot be called with {_said(given)}: {failure}\n"
+            "Give other inputs with --input SIZES[:DTYPE], such as 8,3,32,32 or 8,128:int64, one "
+            "for each argument; or let FACTORY return a model and its inputs"
+        ) from error
+
+
+def _failure(given: Given) -> Exception | None:
+    """What the model itself raises for the inputs; None if it takes them."""
+    import torch
+
+    from fxpipe.trace import untouched
+
+    try:
+        with torch.no_grad(), untouched(given.model):
+            given.model(*given.args, **given.kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+def _said(given: Given) -> str:
+    """The inputs: ``float32 [8, 9], scale=int``."""
+    from fxpipe.inspect.draw.picture import type_text
+
+    def text(value: Any) -> str:
+        return type_text(value) or type(value).__name__
+
+    found = [text(value) for value in given.args]
+    found += [f"{name}={text(value)}" for name, value in given.kwargs.items()]
+    return ", ".join(found) or "no inputs"
 
 
 def _module(name: str) -> Any:

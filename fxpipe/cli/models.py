@@ -9,46 +9,29 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpipe.cli.factory import Given, Shape, factory_argument, load
+from fxpipe.cli.factory import Given, Shape, called_with, factory_argument, load
 from fxpipe.cli.options import (
     DRAWINGS,
-    checkpoint_option,
-    chunks_option,
-    devices_of,
-    partition_option,
+    devices_option,
     path_to,
+    pipeline_options,
     working,
     write,
+    writing,
 )
+from fxpipe.cli.passes import chains
 from fxpipe.devices import KNOWN
-from fxpipe.schedule.catalogue import NAMES
 
 if TYPE_CHECKING:
     from fxpipe.api import Pipeline
 
-_devices = click.option(
-    "--devices",
-    callback=devices_of,
-    metavar="NAME,NAME",
-    help="One for each lane: cpu,cpu or cuda:0,cuda:1. Default: every accelerator, or two CPU "
-    "lanes.",
-)
-_schedule = click.option(
-    "--schedule",
-    type=click.Choice([*NAMES, "auto"]),
-    default="gpipe",
-    show_default=True,
-    help="The order of a training step.",
-)
-_stages = click.option(
-    "--stages", type=click.IntRange(min=1), help="How many. Default: as the schedule takes."
-)
+PLANNING = 4  # parts: trace, cost, partition, schedule
 
 
 def _compiled(given: Given, **options: Any) -> Pipeline:
     import fxpipe
 
-    with working("compiling"):
+    with called_with(given), working("compiling", _parts()):
         return fxpipe.compile(
             given.model,
             example_inputs=given.args,
@@ -57,14 +40,16 @@ def _compiled(given: Given, **options: Any) -> Pipeline:
         )
 
 
+def _parts() -> int:
+    """Of a compilation, up to its pipeline graph: a trace, and the passes."""
+    to_stages, to_pipeline, _ = chains().values()
+    return 1 + len(to_stages) + len(to_pipeline)
+
+
 @click.command("compile")
 @factory_argument
-@_devices
-@chunks_option
-@_schedule
-@_stages
-@partition_option
-@checkpoint_option
+@devices_option
+@pipeline_options
 @click.option("--draw", type=path_to(*DRAWINGS), help="Draw it, as .svg, .dot or .gv.")
 @click.option(
     "--level",
@@ -99,6 +84,7 @@ def compile_(
     timeline: Path | None,
     report: Path | None,
     code: Path | None,
+    dump: Path | None,
     **options: Any,
 ) -> None:
     """Compile a model, and say what came out.
@@ -116,14 +102,14 @@ def compile_(
     if draw is None and (stage is not None or microbatch is not None):
         raise click.UsageError("--stage and --microbatch say what to draw: give --draw, too")
     given = load(factory, shapes)
-    with _compiled(given, **options) as pipe:
+    with _compiled(given, dump=dump, **options) as pipe:
         text = pipe.report()
         click.echo(text, nl=False)
         if report and report.suffix == ".html":
-            report.parent.mkdir(parents=True, exist_ok=True)
-            with working("writing the report"):
+            said = writing(report)
+            with working("writing the report", 1 + _parts()):
                 pipe.report_html(report)
-            click.echo(f"wrote {report}")
+            click.echo(said)
         elif report:
             write(report, text)
         if code:
@@ -137,6 +123,8 @@ def compile_(
                 source = pipe.draw(level, stage=stage, microbatch=microbatch)
                 drawing = render_svg(source) if draw.suffix == ".svg" else source.source
             write(draw, drawing)
+    if dump:
+        click.echo(f"wrote {dump / 'index.html'}, and what it leads to")
 
 
 @click.command(short_help="Predict a pipeline, without its devices.")
@@ -147,11 +135,7 @@ def compile_(
     metavar="NAME,NAME",
     help=f"One for each lane, of {', '.join(KNOWN)}. They need not be here.",
 )
-@chunks_option
-@_schedule
-@_stages
-@partition_option
-@checkpoint_option
+@pipeline_options
 @click.option(
     "--meta", is_flag=True, help="Make the model on the device meta: it takes no memory then."
 )
@@ -177,7 +161,7 @@ def plan(
     with torch.device("meta") if meta else nullcontext():
         given = load(factory, shapes)
     names = [name.strip() for name in devices.split(",")]
-    with working("planning"):
+    with called_with(given), working("planning", PLANNING):
         found = fxpipe.plan(
             given.model,
             names,
@@ -190,12 +174,8 @@ def plan(
 
 @click.command(short_help="Measure a training step against its prediction.")
 @factory_argument
-@_devices
-@chunks_option
-@_schedule
-@_stages
-@partition_option
-@checkpoint_option
+@devices_option
+@pipeline_options
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
@@ -225,7 +205,7 @@ def bench(
     given = load(factory, shapes)
     with _compiled(given, loss_fn=mean, **options) as pipe:
         before = replace(pipe.timeline(), name="predicted")
-        with working("measuring"):
+        with working("measuring", 1 + rounds):
             measured = pipe.measure(*given.args, rounds=rounds, **given.kwargs)
         click.echo(str(compare(before, measured)))
         again = replace(pipe.timeline(), name="predicted from the measured times of the stages")

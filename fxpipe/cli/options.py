@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+
+from fxpipe.progress import listening
+from fxpipe.schedule.catalogue import NAMES
 
 DRAWINGS = (".svg", ".dot", ".gv")
 
@@ -47,51 +52,84 @@ def devices_of(
     return names
 
 
-def chunks_option(command: Callable[..., None]) -> Callable[..., None]:
-    """How many micro-batches."""
-    return click.option(
+devices_option = click.option(
+    "--devices",
+    callback=devices_of,
+    metavar="NAME,NAME",
+    help="One for each lane: cpu,cpu or cuda:0,cuda:1. Default: every accelerator, or two CPU "
+    "lanes.",
+)
+
+_PIPELINE = (
+    click.option(
         "--chunks",
         type=click.IntRange(min=1),
         help="Micro-batches of a mini-batch. Default: four for each stage.",
-    )(command)
-
-
-def checkpoint_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Which micro-batches keep nothing."""
-    return click.option(
-        "--checkpoint",
-        type=click.Choice(["never", "except_last", "always"]),
-        default="never",
+    ),
+    click.option(
+        "--schedule",
+        type=click.Choice([*NAMES, "auto"]),
+        default="gpipe",
         show_default=True,
-        help="Which micro-batches keep no activations, and compute them again in the backward.",
-    )(command)
-
-
-def partition_option(command: Callable[..., None]) -> Callable[..., None]:
-    """Where to cut."""
-    return click.option(
+        help="The order of a training step.",
+    ),
+    click.option(
+        "--stages", type=click.IntRange(min=1), help="How many. Default: as the schedule takes."
+    ),
+    click.option(
         "--partition",
         callback=lambda ctx, param, value: value if value == "auto" else value.split(","),
         default="auto",
         show_default=True,
         metavar="auto|NAME,NAME",
         help="The modules or nodes that begin the second stage, the third, ...",
-    )(command)
+    ),
+    click.option(
+        "--checkpoint",
+        type=click.Choice(["never", "except_last", "always"]),
+        default="never",
+        show_default=True,
+        help="Which micro-batches keep no activations, and compute them again in the backward.",
+    ),
+)
+
+
+def pipeline_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What a pipeline is to be like, wherever it runs."""
+    for option in reversed(_PIPELINE):
+        command = option(command)
+    return command
+
+
+def writing(path: Path) -> str:
+    """Make the folder of a file that is about to be written; gives what to say of it then."""
+    is_new = not path.parent.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return f"wrote {path}" + f" (in a new folder, {path.parent})" * is_new
 
 
 def write(path: Path, text: str) -> None:
     """Write a file, and say so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    said = writing(path)
     path.write_text(text, encoding="utf-8")
-    click.echo(f"wrote {path}")
+    click.echo(said)
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Says that something goes on, to a terminal only."""
+def working(what: str, parts: int | None = None) -> Iterator[None]:
+    """A bar on stderr, of about so many parts, each with its name; on a terminal only."""
     console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(what):
-            yield
-    else:
+    if not console.is_terminal:
         yield
+        return
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task(what, total=parts)
+        count = itertools.count()
+
+        def show(part: str) -> None:
+            done = next(count) if parts is None else min(next(count), parts - 1)
+            progress.update(bar, completed=done, description=f"{what}: {part}", refresh=True)
+
+        with listening(show):
+            yield

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from fxpipe.cli.options import path_to, write
+from fxpipe.cli.options import path_to, write, writing
 from fxpipe.schedule import NAMES, StageCost, gantt, live, named, simulate, stages_per_lane
 
 FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0  # a backward is twice a forward
@@ -69,9 +69,9 @@ def schedule(
     if draw:
         write(draw, gantt.draw([timeline], unit=gantt.FORWARDS))
     if csv:
-        csv.parent.mkdir(parents=True, exist_ok=True)
+        said = writing(csv)
         found.to_csv(csv)
-        click.echo(f"wrote {csv}")
+        click.echo(said)
 
 
 def _sizes(name: str, lanes: int | None, stages: int | None) -> tuple[int, int]:

@@ -28,7 +28,9 @@ def test_compile_reports_and_writes_what_is_asked_for(models):
         "out.py",
         "time.svg",
         "new/out.svg",
+        "dump/index.html",
     ]
+    assert "new/out.svg (in a new folder, new)\n" in wrote
     assert (models / "out.txt").read_text() == report
     assert "stage 1" in (models / "new" / "out.svg").read_text()
     assert "<svg" in (models / "time.svg").read_text()
@@ -36,11 +38,42 @@ def test_compile_reports_and_writes_what_is_asked_for(models):
     assert (models / "dump" / "index.html").exists()
 
 
-def test_on_a_terminal_it_says_what_it_is_at_and_not_where_results_go(models, monkeypatch):
+def on_a_terminal(monkeypatch, *args):
+    """What is said while it works, all names of parts in order; results go elsewhere."""
     monkeypatch.setenv("FORCE_COLOR", "1")
-    result = run("compile", "own_models:build", *TWO, "--draw", "out.svg")
-    assert "compiling" in result.stderr and "drawing" in result.stderr
-    assert "compiling" not in result.stdout and "wrote out.svg" in result.stdout
+    result = run(*args)
+    assert result.exit_code == 0, (result.output, result.exception)
+    bars = re.sub(r"\x1b\[[0-9;?]*\w", "", result.stderr)
+    assert "\u2501" * 9 in bars and "%" in bars, "it is a bar"
+    assert "compiling" not in result.stdout
+    return bars
+
+
+def test_on_a_terminal_a_compilation_says_which_pass_it_is_at(models, monkeypatch):
+    bars = on_a_terminal(
+        monkeypatch,
+        *("compile", "own_models:build", *TWO, "--draw", "out.svg", "--report", "out.html"),
+    )
+    for part in ("compiling: trace", "compiling: partition", "compiling: verify", "drawing"):
+        assert part in bars
+    assert "writing the report: trace" in bars, "its passes are looked at once more"
+
+
+def test_on_a_terminal_a_plan_and_a_measurement_say_what_they_are_at(models, monkeypatch):
+    given = ["plan", "own_models:build", "--devices", "h100,h100"]
+    bars = on_a_terminal(monkeypatch, *given)
+    places = [bars.index(f"planning: {part}") for part in ("trace", "cost", "partition")]
+    assert places == sorted(places)
+    bars = on_a_terminal(monkeypatch, "bench", "own_models:build", *TWO, "--rounds", 2)
+    assert all(f"measuring: step {i} of 2" in bars for i in (1, 2))
+
+
+@pytest.mark.parametrize("command", ["compile", "plan", "bench"])
+def test_inputs_that_the_model_does_not_take_are_said_to_be_so(models, command):
+    devices = ["--devices", "h100,h100" if command == "plan" else "cpu,cpu"]
+    message = refused(command, "own_models:build", *devices, "--input", "8,9")
+    assert message.startswith("Named cannot be called with float32 [8, 9]: mat1 and mat2 shapes")
+    assert "Give other inputs with --input" in message
 
 
 def test_compile_draws_each_level_as_dot_without_graphviz(models, monkeypatch):
@@ -52,7 +85,7 @@ def test_compile_draws_each_level_as_dot_without_graphviz(models, monkeypatch):
 
 def test_a_report_that_ends_with_html_is_the_page(models):
     out = succeeded("compile", "own_models:build", *TWO, "--report", "new/out.html")
-    assert out.endswith("wrote new/out.html\n")
+    assert out.endswith("wrote new/out.html (in a new folder, new)\n")
     assert "Named on 2 stages" in (models / "new" / "out.html").read_text()
 
 
@@ -95,7 +128,6 @@ def test_keyword_inputs_and_sizes_will_do(models):
         (["--partition", "fourth"], "partition names 'fourth'"),
         (["--dump", "own_models.py"], "own_models.py"),
         (["--report", "own_models.py/out.txt"], "own_models.py"),
-        (["--input", "8,9"], "9"),
     ],
 )
 def test_compile_refuses_what_makes_no_sense(models, args, message):

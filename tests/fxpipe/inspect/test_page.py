@@ -122,8 +122,9 @@ def test_memory_is_drawn_where_activations_are_checkpointed(tmp_path):
     with compiled(checkpoint="always") as pipe:
         pipe.report_html(tmp_path / "out.html")
         step = pipe.timeline()
-    images = Page(section((tmp_path / "out.html").read_text(), "Memory").text)
-    drawn = base64.b64decode(images.attributes("img", "src")[0].partition(";base64,")[2]).decode()
+    page = section((tmp_path / "out.html").read_text(), "Memory")
+    (image,) = page.attributes("img", "src")
+    drawn = base64.b64decode(image.partition(";base64,")[2]).decode()
     for peak in step.peak_memory:
         assert f"peak {human_bytes(round(peak))}" in drawn
 
