@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test zoo check docs pictures wheel benchmarks clean
+.PHONY: demo test zoo check docs pictures notebooks wheel benchmarks clean
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -43,6 +43,10 @@ docs: .venv/.docs
 pictures: .venv/.demo
 	$(BIN)/python -m fxpipe compile fxpipe.demo:UNet --devices cpu,cpu,cpu,cpu --chunks 4 \
 		--input 16,3,64,64 --draw docs/pictures/unet.svg
+
+# runs the notebooks, and keeps what they show
+notebooks: .venv/.test
+	$(BIN)/python -m tests.notebooks
 
 wheel: .venv/.test
 	rm -rf dist

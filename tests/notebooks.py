@@ -1,0 +1,92 @@
+"""The notebooks: run, and compared with what they are kept with.
+
+``python -m tests.notebooks`` runs all, and keeps what they show now.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+import nbclient
+import nbformat
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+VARIES = "varies"
+"""The tag of cells that show another thing each time: what has been measured, or learnt."""
+
+NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)")
+CLOSE = {"rel_tol": 0.05, "abs_tol": 1e-3}  # of numbers: other processors round otherwise
+
+
+def read(path: Path) -> NotebookNode:
+    """A notebook, with what it is kept with."""
+    return nbformat.read(path, as_version=4)
+
+
+def run(path: Path) -> NotebookNode:
+    """The same, with what it shows now."""
+    notebook = read(path)
+    nbclient.NotebookClient(
+        notebook,
+        timeout=300,
+        coalesce_streams=True,  # what is printed slowly is one output too
+        record_timing=False,
+        resources={"metadata": {"path": ROOT}},
+    ).execute()
+    return notebook
+
+
+def differences(kept: NotebookNode, now: NotebookNode) -> Iterator[str]:
+    """What a reader of the one sees otherwise than a reader of the other: a line each."""
+    for number, (before, after) in enumerate(zip(kept.cells, now.cells, strict=True)):
+        texts = _texts(before), _texts(after)
+        if VARIES in before.metadata.get("tags", []):
+            texts = tuple([(kind, "") for kind, _ in shown] for shown in texts)
+        for one, other in zip_longest(*texts, fillvalue=("nothing", "")):
+            if not is_same(" ".join(one), " ".join(other)):
+                yield f"cell {number} shows {other}; it is kept with {one}"
+
+
+def is_same(one: str, other: str) -> bool:
+    """Whether words are equal, and numbers nearly."""
+    parts = [NUMBER.split(" ".join(text.split())) for text in (one, other)]
+    return len(parts[0]) == len(parts[1]) and all(
+        math.isclose(float(a), float(b), **CLOSE) if NUMBER.fullmatch(a) else a == b
+        for a, b in zip(*parts, strict=True)
+    )
+
+
+def _texts(cell: NotebookNode) -> list[tuple[str, str]]:
+    """Of each output its kind, and what can be read in it."""
+    found = []
+    for output in cell.get("outputs", []):
+        if output.output_type == "stream":
+            found.append((output.name, output.text))
+        elif output.output_type == "error":
+            found.append(("error", f"{output.ename}: {output.evalue}"))
+        else:
+            for kind, content in sorted(output.data.items()):
+                is_drawn = "svg" in kind
+                words = re.findall(r"<text[^>]*>([^<]*)<", content) if is_drawn else [content]
+                found.append((kind, " ".join(words)))
+    return found
+
+
+def main() -> None:
+    """Run all, and write what they show."""
+    for path in NOTEBOOKS:
+        kept, now = read(path), run(path)
+        for line in differences(kept, now):
+            print(f"{path.name}: {line[:300]}")
+        nbformat.write(now, path)
+
+
+if __name__ == "__main__":
+    main()
