@@ -529,8 +529,9 @@ class Pipeline(nn.Module):
         """Write all there is to see as one page: a single HTML file, which needs no network.
 
         :meth:`report`, with tables that sort; the stages, the pipeline and the training step
-        (measured, if :meth:`measure` has been called), drawn; memory; what each pass changed, for
-        which the model is traced again; and the code.
+        (measured, if :meth:`measure` has been called), drawn; memory; what each pass changed; and
+        the code. What the passes changed is not kept, as that would take memory in every run: the
+        model is traced again, cut as it is, which takes about as long as compiling it did.
         """
         began("drawing")
         codes = {f"stage {stage.index}": format_code(stage.module) for stage in self.stages}
