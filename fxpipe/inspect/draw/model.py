@@ -34,6 +34,7 @@ PART_BOXES = 240  # of graphs that have micro-batches, and no modules to fold
 
 _SKIP = Line("value that passes over stages", color=SKIP_COLOURS[0], penwidth=THICK)
 _NUMBER = Line("value that is no tensor", color=GREY, penwidth="0.6", arrowhead="vee")
+_NAMED = Line("value of another box, by its name", color=GREY, penwidth="0.6", arrowhead="vee")
 _ELSEWHERE = Line("from and to other parts", style="dotted", arrowhead="vee")
 _SMALL = {"fontsize": "8", "height": "0.2", "margin": "0.05,0.02"}
 Edges = dict[tuple[str, str], Line]
@@ -78,7 +79,7 @@ def draw_model(
     Args:
         stage, microbatch: draw the nodes of these only, and where their values come from and go to.
         boxes: of larger graphs, modules are folded, until there are no more boxes than these. None:
-            :data:`BOXES`, or :data:`PART_BOXES` of what has no modules, but micro-batches.
+            80, or 240 of graphs that have micro-batches, and no modules to fold.
 
     Raises:
         ValueError: if no node is of that stage and micro-batch.
@@ -163,6 +164,8 @@ class _Nodes:
             self.picture.notes.append(
                 f"double frame: several nodes as one ({nodes:,} nodes in {len(self.boxes)} boxes)"
             )
+        if any(box.is_folded and self._uses_named(box) for box in self.boxes):
+            self.picture.notes.append("which numbers these use is not drawn")
         if any(MICROBATCH in n.meta and type_text(n.meta.get(VALUE)) for n in self.box_of):
             self.picture.notes.append("shapes are those of the whole mini-batch")
         return self.picture.source()
@@ -178,8 +181,9 @@ class _Nodes:
 
     def _named_at(self, box: Box) -> list[fx.Node]:
         """What is named at a box, as it uses it; not where the box stands for many nodes."""
-        if box.is_folded:
-            return []
+        return [] if box.is_folded else self._uses_named(box)
+
+    def _uses_named(self, box: Box) -> list[fx.Node]:
         used = (source for node in box.nodes for source in node.all_input_nodes)
         return [n for n in dict.fromkeys(used) if n in self.named and n not in box.nodes]
 
@@ -188,7 +192,7 @@ class _Nodes:
         found: Edges = {}
         for box in self.boxes:
             for node in self._named_at(box):
-                found[_name_at(node, box), box.name] = _NUMBER
+                found[_name_at(node, box), box.name] = _NAMED
         for node in self.kept:
             head = self.box_of[node]
             for source in node.all_input_nodes:

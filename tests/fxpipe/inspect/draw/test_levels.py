@@ -155,7 +155,8 @@ def test_what_one_micro_batch_takes_from_the_other_is_named_beside_it():
     source = mlp().draw("pipeline", stage=1).source
     assert not [e for e in edges(source) if e[0].endswith("_mb0") and e[1].endswith("_mb1")]
     # The join of micro-batch 1 takes what the fork of micro-batch 0 gives.
-    assert edges(source)["phony_s1_mb0 at join_s1_mb1", "join_s1_mb1"]["style"] == "solid"
+    assert ("phony_s1_mb0 at join_s1_mb1", "join_s1_mb1") in edges(source)
+    assert "value of another box, by its name" in clusters(source)["cluster_legend"]
 
 
 def test_what_comes_from_one_place_is_one_oval():
@@ -268,6 +269,20 @@ def test_inputs_and_outputs_that_have_no_room_beside_each_other_are_one_oval():
     for stage in range(2):
         assert lines[f"mb 0 stage {stage}", "gather all"]["style"] == "dotted"
     assert {tail for tail, head in lines if "stage" not in tail} == {"scatter all"}
+
+
+@pytest.mark.parametrize(("count", "lines"), [(8, 8), (9, 1)])
+def test_very_many_results_of_the_model_are_one_line_a_stage(count, lines):
+    class Results(nn.Module):
+        def forward(self, x):
+            return [torch.tanh(x + i) for i in range(count)]
+
+    found = edges(draw_model(torch.fx.symbolic_trace(Results())).source)
+    results = [line for (_, head), line in found.items() if head == "output"]
+    assert len(results) == lines
+    assert [line.get("label") for line in results] == (
+        ["  of 9 boxes"] if lines == 1 else [None] * 8
+    )
 
 
 def test_many_results_of_a_stage_are_one_line_of_the_stage_graph():
