@@ -146,7 +146,7 @@ class Compiler:
         observer = self.options.observer
         run = run_pass if observer is None else observer(f"{type(self.model).__name__} {title}", gm)
 
-        def told(rewrite: default.Pass, gm: fx.GraphModule) -> fx.GraphModule:
+        def told(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
             began(str(getattr(rewrite, "name", type(rewrite).__name__)))
             return run(rewrite, gm)
 
