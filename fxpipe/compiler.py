@@ -31,7 +31,7 @@ from fxpipe.mode import (
 from fxpipe.options import Options, RunPass
 from fxpipe.placement import place
 from fxpipe.progress import began
-from fxpipe.runtime.ambient import transforms
+from fxpipe.runtime.ambient import transforms, without_saved_tensors_hooks
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.program import lower
 from fxpipe.structure import Structure, map_tensors
@@ -187,6 +187,7 @@ class Compiler:
         with (
             torch.inference_mode(False),  # what is inferred here is used in training too
             torch.autograd.set_detect_anomaly(False),  # fake gradients have no values to look at
+            without_saved_tensors_hooks(),  # which a checkpoint around the first call counts by
         ):
             some, named = _usual((some, named))
             mode = self._compile(some, named, dims)

@@ -81,3 +81,17 @@ def is_intercepted() -> bool:
 def transforms() -> list[TransformType]:
     """The functorch transforms that run in this thread, the outermost first."""
     return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """What is done meanwhile is none of the business of hooks on saved tensors around it."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)

@@ -257,3 +257,14 @@ def test_a_model_may_have_checkpoints_of_its_own(use_reentrant, options):
     for part in parts(x, 3):
         reference(part).mean().backward(torch.tensor(1 / 3))
     assert same(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("checkpoint", CHECKPOINT)
+def test_a_checkpoint_may_be_around_a_pipeline_from_its_first_call_on(checkpoint, use_reentrant):
+    model, x = MLP(), torch.randn(6, 12, requires_grad=True)
+    wanted = loop(copy.deepcopy(model), (x,), 3)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        output = torchs_checkpoint(pipe, x, use_reentrant=use_reentrant)
+        loss_of(output).backward()
+    assert same((output.detach(), gradients(model)), wanted)

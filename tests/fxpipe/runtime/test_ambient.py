@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.ambient import Ambient, without_saved_tensors_hooks
 from tests.zoo import MLP, gradients, loss_of, parts, same
 
 
@@ -83,3 +83,24 @@ def test_under_autocast_gradients_are_those_of_the_loop_every_time(checkpoint):
             loss_of(output.float()).backward()
             assert same(output, torch.cat(outputs))
             assert same(gradients(model), gradients(reference))
+
+
+def test_hooks_on_saved_tensors_are_those_that_they_were_afterwards():
+    seen = []
+
+    def hooks(name):
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (seen.append(name), t)[1], lambda t: t
+        )
+
+    x = torch.ones(1, requires_grad=True)
+    with hooks("outer"), hooks("inner"):
+        with without_saved_tensors_hooks():
+            x.sin()
+            assert seen == []
+        x.sin()
+    with hooks("outer"):
+        with without_saved_tensors_hooks(), hooks("within"):
+            x.sin()
+        x.sin()
+    assert seen == ["inner", "within", "outer"]
