@@ -100,16 +100,17 @@ class _Frame:
 
         # Casts of parameters that were kept in the second run would outlive its autocast.
         self.ambient = replace(Ambient.here(), autocast_cache=False)
-        parameters = list(_parameters(fn))
+        self.tensors = _Tensors(fn)
+        parameters = self.tensors.parameters
         self.kept = {p.untyped_storage()._cdata for p in parameters}
         devices = {t.device for t in (*tensors, *parameters)}
         self.random = _RandomState(devices) if preserve_rng_state else None
-        self.state = _WrittenState(fn)
+        self.written = _WrittenState(fn)
 
     def run(self) -> Any:
         """The forward, its saved tensors replaced by slots."""
         args, kwargs = self.inputs(detached=False)
-        with self.state.watched(), torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack):
+        with self.written.watched(), torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack):
             output = self.fn(*args, **kwargs)
         self.complete = True
         return output
@@ -126,7 +127,7 @@ class _Frame:
         if tensor.layout != torch.strided:
             return False
         memory = tensor.untyped_storage()._cdata
-        return memory in self.kept or memory in self.state.standing_in
+        return memory in self.kept or memory in self.written.standing_in
 
     def inputs(self, *, detached: bool) -> Any:
         leaves = list(self.leaves)
@@ -180,7 +181,8 @@ class _Frame:
     def again(self) -> Iterator[Any]:
         """The arguments and the surroundings of the forward, for whoever runs it once more."""
         with (
-            self.state.as_before(),
+            self.tensors.as_before(),
+            self.written.as_before(),
             self.random.restored() if self.random else nullcontext(),
             self.ambient.applied(),
         ):
@@ -248,6 +250,35 @@ class _RandomState:
                 yield
             finally:
                 now.put()
+
+
+class _Tensors:
+    """The tensors that a module had in its forward. By the second run others may have come in their
+    places: those of the forward were lent by ``torch.func.functional_call``, say."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        module = _module(fn)
+        modules = [] if module is None else list(module.modules())
+        self.parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        owners: list[dict[str, Any]] = [m._parameters for m in modules]
+        owners += [m._buffers for m in modules]
+        self.own = [(own, key, tensor) for own in owners for key, tensor in own.items()]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """The module has the tensors that it had."""
+        exchanged = [
+            (own, key, own[key], tensor)
+            for own, key, tensor in self.own
+            if own.get(key, tensor) is not tensor
+        ]
+        try:
+            for own, key, _, tensor in exchanged:
+                own[key] = tensor
+            yield
+        finally:
+            for own, key, now, _ in exchanged:
+                own[key] = now
 
 
 class _WrittenState:
@@ -338,11 +369,6 @@ def _module(fn: Callable[..., Any]) -> nn.Module | None:
     """The module that is called, or whose method is."""
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None
-
-
-def _parameters(fn: Callable[..., Any]) -> Iterator[Tensor]:
-    module = _module(fn)
-    return iter(()) if module is None else module.parameters()
 
 
 def _description(tensor: Tensor) -> str:

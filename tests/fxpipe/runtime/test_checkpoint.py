@@ -361,3 +361,32 @@ def test_a_forward_may_write_to_its_own_parameters():
     out = [checkpoint(embed, tokens) for _ in range(2)]
     sum(o.sum() for o in out).backward()
     assert embed.weight.grad[:4].eq(2).all()
+
+
+def test_parameters_and_buffers_that_were_lent_are_those_of_the_forward_again():
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.register_buffer("scale", torch.tensor(2.0))
+
+        def forward(self, x):
+            return torch.tanh(super().forward(x) * self.scale)
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.is_checkpointed = nn.Sequential(Scaled(), Scaled()), False
+
+        def forward(self, x):
+            return checkpoint(self.inner, x) if self.is_checkpointed else self.inner(x)
+
+    model, x = Around(), torch.randn(3, 3)  # of the shape of the weights
+    own = model.inner[0].weight
+    lent = {n: torch.randn_like(t).requires_grad_() for n, t in model.named_parameters()}
+    lent |= {name: torch.randn_like(buffer) for name, buffer in model.named_buffers()}
+    wanted = [tensor for tensor in lent.values() if tensor.requires_grad]
+    results = []
+    for model.is_checkpointed in (False, True):
+        out = torch.func.functional_call(model, lent, (x,))
+        results.append(torch.autograd.grad(out.sum(), wanted))
+    assert same(*results) and model.inner[0].weight is own
