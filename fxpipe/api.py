@@ -106,8 +106,8 @@ def compile(
             compute them again in the backward.
         checkpoint_segments: a checkpointed stage is cut in so many segments, each of which is run
             again on its own: at no time are there more activations than those of one of them. The
-            inputs of all segments are kept. In a training step, no gradients of such stages are put
-            off: schedules with backwards in two halves do all in the first.
+            inputs of all segments are kept. (Where a schedule puts gradients of parameters off, so
+            is what these are computed from.)
         schedule: the order of :meth:`Pipeline.step`: one of :data:`fxpipe.schedule.NAMES`; "auto",
             the best that is found for the stages' costs; or a :class:`fxpipe.schedule.Schedule` for
             as many lanes as there are devices.

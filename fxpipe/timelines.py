@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from torch import fx
@@ -150,11 +151,13 @@ def _said(node: fx.Node) -> str:
 
 def measured(name: str, lanes: Sequence[str], marks: Sequence[Mark]) -> Timeline:
     """From the marks of a run of a step graph."""
-    spans = []
+    spans: list[Span] = []
     for mark in marks:
         action: Action | None = mark.node.meta.get(ACTION)
         said = _said(mark.node)
-        if action is not None or said:
+        if action is not None and spans and spans[-1].action == action:  # its next segment
+            spans[-1] = replace(spans[-1], end=mark.end)
+        elif action is not None or said:
             spans.append(Span(mark.lane, mark.start, mark.end, action, said))
     begin = min((span.start for span in spans), default=0.0)
     return Timeline(

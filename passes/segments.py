@@ -13,13 +13,11 @@ Cost", 2016).
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch import fx
 
-from fxpipe import ops
-from fxpipe.graph import COST, STAGE, Cost, is_work
+from fxpipe.graph import COST, STAGE, Cost, OuterModule, attribute, is_work
 from passes.partition import Auto, Partition, PartitionError
 from passes.split import Split
 
@@ -52,17 +50,53 @@ def _copied(stage: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(stage, graph)
 
 
-def checkpointed_by_segments(stage: fx.GraphModule, count: int) -> fx.GraphModule:
-    """The stage, which checkpoints its segments itself: for a step, where it runs as one."""
-    parts = segmented(stage, count)
+def opened(gm: fx.GraphModule, count: int) -> tuple[fx.GraphModule, list[int]]:
+    """A stage graph whose stages are the segments of its stages; and of which stage each is."""
+    calls = gm.graph.find_nodes(op="call_module")
+    parts = {call: segmented(attribute(gm, str(call.target)), count) for call in calls}
+    stage_of: list[int] = []
+    first: dict[int, int] = {}  # the first segment of each stage
+    for call, inner in parts.items():
+        first[call.meta[STAGE]] = len(stage_of)
+        stage_of += [call.meta[STAGE]] * len(inner.graph.find_nodes(op="call_module"))
+    attributes: dict[str, Any] = {}
     graph = fx.Graph()
-    own: dict[fx.Node, Any] = {}
-    for node in parts.graph.nodes:
-        if node.op != "call_module":
+    own: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node in parts:
+            _open(graph, node, parts[node], first[node.meta[STAGE]], own, attributes)
+        elif node not in own:
             own[node] = graph.node_copy(node, own.__getitem__)
+            if node.op == "get_attr":
+                attributes[str(node.target)] = attribute(gm, str(node.target))
+            if STAGE in node.meta:
+                own[node].meta[STAGE] = first[node.meta[STAGE]]
+    return OuterModule(attributes, graph), stage_of
+
+
+def _open(
+    graph: fx.Graph,
+    call: fx.Node,
+    parts: fx.GraphModule,
+    number: int,
+    own: dict[fx.Node, fx.Node],
+    attributes: dict[str, Any],
+) -> None:
+    """Write a stage's segments, from this number on, in place of its call and its results."""
+    taken = zip(parts.graph.find_nodes(op="placeholder"), call.args, strict=True)
+    values: dict[fx.Node, Any] = {inner: own[arg] for inner, arg in taken}  # type: ignore[index]
+    for node in parts.graph.nodes:
+        if node.op in ("placeholder", "output"):
             continue
-        module = graph.create_node("get_attr", str(node.target))
-        args = fx.map_arg(node.args, own.__getitem__)
-        pair = graph.create_node("call_function", ops.checkpoint, (module, *args))
-        own[node] = graph.create_node("call_function", operator.getitem, (pair, 0), name=node.name)
-    return fx.GraphModule(parts, graph)
+        values[node] = graph.node_copy(node, values.__getitem__)
+        if node.op == "call_module":
+            path = f"{call.target}_{node.target}"
+            attributes[path] = attribute(parts, str(node.target))
+            values[node].target = path
+            number += 1
+        values[node].meta[STAGE] = number - 1
+    results: Any = parts.graph.output_node().args[0]
+    if isinstance(results, fx.Node):
+        own[call] = values[results]
+    else:
+        own |= {item: values[results[item.args[1]]] for item in call.users}

@@ -22,12 +22,15 @@ of the model's own backward. The loss is one stage more, in the lane of the last
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx, nn
 
-from fxpipe.schedule import Schedule
+from fxpipe.graph import ACTION, STAGE
+from fxpipe.schedule import Action, Kind, Schedule
+from passes.segments import opened
 from passes.step.flows import StepError
 from passes.step.writer import Writer
 
@@ -67,4 +70,42 @@ class Step:
                 f"the schedule {self.schedule.name!r} has {self.schedule.stages} stages, the "
                 f"pipeline {stages}: give a schedule of {stages}, or as many devices"
             )
-        return Writer(self, gm).write()
+        writer = Writer(self, gm)
+        actions = writer.actions()
+        if self.checkpoint == "never" or self.checkpoint_segments == 1:
+            return writer.write(actions)
+        return _in_segments(self, gm, actions)
+
+
+def _in_segments(step: Step, gm: fx.GraphModule, actions: Sequence[Action]) -> fx.GraphModule:
+    """The step of a pipeline whose stages are cut in segments: these are stages like any other, all
+    in the lane of the one that they are parts of, and what it does they do one after the other."""
+    cut, stage_of = opened(gm, step.checkpoint_segments)
+    segments: list[list[int]] = [[] for _ in range(step.schedule.stages)]
+    for segment, stage in enumerate(stage_of):
+        segments[stage].append(segment)
+
+    def taken_apart(actions: Iterable[Action]) -> list[Action]:
+        return [
+            replace(action, stage=segment)
+            for action in actions
+            for segment in segments[action.stage][:: 1 if action.kind is Kind.FORWARD else -1]
+        ]
+
+    lanes = range(len(step.schedule.lanes))
+    schedule = replace(
+        step.schedule,
+        stages=len(stage_of),
+        lanes=tuple(tuple(taken_apart(step.schedule.actions(lane))) for lane in lanes),
+    )
+    devices = tuple(step.devices[stage] for stage in stage_of)
+    labels = [(stage, i) for stage, own in enumerate(segments) for i in range(len(own))]
+    writer = Writer(replace(step, schedule=schedule, devices=devices), cut, labels)
+    result = writer.write(taken_apart(actions))
+    for node in result.graph.nodes:  # to whoever looks it is the stage that does it
+        if STAGE in node.meta:
+            node.meta[STAGE] = stage_of[node.meta[STAGE]]
+        if ACTION in node.meta:
+            action = node.meta[ACTION]
+            node.meta[ACTION] = replace(action, stage=stage_of[action.stage])
+    return result

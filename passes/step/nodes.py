@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,19 @@ class Nodes:
     Args:
         gm: the stage graph, whose modules and parameters the step graph uses.
         devices: one for each stage.
+        labels: what stages are called: by their numbers; or by that of the one which they are
+            segments of, and their own among them.
     """
 
-    def __init__(self, gm: fx.GraphModule, schedule: Schedule, devices: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        schedule: Schedule,
+        devices: tuple[str, ...],
+        labels: Sequence[tuple[int, ...]],
+    ) -> None:
         self.graph = fx.Graph()
-        self.gm, self.schedule, self.devices = gm, schedule, devices
+        self.gm, self.schedule, self.devices, self.labels = gm, schedule, devices, labels
         self.attributes: dict[str, Any] = {}
 
     def _own(self, stage: int) -> int:
@@ -52,7 +61,8 @@ class Nodes:
         self, function: Any, args: tuple[Any, ...], name: str, at: Action, role: str = COMPUTE
     ) -> fx.Node:
         """A call within an action."""
-        node = self.whole(function, args, f"{name}_s{self._own(at.stage)}_mb{at.microbatch}")
+        label = "_".join(map(str, self.labels[self._own(at.stage)]))
+        node = self.whole(function, args, f"{name}_s{label}_mb{at.microbatch}")
         self.place(node, at.stage, at.microbatch, role)
         return node
 

@@ -14,7 +14,6 @@ from fxpipe.graph import ACTION, FIRST, ONCE, SEED, STAGE, WRITTEN
 from fxpipe.schedule import Action, Kind, Needs, Schedule, validate
 from passes.checkpoint import is_checkpointed
 from passes.defer import Defer
-from passes.segments import checkpointed_by_segments
 from passes.step.flows import Flows, Stage, is_differentiable
 from passes.step.nodes import Nodes
 from passes.step.replicas import Replicas
@@ -28,13 +27,19 @@ CALLER = "caller"  # where inputs and targets come from
 
 
 class Writer:
-    """Writes the actions of a schedule, in an order in which one thread can run them."""
+    """Writes the actions of a schedule, in an order in which one thread can run them.
 
-    def __init__(self, step: Step, gm: fx.GraphModule) -> None:
+    ``labels`` are those of :class:`Nodes`, by default the stages' numbers.
+    """
+
+    def __init__(
+        self, step: Step, gm: fx.GraphModule, labels: Sequence[tuple[int, ...]] | None = None
+    ) -> None:
         self.step, self.gm, self.schedule = step, gm, step.schedule
         self.flows = Flows(gm)
         self.stages, self.loss_stage = self.flows.stages, self.flows.loss_stage
-        self.nodes = Nodes(gm, step.schedule, step.devices)
+        self.labels = labels or [(stage,) for stage in range(self.loss_stage)]
+        self.nodes = Nodes(gm, step.schedule, step.devices, self.labels)
         self.nodes.attributes[LOSS] = step.loss
         self.traffic = Traffic(self.nodes)
         self.replicas = Replicas(gm, self.nodes, self.traffic)
@@ -46,17 +51,21 @@ class Writer:
         }
         self.inputs: dict[fx.Node, fx.Node] = {}  # by those of the stage graph
         self.parts: dict[fx.Node, fx.Node] = {}  # of inputs
+        self.given: dict[Place, fx.Node] = {}  # parts of inputs, where they have been brought
         self.here: dict[Place, Any] = {}
         self.grads: dict[Place, fx.Node] = {}  # of what has left a stage
         self.tapes: dict[tuple[int, int], fx.Node] = {}  # by stage and micro-batch
         self.losses: dict[int, fx.Node] = {}
 
-    def write(self) -> fx.GraphModule:
-        """The step graph."""
+    def actions(self) -> list[Action]:
+        """All that there is to do, in an order in which it can be done."""
         edges = self.flows.edges
         validate(self.schedule, edges=edges)
+        return _in_order(self.schedule, edges)
+
+    def write(self, actions: Sequence[Action]) -> fx.GraphModule:
+        """The step graph."""
         self._inputs()
-        actions = _in_order(self.schedule, edges)
         last = {action.stage: action for action in actions}
         homes = self.replicas.homes  # whose gradients are done later
         for action in actions:
@@ -112,13 +121,18 @@ class Writer:
         return self.here[key]
 
     def _given(self, value: fx.Node, stage: int, microbatch: int) -> fx.Node:
+        """What the caller gives, brought to a stage: once for all its segments."""
         if value.op == "get_attr":  # given out as it is
             return self.nodes.attribute(str(value.target))
-        part = self.nodes.part(self.parts[value], microbatch, value.name)
-        if SEED in value.meta:
-            return part
-        at = Action(stage, Kind.FORWARD, microbatch)
-        return self.traffic.bring((part,), CALLER, at, [value.name])[0]
+        whole = stage if stage == self.loss_stage else self.labels[stage][0]
+        key = (value, whole, microbatch)
+        if key not in self.given:
+            part = self.nodes.part(self.parts[value], microbatch, value.name)
+            if SEED not in value.meta:
+                at = Action(stage, Kind.FORWARD, microbatch)
+                (part,) = self.traffic.bring((part,), CALLER, at, [value.name])
+            self.given[key] = part
+        return self.given[key]
 
     # ----------------------------------------------------------------------------------- one action
 
@@ -142,8 +156,8 @@ class Writer:
         self.here |= self.traffic.arrive(range(stage), at)
         args = tuple(self._value(arg, stage, microbatch) for arg in own.call.args)
         passed = tuple(own.call.args.index(value) for value in own.passed)
-        module = self.nodes.module(self._stage_path(own, microbatch), at)
-        replays = self._is_replayed(microbatch)
+        module = self.nodes.module(self._stage_path(own), at)
+        replays = self._is_checkpointed(microbatch)
         args = module, args, passed, own.is_single, replays
         pair = self.nodes.call(ops.forward, args, "forward", at)
         pair.meta[ACTION] = at
@@ -159,20 +173,11 @@ class Writer:
         for target, values in sorted(following.items()):
             self.traffic.leave(values, target, at)
 
-    def _stage_path(self, own: Stage, microbatch: int) -> str:
-        """The module to run: one whose gradients can be deferred, if the schedule does, or one
-        that checkpoints its segments. Not one for some micro-batches and the other for others:
-        what is deferred is summed later."""
-        path = str(own.call.target)
-        attributes = self.nodes.attributes
+    def _stage_path(self, own: Stage) -> str:
+        """The module to run: one whose gradients can be deferred, if the schedule does."""
+        path, attributes = str(own.call.target), self.nodes.attributes
         attributes.setdefault(path, own.module)
-        if self.step.checkpoint != "never" and self.step.checkpoint_segments > 1:
-            if self._is_checkpointed(microbatch):
-                path = f"{path}_segments"
-                if path not in attributes:
-                    count = self.step.checkpoint_segments
-                    attributes[path] = checkpointed_by_segments(own.module, count)
-        elif own.call.meta[STAGE] in self.halved:
+        if own.call.meta[STAGE] in self.halved:
             path = f"{path}_deferred"
             if path not in attributes:
                 attributes[path] = Defer()(own.module)
@@ -180,10 +185,6 @@ class Writer:
 
     def _is_checkpointed(self, microbatch: int) -> bool:
         return is_checkpointed(self.step.checkpoint, microbatch, self.schedule.microbatches)
-
-    def _is_replayed(self, microbatch: int) -> bool:
-        """Whether the stage is checkpointed as a whole."""
-        return self._is_checkpointed(microbatch) and self.step.checkpoint_segments == 1
 
     def _loss(self, at: Action) -> None:
         microbatch = at.microbatch
@@ -227,7 +228,7 @@ class Writer:
         stage, microbatch = at.stage, at.microbatch
         own, tape = self.stages[stage], self.tapes[stage, microbatch]
         is_halved = at.kind is Kind.BACKWARD_INPUT
-        if self._is_replayed(microbatch):
+        if self._is_checkpointed(microbatch):
             args: tuple[Any, ...] = (tape, True) if is_halved else (tape,)
             self.nodes.call(ops.replay, args, "replay", at)
         whole = Action(stage, Kind.BACKWARD, microbatch)
@@ -283,7 +284,8 @@ class Writer:
         return self.nodes.attribute(str(value.target)) if is_state else self.inputs[value]
 
     def _made(self, stage: int, microbatch: int, value: fx.Node) -> Any:
-        return self.here[value, stage, microbatch]
+        home = self.flows.of[value].stages[0] if value in self.flows.of else stage
+        return self.here[value, home, microbatch]
 
 
 def _in_order(schedule: Schedule, edges: Sequence[tuple[int, int]]) -> list[Action]:

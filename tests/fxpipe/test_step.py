@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe import ops
-from fxpipe.schedule import NAMES, Kind, Schedule, named
+from fxpipe.schedule import NAMES, Schedule, named
 from tests.zoo import MLP, MODELS, Tied, UNet, gradients, loss_of, same, step_of_loop
 
 MODELS = MODELS | {"tied": (Tied, lambda batch: (torch.randint(11, (batch, 4)),))}
@@ -269,14 +269,22 @@ class Seeded(nn.Module):
         return self.stage_graph(x, int(seed))
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("checkpoint, segments", [("never", 1), ("always", 1), ("always", 2)])
 @pytest.mark.parametrize("schedule", NAMES)
-def test_with_dropout_each_micro_batch_has_its_seed_whatever_the_lanes(schedule, checkpoint):
+def test_with_dropout_each_micro_batch_has_its_seed_whatever_the_lanes(
+    schedule, checkpoint, segments
+):
     torch.manual_seed(3)
     seeds = torch.stack([torch.tensor(seed) for seed in ops.seeds(8)])
     model, x, target = Dropouts(), torch.randn(8, 6), torch.randn(8)
     with fxpipe.compile(
-        model, ["cpu"] * 4, chunks=8, schedule=schedule, checkpoint=checkpoint, loss_fn=mean_loss
+        model,
+        ["cpu"] * 4,
+        chunks=8,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        checkpoint_segments=segments,
+        loss_fn=mean_loss,
     ) as pipe:
         torch.manual_seed(3)
         pipe.step(x, target=target)
@@ -286,15 +294,28 @@ def test_with_dropout_each_micro_batch_has_its_seed_whatever_the_lanes(schedule,
     assert same(found, wanted)
 
 
-def test_what_is_checkpointed_defers_its_gradients_too():
+@pytest.mark.parametrize("segments", [1, 2])
+def test_what_is_checkpointed_defers_its_gradients_too(segments):
     model, x, target = MLP(), torch.randn(6, 12), torch.randn(6)
     with fxpipe.compile(
-        model, ["cpu"] * 2, chunks=3, schedule="zb_h1", checkpoint="always", loss_fn=mean_loss
+        model,
+        ["cpu"] * 2,
+        chunks=3,
+        schedule="zb_h1",
+        checkpoint="always",
+        checkpoint_segments=segments,
+        loss_fn=mean_loss,
     ) as pipe:
-        timeline = pipe.measure(x, target=target)
-    assert {s.action.kind for s in timeline.spans if s.action} >= {Kind.WEIGHT_GRAD}
-    (replay, *_) = pipe.step_graph.graph.find_nodes(op="call_function", target=ops.replay)
-    assert replay.args[1] is True
+        seconds = {s.action: s.seconds for s in pipe.measure(x, target=target).spans if s.action}
+        order = named("zb_h1", lanes=2, microbatches=3)
+        assert set(seconds) == {a for lane in range(2) for a in order.actions(lane)}
+        pipe.step(x, target=target)
+    found = dict.fromkeys((ops.forward, ops.replay, ops.backward_input, ops.weight_grad), 0)
+    for node in pipe.step_graph.graph.nodes:
+        if node.target in found:
+            found[node.target] += 1
+            assert node.target is not ops.replay or node.args[1] is True, "in halves"
+    assert set(found.values()) == {2 * 3 * segments}, "each segment has its own"
 
 
 def test_the_step_graph_alone_gives_the_same():
@@ -474,7 +495,11 @@ def test_hooks_of_modules_and_on_what_they_give_fire_once_a_micro_batch(schedule
     assert len(seen) == 12 and all(seen.count(what) == 3 for what in seen)
 
 
-def test_deferred_batch_norm_and_written_inputs_come_once():
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint": "always"}, {"checkpoint": "except_last", "checkpoint_segments": 2}],
+)
+def test_deferred_batch_norm_and_written_inputs_come_once(options):
     model = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Linear(4, 2))
     reference, x = copy.deepcopy(model), torch.randn(6, 4)
     seen = x.clone()
@@ -485,6 +510,7 @@ def test_deferred_batch_norm_and_written_inputs_come_once():
         schedule="1f1b",
         loss_fn=lambda o, _: o.sum(),
         deferred_batch_norm=True,
+        **options,
     ) as pipe:
         pipe.step(seen)
     assert same(seen, torch.relu(x))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxpipe
-from passes.segments import segmented
+from passes.segments import opened, segmented
 from tests.zoo import MODELS, gradients, loop, loss_of, parts, same
 
 
@@ -29,6 +29,20 @@ def test_bits_are_those_of_the_loop(name, segments):
     assert same(output.detach(), expected[0])
     assert same(gradients(model), expected[1])
     assert same(list(model.buffers()), list(reference.buffers())), "each batch counted once"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stage_graph_of_segments_computes_what_that_of_stages_does(name):
+    make, inputs = MODELS[name]
+    model, x = make(), inputs(4)
+    with fxpipe.compile(model, ["cpu"] * 2, example_inputs=x) as pipe:
+        gm, stage_of = opened(pipe.stage_graph, 3)
+        calls = gm.graph.find_nodes(op="call_module")
+        assert len(calls) == len(stage_of) > 2 and stage_of == sorted(stage_of)
+        torch.manual_seed(0)
+        wanted = pipe.stage_graph(*x)
+        torch.manual_seed(0)
+        assert same(gm(*x), wanted)
 
 
 class InPlace(nn.Module):
@@ -131,7 +145,12 @@ def test_peak_of_saved_bytes_is_that_of_one_segment_and_the_boundaries(monkeypat
     saved.watch(monkeypatch)
     for count in (1, 2, 3, 4):
         with fxpipe.compile(
-            model, ["cpu"], chunks=1, checkpoint="always", checkpoint_segments=count
+            model,
+            ["cpu"],
+            chunks=1,
+            checkpoint="always",
+            checkpoint_segments=count,
+            loss_fn=lambda out, _: out.sum(),
         ) as pipe:
             pipe.prepare(x)
             saved.peak = 0
@@ -145,8 +164,11 @@ def test_peak_of_saved_bytes_is_that_of_one_segment_and_the_boundaries(monkeypat
             out.sum().backward()
             assert saved.peak == peak + out.nbytes
             assert saved.alive == x.nbytes + out.nbytes, "input and output are ours"
+            peaks.append(saved.peak)
             del out
-        peaks.append(saved.peak)
+            saved.peak = 0
+            pipe.step(x)
+            assert saved.peak <= peaks[-1], "a step keeps no more"
     assert peaks == sorted(peaks, reverse=True) and peaks[3] < peaks[0] / 2
 
 
