@@ -97,6 +97,69 @@ def test_every_kind_fires_as_often_with_the_same_and_in_the_same_order(register,
         assert same(found[name], calls), name
 
 
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("register", [on_modules, on_parameters])
+def test_under_checkpoints_only_forward_hooks_fire_once_more(register, segments):
+    """As in a loop in which each micro-batch is checkpointed."""
+    model, x = blocks(), torch.randn(7, 4, requires_grad=True)
+    reference, logs = copy.deepcopy(model), (Log(), Log())
+    register(model, logs[0])
+    register(reference, logs[1])
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=CHUNKS, checkpoint="always", checkpoint_segments=segments
+    ) as pipe:
+        loss_of(pipe(x)).backward()
+        loss_of(cat(reference, x)).backward()
+    found, wanted = (log.of for log in logs)
+    found.pop("kept", None), wanted.pop("kept", None)
+    assert found.keys() == wanted.keys()
+    for name, calls in wanted.items():
+        if name.startswith(("pre", "post")):  # of the forward: it goes from the last to the first
+            assert same(found[name], calls + calls[::-1]), name
+        else:
+            assert same(found[name], calls), name
+
+
+class Inside(nn.Module):
+    """A module that puts hooks on its tensors and on their nodes, and keeps a gradient."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.linear, self.log = nn.Linear(4, 4), log
+        self.register_forward_hook(lambda *_: None)  # which makes it one node, not looked into
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.requires_grad:
+            y.retain_grad()
+            y.register_hook(lambda grad: self.log.add("tensor", grad))
+            y.grad_fn.register_prehook(lambda grads: self.log.add("node pre", grads))
+            y.grad_fn.register_hook(lambda inputs, _: self.log.add("node post", inputs))
+            y.register_hook(lambda grad: grad * 2)
+        return torch.tanh(y)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_hooks_on_tensors_and_nodes_within_a_module_fire_once_a_micro_batch(checkpoint):
+    logs, x = (Log(), Log()), torch.randn(6, 4)
+    model, reference = (
+        nn.Sequential(nn.Linear(4, 4), Inside(log), nn.Linear(4, 4), Inside(log)) for log in logs
+    )
+    reference.load_state_dict(model.state_dict())
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=CHUNKS, checkpoint=checkpoint) as pipe:
+        pipe.prepare(x)
+        for log in logs:
+            log.of.clear()
+        loss_of(pipe(x)).backward()
+    loss_of(cat(reference, x)).backward()
+    found, wanted = (log.of for log in logs)
+    for name, calls in wanted.items():
+        assert len(calls) == 2 * CHUNKS
+        assert same(sorted(found[name], key=str), sorted(calls, key=str)), name
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert same(ours.grad, theirs.grad)
+
+
 def test_a_hook_may_change_what_a_module_gives():
     model, x = blocks(), torch.randn(5, 4)
     model[0].register_forward_hook(lambda module, args, out: out * 2)
