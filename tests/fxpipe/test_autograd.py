@@ -42,9 +42,11 @@ def pipeline(checkpoint: str, **options: object) -> tuple[nn.Module, fxpipe.Pipe
     return model, pipe
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINT)
-def test_first_and_second_derivatives_are_right(checkpoint):
-    _, pipe = pipeline(checkpoint)
+@pytest.mark.parametrize(
+    "checkpoint, segments", [*((mode, 1) for mode in CHECKPOINT), ("always", 2)]
+)
+def test_first_and_second_derivatives_are_right(checkpoint, segments):
+    _, pipe = pipeline(checkpoint, checkpoint_segments=segments)
     x = torch.randn(3, 3, dtype=torch.double, requires_grad=True)
     with pipe:
         assert gradcheck(pipe, (x,))
