@@ -115,14 +115,17 @@ def test_gradients_of_all_uses_meet(cut, checkpoint):
                 assert same(pipe(X), expected[0])
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"checkpoint": "always"}, {"checkpoint": "always", "checkpoint_segments": 2}],
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize("cut", CUTS)
-def test_they_meet_in_a_training_step_too(cut, schedule, checkpoint):
+def test_they_meet_in_a_training_step_too(cut, schedule, options):
     devices, starts = CUTS[cut]
     model = Tied()
     expected = [g / len(X) for g in loop(copy.deepcopy(model), (X,), 3)[1]]
-    with compiled(model, devices, starts, schedule=schedule, checkpoint=checkpoint) as pipe:
+    with compiled(model, devices, starts, schedule=schedule, **options) as pipe:
         for _ in range(2):
             model.zero_grad()
             pipe.step(X)
@@ -131,11 +134,14 @@ def test_they_meet_in_a_training_step_too(cut, schedule, checkpoint):
         assert len(brought) == len(pipe.graph.find_nodes(op="call_function", target=ops.bring))
 
 
+@pytest.mark.parametrize("segments", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_an_optimizer_steps_it_once_with_all_of_its_gradient(schedule):
+def test_an_optimizer_steps_it_once_with_all_of_its_gradient(schedule, segments):
     model, plain = Tied().double(), Tied().double()
     plain.load_state_dict(model.state_dict())
-    with compiled(model, schedule=schedule) as pipe:
+    with compiled(
+        model, schedule=schedule, checkpoint="always", checkpoint_segments=segments
+    ) as pipe:
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         theirs = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
         for _ in range(3):
