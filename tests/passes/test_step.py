@@ -8,7 +8,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from fxpipe.graph import format_graph
+from fxpipe.graph import ACTION, STAGE, format_graph
 from fxpipe.schedule import named
 from passes import Step, StepError
 from tests.zoo import Chain, after
@@ -81,6 +81,44 @@ loss_all = average((loss_value_s1_mb0,), weights)
 return (loss_all, (loss_value_s1_mb0,))
 """,
     )
+
+
+class Scaled(nn.Module):
+    """The last segment of it uses the input, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x)) * x
+
+
+def test_a_stage_in_segments_is_a_chain_of_stages_in_its_lane():
+    gm = step(Scaled(), [], "gpipe", checkpoint="always", checkpoint_segments=2)
+    parts = "send(", "forward(", "loss(", "replay(", "backward(", "optimize("
+    lines = [
+        line.partition("  #")[0]
+        for line in format_graph(gm).splitlines()
+        if any(part in line for part in parts)
+    ]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+send_s0_0_mb0 = send((x_mb0,), 'caller', 'cpu/copy')
+forward_s0_0_mb0 = forward(stage_0_segment_0_mb0_module, (x_s0_0_mb0,), (), True, True)
+forward_s0_1_mb0 = forward(stage_0_segment_1_mb0_module, (segment_0_s0_0_mb0, x_s0_0_mb0), (), True, True)
+loss_s0_1_mb0 = loss(loss_mb0_module, segment_1_s0_1_mb0, (), 0)
+loss_backward_s0_1_mb0 = loss_backward(tape_s0_1_mb0_1, weight_mb0, scale)
+replay_s0_1_mb0 = replay(tape_s0_1_mb0)
+backward_s0_1_mb0 = backward(tape_s0_1_mb0, (loss_backward_s0_1_mb0,))
+optimize_s0_1_mb0 = optimize(optimizer, stage_0_segment_1_mb0_module_1, ())
+replay_s0_0_mb0 = replay(tape_s0_0_mb0)
+backward_s0_0_mb0 = backward(tape_s0_0_mb0, (grad_segment_0_s0_1_mb0,))
+optimize_s0_0_mb0 = optimize(optimizer, stage_0_segment_0_mb0_module_1, ())""",
+    )
+    work = [node for node in gm.graph.nodes if ACTION in node.meta]
+    assert {node.meta[STAGE] for node in work} == {node.meta[ACTION].stage for node in work} == {0}
 
 
 def test_a_skip_visits_its_users_and_its_gradient_comes_back_the_same_way():
