@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -40,24 +41,32 @@ class DeviceSpec:
     launch_s: float = 2e-6
 
     def __post_init__(self) -> None:
-        rates = {
-            "flops_per_s": self.flops_per_s,
-            "bytes_per_s": self.bytes_per_s,
-            "link_bytes_per_s": self.link_bytes_per_s,
-        }
-        for what, rate in rates.items():
-            if not rate > 0:
+        for what in ("flops_per_s", "bytes_per_s", "link_bytes_per_s", "half_flops_per_s"):
+            rate = getattr(self, what)
+            is_left_out = what == "half_flops_per_s" and rate is None
+            if not is_left_out and not (isinstance(rate, int | float) and rate > 0):
                 raise ValueError(f"{what} is {rate!r}: give a rate above zero")
-        if self.memory is not None and not self.memory > 0:
-            raise ValueError(f"memory is {self.memory!r}: give bytes, or None for no limit")
+        for what in ("link_latency_s", "launch_s"):
+            seconds = getattr(self, what)
+            if not (isinstance(seconds, int | float) and 0 <= seconds < math.inf):
+                raise ValueError(f"{what} is {seconds!r}: give seconds, 0 or more")
+        if self.memory is not None and not (
+            isinstance(self.memory, int | float) and self.memory > 0
+        ):
+            raise ValueError(
+                f"memory is {self.memory!r}: give bytes, above zero, or None for no limit"
+            )
 
     def with_memory(self, memory: float | None) -> DeviceSpec:
         """The same device with so many bytes for the model; None: no limit."""
         return replace(self, memory=memory)
 
     @staticmethod
-    def of(name: str) -> DeviceSpec:
-        """A known device: one of :data:`KNOWN`; ``"cpu"``, as a lane is called, is a core."""
+    def of(name: str | DeviceSpec) -> DeviceSpec:
+        """A known device: one of :data:`KNOWN`; ``"cpu"``, as a lane is called, is a core. A
+        description is what it is."""
+        if isinstance(name, DeviceSpec):
+            return name
         name = CPU_CORE.name if name == "cpu" else name
         if name not in KNOWN:
             raise ValueError(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console, Group
 from rich.table import Table
 from torch import fx, nn
@@ -35,6 +36,7 @@ from fxpipe.schedule import (
     simulate,
 )
 from fxpipe.schedule.choice import AUTO
+from fxpipe.structure import map_tensors
 from fxpipe.trace import CustomTracer, Traced, TraceError, canonical, trace, untouched
 from passes.cost import ADAM, relative_time
 from passes.costs import Costs, cost_pass
@@ -223,22 +225,37 @@ def plan(
     The others are those of :func:`fxpipe.compile`.
 
     Raises:
+        TypeError, ValueError: for arguments that make no sense, saying which would.
         DoesNotFit: if no cut fits the devices' memory, saying how much is short, and what helps.
         PartitionError, TraceError, BatchError: as :func:`fxpipe.compile`.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan takes an nn.Module, got a {type(model).__name__}")
+    if not isinstance(example_inputs, tuple):
+        raise TypeError(
+            "example_inputs is the tuple of the model's arguments, got a "
+            f"{type(example_inputs).__name__}; write example_inputs=(x,) for one"
+        )
+    if not optimizer_states >= 0:
+        raise ValueError(f"optimizer_states is {optimizer_states!r}: give a number, 0 or more")
+    default.Checkpoint(checkpoint)  # which checks it
     specs = _specs(devices)
     placement = placement_of(schedule, len(specs), stages)
     args, kwargs = canonical(model, example_inputs, example_kwargs or {})
-    dims = input_dims(model, args, kwargs, in_dims)
-    began("trace")
-    gm, values = sketch(model, args, kwargs, dims, tracer)
-    count = _chunks(chunks, len(placement), values, dims)
-    # Every micro-batch launches every operator.
-    slower = tuple(replace(s, launch_s=s.launch_s * count) for s in specs)
-    began("cost")
-    with untouched(model):
-        gm = cost_pass(costs, tuple(values), spec=slower[0], optimizer_states=optimizer_states)(gm)
-        gm = default.Random()(default.Shared()(gm))
+    with torch.inference_mode(False), torch.autograd.set_detect_anomaly(False):
+        args, kwargs = map_tensors(lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
+        dims = input_dims(model, args, kwargs, in_dims)
+        began("trace")
+        gm, values = sketch(model, args, kwargs, dims, tracer)
+        count = _chunks(chunks, len(placement), values, dims)
+        began("cost")
+        # Every micro-batch launches every operator.
+        slower = tuple(replace(s, launch_s=s.launch_s * count) for s in specs)
+        with untouched(model):
+            price = cost_pass(
+                costs, tuple(values), spec=slower[0], optimizer_states=optimizer_states
+            )
+            gm = default.Random()(default.Shared()(price(gm)))
     lanes = _Lanes(slower, placement, schedule, count, checkpoint)
     found = lanes.planned(gm, partition, 1)
     several = len(placement) // len(specs)
@@ -447,12 +464,12 @@ class _Lanes:
 
 
 def _specs(devices: Sequence[DeviceSpec | str]) -> tuple[DeviceSpec, ...]:
-    if isinstance(devices, str | DeviceSpec) or not devices:
+    if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
         raise ValueError(
             f"devices is {devices!r}: give a list of DeviceSpec, or of names of known devices, "
             'one for each lane, such as ["h100"] * 4'
         )
-    return tuple(d if isinstance(d, DeviceSpec) else DeviceSpec.of(d) for d in devices)
+    return tuple(map(DeviceSpec.of, devices))
 
 
 def sketch(

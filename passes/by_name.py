@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import networkx as nx
@@ -22,6 +22,7 @@ from passes.problem import PartitionError, reads_before_writes, together
 
 def labels_of_starts(graph: fx.Graph, starts: list[str], stages: int) -> dict[fx.Node, int]:
     """Each name begins a stage; the first stage begins at the beginning, named or not."""
+    check_names(starts)
     work = list(stage_nodes(graph))
     position = {node: i for i, node in enumerate(work)}
     first = {name: min(position[node] for node in named(work, name)) for name in starts}
@@ -48,6 +49,7 @@ def labels_of_mapping(
     graph: fx.Graph, mapping: Mapping[str, int], stages: int
 ) -> dict[fx.Node, int]:
     """Named nodes go where they are told, the others to the latest stage that they need."""
+    check_names(mapping)
     work = list(stage_nodes(graph))
     told: dict[fx.Node, tuple[int, str]] = {}
     # The longer path is the more particular one: {"encoder": 0, "encoder.head": 1}.
@@ -71,6 +73,16 @@ def labels_of_mapping(
             f"stage from 0 to {stages - 1} needs one"
         )
     return labels
+
+
+def check_names(names: Iterable[object]) -> None:
+    """Raises :class:`PartitionError` for what is no text."""
+    for name in names:
+        if not isinstance(name, str):
+            raise PartitionError(
+                f"partition has {name!r}, a {type(name).__name__}, for a name: give the names of "
+                "modules or nodes, as str"
+            )
 
 
 def _bring_home(labels: dict[fx.Node, int], nodes: list[fx.Node]) -> None:

@@ -19,6 +19,11 @@ Costs = str | Path | Profile | Mapping[str, float | Cost]
 """Where costs come from: "analytic", "measured", a :class:`Profile` or the path of a saved one, or
 seconds by name of node or module."""
 
+KINDS = (
+    'give "analytic", "measured", the path of a saved profile, a Profile, or a dict from names to '
+    "seconds"
+)
+
 
 def cost_pass(
     costs: Costs,
@@ -38,11 +43,10 @@ def cost_pass(
         return MeasuredCost(inputs, device, spec=spec, optimizer_states=optimizer_states)
     if isinstance(costs, str | Path):
         if not Path(costs).exists():
-            raise ValueError(
-                f'costs is {str(costs)!r}: give "analytic", "measured", the path of a saved '
-                "profile, a Profile, or a dict from names to seconds"
-            )
+            raise ValueError(f"costs is {str(costs)!r}: {KINDS}")
         costs = Profile.load(costs)
+    if not isinstance(costs, Profile | Mapping):
+        raise ValueError(f"costs is {costs!r}: {KINDS}")
     return GivenCost(costs, spec, optimizer_states)
 
 

@@ -44,6 +44,8 @@ class MeasuredCost:
         device: where to run; None: where the model is. What is elsewhere is copied, node by node.
         budget_s: no round is begun after so many seconds. The first one, which warms up, is always
             run to its end, and counts if there is no other.
+
+    Raises ValueError on "meta", where nothing is computed.
     """
 
     name: ClassVar[str] = "cost"
@@ -64,6 +66,11 @@ class MeasuredCost:
         device = self.device or next(
             (t.device for t in tensors_of([*gm.parameters(), *self.inputs])), None
         )
+        if device is not None and device.type == "meta":
+            raise ValueError(
+                'costs="measured" runs the model, which is on "meta" or is to be: give a model and '
+                'inputs with values, or costs="analytic"'
+            )
         with _as_it_was(gm, device), progress:
             for _ in progress.track(range(1 + ROUNDS), description="measuring"):
                 if rounds and time.perf_counter() > end:

@@ -21,7 +21,7 @@ from torch import fx
 
 from fxpipe.devices import DeviceSpec
 from fxpipe.graph import GAP, STAGE, stage_nodes
-from passes.by_name import labels_of_mapping, labels_of_starts, named
+from passes.by_name import check_names, labels_of_mapping, labels_of_starts, named
 from passes.cut.dag import Machine, prices
 from passes.cut.search import EQUAL
 from passes.cut.solve import Cut, solve, solve_in_order, tightest
@@ -51,8 +51,9 @@ class Auto:
         slack: a cut may be so much slower than the fastest, as a fraction, if it sends less.
         pins: names of modules or nodes, and the stages that they go to.
         together: groups of such names; each stays in one stage.
-        devices: descriptions, one a stage, where the devices differ, have limits, or are far from
-            each other. None: they are alike, and links cost nothing.
+        devices: descriptions, or names of known ones ("h100"), one a stage, where the devices
+            differ, have limits, or are far from each other. None: they are alike, and links cost
+            nothing.
         in_order: only cuts that leave the model's order as it is: easier to read, and no faster.
     """
 
@@ -60,7 +61,7 @@ class Auto:
     slack: float = SLACK
     pins: Mapping[str, int] = field(default_factory=dict)
     together: Sequence[Sequence[str]] = ()
-    devices: Sequence[DeviceSpec] | None = None
+    devices: Sequence[DeviceSpec | str] | None = None
     in_order: bool = False
 
     def __post_init__(self) -> None:
@@ -68,8 +69,21 @@ class Auto:
             raise PartitionError(
                 f"objective is {self.objective!r}: give one of {', '.join(map(repr, OBJECTIVES))}"
             )
-        if not self.slack >= 0:
+        if not (isinstance(self.slack, int | float) and self.slack >= 0):
             raise PartitionError(f"slack is {self.slack!r}: give a fraction, 0 or more")
+        if not isinstance(self.pins, Mapping):
+            raise PartitionError(f"pins is {self.pins!r}: give a dict from names to stages")
+        groups = () if isinstance(self.together, str) else self.together
+        if not groups == self.together or any(isinstance(names, str) for names in groups):
+            raise PartitionError(
+                f"together is {self.together!r}: give a list of lists of names, a list for each "
+                "group that stays in one stage"
+            )
+
+    @property
+    def specs(self) -> tuple[DeviceSpec, ...] | None:
+        """The descriptions of the devices, if they are given."""
+        return None if self.devices is None else tuple(map(DeviceSpec.of, self.devices))
 
 
 class DoesNotFit(PartitionError):
@@ -106,6 +120,11 @@ class Partition:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
+        if not any(stage_nodes(gm.graph)):
+            raise PartitionError(
+                "the model computes nothing that could be put into stages: its graph has no node "
+                "but its inputs, parameters and outputs"
+            )
         spec = self.spec(gm) if callable(self.spec) else self.spec
         if isinstance(spec, str) and spec == "auto":
             spec = Auto()
@@ -113,25 +132,26 @@ class Partition:
             labels = self._automatic(gm, spec)
         elif isinstance(spec, Mapping):
             labels = labels_of_mapping(gm.graph, spec, self.stages)
-        elif isinstance(spec, str):
-            raise PartitionError(
-                f'partition is {spec!r}: give "auto", a list of names that begin stages, '
-                "a dict from names to stages, or a function of the model graph"
-            )
-        else:
+        elif isinstance(spec, Sequence) and not isinstance(spec, str):
             labels = labels_of_starts(gm.graph, list(spec), self.stages)
+        else:
+            said = "partition is" if spec is self.spec else "the function partition has returned"
+            raise PartitionError(
+                f'{said} {spec!r}: give "auto", an Auto, a list of names that begin stages, a dict '
+                "from names to stages, or a function of the model graph that returns one of these"
+            )
         for node, stage in labels.items():
             node.meta[STAGE] = stage
         return gm
 
     def _automatic(self, gm: fx.GraphModule, spec: Auto) -> dict[fx.Node, int]:
-        if self.devices is None and spec.devices is not None:
-            if len(spec.devices) != self.stages:
+        if self.devices is None and spec.specs is not None:
+            if len(spec.specs) != self.stages:
                 raise PartitionError(
-                    f"{len(spec.devices)} devices are described, but there are {self.stages} "
+                    f"{len(spec.specs)} devices are described, but there are {self.stages} "
                     "stages: describe one for each"
                 )
-            return replace(self, devices=tuple(spec.devices))._automatic(gm, spec)
+            return replace(self, devices=spec.specs)._automatic(gm, spec)
         try:
             found, cut = self.solved(gm.graph, spec)
         except DoesNotFit as error:
@@ -235,15 +255,25 @@ def _pins(
     found: Problem, work: Sequence[fx.Node], names: Mapping[str, int], stages: int
 ) -> dict[int, int]:
     position = {node: i for i, node in enumerate(work)}
-    pins: dict[int, int] = {}
+    told: dict[fx.Node, str] = {}
+    check_names(names)
     for name, stage in sorted(names.items(), key=lambda item: len(item[0])):
         if not isinstance(stage, int) or not 0 <= stage < stages:
             raise PartitionError(
                 f"pins puts {name!r} into stage {stage!r}: with {stages} devices there are "
                 f"stages 0 to {stages - 1}"
             )
-        pins.update({found.home[position[node]]: stage for node in named(list(work), name)})
-    return pins
+        told.update(dict.fromkeys(named(list(work), name), name))
+    pins: dict[int, str] = {}
+    for node, name in told.items():
+        other = pins.setdefault(found.home[position[node]], name)
+        if names[name] != names[other]:
+            raise PartitionError(
+                f"pins puts {other!r} into stage {names[other]} and {name!r} into stage "
+                f"{names[name]}, but they share written memory, are parts of one result, or are to "
+                "stay together: pin them to one stage"
+            )
+    return {unit: names[name] for unit, name in pins.items()}
 
 
 def _why_not(found: Problem, target: Machine, pins: Mapping[int, int]) -> PartitionError:
@@ -251,7 +281,10 @@ def _why_not(found: Problem, target: Machine, pins: Mapping[int, int]) -> Partit
     assert target.memory is not None
     stage = tightest(found.dag, target, pins=pins)
     if stage is None:
-        return PartitionError("no cut puts all pins into their stages: give fewer, or other ones")
+        return PartitionError(
+            "no cut puts all pins into their stages and something into each of the "
+            f"{target.stages}: give fewer pins, or other ones"
+        )
     need = prices(found.dag, target, stage).memory
     short = [
         f"device {s} needs {n:,.0f} bytes and has {m:,.0f}, {n - m:,.0f} short"
@@ -259,5 +292,6 @@ def _why_not(found: Problem, target: Machine, pins: Mapping[int, int]) -> Partit
         if n > m
     ]
     return DoesNotFit(
-        "the model does not fit into the devices' memory; cut for memory alone, " + "; ".join(short)
+        "the model does not fit into the devices' memory; cut for memory alone, "
+        + ("; ".join(short) or "it might, but no such cut has been found")
     )

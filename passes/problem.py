@@ -110,7 +110,7 @@ def problem(
     saved, kept = _saved(work, costs)
     reads = ((position[a], position[b]) for a, b in reads_before_writes(work))
     whole = Dag(
-        seconds=weights.reshape(-1, len(work)),
+        seconds=weights,
         values=tuple(_values(graph, position)),
         order=tuple(pairwise(range(len(work))))
         if in_order

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -80,7 +81,7 @@ class GivenCost:
             FLOPs are those of :class:`AnalyticCost`, unless a whole :class:`Cost` is given. Or a
             :class:`Profile`, which has to name every node.
 
-    Raises :class:`ProfileError` for names that the model has not.
+    Raises :class:`ProfileError` for names that the model has not, and for what is no time.
     """
 
     name: ClassVar[str] = "cost"
@@ -94,6 +95,7 @@ class GivenCost:
         if isinstance(self.costs, Profile):
             _check_whole(self.costs, work)
         given = self.costs.costs if isinstance(self.costs, Profile) else self.costs
+        _check_times(given)
         estimates = {node: node.meta[COST] for node in work.values()}
         for node, cost in estimates.items():
             node.meta[COST] = replace(cost, forward_s=0.0, backward_s=0.0)
@@ -137,6 +139,15 @@ def _named(name: str, work: Mapping[str, fx.Node]) -> list[fx.Node]:
             f"costs names {name!r}, but the model has no such node or module; {hint}"
         )
     return found
+
+
+def _check_times(given: Mapping[str, float | Cost]) -> None:
+    for name, cost in given.items():
+        times = (cost.forward_s, cost.backward_s) if isinstance(cost, Cost) else (cost,)
+        if not all(isinstance(time, int | float) and 0 <= time < math.inf for time in times):
+            raise ProfileError(
+                f"costs gives {cost!r} for {name!r}: give seconds, 0 or more, or a Cost of such"
+            )
 
 
 def _check_whole(profile: Profile, work: Mapping[str, fx.Node]) -> None:

@@ -377,11 +377,64 @@ def test_it_prints_as_a_table():
         ([], "devices is \\[\\]: give a list of DeviceSpec"),
         ("p40", "devices is 'p40': give a list"),
         (["p41"], "no device 'p41' is known"),
+        (4, "devices is 4: give a list"),
     ],
 )
 def test_devices_that_make_no_sense_are_refused(devices, message):
     with pytest.raises(ValueError, match=message):
         fxpipe.plan(Chain(3), devices, example_inputs=(torch.zeros(2, 3),))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"example_inputs": torch.zeros(2, 3)}, TypeError, r"write example_inputs=\(x,\)"),
+        ({"model": torch.relu}, TypeError, "plan takes an nn.Module, got a builtin"),
+        ({"checkpoint": "now"}, ValueError, "checkpoint is 'now': give 'never', 'except_last'"),
+        ({"optimizer_states": -1}, ValueError, "optimizer_states is -1: give a number, 0 or more"),
+        ({"costs": None}, ValueError, 'costs is None: give "analytic", "measured"'),
+        ({"costs": {"a": float("nan")}}, ValueError, "costs gives nan for 'a': give seconds, 0"),
+        ({"costs": {"a": "1 s"}}, ValueError, "costs gives '1 s' for 'a': give seconds, 0 or"),
+        ({"model": nn.Identity()}, ValueError, "the model computes nothing that could be put"),
+        ({"schedule": "2f2b"}, ValueError, "schedule is '2f2b': give one of gpipe, 1f1b"),
+        ({"devices": ["h100"] * 9}, ValueError, "9 stages asked for, but the model can be cut in"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, error, message):
+    given = {"model": Chain(3), "devices": ["p40"], "example_inputs": (torch.zeros(2, 3),)}
+    given |= options
+    with pytest.raises(error, match=message):
+        fxpipe.plan(given.pop("model"), given.pop("devices"), **given)
+
+
+def test_a_model_without_values_is_not_measured():
+    model, x = on_meta(Chain(3), torch.zeros(2, 3))
+    with pytest.raises(ValueError, match='costs="measured" runs the model, which is on "meta"'):
+        fxpipe.plan(model, ["p40"], example_inputs=x, costs="measured")
+
+
+def test_a_plan_may_be_made_in_inference_mode():
+    model = Chain(4)
+    with torch.inference_mode():
+        plan = fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=(torch.zeros(8, 3),))
+    assert plan.stages[0].activation_bytes > 0, "it is of training, as ever"
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"flops_per_s": 0}, "flops_per_s is 0: give a rate above zero"),
+        ({"half_flops_per_s": -1}, "half_flops_per_s is -1: give a rate above zero"),
+        ({"link_bytes_per_s": "fast"}, "link_bytes_per_s is 'fast': give a rate above zero"),
+        ({"launch_s": -1}, "launch_s is -1: give seconds, 0 or more"),
+        ({"link_latency_s": float("nan")}, "link_latency_s is nan: give seconds, 0 or more"),
+        ({"memory": 0}, "memory is 0: give bytes, above zero, or None for no limit"),
+        ({"memory": "16 GiB"}, "memory is '16 GiB': give bytes, above zero, or None"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(limits, message):
+    with pytest.raises(ValueError, match=message):
+        DeviceSpec(**limits)
 
 
 def test_chunks_are_chosen_as_far_as_the_batch_goes():

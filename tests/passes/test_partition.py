@@ -135,6 +135,11 @@ def test_a_function_of_the_graph_says():
         (2, {"a": 2}, "puts 'a' into stage 2: with 2 devices there are stages 0 to 1"),
         (3, {"b": 2}, "leaves stage 1 without a node"),
         (2, "b", "partition is 'b': give \"auto\""),
+        (2, None, 'partition is None: give "auto"'),
+        (2, {"b"}, "partition is {'b'}: give \"auto\""),
+        (2, lambda gm: 3, 'the function partition has returned 3: give "auto", an Auto, a list'),
+        (2, [1], "partition has 1, a int, for a name: give the names of modules or nodes, as str"),
+        (2, lambda gm: list(stage_nodes(gm.graph))[1:2], "partition has b, a Node, for a name"),
     ],
 )
 def test_what_cannot_be_cut_so_is_refused(stages, spec, message):
@@ -226,6 +231,17 @@ def test_other_things_than_time_can_be_made_even(objective, expected):
         (lambda: Auto(pins={"a": 5}), "pins puts 'a' into stage 5: with 2 devices"),
         (lambda: Auto(pins={"q": 1}), "names 'q', but the model graph has no such module"),
         (lambda: Auto(pins={"a": 1, "c": 0}), "no cut puts all pins into their stages"),
+        (lambda: Auto(pins={"a": 1}), "and something into each of the 2: give fewer pins"),
+        (lambda: Auto(pins=["a"]), r"pins is \['a'\]: give a dict from names to stages"),
+        (lambda: Auto(pins={0: 1}), "partition has 0, a int, for a name"),
+        (lambda: Auto(together="ab"), "together is 'ab': give a list of lists of names"),
+        (lambda: Auto(together=["a", "b"]), "give a list of lists of names, a list for each group"),
+        (
+            lambda: Auto(together=[["a", "b"]], pins={"a": 0, "b": 1}),
+            "pins puts 'a' into stage 0 and 'b' into stage 1, but they share written memory, are",
+        ),
+        (lambda: Auto(slack="2%"), "slack is '2%': give a fraction"),
+        (lambda: Auto(devices=["p40"]), "1 devices are described, but there are 2 stages"),
     ],
 )
 def test_what_makes_no_sense_is_refused(auto, message):
