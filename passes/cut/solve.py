@@ -88,7 +88,7 @@ def solve(
     stages. None if no cut fits the memory and the pins (where the exact path is not taken: if none
     has been found).
     """
-    if dag.size < machine.stages:
+    if dag.size < machine.stages or not _may_fit(dag, machine):
         return None
     task = Task(machine, slack, pins or {}, effort or Effort())
     bound = lower_bound(dag, machine)
@@ -273,14 +273,28 @@ def tightest(
     effort: Effort | None = None,
 ) -> tuple[int, ...] | None:
     """The cut of which the fullest device is least full, be it above its memory."""
+    found = solve(_by_memory(dag, machine), Machine(machine.stages), pins=pins, effort=effort)
+    return None if found is None else found.stage
+
+
+def _by_memory(dag: Dag, machine: Machine) -> Dag:
+    """The DAG with, in place of seconds, the part of each stage's memory that a node takes at least.
+
+    What several nodes keep counts for the first of them alone, and what is brought for none.
+    """
     assert machine.memory is not None and machine.held is not None
     saved = dag.saved.copy()
-    for kept in dag.kept:  # as if the first alone kept it
+    for kept in dag.kept:
         saved[min(kept.nodes)] += kept.size
     need = dag.fixed[None, :] + machine.held[:, None] * saved[None, :]
-    by_memory = replace(dag, seconds=need / machine.memory[:, None])
-    found = solve(by_memory, Machine(machine.stages), pins=pins, effort=effort)
-    return None if found is None else found.stage
+    return Dag(need / machine.memory[:, None], order=tuple(dag.edges))
+
+
+def _may_fit(dag: Dag, machine: Machine) -> bool:
+    """Whether no bound says that all cuts need more memory than there is."""
+    if np.isinf(np.asarray(machine.memory)).all():
+        return True
+    return lower_bound(_by_memory(dag, machine), Machine(machine.stages)) <= 1 + EQUAL
 
 
 def _searched(

@@ -115,6 +115,12 @@ def test_a_large_graph_that_only_fits_with_an_uneven_cut_is_cut_so(seed):
     assert cut.prices.slowest > lower_bound(dag, machine)
 
 
+def test_what_cannot_fit_by_a_bound_is_not_searched_for(monkeypatch):
+    monkeypatch.setattr("passes.cut.solve.Search", None)
+    dag = replace(ladder(600), saved=np.full(600, 1.0))
+    assert solve(dag, Machine(3, memory=np.full(3, 199.0))) is None
+
+
 def test_the_tightest_cut_shows_what_is_short():
     dag = Dag(np.ones((1, 4)), fixed=np.array([4.0, 4, 4, 4]))
     machine = Machine(2, memory=np.array([4.0, 8.0]))
