@@ -63,6 +63,7 @@ benchmarks: .venv/.test
 	$(BIN)/python -m tests.benchmarks.cut_predicted
 	$(BIN)/python -m tests.benchmarks.cut_heuristics
 	$(BIN)/python -m tests.benchmarks.measured_cost
+	$(BIN)/python -m tests.benchmarks.memory
 	$(BIN)/python -m tests.benchmarks.compile_time_cut
 	$(BIN)/python -m tests.benchmarks.compile_time
 	$(BIN)/python -m tests.benchmarks.draw

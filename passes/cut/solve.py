@@ -278,9 +278,9 @@ def tightest(
 
 
 def _by_memory(dag: Dag, machine: Machine) -> Dag:
-    """The DAG with, in place of seconds, the part of each stage's memory that a node takes at least.
+    """The DAG with, in place of seconds, the part of each stage's memory that a node takes.
 
-    What several nodes keep counts for the first of them alone, and what is brought for none.
+    At least: what several nodes keep counts for the first alone, and what is brought for none.
     """
     assert machine.memory is not None and machine.held is not None
     saved = dag.saved.copy()

@@ -10,6 +10,7 @@ import fxpipe
 from fxpipe import DeviceSpec
 from fxpipe.schedule import live, named
 from passes.skips import Hop
+from tests.benchmarks.memory import Held
 from tests.zoo import MODELS, Chain, ResNet, UNet, same
 
 FREE_LINKS = DeviceSpec(link_bytes_per_s=1e30, link_latency_s=0.0)
@@ -193,6 +194,29 @@ def test_a_tied_weight_and_its_gradient_are_on_the_other_device_once(checkpoint)
         pipe.prepare(torch.zeros(8, 128))
         assert pipe.skip_layout == apart.layout
         assert [s.cost.fixed_bytes for s in pipe.stages] == [s.state_bytes for s in apart.stages]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_step_holds_what_the_plan_says(schedule):
+    x = torch.randn(8, 128)
+    plan = tied(partition=["3"], schedule=schedule)
+    with fxpipe.compile(
+        TiedChain(),
+        ["cpu", "cpu:0"],
+        chunks=4,
+        partition=plan.partition,
+        schedule=schedule,
+        loss_fn=lambda output, target: output.square().mean(),
+        example_inputs=(x,),
+    ) as pipe:
+        held = Held(pipe)
+        for stage in pipe.stages:
+            held.watch(stage)
+        pipe.step(x)
+    first, second = (stage.activation_bytes for stage in plan.stages)
+    assert held.most[1] == second + WEIGHT, "the replica, once for all micro-batches"
+    alive = live(plan.schedule).stages[0] / 4
+    assert held.most[0] == first + (1 - alive) * x.nbytes, "its inputs are views of one memory"
 
 
 def test_a_tied_weight_is_not_brought_to_where_it_is():
