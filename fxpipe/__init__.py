@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpipe import skip
-    from fxpipe.api import Pipeline, Stage, compile
+    from fxpipe.api import Pipeline, compile
     from fxpipe.batch import BatchError
     from fxpipe.devices import DeviceSpec
     from fxpipe.dynamo import BackendError, backend
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
     from fxpipe.schedule import Schedule, ScheduleError, simulate
     from fxpipe.trace import TraceError
+    from fxpipe.views import Stage
     from passes.partition import Auto, DoesNotFit, PartitionError
     from passes.profile import Profile
 
@@ -43,7 +44,7 @@ __all__ = [
 
 _HOMES = {
     "Pipeline": "fxpipe.api",
-    "Stage": "fxpipe.api",
+    "Stage": "fxpipe.views",
     "compile": "fxpipe.api",
     "checkpoint": "fxpipe.runtime.checkpoint",
     "CheckpointError": "fxpipe.runtime.checkpoint",
