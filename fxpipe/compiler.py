@@ -36,6 +36,8 @@ from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.program import lower
 from fxpipe.structure import Structure, map_tensors
 from fxpipe.trace import (
+    CustomTracer,
+    NeedsValues,
     Traced,
     TraceError,
     autocast_of,
@@ -250,12 +252,24 @@ class Compiler:
         if chunks is not None and batch is not None:
             traced_with = with_rows((args, kwargs), dims, batch // chunks)
             varying = [None] * len(dims)
-        with self._where_it_runs(tensors):
+
+        def prepared(
+            tracer: str | CustomTracer,
+        ) -> tuple[Traced, fx.GraphModule, list[Dims], RunPass]:
             began("trace")
-            traced = trace(self.model, *traced_with, tracer=options.tracer, batch_dims=varying)
-            gm = traced.graph_module
-            observed = self._observed("stages", gm)
-            gm, found = self._prepared(gm, traced, traced_with, dims, chunks, observed)
+            traced = trace(self.model, *traced_with, tracer=tracer, batch_dims=varying)
+            observed = self._observed("stages", traced.graph_module)
+            gm, found = self._prepared(traced, traced_with, dims, chunks, observed)
+            return traced, gm, found, observed
+
+        with self._where_it_runs(tensors):
+            try:
+                traced, gm, found, observed = prepared(options.tracer)
+            except NeedsValues:
+                if options.tracer != "auto":
+                    raise
+                # Export keeps modules whole that go by values; fx has looked into them.
+                traced, gm, found, observed = prepared("export")
         self._label(gm, observed)
         for rewrite in (passes.Free(), passes.Tied(options.names)):
             gm = observed(rewrite, gm)
@@ -283,7 +297,6 @@ class Compiler:
 
     def _prepared(
         self,
-        gm: fx.GraphModule,
         traced: Traced,
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         dims: list[int | None],
@@ -291,7 +304,7 @@ class Compiler:
         observed: RunPass,
     ) -> tuple[fx.GraphModule, list[Dims]]:
         """The model graph with all that a cut has to know, and the outputs' batch dimensions."""
-        options, values = self.options, traced.bind(*inputs)
+        options, gm, values = self.options, traced.graph_module, traced.bind(*inputs)
         if options.deferred_batch_norm:
             gm = observed(passes.DeferredBatchNorm(), gm)
         with untouched(self.model):

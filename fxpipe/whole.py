@@ -21,12 +21,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fxpipe.structure import Structure
 
 
-class NotWhole(Exception):
+class Blamed(Exception):
+    """No graph can be made of what a module does; the message says why."""
+
+    def __init__(self, module: nn.Module, message: str) -> None:
+        super().__init__(message)
+        self.module = module
+
+
+class NotWhole(Blamed):
     """A module cannot be kept whole; the message says why."""
 
     def __init__(self, module: nn.Module, why: str) -> None:
-        super().__init__(f"{type(module).__name__} cannot be kept whole: {why}")
-        self.module = module
+        super().__init__(module, f"{type(module).__name__} cannot be kept whole: {why}")
 
 
 @dataclass(frozen=True)
@@ -177,17 +184,19 @@ OP = torch.ops.fxpipe.whole.default
 
 @contextmanager
 def _instead(paths: dict[nn.Module, str], stand_in: Callable[..., Any]) -> Iterator[None]:
-    """``stand_in(module, key, args, kwargs)`` in place of the forwards of modules.
+    """``stand_in(module, forward, key, args, kwargs)`` in place of the forwards of modules.
 
-    The key is the module's path and, from the second call on, a number.
+    ``forward`` is the module's own. The key is its path and, from the second call on, a number.
     """
     counts = dict.fromkeys(paths.values(), 0)
 
     def replaced(module: nn.Module, path: str) -> Callable[..., Any]:
+        own = module.forward
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             counts[path] += 1
             key = path if counts[path] == 1 else f"{path}_{counts[path]}"
-            return stand_in(module, key, args, kwargs)
+            return stand_in(module, own, key, args, kwargs)
 
         return forward
 
@@ -214,12 +223,12 @@ def seen(paths: dict[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict
     modules: dict[str, nn.Module] = {}
     count = 0
 
-    def watched(module: nn.Module, key: str, args: Any, kwargs: Any) -> Any:
+    def watched(module: nn.Module, forward: Any, key: str, args: Any, kwargs: Any) -> Any:
         given, inputs = Structure.of((args, kwargs))
         buffers = dict(module.named_buffers())
         before = [tensor._version for tensor in (*given, *buffers.values())]
         state = torch.get_rng_state()
-        output = type(module).forward(module, *args, **kwargs)
+        output = forward(*args, **kwargs)
         after = [tensor._version for tensor in (*given, *buffers.values())]
         if after[: len(given)] != before[: len(given)]:
             raise NotWhole(module, "it writes to its inputs")
@@ -252,7 +261,7 @@ def seen(paths: dict[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict
 def kept_whole(paths: dict[nn.Module, str], calls: dict[str, Call]) -> Iterator[None]:
     """Export sees calls of these modules, and does not look into them."""
 
-    def call(module: nn.Module, key: str, args: Any, kwargs: Any) -> Any:
+    def call(module: nn.Module, _: Any, key: str, args: Any, kwargs: Any) -> Any:
         tensors, structure = Structure.of((args, kwargs))
         if key not in calls or not calls[key].inputs.fits(structure):
             raise NotWhole(module, "it is called otherwise than it was")
@@ -292,7 +301,7 @@ def more(
 
 
 def _culprit(error: BaseException, names: dict[nn.Module, str]) -> nn.Module | None:
-    found = error.module if isinstance(error, NotWhole) else None
+    found = error.module if isinstance(error, Blamed) else None
     frame = error.__traceback__
     while frame is not None:
         owner = frame.tb_frame.f_locals.get("self")

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpipe.graph import VALUE, format_node, tensors_of
-from fxpipe.trace import TraceError
+from fxpipe.trace import NeedsValues
 
 
 class FakeInterpreter(fx.Interpreter):
@@ -27,6 +27,7 @@ class FakeInterpreter(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode | None = None) -> None:
         super().__init__(gm)
         self.mode = mode or FakeTensorMode()
+        self.extra_traceback = False  # what has to be said of a node is said below
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node; where that needs values, which fakes do not have, say which node it is."""
@@ -34,10 +35,10 @@ class FakeInterpreter(fx.Interpreter):
             return super().run_node(n)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             where = (n.meta.get("stack_trace") or "").strip().splitlines()
-            raise TraceError(
+            raise NeedsValues(
                 f"the model needs the values of tensors to know what to compute: {format_node(n)} "
                 f"({error}); keep it to tensors, or wrap what needs values in one function marked "
-                "with torch.fx.wrap" + "".join(f"\n{line}" for line in where[:2])
+                "with torch.fx.wrap" + "".join(f"\n{line}" for line in where[-2:])
             ) from error
 
     def fake(self, value: Any) -> Any:

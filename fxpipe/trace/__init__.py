@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from fxpipe.structure import leaves
 from fxpipe.trace import checks, export, symbolic
 from fxpipe.trace.care import Args, Kwargs, called, parameters_put_back, untouched
-from fxpipe.trace.errors import Refused, TraceError, first_line, sentence
+from fxpipe.trace.errors import NeedsValues, Refused, TraceError, first_line, sentence
 from fxpipe.trace.example import (
     BatchDims,
     Example,
@@ -44,6 +44,7 @@ __all__ = [
     "BatchDims",
     "CustomTracer",
     "Kwargs",
+    "NeedsValues",
     "TraceError",
     "Traced",
     "autocast_of",

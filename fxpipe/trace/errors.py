@@ -19,6 +19,10 @@ class TraceError(RuntimeError):
     """No front end can turn the model into a graph; the message says why, for each of them."""
 
 
+class NeedsValues(TraceError):
+    """A graph cannot be looked at without values, since they decide sizes or numbers in it."""
+
+
 class Refused(Exception):
     """A front end's graph is not the model; the message says how it differs."""
 
@@ -26,6 +30,8 @@ class Refused(Exception):
 def first_line(error: BaseException) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
         return "which way it goes depends on the values of tensors"
+    if isinstance(error, whole.Blamed):
+        return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = textwrap.shorten(lines[0], 240, placeholder=" ...") if lines else "(no message)"
     return text if isinstance(error, Refused) else f"{type(error).__name__}: {text}"

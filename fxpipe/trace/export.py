@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import operator
+import re
 import sys
 import traceback
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import skip, whole
 from fxpipe.hooks import has_hooks
@@ -59,15 +61,16 @@ def front_end(example: Example) -> Traced:
                         dynamic_shapes={"inputs": dynamic},
                         strict=False,
                     )
+                exported = program.module(check_guards=False)
+                graph_module = _on_the_model(exported, example, calls)
+                _refuse_sizes_by_value(graph_module, example.model)
                 break
             except Exception as error:
                 first_error = first_error or error
                 paths = whole.more(example.model, paths, error) or {}
-                if not paths:
-                    raise first_error from None
+                if not paths:  # it is the model itself, or what cannot be kept whole
+                    raise first_error if isinstance(error, whole.NotWhole) else error from None
     largest = _largest_batch(program, example.batch or 0)
-    exported = program.module(check_guards=False)
-    graph_module = _on_the_model(exported, example, calls)
     warning = _fixed_batch(program)
     return Traced(graph_module, "export", example.binder(), structures[-1].fill, largest, warning)
 
@@ -213,6 +216,23 @@ def _on_the_model(
     graph.eliminate_dead_code()  # what guards looked at, and all but one name of tied parameters
     attributes |= whole.as_modules(graph, calls)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
+
+
+def _refuse_sizes_by_value(graph_module: fx.GraphModule, model: nn.Module) -> None:
+    """Raise ``Blamed`` where numbers or sizes follow from the values of tensors: all else here has
+    to know them ahead."""
+    for node in graph_module.graph.nodes:
+        if free_unbacked_symbols(node.meta.get("val")):
+            paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+            owner = model.get_submodule(paths[-1]) if paths else model
+            frame = _LAST_FRAME.search(node.stack_trace or "")
+            where = f" (at {frame['file']}:{frame['line']}: {frame['code']})" if frame else ""
+            raise whole.Blamed(
+                owner, f"how large a tensor is, or a number, follows from values of tensors{where}"
+            )
+
+
+_LAST_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n +(?P<code>.*)\s*\Z')
 
 
 def _without_wrapper(meta: dict[str, Any]) -> dict[str, Any]:

@@ -178,6 +178,51 @@ def test_what_encloses_is_kept_whole_where_a_part_cannot_be() -> None:
     assert wholes(traced) == {"mixtures.0": Decides}
 
 
+class Positive(nn.Module):
+    """Works on the rows that are positive, as many as there are: no branch, so that fx takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        return x.index_add(0, rows, self.linear(x[rows]))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_sizes_within_it_may_follow_from_values(checkpoint: str) -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), Positive(), nn.Linear(6, 6)), torch.randn(6, 6)
+    expected = loop(model, (x,), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=3, checkpoint=checkpoint) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        assert wholes(pipe._last()[0].traced) == {"1": Positive}
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+
+
+def test_a_model_of_which_they_follow_from_values_is_refused_with_the_line() -> None:
+    with pytest.raises(TraceError, match=r"(?s)export: how large .*test_whole.py.*nonzero\(\)"):
+        fxpipe.compile(Positive(), ["cpu"] * 2).prepare(torch.randn(6, 6))
+    with pytest.raises(TraceError, match=r"needs the values .*\n.*test_whole.py.*\n.*nonzero\(\)"):
+        fxpipe.compile(Positive(), ["cpu"] * 2, tracer="symbolic").prepare(torch.randn(6, 6))
+
+
+def test_its_forward_may_be_one_that_was_put_onto_it() -> None:
+    """As libraries do that wrap modules in place."""
+
+    def wrapped(x: Tensor) -> Tensor:
+        return Positive.forward(model[1], x) * 2
+
+    model, x = nn.Sequential(nn.Linear(6, 6), Positive(), nn.Linear(6, 6)), torch.randn(6, 6)
+    model[1].forward = wrapped
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=3) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        assert model[1].forward is wrapped
+
+
 class Picks(nn.Module):
     """As many rows as are above the mean."""
 
