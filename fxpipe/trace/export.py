@@ -213,9 +213,21 @@ def _on_the_model(
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = _without_wrapper(node.meta)
-    graph.eliminate_dead_code()  # what guards looked at, and all but one name of tied parameters
+    # What guards looked at, and all but one name of tied parameters.
+    graph.eliminate_dead_code(lambda node: node.is_impure() or _updates_statistics(node))
     attributes |= whole.as_modules(graph, calls)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
+
+
+_NORMS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    """Whether it is a norm in training, which writes to its buffers: its schema does not say so."""
+    if node.target not in _NORMS:
+        return False
+    _, _, _, mean, _, training, *_ = node.args
+    return mean is not None and training is True
 
 
 def _refuse_sizes_by_value(graph_module: fx.GraphModule, model: nn.Module) -> None:

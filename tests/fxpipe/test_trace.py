@@ -574,6 +574,31 @@ def test_a_module_that_is_converted_to_what_it_is_already_is_exported() -> None:
     assert torch.equal(run(traced, x()), model(x()))
 
 
+@BOTH
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_statistics_of_a_norm_are_kept_where_its_output_is_of_no_use(tracer, norm) -> None:
+    """An auxiliary head, say, that is run in training and not asked."""
+
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.norm = norm(3, track_running_stats=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.norm(self.linear(x))
+            return x * 2
+
+    model = Auxiliary()
+    given = torch.randn(4, 3, 8)
+    traced = trace(model, (given,), tracer=tracer)
+    before = model.norm.running_mean.clone()
+    run(traced, given)
+    assert not torch.equal(model.norm.running_mean, before)
+    traced = trace(model.eval(), (given,), tracer="export")
+    assert len(traced.graph_module.graph.nodes) == 3, "in eval mode it writes nothing"
+
+
 def test_a_model_that_takes_no_larger_batch_is_compared_on_the_example():
     class AtMostFour(nn.Module):
         def forward(self, x):

@@ -109,8 +109,8 @@ def micro_batches(inputs: dict[str, Any], batch: int = BATCH) -> Iterator[dict[s
         )
 
 
-def run_step(model: nn.Module, run: Any) -> Step:
-    """A forward of the micro-batches, and the backward of them, the last one first."""
+def run_step(model: nn.Module, run: Any, rows: int = BATCH // CHUNKS) -> Step:
+    """A forward of micro-batches of so many rows, and the backward of them, the last one first."""
     torch.manual_seed(2)
     outputs = run()
     named = [_leaves(output) for output in outputs]
@@ -124,7 +124,7 @@ def run_step(model: nn.Module, run: Any) -> Step:
         for part, tensor in zip(cut, leaves, strict=True):
             part[name] = tensor.detach().requires_grad_(tensor.requires_grad)
         whole = [part[name] for part in cut]
-        gathered[name] = torch.cat(whole) if leaf.ndim else _mean(whole)
+        gathered[name] = _joined(whole, rows) if leaf.ndim else _mean(whole)
     loss = [torch.sin(t).sum() for t in gathered.values() if _is_differentiable(t)]
     if loss:
         torch.stack(loss).sum().backward()
@@ -137,6 +137,12 @@ def run_step(model: nn.Module, run: Any) -> Step:
         {name: p.grad for name, p in model.named_parameters()},
         dict(model.named_buffers()),
     )
+
+
+def _joined(parts: list[Tensor], rows: int) -> Tensor:
+    """Along the first dimension that may be the batch's: some have frames, say, ahead of it."""
+    sizes = enumerate(parts[0].shape)
+    return torch.cat(parts, next((dim for dim, size in sizes if size and size % rows == 0), 0))
 
 
 def _mean(scalars: list[Tensor]) -> Tensor:
