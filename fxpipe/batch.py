@@ -399,6 +399,8 @@ def _output_dim(slot: _Slot, one: Any, other: Any, *, has_batch: bool) -> int | 
     differing = [i for i in range(one.ndim) if one.shape[i] != other.shape[i]]
     if len(differing) == 1:
         return differing[0]
+    if not differing and not one.numel():
+        return ANY  # there is nothing in it that a micro-batch could have made otherwise
     shape = tuple(one.shape)
     if differing:
         raise BatchError(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -121,9 +122,8 @@ def _trace(
         try:
             traced = front_end(example)
             warning = traced.warning
-            tolerance = 0.0 if name == "symbolic" else checks.EXPORT_TOLERANCE
             if references:
-                checks.compare(example, references, traced, tolerance)
+                traced = _checked(example, references, traced)
             return traced
         except Exception as error:  # a front end runs the model's code: anything may come out
             reasons.append(f"  {name}: {sentence(error)}{warning}")
@@ -137,6 +137,20 @@ def _trace(
         + "\nChange the model at the lines named, wrap what cannot be traced in a function marked "
         "with torch.fx.wrap, or pass tracer=, a function (model, args, kwargs) -> fx.GraphModule."
     ) from last
+
+
+def _checked(example: Example, references: list[checks.Reference], traced: Traced) -> Traced:
+    """The graph, or the one to try otherwise, if it does what the model does."""
+    try:
+        tolerance = 0.0 if traced.front_end == "symbolic" else checks.EXPORT_TOLERANCE
+        checks.compare(example, references, traced, tolerance)
+        return traced
+    except Refused as refusal:
+        if traced.otherwise is None:
+            raise
+        with suppress(Exception):
+            return _checked(example, references, traced.otherwise(example))
+        raise refusal
 
 
 def _refuse_what_has_no_values(model: nn.Module, example: Example) -> None:

@@ -25,8 +25,9 @@ _NOTHING: dict[Any, Any] = {}
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Run or trace the model without a trace: attributes, buffers and random states are put back,
-    and hooks are not called, other than PyTorch's own (old parametrizations, which make weights).
+    """Run or trace the model without a trace: attributes, buffers, gradients and random states are
+    put back, and hooks are not called, other than PyTorch's own (old parametrizations, which make
+    weights).
 
     Yields a function that says whether random numbers have been drawn since.
     """
@@ -42,6 +43,7 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta
     ]
     saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    gradients = [(p, p.grad) for p in model.parameters()]
     own = (*model.parameters(), *tensors)
     devices = {t.device for t in own if t.device.type not in ("cpu", "meta")}
     generators = [(torch.get_rng_state, torch.set_rng_state)]
@@ -62,12 +64,16 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         for hooks in (*on_parameters, *(h for m in model.modules() for h in hooks_of(m))):
             for key in [key for key, hook in hooks.items() if not is_torchs(hook)]:
                 del hooks[key]
+        for parameter, _ in gradients:  # a backward of the model's own may add to them
+            parameter.grad = None
         yield drew_random_numbers
     finally:
         for owner, saved in saved_attributes:
             if owner.keys() != saved.keys() or any(owner[k] is not saved[k] for k in saved):
                 owner.clear()
                 owner.update(saved)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         with torch.no_grad():
             for tensor, value in saved_tensors:
                 # A write makes a backward fail that has the buffer saved: none without need.

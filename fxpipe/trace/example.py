@@ -47,6 +47,8 @@ class Traced:
     """Beyond it the model takes another branch, which the graph has not."""
     warning: str = ""
     """What to say besides if the graph turns out not to be the model."""
+    otherwise: Callable[[Example], Traced] | None = None
+    """What to try then, if anything."""
 
 
 def canonical(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import skip, whole
@@ -27,7 +28,13 @@ from fxpipe.trace.errors import Refused, at
 from fxpipe.trace.example import Example, Traced
 
 
-def front_end(example: Example) -> Traced:
+def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
+    """By ``torch.export``.
+
+    It looks into the forward of a ``torch.autograd.Function``, and loses the backward that the
+    function has of its own. Where that turns out to matter, the modules that call them are kept
+    whole.
+    """
     hooked = [name for name, module in example.model.named_modules() if name and has_hooks(module)]
     if hooked:
         warnings.warn(
@@ -50,6 +57,8 @@ def front_end(example: Example) -> Traced:
         torch.enable_grad(),
         _silent(),
         _conversions_only_where_needed(),
+        _unvalidated_distributions(),
+        _functions(refused=functions_whole) as functions,
     ):
         while True:
             try:
@@ -72,7 +81,10 @@ def front_end(example: Example) -> Traced:
                     raise first_error if isinstance(error, whole.NotWhole) else error from None
     largest = _largest_batch(program, example.batch or 0)
     warning = _fixed_batch(program)
-    return Traced(graph_module, "export", example.binder(), structures[-1].fill, largest, warning)
+    traced = Traced(graph_module, "export", example.binder(), structures[-1].fill, largest, warning)
+    if functions and not functions_whole:
+        traced.otherwise = partial(front_end, functions_whole=True)
+    return traced
 
 
 class _OnTensors(nn.Module):
@@ -158,6 +170,38 @@ def _conversions_only_where_needed() -> Iterator[None]:
         yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _unvalidated_distributions() -> Iterator[None]:
+    """Distributions look at the values of their parameters, to refuse what makes no sense."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@contextmanager
+def _functions(*, refused: bool) -> Iterator[list[type]]:
+    """Yields the autograd Functions that the model calls, which grows, or refuses them."""
+    original = vars(torch.autograd.Function)["apply"]
+    found: list[type] = []
+
+    def apply(function: type, *args: Any, **kwargs: Any) -> Any:
+        is_users = not function.__module__.startswith("torch.")
+        if is_users and torch.compiler.is_exporting():  # modules kept whole are run besides
+            found.append(function)
+            if refused:
+                raise Refused(f"{function.__name__} has a backward of its own, which export loses")
+        return original.__get__(None, function)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield found
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def _largest_batch(program: torch.export.ExportedProgram, batch: int) -> int:

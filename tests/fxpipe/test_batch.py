@@ -8,6 +8,7 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.batch import BatchError, input_dims, output_dims
+from fxpipe.runtime.microbatch import ANY
 from tests.zoo import MLP
 
 
@@ -142,6 +143,11 @@ def test_scalars_are_averaged_and_numbers_must_agree():
 
 def test_a_node_that_gives_several_tensors_has_several_dimensions():
     assert found(lambda x: x.t().chunk(2, 0)) == [(1, 1)]
+
+
+def test_an_output_without_elements_is_given_as_it_is():
+    """An empty cache, say."""
+    assert found(lambda x: (x, x.detach().flatten()[:0])) == [0, ANY]
 
 
 def test_an_output_without_batch_needs_out_dims():

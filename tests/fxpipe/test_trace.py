@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.trace import Traced, TraceError, canonical, input_key, trace
+from fxpipe.whole import Whole
 
 BOTH = pytest.mark.parametrize("tracer", ["symbolic", "export"])
 
@@ -399,6 +400,87 @@ def test_an_autograd_function_keeps_its_backward() -> None:
 def test_a_graph_that_lost_a_backward_is_refused() -> None:
     with pytest.raises(TraceError, match="export: its graph has another gradient for layers"):
         trace(Quantized(), (x(),), tracer="export")
+
+
+class Straight(nn.Module):
+    """Rounds within, and has a branch on a fixed size, so that fx does not take it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rounded, self.last = nn.Linear(8, 8), Quantized(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.rounded(self.first(x))
+        return self.last(y) if x.shape[1] > 2 else y
+
+
+def test_a_module_that_calls_one_is_kept_whole_by_export() -> None:
+    model = Straight()
+    traced = trace(model, (x(),))
+    assert traced.front_end == "export"
+    kept = [name for name, m in traced.graph_module.named_modules() if isinstance(m, Whole)]
+    assert kept == ["rounded"]
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(x()).sum(), parameters)
+    assert same(torch.autograd.grad(run(traced, x()).sum(), parameters), expected)
+
+
+class Recomputed(torch.autograd.Function):
+    """A reversible layer's way: its backward runs one of its own, which adds to ``.grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grads[0])
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Recomputed.apply(x, self.layer) if x.shape[1] > 2 else x
+
+
+def test_gradients_that_a_backward_adds_up_by_itself_are_not_left_behind() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Reversible(), nn.Linear(8, 8))
+    model[0].weight.grad = before = torch.ones(8, 8)
+    traced = trace(model, (x(),))
+    assert [p.grad for p in model.parameters()][1:] == [None] * 5
+    assert model[0].weight.grad is before and before.eq(1).all()
+    model.zero_grad()
+    run(traced, x()).sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(x()).sum().backward()
+    assert same(found, [p.grad for p in model.parameters()])
+
+
+def test_distributions_may_look_at_their_parameters() -> None:
+    class Variational(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.spread = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            normal = torch.distributions.Normal(self.mean(x), self.spread(x).exp())
+            return -normal.log_prob(y).mean(-1)
+
+    model = Variational()
+    traced = trace(model, (x(), x() + 1))
+    assert same(run(traced, x(), x() + 1), model(x(), x() + 1))
+    with pytest.raises(ValueError, match="scale"):
+        torch.distributions.Normal(0.0, -1.0)  # as strict as they were
 
 
 class Detour(nn.Module):
