@@ -321,7 +321,7 @@ def output_dims(
     }
     structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))
     if larger is None:
-        other = _values(gm, inputs, in_dims, 1)
+        other = _values_of_more(gm, inputs, in_dims)
     else:
         found_at = {id(slot): leaf for slot, leaf in _side_by_side(structure, larger)}
         other = pytree.tree_map(lambda slot: found_at[id(slot)], slots)
@@ -359,6 +359,17 @@ def _varying(graph: fx.Graph, in_dims: Sequence[int | None]) -> set[fx.Node]:
         if is_batch or may_change or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
     return varying
+
+
+def _values_of_more(
+    gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None]
+) -> dict[fx.Node, Any]:
+    """With one row more; with twice as many, if the graph takes rows in pairs, say, only."""
+    try:
+        return _values(gm, inputs, in_dims, 1)
+    except Exception:
+        sizes = [v.shape[dim] for v, dim in zip(inputs, in_dims, strict=True) if dim is not None]
+        return _values(gm, inputs, in_dims, max(sizes, default=0))
 
 
 def _values(

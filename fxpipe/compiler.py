@@ -312,7 +312,7 @@ class Compiler:
             gm = observed(passes.WrittenInputs(tuple(dims), options.chunks), gm)
             if any(ONCE in node.meta for node in gm.graph.nodes):
                 gm = observed(passes.Alias(tuple(values)), gm)
-            larger = None if chunks is None else self._with_a_row_more(inputs, dims)
+            larger = None if chunks is None else self._with_more_rows(inputs, dims)
             found = output_dims(gm, values, dims, options.out_dims, traced.rebuild, larger)
             costs = "analytic" if self.layout.labels else options.costs  # it has been cut
             gm = observed(cost_pass(costs, tuple(values), device=options.devices[0]), gm)
@@ -323,12 +323,18 @@ class Compiler:
             gm = observed(passes.Random(), gm)
         return gm, found
 
-    def _with_a_row_more(
+    def _with_more_rows(
         self, inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: list[int | None]
     ) -> Any:
-        """The model's own output for a batch of one row more."""
+        """The model's own output for a batch of one row more; of twice as many, if it takes rows
+        in pairs, say, only."""
         rows = batch_size(Structure.of(inputs)[0], dims) or 0
-        args, kwargs = with_rows(inputs, dims, rows + 1)
+        try:
+            return self._output(*with_rows(inputs, dims, rows + 1))
+        except Exception:
+            return self._output(*with_rows(inputs, dims, 2 * rows))
+
+    def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with parameters_put_back(self.model), torch.no_grad():
             return called(self.model, args, kwargs)
 

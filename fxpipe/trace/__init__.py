@@ -18,7 +18,7 @@ pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
@@ -109,6 +109,7 @@ def _trace(
     _refuse_what_cannot_be_traced(model, example)
     try:
         references = checks.references(example) if check else []
+        _refuse_iterators(model, references)
     except TraceError:
         raise
     except Exception as error:
@@ -134,8 +135,9 @@ def _trace(
     raise TraceError(
         f"no front end can trace {type(model).__name__}:\n"
         + "\n".join(reasons)
-        + "\nChange the model at the lines named, wrap what cannot be traced in a function marked "
-        "with torch.fx.wrap, or pass tracer=, a function (model, args, kwargs) -> fx.GraphModule."
+        + "\nChange the model at the lines named, put what cannot be traced into a module of its "
+        "own, which is then kept whole, or pass tracer=, a function (model, args, kwargs) -> "
+        "fx.GraphModule."
     ) from last
 
 
@@ -176,6 +178,17 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
             f"{type(model).__name__} has parameters without a shape: run it once, so that its lazy "
             "modules make theirs"
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TraceError(
+            f"{model.original_name} is compiled to TorchScript, which nothing can look into: "
+            "compile the nn.Module that it has been made of"
+        )
+    for name, tensor in zip(example.names, example.tensors, strict=True):
+        if tensor.is_nested:
+            raise TraceError(
+                f"the input {name} is a nested tensor, which cannot be cut into micro-batches: "
+                f"give it padded, by torch.nested.to_padded_tensor({name}, 0.0), with a mask"
+            )
     if example.batch == 0:
         raise TraceError("the example batch is empty: give one with two rows or more")
     for _, leaf in leaves(example.arguments(example.tensors)):
@@ -185,6 +198,17 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
                 f"an input is a {type(leaf).__name__}, whose values a graph cannot see: pass it as "
                 "a tensor"
             )
+
+
+def _refuse_iterators(model: nn.Module, references: list[checks.Reference]) -> None:
+    for reference in references[:1]:
+        for path, leaf in leaves(reference.result.output):
+            if isinstance(leaf, Iterator):
+                where = f" at output{path}" if path else ""
+                raise TraceError(
+                    f"{type(model).__name__} returns a {type(leaf).__name__}{where}: what is in it "
+                    "is computed after the model has returned; return a list or a tuple of it"
+                )
 
 
 def _explain_several_devices(model: nn.Module, error: Exception) -> None:

@@ -55,7 +55,12 @@ def references(example: Example) -> list[Reference]:
 
 
 def _on_the_example(example: Example, *, recorded: bool = False) -> Reference:
-    result = example.run(example.tensors, recorded=recorded, watched=True)
+    try:
+        result = example.run(example.tensors, recorded=recorded, watched=True)
+    except Exception:
+        if recorded:
+            raise
+        return _on_the_example(example, recorded=True)  # it may run with gradients only
     return Reference(example.tensors, result, ON_THE_EXAMPLE)
 
 

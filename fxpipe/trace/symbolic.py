@@ -47,6 +47,7 @@ def front_end(example: Example) -> Traced:
     return Traced(graph_module, "symbolic", example.binder(), tracer.rebuild)
 
 
+_BACKWARDS = torch.autograd.grad, torch.autograd.backward, "backward"
 _OF_LAYERS = nn.Transformer | nn.TransformerEncoder | nn.TransformerDecoder
 
 
@@ -79,6 +80,8 @@ class _SymbolicTracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self.thread:
             return forward(*args, **kwargs)
+        if isinstance(m, torch.jit.ScriptModule):
+            raise Refused(f"{self.path_of_module(m)} is compiled to TorchScript")
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -93,6 +96,10 @@ class _SymbolicTracer(fx.Tracer):
                 "not see"
             )
         node = super().create_node(*args, **kwargs)
+        if node.target in _BACKWARDS:
+            raise Refused(
+                "it computes gradients within its forward, of what might be in several stages"
+            )
         node.stack_trace = _stack_trace()
         return node
 

@@ -162,6 +162,21 @@ def test_a_model_that_goes_by_its_batch_size_has_micro_batches_of_one_size(
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_model_may_take_rows_in_pairs_only(is_fixed):
+    class Pairs(RowByRow):
+        def forward(self, x):
+            pairs = range(x.shape[0] // 2) if is_fixed else [...]
+            y = torch.cat([self.a(x).view(-1, 2, 3)[i].view(-1, 2, 3) for i in pairs])
+            return self.b(y.sum(1))
+
+    model, x = Pairs(), torch.randn(12, 3)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        expected = torch.cat([model(part) for part in x.chunk(3)])
+        torch.testing.assert_close(pipe(x), expected, rtol=1e-6, atol=1e-6)
+        assert pipe.chunks == 3
+
+
 def test_it_is_compiled_once_for_each_size_of_the_batch():
     with fxpipe.compile(RowByRow(), ["cpu"] * 2, chunks=2) as pipe:
         graphs = []

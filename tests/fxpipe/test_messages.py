@@ -45,6 +45,32 @@ def test_control_flow_by_values():
     assert "Change the model at the lines named" in said
 
 
+def test_an_output_that_is_not_computed_yet():
+    class Later(Halves):
+        def forward(self, x):
+            return {"parts": (f(self.a(x)) for f in (torch.relu, torch.tanh))}
+
+    said = message(Later(), TraceError, x())
+    assert "Later returns a generator at output[parts]" in said or "at output.parts" in said
+    assert said.endswith("return a list or a tuple of it")
+
+
+def test_rows_of_several_lengths():
+    rows = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
+    said = message(MLP(3), TraceError, rows)
+    assert "the input x is a nested tensor" in said and "torch.nested.to_padded_tensor(x" in said
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_torchscript_is_a_part_of_a_model_and_not_one():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    said = message(scripted, TraceError, x())
+    assert "Sequential is compiled to TorchScript" in said and "compile the nn.Module" in said
+    model, rows = nn.Sequential(nn.Linear(3, 3), scripted, nn.Linear(3, 3)), x()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        torch.testing.assert_close(pipe(rows), model(rows))
+
+
 def test_a_model_without_values():
     with torch.device("meta"):
         model = Chain(2)

@@ -223,6 +223,32 @@ def test_its_forward_may_be_one_that_was_put_onto_it() -> None:
         assert model[1].forward is wrapped
 
 
+class Forces(nn.Module):
+    """The gradient of an energy, as models of molecules have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+def test_it_may_compute_gradients_of_its_own() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), Forces(), nn.Linear(6, 6)), torch.randn(6, 6)
+    expected = loop(model, (x,), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=3) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        assert wholes(pipe._last()[0].traced) == {"1": Forces}
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+    with pytest.raises(TraceError, match=r"computes gradients within .*test_whole.py.*autograd"):
+        trace(Forces(), (x,))
+
+
 class Picks(nn.Module):
     """As many rows as are above the mean."""
 
