@@ -45,8 +45,11 @@ def call(module: nn.Module, values: Mapping[str, Tensor], *args: Any, **kwargs: 
                 replicas[prefix] = _replica(owner._modules[parent])
                 owner._modules[parent] = replicas[prefix]
             owner = replicas[prefix]
-        del owner._parameters[name]
-        setattr(owner, name, value)
+        parameters = owner._parameters
+        owner._parameters = {}
+        setattr(owner, name, value)  # recurrent modules take note of it
+        delattr(owner, name)
+        owner._parameters = {**parameters, name: value}  # type: ignore[dict-item]
     return replica(*args, **kwargs)
 
 

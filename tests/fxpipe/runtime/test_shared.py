@@ -27,3 +27,17 @@ def test_buffers_are_written_to_as_ever():
     model = nn.BatchNorm1d(2)
     call(model, {"weight": torch.ones(2)}, torch.randn(4, 2))
     assert model.num_batches_tracked == 1
+
+
+def test_a_module_finds_the_values_among_its_parameters():
+    """Some ask for their first parameter, to know of which dtype they are."""
+
+    class Asks(nn.Linear):
+        def forward(self, x):
+            assert [name for name, _ in self.named_parameters()] == ["weight", "bias"]
+            return super().forward(x.to(next(self.parameters()).dtype))
+
+    model = Asks(2, 2)
+    values = {"bias": torch.zeros(2), "weight": torch.eye(2)}
+    y = call(nn.Sequential(model), {f"0.{name}": v for name, v in values.items()}, torch.ones(1, 2))
+    assert torch.equal(y, torch.ones(1, 2))
