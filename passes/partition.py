@@ -120,10 +120,10 @@ class Partition:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
-        if not any(stage_nodes(gm.graph)):
+        if next(stage_nodes(gm.graph), None) is None:
             raise PartitionError(
-                "the model computes nothing that could be put into stages: its graph has no node "
-                "but its inputs, parameters and outputs"
+                f"{self.stages} stages asked for, but the model computes nothing: it gives its "
+                "inputs, or constants, as they are"
             )
         spec = self.spec(gm) if callable(self.spec) else self.spec
         if isinstance(spec, str) and spec == "auto":

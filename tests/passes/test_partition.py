@@ -31,6 +31,11 @@ def test_one_stage_takes_all():
     assert cut(Chain(3), 1) == [["a", "b", "c"]]
 
 
+def test_a_model_that_computes_nothing_is_not_cut():
+    with pytest.raises(PartitionError, match="2 stages asked for, but the model computes nothing"):
+        cut(nn.Identity(), 2)
+
+
 def contiguous_cuts(count, stages):
     """All ways to cut a row: which stage each is in."""
     for inner in itertools.combinations(range(1, count), stages - 1):
