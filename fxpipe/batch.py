@@ -390,7 +390,7 @@ def _values(
     return {node: interpreter.env[node] for node in gm.graph.output_node().all_input_nodes}
 
 
-def _output_dim(slot: _Slot, one: Any, other: Any, *, has_batch: bool) -> int | None:
+def _output_dim(slot: _Slot, one: Any, other: Any, *, has_batch: bool) -> int | str | None:
     if not isinstance(one, Tensor):
         if any(isinstance(each, Tensor) for each in getattr(one, "__dict__", {}).values()):
             raise BatchError(

@@ -173,7 +173,7 @@ class _Runs:
         inputs, outputs = _inputs(node), tensors_of(node.meta[VALUE])
         shown = [inputs[i] for i in work.saved_inputs] + [outputs[i] for i in work.saved_outputs]
         own = {_memory(t) for n in node.all_input_nodes if n.op == "get_attr" for t in _values([n])}
-        found = {_memory(t): t.untyped_storage().nbytes() for t in shown}
+        found = {_memory(t): _memory_bytes(t) for t in shown}
         for size in work.saved_inside:
             self.inside -= 1
             found[self.inside] = size
@@ -184,7 +184,7 @@ class _Runs:
         kept: dict[int, int] = {}  # memory: bytes
 
         def pack(tensor: Tensor) -> Tensor:
-            kept[_memory(tensor)] = tensor.untyped_storage().nbytes()
+            kept[_memory(tensor)] = _memory_bytes(tensor)
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -316,6 +316,13 @@ def _inputs(node: fx.Node) -> list[Tensor]:
 def _memory(tensor: Tensor) -> int:
     """A number of the tensor's memory, the same for all its views."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def _memory_bytes(tensor: Tensor) -> int:
+    """How large that memory is; of a sparse tensor, the values in it."""
+    if tensor.layout == torch.strided:
+        return tensor.untyped_storage().nbytes()
+    return tensor._nnz() * tensor.element_size()
 
 
 def _state(gm: fx.GraphModule, node: fx.Node) -> list[Tensor]:

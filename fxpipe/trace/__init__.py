@@ -172,6 +172,9 @@ def _refuse_what_has_no_values(model: nn.Module, example: Example) -> None:
             )
 
 
+_COMPRESSED = torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc
+
+
 def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise TraceError(
@@ -184,6 +187,11 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
             "compile the nn.Module that it has been made of"
         )
     for name, tensor in zip(example.names, example.tensors, strict=True):
+        if tensor.layout in _COMPRESSED:
+            raise TraceError(
+                f"the input {name} is of layout {tensor.layout}, of which there are no tensors "
+                f"without values to compile for: give {name}.to_sparse_coo()"
+            )
         if tensor.is_nested:
             raise TraceError(
                 f"the input {name} is a nested tensor, which cannot be cut into micro-batches: "

@@ -61,6 +61,31 @@ def test_rows_of_several_lengths():
     assert "the input x is a nested tensor" in said and "torch.nested.to_padded_tensor(x" in said
 
 
+class Neighbours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, adjacency):
+        return self.b(torch.sparse.mm(adjacency, self.a(x).t()).t())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_sparse_inputs(checkpoint):
+    model, graph = Neighbours(), torch.eye(3).roll(1, 0)
+    said = message(model, TraceError, x(), graph.to_sparse_csr())
+    assert "the input adjacency is of layout torch.sparse_csr" in said
+    assert said.endswith("give adjacency.to_sparse_coo()")
+    rows, sparse = x(), graph.to_sparse_coo()
+    model(rows, sparse).sum().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, checkpoint=checkpoint) as pipe:
+        pipe(rows, sparse).sum().backward()
+    torch.testing.assert_close(gradients(model), expected)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_torchscript_is_a_part_of_a_model_and_not_one():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
