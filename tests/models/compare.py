@@ -140,9 +140,9 @@ def run_step(model: nn.Module, run: Any, rows: int = BATCH // CHUNKS) -> Step:
 
 
 def _joined(parts: list[Tensor], rows: int) -> Tensor:
-    """Along the first dimension that may be the batch's: some have frames, say, ahead of it."""
-    sizes = enumerate(parts[0].shape)
-    return torch.cat(parts, next((dim for dim, size in sizes if size and size % rows == 0), 0))
+    """Along the batch: the first dimension of that size, behind frames, say, or the first one."""
+    shape = list(parts[0].shape)
+    return torch.cat(parts, shape.index(rows) if rows in shape else 0)
 
 
 def _mean(scalars: list[Tensor]) -> Tensor:

@@ -1,8 +1,9 @@
-"""Models of transformers that see and hear."""
+"""Models of transformers that see and hear, and those of other series than text."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tests.models.registry.entry import (
     IMAGE,
@@ -11,6 +12,7 @@ from tests.models.registry.entry import (
     pictures_and_text,
     pixels,
     sound,
+    tensors,
     tokens,
     transformer,
 )
@@ -104,6 +106,79 @@ transformer(
     backbone_out_indices=[0, 1, 2, 3],
 )
 
+# ------------------------------------------------------- transformers: detection and segmentation
+
+SMALL_RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16, 16, 32],
+    "depths": [1, 1, 1, 1],
+}
+SMALL_SWIN = {
+    "model_type": "swin",
+    "image_size": IMAGE,
+    "patch_size": 2,
+    "embed_dim": 8,
+    "depths": [1, 1, 1, 1],
+    "num_heads": [2, 2, 2, 2],
+    "window_size": 4,
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+}
+transformer(
+    "detection and segmentation",
+    "DetrForObjectDetection",
+    pixels,
+    use_timm_backbone=False,
+    use_pretrained_backbone=False,
+    backbone=None,
+    backbone_config={**SMALL_RESNET, "out_features": ["stage4"]},
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=64,
+    decoder_ffn_dim=64,
+    num_queries=5,
+)
+transformer(
+    "detection and segmentation",
+    "SamModel",
+    lambda batch: {**pixels(batch), "input_points": torch.rand(batch, 1, 2, 2) * IMAGE},
+    vision_config={
+        **VISION,
+        "output_channels": 16,
+        "mlp_dim": 64,
+        "window_size": 2,
+        "global_attn_indexes": [1, 3],
+        "num_pos_feats": 8,
+    },
+    prompt_encoder_config={
+        "hidden_size": 16,
+        "image_size": IMAGE,
+        "patch_size": 8,
+        "mask_input_channels": 4,
+    },
+    mask_decoder_config={
+        "hidden_size": 16,
+        "mlp_dim": 32,
+        "num_attention_heads": 4,
+        "iou_head_hidden_dim": 16,
+    },
+)
+transformer(
+    "detection and segmentation",
+    "UperNetForSemanticSegmentation",  # in train mode its auxiliary head's output is of no use
+    lambda batch: {"pixel_values": torch.randn(batch, 3, 2 * IMAGE, 2 * IMAGE)},
+    backbone_config=SMALL_SWIN,
+    hidden_size=16,
+    auxiliary_in_channels=32,
+    auxiliary_channels=16,
+    pool_scales=[1, 2],
+)
+
+# ------------------------------------------------------------------ transformers: text and vision
+
 transformer("text and vision", "CLIPTextModel", tokens, **TEXT)
 transformer("text and vision", "CLIPVisionModel", pixels, **VISION)
 transformer("text and vision", "SiglipVisionModel", pixels, **VISION)
@@ -123,6 +198,57 @@ transformer(
     pictures_and_text,
     text_config={**TEXT, "num_hidden_layers": 2, "encoder_hidden_size": 32},
     vision_config={**VISION, "num_hidden_layers": 2},
+)
+
+
+def illustrated(batch: int) -> dict[str, Tensor]:
+    """Text with a place for each of an image's 16 patches."""
+    given = torch.randint(3, VOCABULARY - 2, (batch, LENGTH + 16))
+    given[:, 1:17] = VOCABULARY - 1
+    return {"input_ids": given, **pixels(batch)}
+
+
+transformer(
+    "text and vision",
+    "LlavaForConditionalGeneration",
+    illustrated,
+    text_config={**TEXT, "model_type": "llama", "num_hidden_layers": 2},
+    vision_config={**VISION, "model_type": "clip_vision_model", "num_hidden_layers": 2},
+    image_token_index=VOCABULARY - 1,
+)
+transformer(
+    "text and vision",
+    "LayoutLMv3ForTokenClassification",
+    lambda batch: {
+        **pictures_and_text(batch),
+        "bbox": torch.randint(30, (batch, LENGTH, 4)).sort(-1).values,
+    },
+    **TEXT,
+    max_2d_position_embeddings=32,
+    input_size=IMAGE,
+    patch_size=8,
+    coordinate_size=6,
+    shape_size=4,
+)
+transformer(
+    "text and vision",
+    "VisionEncoderDecoderModel",  # of TrOCR
+    lambda batch: {
+        **pixels(batch),
+        "decoder_input_ids": torch.randint(3, VOCABULARY, (batch, LENGTH)),
+    },
+    encoder={**VISION, "model_type": "vit", "num_hidden_layers": 2},
+    decoder={
+        "model_type": "trocr",
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+        "max_position_embeddings": 32,
+        "is_decoder": True,
+        "add_cross_attention": True,
+    },
 )
 
 WAVE = {
@@ -164,3 +290,54 @@ transformer(
     num_mel_bins=16,
 )
 transformer("audio", "SEWModel", sound, **WAVE, squeeze_factor=1)
+transformer(
+    "audio",
+    "EncodecModel",
+    lambda batch: {"input_values": torch.randn(batch, 1, 640)},
+    num_filters=4,
+    hidden_size=16,
+    upsampling_ratios=[4, 2],
+    codebook_size=32,
+    codebook_dim=16,
+    sampling_rate=800,
+    target_bandwidths=[1.0],
+)
+
+# -------------------------------------------------------------- transformers: series and decisions
+
+transformer(
+    "series",
+    "TimeSeriesTransformerForPrediction",  # its loss is the likelihood of a distribution
+    lambda batch: {
+        "past_values": torch.randn(batch, 20),
+        "past_time_features": torch.randn(batch, 20, 2),
+        "past_observed_mask": torch.ones(batch, 20),
+        "future_values": torch.randn(batch, 4),
+        "future_time_features": torch.randn(batch, 4, 2),
+    },
+    prediction_length=4,
+    context_length=12,
+    lags_sequence=[1, 2, 8],
+    num_time_features=2,
+    d_model=16,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_ffn_dim=32,
+    decoder_ffn_dim=32,
+)
+transformer(
+    "series",
+    "DecisionTransformerModel",
+    lambda batch: {
+        **tensors(states=(5, 3), actions=(5, 2), rewards=(5, 1), returns_to_go=(5, 1))(batch),
+        "timesteps": torch.arange(5).repeat(batch, 1),
+        "attention_mask": torch.ones(batch, 5, dtype=torch.long),
+    },
+    state_dim=3,
+    act_dim=2,
+    hidden_size=32,
+    max_ep_len=16,
+    n_layer=4,
+    n_head=4,
+    n_positions=32,
+)

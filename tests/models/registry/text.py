@@ -47,6 +47,9 @@ transformer("encoder", "XLMRobertaModel", tokens, **TEXT)
 transformer("encoder", "FNetForMaskedLM", ids, **TEXT)
 transformer("encoder", "LongformerForMaskedLM", tokens, **TEXT, attention_window=4)
 transformer("encoder", "EsmForMaskedLM", tokens, **TEXT, mask_token_id=3)
+transformer(
+    "encoder", "XLNetLMHeadModel", labelled, vocab_size=VOCABULARY, d_model=32, n_layer=4, n_head=4
+)
 
 # --------------------------------------------------------------------------- transformers: decoders
 
@@ -190,6 +193,22 @@ transformer(
     num_sparse_encoder_layers=1,
     num_sparse_decoder_layers=1,
 )
+transformer(
+    "mixture of experts",
+    "DeepseekV3ForCausalLM",
+    labelled,
+    **EXPERTS | {"num_key_value_heads": 4},
+    kv_lora_rank=8,
+    q_lora_rank=16,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    n_routed_experts=4,
+    moe_intermediate_size=16,
+    first_k_dense_replace=1,
+    n_group=2,
+    topk_group=1,
+)
 transformer("state space", "MambaForCausalLM", ids, **TEXT, state_size=4)
 transformer(
     "state space",
@@ -212,3 +231,17 @@ transformer(
     use_cache=False,  # into which it writes, so that with it there is no backward in eval mode
 )
 transformer("state space", "RecurrentGemmaForCausalLM", labelled, **CAUSAL, lru_width=32)
+transformer(
+    "state space",
+    "JambaForCausalLM",
+    labelled,
+    **EXPERTS,
+    attn_layer_period=2,
+    attn_layer_offset=1,
+    expert_layer_period=2,
+    expert_layer_offset=1,
+    num_experts=4,
+    mamba_d_state=4,
+    mamba_dt_rank=4,
+    use_mamba_kernels=False,
+)
