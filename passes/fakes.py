@@ -27,6 +27,12 @@ class FakeInterpreter(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode | None = None) -> None:
         super().__init__(gm)
         self.mode = mode or FakeTensorMode()
+        if any(
+            isinstance(value, torch.ScriptObject)
+            for m in gm.modules()
+            for value in vars(m).values()
+        ):
+            self.mode.cache_enabled = False  # it compares arguments, and these cannot be
         self.extra_traceback = False  # what has to be said of a node is said below
 
     def run_node(self, n: fx.Node) -> Any:

@@ -272,3 +272,21 @@ def test_pytorch_s_own_transformers_are_cut_between_their_layers(training):
             {name.split(".")[1] for name, _ in s.module.named_parameters()} for s in pipe.stages
         ]
     assert all(held) and set().union(*held) == set("0123")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_quantised_layers_have_packed_ones():
+    """Of several layers, whose weights cannot be compared with each other."""
+    engines = [name for name in torch.backends.quantized.supported_engines if name != "none"]
+    if not engines:
+        pytest.skip("no quantised kernels here")
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = engines[-1]
+    try:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).eval()
+        model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+        x = torch.randn(6, 4)
+        with fxpipe.compile(model, ["cpu"] * 3, chunks=2) as pipe:
+            assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))
+    finally:
+        torch.backends.quantized.engine = before
