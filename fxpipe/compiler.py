@@ -231,7 +231,7 @@ class Compiler:
     ) -> Mode | None:
         """Compiled for micro-batches of the one size that this batch has them in."""
         batch = batch_size(Structure.of((args, kwargs))[0], dims)
-        if batch is None or not isinstance(why, TraceError):
+        if not batch or not isinstance(why, TraceError):
             return None
         with suppress(Exception):
             return self._compiled(args, kwargs, dims, self.options.even_chunks_for(batch))
