@@ -43,8 +43,8 @@ class FakeInterpreter(fx.Interpreter):
             where = (n.meta.get("stack_trace") or "").strip().splitlines()
             raise NeedsValues(
                 f"the model needs the values of tensors to know what to compute: {format_node(n)} "
-                f"({error}); keep it to tensors, or wrap what needs values in one function marked "
-                "with torch.fx.wrap" + "".join(f"\n{line}" for line in where[-2:])
+                f'({error}); keep it to tensors, or give tracer="export", which keeps '
+                "modules whole that need values" + "".join(f"\n{line}" for line in where[-2:])
             ) from error
 
     def fake(self, value: Any) -> Any:
