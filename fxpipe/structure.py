@@ -133,6 +133,11 @@ class Structure:
             found.setdefault(id(leaf), path)
         return [found[id(mark)] for mark in marks]
 
+    def constants(self) -> list[Any]:
+        """All that is no tensor."""
+        marks = [_Hole() for part in self.parts for _ in part.holes]
+        return [leaf for _, leaf in leaves(self.fill(marks)) if not isinstance(leaf, _Hole)]
+
     def fits(self, other: Structure) -> bool:
         """Whether they are alike but for what is constant."""
         return self.spec == other.spec and all(

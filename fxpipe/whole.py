@@ -84,6 +84,12 @@ class Call:
                 raise NotWhole(
                     module, "its inputs and outputs are built otherwise for another batch size"
                 )
+        known = first.inputs.constants()
+        for number in _numbers(first.outputs):
+            if number not in known:
+                raise NotWhole(
+                    module, f"{number} is among its outputs, which may depend on values of tensors"
+                )
         given = [run.given for run in runs]
         shapes = []
         for made in zip(*(run.made for run in runs), strict=True):
@@ -98,6 +104,11 @@ class Call:
         """Empty outputs."""
         device = inputs[0].device
         return [torch.empty(s.of(inputs), dtype=s.dtype, device=device) for s in self.shapes]
+
+
+def _numbers(outputs: Structure) -> list[int | float]:
+    """Numbers in a value: a graph would keep them as they were. Flags are not counted."""
+    return [c for c in outputs.constants() if isinstance(c, int | float) and type(c) is not bool]
 
 
 def _size(seen: Sequence[int], given: Sequence[Sequence[torch.Size]]) -> Any:
@@ -129,7 +140,12 @@ class Whole(nn.Module):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._pretend(tensors)
         args, kwargs = self.seen.inputs.fill(tensors)
-        outputs, _ = Structure.of(self.module(*args, **kwargs))
+        outputs, structure = Structure.of(self.module(*args, **kwargs))
+        if not self.seen.outputs.fits(structure):
+            raise RuntimeError(
+                f"{type(self.module).__name__} gave what is built otherwise than when it was "
+                "traced: what it gives depends on the values of the inputs"
+            )
         for output, shape in zip(outputs, self.seen.shapes, strict=True):
             if list(output.shape) != shape.of(tensors):
                 raise RuntimeError(

@@ -249,6 +249,40 @@ def test_it_may_compute_gradients_of_its_own() -> None:
         trace(Forces(), (x,))
 
 
+class Routes(nn.Module):
+    """Says how many rows are positive, as a number."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        order = x[:, 0].argsort(descending=True)
+        return order, int((x[:, 0] > 0).sum())
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.routes, self.a, self.b = Routes(), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order, count = self.routes(x)
+        first, rest = x[order].split([count, x.shape[0] - count])
+        return torch.cat([self.a(first), self.b(rest)])[order.argsort()]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_number_that_it_gives_is_no_constant(rows: int) -> None:
+    """What encloses it is kept whole instead, also in a graph for one size of the batch."""
+
+    class OneSize(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.stack([x[i] for i in range(x.shape[0])]))
+
+    model, x = OneSize(nn.Linear(6, 6), Routed(), nn.Linear(6, 6)), torch.randn(6, 6)
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=6 // rows) as pipe:
+        pipe.prepare(torch.ones(6, 6))
+        assert wholes(pipe._last()[0].traced) == {"1": Routed}
+        torch.testing.assert_close(pipe(x), model(x))
+
+
 class Picks(nn.Module):
     """As many rows as are above the mean."""
 
