@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from tests.benchmarks.timing import medians, show
+from tests.benchmarks.timing import keep_memory, medians, show
 
 CHUNKS, IDEAL = 8, 2 * 8 / 9
 HALF = 9  # layers of the net in its first half: the stem, four convolutions and their ReLUs
 
 
-def net(width: int = 48, depth: int = 8) -> nn.Sequential:
+def net(width: int = 64, depth: int = 8) -> nn.Sequential:
     """Convolutions of equal cost after a small first one, the stem.
 
     The first convolution of a net has no gradient of its input to compute: were it one of the
@@ -54,8 +54,9 @@ def torchgpipe(
 
 
 def main() -> None:
+    keep_memory()
     torch.set_num_threads(2)
-    model, x = net(), torch.randn(CHUNKS * 2, 3, 64, 64)
+    model, x = net(), torch.randn(CHUNKS * 4, 3, 32, 32)
     pipe = fxpipe.compile(model, ["cpu", "cpu"], chunks=CHUNKS, partition=[str(HALF)])
 
     def sequential() -> Tensor:

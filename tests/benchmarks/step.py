@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.schedule import compare
 from tests.benchmarks.lanes import CHUNKS, HALF, IDEAL, net, torchgpipe
-from tests.benchmarks.timing import medians, show
+from tests.benchmarks.timing import keep_memory, medians, show
 
 SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zbv", "auto")
 ROUNDS = 15
@@ -41,10 +41,11 @@ def sequential(model: nn.Module, x: Tensor, target: Tensor) -> None:
 
 def batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
-    return torch.randn(CHUNKS * 2, 3, 64, 64), torch.randn(CHUNKS * 2)
+    return torch.randn(CHUNKS * 4, 3, 32, 32), torch.randn(CHUNKS * 4)
 
 
 def main() -> None:
+    keep_memory()
     torch.set_num_threads(2)
     model, (x, target) = net(), batch()
 
@@ -132,6 +133,7 @@ def _rank(rank: int, rendezvous: str, result: str) -> None:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+    keep_memory()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     layers = list(net())
