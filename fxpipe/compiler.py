@@ -253,23 +253,10 @@ class Compiler:
             traced_with = with_rows((args, kwargs), dims, batch // chunks)
             varying = [None] * len(dims)
 
-        def prepared(
-            tracer: str | CustomTracer,
-        ) -> tuple[Traced, fx.GraphModule, list[Dims], RunPass]:
-            began("trace")
-            traced = trace(self.model, *traced_with, tracer=tracer, batch_dims=varying)
-            observed = self._observed("stages", traced.graph_module)
-            gm, found = self._prepared(traced, traced_with, dims, chunks, observed)
-            return traced, gm, found, observed
-
         with self._where_it_runs(tensors):
-            try:
-                traced, gm, found, observed = prepared(options.tracer)
-            except NeedsValues:
-                if options.tracer != "auto":
-                    raise
-                # Export keeps modules whole that go by values; fx has looked into them.
-                traced, gm, found, observed = prepared("export")
+            traced, gm, found, observed = self._traced(
+                traced_with, varying, dims, chunks, options.tracer
+            )
         self._label(gm, observed)
         for rewrite in (passes.Free(), passes.Tied(options.names)):
             gm = observed(rewrite, gm)
@@ -288,6 +275,27 @@ class Compiler:
         for gm in (mode.model_graph, stage_graph, *stages_of(stage_graph)):
             mode.bindings += bindings(gm, self.model)
         return mode
+
+    def _traced(
+        self,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        varying: list[int | None],
+        dims: list[int | None],
+        chunks: int | None,
+        tracer: str | CustomTracer,
+    ) -> tuple[Traced, fx.GraphModule, list[Dims], RunPass]:
+        """The model graph, ready to be cut; and how to run what passes there are to come."""
+        began("trace")
+        traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying)
+        observed = self._observed("stages", traced.graph_module)
+        try:
+            gm, found = self._prepared(traced, inputs, dims, chunks, observed)
+        except NeedsValues:
+            if tracer != "auto":
+                raise
+            # Export keeps modules whole that go by values; fx has looked into them.
+            return self._traced(inputs, varying, dims, chunks, "export")
+        return traced, gm, found, observed
 
     def _where_it_runs(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         """A model whose stages have been placed comes back together to be traced once more."""
