@@ -298,12 +298,14 @@ def more(
 ) -> dict[nn.Module, str] | None:
     """The modules to keep whole after this error: those of the class that is to blame as well.
 
-    That is the innermost module that was running or, if that is kept whole already, the one that
-    calls it. None if that is the model itself.
+    That is the innermost module that was running or, if that is kept whole already, or is a part of
+    one that is (of which another method than its forward is called), the one that calls it. None if
+    that is the model itself.
     """
     names = {module: name for name, module in model.named_modules()}
     module = _culprit(error, names)
-    while module is not None and (module in paths or _is_container(module)):
+    kept = tuple(f"{path}." for path in paths.values())
+    while module is not None and (f"{names[module]}.".startswith(kept) or _is_container(module)):
         parent = names[module].rpartition(".")[0]
         module = model.get_submodule(parent) if parent else None
     if module is None or module is model:

@@ -283,6 +283,41 @@ def test_a_number_that_it_gives_is_no_constant(rows: int) -> None:
         torch.testing.assert_close(pipe(x), model(x))
 
 
+class Count(nn.Module):
+    """How many are above zero, as a number."""
+
+    def forward(self, x: Tensor) -> int:
+        return len((x > 0).nonzero().tolist())
+
+
+class Router(nn.Module):
+    """Asked by another method than its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(6, 1), Count()
+
+    def sort(self, x: Tensor) -> int:
+        return self.count(self.linear(x))
+
+
+class Sorts(nn.Module):
+    """Its way depends on what a part of it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        y = x * 2 if self.router.sort(x) > 1 else x * 3
+        return {"y": y, "flat": y}
+
+
+def test_where_another_method_goes_by_values_what_calls_it_is_kept_whole() -> None:
+    traced = trace(Mixture(Sorts, depth=2), (torch.randn(4, 6),))
+    assert wholes(traced) == {f"mixtures.{i}": Sorts for i in range(2)}
+
+
 class Picks(nn.Module):
     """As many rows as are above the mean."""
 
