@@ -232,6 +232,21 @@ def test_a_buffer_that_the_forward_reads_is_as_it_was():
     assert model.scale == 3
 
 
+def test_devices_that_are_not_used_are_not_asked_for_their_random_state(monkeypatch):
+    """To ask one that has never been used would initialise it."""
+
+    def asked(*args, **kwargs):
+        raise AssertionError("the random state of a device was asked for")
+
+    for kind in "cuda", "xpu", "mps":
+        monkeypatch.setattr(getattr(torch, kind), "get_rng_state", asked)
+    x = torch.randn(4, requires_grad=True)
+    torch.manual_seed(0)
+    expected = grads(F.dropout(x, 0.5).sum(), x)
+    torch.manual_seed(0)
+    assert same(grads(checkpoint(F.dropout, x, 0.5).sum(), x), expected)
+
+
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_parameter_that_the_forward_reads_and_writes_to_is_as_it_was(early_stop):
     """Also by way of ``.data``, as moving averages do it, which autograd does not see."""
