@@ -144,6 +144,8 @@ def summary(rows: list[Row]) -> str:
     known = entries()
     good = sum(not row.bad for row in rows)
     text = f"{good} of {len(rows)} work in all cases; struck out are those that do not.\n\n"
+    if good == len(rows):
+        text = f"All {good} work in all cases.\n\n"
     text += "| library | family | models |\n| --- | --- | --- |\n"
     groups = groupby(rows, lambda row: (known[row.name].library, known[row.name].family))
     for (library, family), members in groups:
