@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.graph import ALIAS, RANDOM, VALUE
-from fxpipe.runtime.microbatch import ANY, Dims
+from fxpipe.runtime.microbatch import ANY, Dims, first_rows
 from fxpipe.structure import Structure, children, leaves, map_tensors
 from fxpipe.trace import bound_arguments, called, canonical, parameters_put_back, untouched
 from fxpipe.trace.care import on_one_device
@@ -207,8 +207,7 @@ def _takes_another_size(
 
         def resized(tensor: Tensor) -> Tensor:
             dim = next(remaining)
-            rows = torch.arange(batch, device=tensor.device) % size
-            return tensor.clone() if dim is None else tensor.index_select(dim, rows)
+            return tensor.clone() if dim is None else first_rows(tensor, dim, batch)
 
         some, named = map_tensors(resized, canonical(model, args, kwargs))
         with (

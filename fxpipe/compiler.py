@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,15 +26,16 @@ from fxpipe.mode import (
     batch_size,
     bindings,
     stages_of,
+    usual,
     with_rows,
 )
 from fxpipe.options import Options, RunPass
 from fxpipe.placement import place
 from fxpipe.progress import began
-from fxpipe.runtime.ambient import transforms, without_saved_tensors_hooks
+from fxpipe.runtime.ambient import compiling, transforms
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.program import lower
-from fxpipe.structure import Structure, map_tensors
+from fxpipe.structure import Structure
 from fxpipe.trace import (
     CustomTracer,
     NeedsValues,
@@ -186,12 +187,8 @@ class Compiler:
                 "before, or give example_inputs to compile()"
             )
         some, named = canonical(self.model, args, kwargs)
-        with (
-            torch.inference_mode(False),  # what is inferred here is used in training too
-            torch.autograd.set_detect_anomaly(False),  # fake gradients have no values to look at
-            without_saved_tensors_hooks(),  # which a checkpoint around the first call counts by
-        ):
-            some, named = _usual((some, named))
+        with compiling():
+            some, named = usual((some, named))
             mode = self._compile(some, named, dims)
         if len(self._modes) > MANY:
             self._modes.clear()
@@ -233,9 +230,12 @@ class Compiler:
         batch = batch_size(Structure.of((args, kwargs))[0], dims)
         if not batch or not isinstance(why, TraceError):
             return None
-        with suppress(Exception):
+        try:
             return self._compiled(args, kwargs, dims, self.options.even_chunks_for(batch))
-        return None
+        except PartitionError:  # so it can be traced
+            raise
+        except Exception:  # why it cannot be for any size says more
+            return None
 
     def _compiled(
         self,
@@ -384,8 +384,3 @@ class Compiler:
         runs_inline = chunks == 1 or len(self.options.lanes) == 1
         in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
         return Unrolled(gm, lower(gm), in_lanes)
-
-
-def _usual(inputs: Any) -> Any:
-    """The inputs, copied out of inference mode if they have been made in it."""
-    return map_tensors(lambda t: t.clone() if t.is_inference() else t, inputs)

@@ -104,6 +104,11 @@ def tensor_bytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number of the tensor's memory, the same for all its views."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
 def attribute(gm: fx.GraphModule, target: str) -> Any:
     """What a ``get_attr`` or ``call_module`` node of that target stands for."""
     return operator.attrgetter(target)(gm)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.graph import COST, STAGE, Cost, attribute, stage_nodes
-from fxpipe.runtime.microbatch import Dims
+from fxpipe.runtime.microbatch import Dims, first_rows
 from fxpipe.runtime.program import Program
 from fxpipe.structure import map_tensors
 from fxpipe.trace import Traced
@@ -112,13 +111,15 @@ def with_rows(
 
     def resized(tensor: Tensor) -> Tensor:
         dim = next(remaining)
-        if dim is None:
-            return tensor
-        these = torch.arange(rows, device=tensor.device) % tensor.shape[dim]
-        return tensor.detach().index_select(dim, these)
+        return tensor if dim is None else first_rows(tensor.detach(), dim, rows)
 
     args, kwargs = map_tensors(resized, inputs)
     return args, kwargs
+
+
+def usual(inputs: Any) -> Any:
+    """The inputs, copied out of inference mode if they have been made in it."""
+    return map_tensors(lambda t: t.clone() if t.is_inference() else t, inputs)
 
 
 def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:

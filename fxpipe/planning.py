@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console, Group
 from rich.table import Table
 from torch import fx, nn
@@ -20,7 +19,9 @@ from fxpipe.batch import input_dims
 from fxpipe.devices import DeviceSpec
 from fxpipe.graph import COST, GAP, STAGE, VALUE, tensor_bytes, tensors_of
 from fxpipe.inspect.text import human_bytes, human_time, optimality
+from fxpipe.mode import usual
 from fxpipe.progress import began
+from fxpipe.runtime.ambient import compiling
 from fxpipe.schedule import (
     Edge,
     Link,
@@ -36,7 +37,6 @@ from fxpipe.schedule import (
     simulate,
 )
 from fxpipe.schedule.choice import AUTO
-from fxpipe.structure import map_tensors
 from fxpipe.trace import CustomTracer, Traced, TraceError, canonical, trace, untouched
 from passes.cost import ADAM, relative_time
 from passes.costs import Costs, cost_pass
@@ -242,8 +242,8 @@ def plan(
     specs = _specs(devices)
     placement = placement_of(schedule, len(specs), stages)
     args, kwargs = canonical(model, example_inputs, example_kwargs or {})
-    with torch.inference_mode(False), torch.autograd.set_detect_anomaly(False):
-        args, kwargs = map_tensors(lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
+    with compiling():
+        args, kwargs = usual((args, kwargs))
         dims = input_dims(model, args, kwargs, in_dims)
         began("trace")
         gm, values = sketch(model, args, kwargs, dims, tracer)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fxpipe.graph import memory_of
 from fxpipe.structure import Structure
 
 
@@ -153,8 +154,8 @@ class Whole(nn.Module):
                     f"place of {tuple(shape.of(tensors))}: how large it is depends on the values "
                     "of the inputs, and a graph needs to know it ahead"
                 )
-        memory = {_memory(tensor) for tensor in tensors}  # a graph knows of none that is shared
-        return [t.clone() if _memory(t) in memory else t for t in outputs]
+        memory = {memory_of(tensor) for tensor in tensors}  # a graph knows of none that is shared
+        return [t.clone() if memory_of(t) in memory else t for t in outputs]
 
     def _pretend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         for name in self.seen.written:
@@ -170,10 +171,6 @@ class Whole(nn.Module):
                     output = output + source.sum().to(output.dtype)
             outputs.append(output)
         return outputs
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 # ---------------------------------------------------------------------------------- while exporting

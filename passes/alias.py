@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES, tensors_of
+from fxpipe.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES, memory_of, tensors_of
 from passes.fakes import FakeInterpreter, backward_edges
 
 
@@ -127,7 +127,7 @@ class _Watcher(FakeInterpreter):
         versions = [buffer._version for buffer in own]
         with _Randomness() as randomness:  # type: ignore[no-untyped-call]
             value = super().run_node(n)
-        written = {_memory(tensor) for tensor, version in before if tensor._version != version}
+        written = {memory_of(tensor) for tensor, version in before if tensor._version != version}
         if written:
             self.written[n] = written
         for buffer, version in zip(own, versions, strict=True):
@@ -138,7 +138,7 @@ class _Watcher(FakeInterpreter):
             n.meta[RANDOM] = True
         if n.op != "output":
             n.meta[VALUE] = value
-            for memory in {_memory(tensor) for tensor in tensors_of(value)}:
+            for memory in {memory_of(tensor) for tensor in tensors_of(value)}:
                 self.given.setdefault(memory, []).append(n)
         return value
 
@@ -188,11 +188,6 @@ def _live(
         if node.op == "output" or not live.isdisjoint(node.users) or not live.isdisjoint(later):
             live.add(node)
     return live
-
-
-def _memory(tensor: Tensor) -> int:
-    """A number of the tensor's memory, the same for all its views."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _inseparable(

@@ -34,6 +34,7 @@ from fxpipe.graph import (
     VALUE,
     Cost,
     attribute,
+    memory_of,
     stage_nodes,
     tensor_bytes,
     tensors_of,
@@ -172,8 +173,9 @@ class _Runs:
         """The memories that a node keeps, other than parameters and buffers, and their bytes."""
         inputs, outputs = _inputs(node), tensors_of(node.meta[VALUE])
         shown = [inputs[i] for i in work.saved_inputs] + [outputs[i] for i in work.saved_outputs]
-        own = {_memory(t) for n in node.all_input_nodes if n.op == "get_attr" for t in _values([n])}
-        found = {_memory(t): _memory_bytes(t) for t in shown}
+        state = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        own = {memory_of(t) for t in _values(state)}
+        found = {memory_of(t): _memory_bytes(t) for t in shown}
         for size in work.saved_inside:
             self.inside -= 1
             found[self.inside] = size
@@ -184,7 +186,7 @@ class _Runs:
         kept: dict[int, int] = {}  # memory: bytes
 
         def pack(tensor: Tensor) -> Tensor:
-            kept[_memory(tensor)] = _memory_bytes(tensor)
+            kept[memory_of(tensor)] = _memory_bytes(tensor)
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -209,10 +211,10 @@ class _Runs:
                     _run_backward(outputs, [*leaves, *parameters], backward)
                 except Exception:  # it may look at values, or run the module again, on real ones
                     backward = forward.times(BACKWARD)
-        where_in = {_memory(t): i for i, t in reversed(list(enumerate(inputs)))}
-        where_out = {_memory(t): i for i, t in reversed(list(enumerate(outputs)))}
+        where_in = {memory_of(t): i for i, t in reversed(list(enumerate(inputs)))}
+        where_out = {memory_of(t): i for i, t in reversed(list(enumerate(outputs)))}
         for parameter in parameters:
-            kept.pop(_memory(parameter), None)
+            kept.pop(memory_of(parameter), None)
         return Work(
             forward,
             backward,
@@ -278,7 +280,7 @@ def signature(gm: fx.GraphModule, node: fx.Node) -> Any:
     look = []
     for value in values:
         if isinstance(value, Tensor):
-            look.append((_look(value), memories.setdefault(_memory(value), len(memories))))
+            look.append((_look(value), memories.setdefault(memory_of(value), len(memories))))
         else:
             look.append((repr(value), -1))
     _, structure = pytree.tree_flatten((node.args, node.kwargs))
@@ -311,11 +313,6 @@ def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:
 
 def _inputs(node: fx.Node) -> list[Tensor]:
     return tensors_of(fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE]))
-
-
-def _memory(tensor: Tensor) -> int:
-    """A number of the tensor's memory, the same for all its views."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _memory_bytes(tensor: Tensor) -> int:

@@ -84,6 +84,17 @@ def transforms() -> list[TransformType]:
 
 
 @contextmanager
+def compiling() -> Iterator[None]:
+    """What is inferred meanwhile is used later, whatever the modes are that a call happens in."""
+    with (
+        torch.inference_mode(False),
+        torch.autograd.set_detect_anomaly(False),  # fake gradients have no values to look at
+        without_saved_tensors_hooks(),  # which a checkpoint around the first call counts by
+    ):
+        yield
+
+
+@contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
     """What is done meanwhile is none of the business of hooks on saved tensors around it."""
     hooks = []

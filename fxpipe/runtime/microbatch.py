@@ -18,6 +18,12 @@ Dim = int | None | str
 Dims = Dim | tuple[Dim, ...]
 
 
+def first_rows(tensor: Tensor, dim: int, rows: int) -> Tensor:
+    """So many rows along ``dim``: the first ones, or all of them over and over."""
+    these = torch.arange(rows, device=tensor.device) % tensor.shape[dim]
+    return tensor.index_select(dim, these)
+
+
 def scatter(tensor: Tensor, dim: int | None, chunks: int) -> tuple[Tensor, ...]:
     """The tensor in ``chunks`` parts along ``dim``, of sizes at most one apart, large ones first.
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from fxpipe.hooks import has_hooks
+from fxpipe.runtime.microbatch import first_rows
 from fxpipe.structure import Structure, leaves
 from fxpipe.trace.care import (
     Args,
@@ -140,11 +141,7 @@ class Example:
     def resized(self, batch: int) -> list[Tensor]:
         """The tensors at another batch size: the first rows, or all of them over and over."""
         return [
-            tensor
-            if dim is None
-            else tensor.index_select(
-                dim, torch.arange(batch, device=tensor.device) % tensor.shape[dim]
-            )
+            tensor if dim is None else first_rows(tensor, dim, batch)
             for tensor, dim in zip(self.tensors, self.batch_dims, strict=True)
         ]
 

@@ -7,6 +7,7 @@ import logging
 import operator
 import re
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -188,10 +189,13 @@ def _functions(*, refused: bool) -> Iterator[list[type]]:
     """Yields the autograd Functions that the model calls, which grows, or refuses them."""
     original = vars(torch.autograd.Function)["apply"]
     found: list[type] = []
+    thread = threading.get_ident()  # others may train meanwhile
 
     def apply(function: type, *args: Any, **kwargs: Any) -> Any:
         is_users = not function.__module__.startswith("torch.")
-        if is_users and torch.compiler.is_exporting():  # modules kept whole are run besides
+        is_ours = threading.get_ident() == thread
+        # Modules that are kept whole are run besides, to see what they give.
+        if is_ours and is_users and torch.compiler.is_exporting():
             found.append(function)
             if refused:
                 raise Refused(f"{function.__name__} has a backward of its own, which export loses")

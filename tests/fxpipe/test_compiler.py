@@ -12,7 +12,7 @@ from fxpipe.compiler import Compiler
 from fxpipe.graph import STAGE, stage_nodes
 from fxpipe.options import Options
 from fxpipe.trace.care import on_one_device
-from passes import default_passes
+from passes import PartitionError, default_passes
 from tests.zoo import MLP, MODELS, ResNet, gradients, same
 
 
@@ -175,6 +175,14 @@ def test_a_model_may_take_rows_in_pairs_only(is_fixed):
         expected = torch.cat([model(part) for part in x.chunk(3)])
         torch.testing.assert_close(pipe(x), expected, rtol=1e-6, atol=1e-6)
         assert pipe.chunks == 3
+
+
+def test_where_it_can_be_traced_and_not_be_cut_the_cut_is_what_is_said():
+    with (
+        fxpipe.compile(RowByRow(), ["cpu"] * 50, chunks=3) as pipe,
+        pytest.raises(PartitionError, match="50 stages asked for"),
+    ):
+        pipe(torch.randn(6, 3))
 
 
 def test_it_is_compiled_once_for_each_size_of_the_batch():

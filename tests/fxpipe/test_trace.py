@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -395,6 +396,22 @@ def test_an_autograd_function_keeps_its_backward() -> None:
     expected = torch.autograd.grad(model(x()).sum(), parameters)
     assert same(torch.autograd.grad(run(traced, x()).sum(), parameters), expected)
     assert expected[-1].any()
+
+
+def test_functions_that_other_threads_call_meanwhile_are_none_of_the_models() -> None:
+    rounded: list[Tensor] = []
+
+    class Beside(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.compiler.is_exporting():
+                other = threading.Thread(target=lambda: rounded.append(Round.apply(torch.ones(2))))
+                other.start()
+                other.join()
+            return super().forward(x)
+
+    traced = trace(Beside(), (x(),), tracer="export")
+    assert rounded
+    assert traced.otherwise is None, "no Function of the model's to be kept whole"
 
 
 def test_a_graph_that_lost_a_backward_is_refused() -> None:
