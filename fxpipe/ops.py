@@ -452,9 +452,9 @@ def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 @_op
-def defer(module: nn.Module, *args: Any) -> Any:
+def defer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a module whose parameters' gradients may be computed later (``weight_grad``)."""
-    return _step.defer(module, *args)
+    return _step.defer(module, *args, **kwargs)
 
 
 VOCABULARY: tuple[Callable[..., Any], ...] = (

@@ -23,6 +23,7 @@ from fxpipe.schedule import (
     Span,
     StageCost,
     Timeline,
+    joined,
     simulate,
 )
 from passes.checkpoint import is_checkpointed
@@ -96,7 +97,8 @@ def predicted(
     lanes = range(len(schedule.lanes))
     where = {schedule.placement[stage]: device for stage, device in enumerate(devices)}
     between = {(a, b): PCIE for a in lanes for b in lanes if where[a] != where[b]}
-    return simulate(schedule, costs, Links(edges, between=between, once=once), memory)
+    links = Links(edges, between=between, once=once)
+    return simulate(joined(schedule, list(sent)), costs, links, memory)
 
 
 def estimated_memory(

@@ -19,6 +19,7 @@ later.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from fxpipe.runtime.checkpoint import Handle, checkpointed
@@ -34,6 +36,8 @@ from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.shared import share
 from fxpipe.runtime.streams import CALLER, device_of, make_wait, stream
 
+Deferred = tuple[GradientEdge, Tensor, list[Tensor]]
+"""Where a backward begins, the gradient there, and the parameters that it is for."""
 _recording = threading.local()  # .tape: that of the forward which runs in this thread
 
 
@@ -46,8 +50,7 @@ class Tape:
         self.results: list[list[Any]] = []  # the leaves of each result
         self.handle: Handle | None = None  # of a checkpointed forward
         self.repeat: Callable[..., tuple[Any, ...]] | None = None  # the same, not checkpointed
-        self.deferred: list[Callable[[], None]] = []  # gradients of parameters, to be computed
-        self.is_halved = False
+        self.deferred: list[Deferred] = []  # gradients of parameters, to be computed
 
     def record(self, function: Callable[..., tuple[Any, ...]], args: Any) -> tuple[Any, ...]:
         """Run a function of these arguments. Gives what it gives, without history."""
@@ -203,20 +206,22 @@ def added(first: Any, second: Any) -> Any:
 
 def backward(tape: Tape, grads: Sequence[Any]) -> Any:
     """The whole backward of a stage: gradients of its arguments, and into its parameters."""
-    return tape.backward(grads)
+    found = tape.backward(grads)
+    weight_grad(tape)
+    return found
 
 
 def backward_input(tape: Tape, grads: Sequence[Any]) -> Any:
     """The first half: what is deferred gives the gradient of its input only."""
-    tape.is_halved = True
     return tape.backward(grads)
 
 
 def weight_grad(tape: Tape) -> None:
     """The second half: the gradients that have been deferred, in the order of the backward."""
-    for compute in tape.deferred:
-        compute()
-    tape.deferred = []
+    deferred, tape.deferred = tape.deferred, []
+    if deferred:
+        ends, grads, parameters = zip(*deferred, strict=True)
+        torch.autograd.backward(ends, grads, inputs=list(itertools.chain(*parameters)))
 
 
 def replay(tape: Tape, halved: bool = False) -> None:
@@ -296,8 +301,7 @@ def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 class _Deferred(torch.autograd.Function):
     """Runs a function in a graph of its own, whose backward can be had in two parts.
 
-    Its parameters are known to that graph only: the outer one leads to them in no other way. The
-    anchor makes it come by where nothing else needs a gradient.
+    Its parameters are known to that graph only: the outer one leads to them in no other way.
     """
 
     @staticmethod
@@ -305,49 +309,57 @@ class _Deferred(torch.autograd.Function):
         ctx: Any,
         tape: Tape,
         function: Callable[..., Tensor],
-        args: Any,
         parameters: list[Tensor],
-        anchor: Tensor,
+        args: list[Any],
+        kwargs: dict[str, Any],
         *tensors: Tensor,
     ) -> Tensor:
-        leaves, spec = pytree.tree_flatten(args)
-        cut_off = {id(tensor): _cut_off(tensor) for tensor in tensors}
+        ctx.set_materialize_grads(False)
+        ctx.tape, ctx.parameters, ctx.starts = tape, parameters, []
+
+        def own(value: Any) -> Any:
+            if _is_inner(value):
+                value = _cut_off(value)
+                ctx.starts.append(value)
+            return value
+
         with torch.enable_grad():
-            own = (cut_off.get(id(leaf), leaf) for leaf in leaves)
-            output = function(*pytree.tree_unflatten(own, spec))
-        ctx.tape, ctx.output, ctx.parameters = tape, output, parameters
-        ctx.tensors = list(cut_off.values())
+            named = {name: own(value) for name, value in kwargs.items()}
+            output = function(*map(own, args), **named)
+        # Where the way back begins, and not the output, which may be long gone by then.
+        ctx.end = get_gradient_edge(output)
         return output.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found: tuple[Tensor | None, ...] = ()
-        if ctx.tensors:
-            keep = bool(ctx.parameters)
-            found = torch.autograd.grad(ctx.output, ctx.tensors, grad, retain_graph=keep)
-        if ctx.parameters:
-            parameters = functools.partial(
-                torch.autograd.backward, ctx.output, grad, inputs=ctx.parameters
-            )
-            if ctx.tape.is_halved:
-                ctx.tape.deferred.append(parameters)
-            else:
-                parameters()
-        ctx.output = ctx.tensors = ctx.parameters = None
-        return (None,) * 5 + found
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        end, starts, parameters = ctx.end, ctx.starts, ctx.parameters
+        ctx.end = ctx.starts = ctx.parameters = None
+        found: tuple[Tensor | None, ...] = (None,) * max(1, len(starts))
+        if grad is not None and starts:
+            found = torch.autograd.grad(end, starts, grad, retain_graph=bool(parameters))
+        if grad is not None and parameters:
+            ctx.tape.deferred.append((end, grad, parameters))
+        return None, None, None, None, None, *found
 
 
-def defer(module: nn.Module, *args: Any) -> Any:
+def defer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a module; in a backward of two halves, the gradients of its parameters, and of those
-    among the arguments, come in the second. Outside of a step this is a plain call."""
+    among the arguments, come in the second. Outside of a step this is a plain call.
+
+    The halves cost this Python more than the whole, at each operator, which has just swept it out
+    of the caches: nothing is done here that can be left, such as to look into nested arguments.
+    """
     tape: Tape | None = getattr(_recording, "tape", None)
-    given = [leaf for leaf in pytree.tree_leaves(args) if _has_history(leaf)]
-    parameters = [
-        *(p for p in module.parameters() if p.requires_grad),
-        *(tensor for tensor in given if isinstance(tensor, nn.Parameter)),
-    ]
-    if tape is None or not torch.is_grad_enabled() or not parameters:
-        return module(*args)
-    tensors = {id(t): t for t in given if not isinstance(t, nn.Parameter)}.values()
-    anchor = torch.empty(0, requires_grad=True)
-    return _Deferred.apply(tape, module, args, parameters, anchor, *tensors)  # type: ignore[no-untyped-call]
+    if tape is None or not torch.is_grad_enabled():
+        return module(*args, **kwargs)
+    values = (*args, *kwargs.values())
+    given = [value for value in values if _has_history(value)]
+    own = module.parameters() if module._modules else module._parameters.values()
+    parameters = [p for p in own if p is not None and p.requires_grad]
+    parameters += [value for value in given if isinstance(value, nn.Parameter)]
+    if not parameters:
+        return module(*args, **kwargs)
+    tensors = [value for value in given if not isinstance(value, nn.Parameter)]
+    if not tensors:  # then something has to make this part of the graph
+        tensors = [torch.empty(0, requires_grad=True)]
+    return _Deferred.apply(tape, module, parameters, args, kwargs, *tensors)  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from fxpipe.schedule.automatic import Found, auto, search
 from fxpipe.schedule.catalogue import NAMES, named, stages_per_lane
 from fxpipe.schedule.choice import AUTO, placement_of, schedule_of
 from fxpipe.schedule.comparison import Comparison, compare
+from fxpipe.schedule.halves import joined
 from fxpipe.schedule.schedule import Edges, Needs, Schedule, chain
 from fxpipe.schedule.simulator import Edge, Link, Links, Memory, StageCost, simulate
 from fxpipe.schedule.timeline import Span, Timeline, Transfer
@@ -38,6 +39,7 @@ __all__ = [
     "auto",
     "chain",
     "compare",
+    "joined",
     "live",
     "named",
     "placement_of",

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from fxpipe.schedule.actions import Action, Entry, Kind
+from fxpipe.schedule.actions import Entry, Kind
 from fxpipe.schedule.catalogue import NAMES, named
 from fxpipe.schedule.exact import shorter
+from fxpipe.schedule.halves import joined_at
 from fxpipe.schedule.listing import list_schedule, rules
 from fxpipe.schedule.problem import SLACK, Problem
 from fxpipe.schedule.schedule import Needs, Schedule
@@ -28,7 +29,6 @@ _FEW = 200
 """With no more actions than this, all schedules are looked through, as far as the effort goes."""
 _NODES = 100
 """How many beginnings of schedules are looked at for the effort of one simulation."""
-_HALVES = (Kind.BACKWARD_INPUT, Kind.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class _Search:
         assert self.best is not None
         for stage, cost in enumerate(self.problem.world.costs):
             if cost.seconds(Kind.BACKWARD) <= (cost.backward_input + cost.weight_grad) * SLACK:
-                yield _merge(self.best[0], stage)
+                yield joined_at(self.best[0], {stage})
 
 
 def _alone(timeline: Timeline) -> bool:
@@ -334,18 +334,3 @@ def _moved(schedule: Schedule, lane: int, source: int, target: int) -> Schedule:
     line.insert(target, line.pop(source))
     lanes = (*schedule.lanes[:lane], tuple(line), *schedule.lanes[lane + 1 :])
     return replace(schedule, lanes=lanes)
-
-
-def _merge(schedule: Schedule, stage: int) -> Schedule:
-    lanes = []
-    for lane in schedule.lanes:
-        line: list[Entry] = []
-        for entry in lane:
-            microbatch = entry.parts[0].microbatch
-            halves = [Action(stage, kind, microbatch) for kind in _HALVES]
-            if [*line[-1:], entry] == halves:
-                line[-1] = Action(stage, Kind.BACKWARD, microbatch)
-            else:
-                line.append(entry)
-        lanes.append(tuple(line))
-    return replace(schedule, lanes=tuple(lanes))

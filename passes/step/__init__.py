@@ -29,9 +29,9 @@ from typing import ClassVar
 from torch import fx, nn
 
 from fxpipe.graph import ACTION, STAGE
-from fxpipe.schedule import Action, Kind, Schedule
+from fxpipe.schedule import Action, Kind, Schedule, joined
 from passes.segments import opened
-from passes.step.flows import StepError
+from passes.step.flows import Flows, StepError
 from passes.step.writer import Writer
 
 __all__ = ["Step", "StepError"]
@@ -70,11 +70,12 @@ class Step:
                 f"the schedule {self.schedule.name!r} has {self.schedule.stages} stages, the "
                 f"pipeline {stages}: give a schedule of {stages}, or as many devices"
             )
-        writer = Writer(self, gm)
+        step = replace(self, schedule=joined(self.schedule, Flows(gm).edges))
+        writer = Writer(step, gm)
         actions = writer.actions()
         if self.checkpoint == "never" or self.checkpoint_segments == 1:
             return writer.write(actions)
-        return _in_segments(self, gm, actions)
+        return _in_segments(step, gm, actions)
 
 
 def _in_segments(step: Step, gm: fx.GraphModule, actions: Sequence[Action]) -> fx.GraphModule:

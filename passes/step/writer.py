@@ -43,8 +43,8 @@ class Writer:
         self.nodes.attributes[LOSS] = step.loss
         self.traffic = Traffic(self.nodes)
         self.replicas = Replicas(gm, self.nodes, self.traffic)
-        self.halved = {  # stages
-            action.stage
+        self.halved = {  # stages and micro-batches
+            (action.stage, action.microbatch)
             for lane in range(len(self.schedule.lanes))
             for action in self.schedule.actions(lane)
             if action.kind is Kind.WEIGHT_GRAD
@@ -156,7 +156,7 @@ class Writer:
         self.here |= self.traffic.arrive(range(stage), at)
         args = tuple(self._value(arg, stage, microbatch) for arg in own.call.args)
         passed = tuple(own.call.args.index(value) for value in own.passed)
-        module = self.nodes.module(self._stage_path(own), at)
+        module = self.nodes.module(self._stage_path(own, microbatch), at)
         replays = self._is_checkpointed(microbatch)
         args = module, args, passed, own.is_single, replays
         pair = self.nodes.call(ops.forward, args, "forward", at)
@@ -173,11 +173,11 @@ class Writer:
         for target, values in sorted(following.items()):
             self.traffic.leave(values, target, at)
 
-    def _stage_path(self, own: Stage) -> str:
+    def _stage_path(self, own: Stage, microbatch: int) -> str:
         """The module to run: one whose gradients can be deferred, if the schedule does."""
         path, attributes = str(own.call.target), self.nodes.attributes
         attributes.setdefault(path, own.module)
-        if own.call.meta[STAGE] in self.halved:
+        if (own.call.meta[STAGE], microbatch) in self.halved:
             path = f"{path}_deferred"
             if path not in attributes:
                 attributes[path] = Defer()(own.module)
