@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from fxpipe.batch import input_dims
 from fxpipe.planning import sketch
 from passes.cut.dag import Dag, Machine, prices
-from passes.cut.solve import Cut, solve, solve_in_order
+from passes.cut.solve import solve_in_order
 from passes.measure import MeasuredCost
-from passes.partition import SLACK, Auto, automatic
+from passes.partition import Auto, automatic
 from passes.problem import Problem, problem
 from tests.benchmarks.nets import AmoebaNet, DenseNet, UNet, resnet, vgg16
 from tests.benchmarks.timing import show
@@ -129,50 +129,41 @@ def balanced_by_parameters(found: Problem, stages: int) -> tuple[int, ...]:
     return stage
 
 
-def best(found: Problem, stages: int) -> tuple[Cut, Cut]:
-    """The fastest cut, and the one that fxpipe takes."""
-    fastest = solve(found.dag, Machine(stages))
-    assert fastest is not None
-    _, taken = automatic(found.work[0].graph, Machine(stages), Auto())
-    return fastest, taken
-
-
 def main() -> None:
     torch.set_num_threads(1)
     names = sys.argv[1:] or list(MODELS)
-    rows, gains = [], []
+    rows, over, gains = [], [], []
     for name in names:
         found = measured(MODELS[name])
         dag = replace(found.dag)
         for stages in STAGES:
             machine = Machine(stages)
-            fastest, taken = best(found, stages)
+            _, ours = automatic(found.work[0].graph, machine, Auto())
             times = [
-                prices(dag, machine, stage).slowest / fastest.bound
+                prices(dag, machine, stage).slowest / ours.bound
                 for stage in (
-                    fastest.stage,
-                    taken.stage,
+                    ours.stage,
                     balanced_by_torchgpipe(dag, stages),
                     balanced_by_parameters(found, stages),
                 )
             ]
             assert times[0] <= min(times) * (1 + 1e-9), "ours is never worse"
-            assert times[1] <= times[0] * (1 + SLACK) * (1 + 1e-9)
-            gains.append([times[2] / times[0], times[3] / times[0]])
-            how = "exact" if fastest.is_exact else "bound"
+            over.append(times[0] - 1)
+            gains.append([times[1] / times[0], times[2] / times[0]])
+            how = "exact" if ours.is_exact else "bound"
             rows.append([name, str(dag.size), str(stages), how, *(f"{t:.3f}" for t in times)])
             print(*rows[-1], flush=True)
     show(
         "slowest stage over the lower bound, measured costs",
-        ["model", "nodes", "stages", "", "fastest", "taken", "torchgpipe", "parameters"],
+        ["model", "nodes", "stages", "", "fxpipe", "torchgpipe", "parameters"],
         rows,
     )
     worse = np.exp(np.log(np.array(gains)).mean(axis=0)) - 1
     most = np.array(gains).max(axis=0) - 1
-    print(
-        f"torchgpipe's slowest stage takes {worse[0]:.1%} longer on average, {most[0]:.0%} at "
-        f"most, that of equal parameters {worse[1]:.0%} ({most[1]:.0%})"
-    )
+    print(f"on the bound in {sum(o < 5e-4 for o in over)} of {len(rows)} cases, at most", end=" ")
+    print(f"{max(over):.1%} over it; longer than ours takes the slowest stage")
+    for name, average, longest in zip(("torchgpipe", "equal parameters"), worse, most, strict=True):
+        print(f"    of {name}: {average:.1%} on average, {longest:.0%} at most")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.graph import Cost
-from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, named
+from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, chain, joined, named
 from fxpipe.timelines import estimated_costs, measured_costs, predicted
 from passes.skips import Hop, SkipLayout
 from tests.zoo import MLP, gradients, same
@@ -73,7 +73,7 @@ def test_a_measured_step_has_every_action_once_in_the_lanes_order(schedule, devi
     ) as pipe:
         timeline = pipe.measure(x, rounds=1)
         stages = len(pipe.stages)
-        order = named(schedule, lanes=devices, microbatches=3, stages=stages)
+        order = joined(named(schedule, lanes=devices, microbatches=3, stages=stages), chain(stages))
         assert pipe.timeline().makespan > 0
     for lane in range(devices):
         spans = [span for span in timeline.of_lane(lane) if span.action is not None]
