@@ -324,8 +324,9 @@ class _Deferred(torch.autograd.Function):
             return value
 
         with torch.enable_grad():
+            given = [own(value) for value in args]  # in the order of the tensors
             named = {name: own(value) for name, value in kwargs.items()}
-            output = function(*map(own, args), **named)
+            output = function(*given, **named)
         # Where the way back begins, and not the output, which may be long gone by then.
         ctx.end = get_gradient_edge(output)
         return output.detach()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from fxpipe.runtime.step import (
@@ -123,6 +125,40 @@ def test_a_checkpointed_stage_is_run_again_once_and_its_gradients_come_in_halves
     plain.zero_grad()
     plain(x).sum().backward()
     assert same(found, gradients(plain)) and same(grad, x.grad)
+
+
+class Mixed(nn.Module):
+    """Two values and a parameter, by position and by name."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.w = function, nn.Parameter(torch.randn(3, 3))
+        self.v = nn.Parameter(torch.randn(3, 3, 3))
+
+    def forward(self, x, y):
+        return self.function(self, x, y)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda own, x, y: torch.addmm(x, y, own.w),
+        lambda own, x, y: torch.addmm(x, mat1=y, mat2=own.w),
+        lambda own, x, y: torch.addmm(mat2=own.w, mat1=y, input=x),
+        lambda own, x, y: torch.addmm(own.w, mat2=x, mat1=y),
+        lambda own, x, y: F.bilinear(x, input2=y, weight=own.v),
+    ],
+)
+def test_each_argument_gets_its_own_gradient_however_it_is_given(function):
+    model, grad = Mixed(function), torch.randn(3, 3)
+    x, y = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+    _, tape = forward(Defer()(fx.symbolic_trace(model)), (x, y), (), True, False)
+    found = backward_input(tape, (grad,))
+    weight_grad(tape)
+    halves = [*found, *gradients(model)]
+    model.zero_grad()
+    model(x, y).backward(grad)
+    assert same(halves, [x.grad, y.grad, *gradients(model)])
 
 
 def test_a_checkpointed_stage_that_saves_nothing_is_not_run_again():
