@@ -39,17 +39,19 @@ class _Dropped(Exception):
 
 @dataclass
 class _Run:
-    """One call of a program: an inbox for each lane, and the first thing that went wrong."""
+    """One call of a program: an inbox for each lane, whether it has come to rest, and the first
+    thing that went wrong."""
 
     lanes: Sequence[int]
     record: Record | None = None
     inboxes: dict[int, SimpleQueue[Message]] = field(init=False)
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    pending: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    rested: dict[int, threading.Event] = field(init=False)
 
     def __post_init__(self) -> None:
         self.inboxes = {lane: SimpleQueue() for lane in self.lanes}
+        self.rested = {lane: threading.Event() for lane in self.lanes if lane != CALLER}
 
     def fail(self, error: BaseException) -> None:
         """Keep the first error, and wake every lane that waits."""
@@ -58,6 +60,30 @@ class _Run:
                 self.error = error
         for inbox in self.inboxes.values():
             inbox.put((None, None))
+
+    def rest(self) -> None:
+        """Wait until all lanes have come to rest. An interrupt of the caller makes them drop the
+        run; one more is for who will not wait even for that."""
+        for rested in self.rested.values():
+            while not rested.is_set():
+                try:
+                    rested.wait()
+                except BaseException as error:
+                    if self.error is not None:
+                        raise
+                    self.fail(error)
+
+    def outcome(self) -> None:
+        """Raise what went wrong, if anything did.
+
+        It leads to the run by its traceback, and must not be led to: all that has been stored would
+        wait for the garbage collector."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
     def execute(
         self,
@@ -74,6 +100,8 @@ class _Run:
                     if key is None or self.error is not None:
                         raise _Dropped
                     env[key] = value
+            if self.error is not None:
+                raise _Dropped
             if stopwatch is None:
                 value = instruction.run(env)
             else:
@@ -105,7 +133,7 @@ class _Run:
         except BaseException as error:
             self.fail(error)
         finally:
-            self.pending.release()
+            self.rested[lane].set()
 
 
 class _HandOver:
@@ -185,10 +213,8 @@ class Lanes:
             pass
         except BaseException as error:  # KeyboardInterrupt, say
             run.fail(error)
-        for _ in lanes:
-            run.pending.acquire()
-        if run.error is not None:
-            raise run.error
+        run.rest()
+        run.outcome()
         output = env[program.output]
         for hand_over in hand_overs:
             hand_over.finish(output)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
+import signal
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -202,6 +205,90 @@ def test_an_interrupt_of_the_caller_leaves_a_working_pipeline(pipe, monkeypatch)
         pipe(x)
     monkeypatch.setattr(microbatch, "gather", gather)
     assert pipe(x).shape == (8, 4)
+
+
+class Slow(torch.autograd.Function):
+    """Its backward takes a while; the first one interrupts the main thread. Or it fails."""
+
+    ran = 1
+    fails = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Slow.fails:
+            raise ArithmeticError("the backward")
+        time.sleep(0.1)
+        Slow.ran += 1
+        if Slow.ran == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return grad
+
+
+class Slowly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(kept(Slow.apply(self.a(x))))
+
+
+stored: list[weakref.ref[object]] = []
+
+
+def kept(x):
+    y = torch.exp(x)
+    if not isinstance(x, torch._subclasses.FakeTensor):
+        stored.append(weakref.ref(y.untyped_storage()))
+    return y
+
+
+torch.fx.wrap("kept")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_interrupt_while_only_lanes_are_at_work_stops_them_too(stage):
+    with fxpipe.compile(
+        Slowly(),
+        ["cpu"] * 2,
+        chunks=8,
+        partition=["b" if stage == 0 else "slow"],
+        loss_fn=lambda out, _: out.sum(),
+        example_inputs=(torch.randn(8, 4),),
+        tracer="symbolic",
+    ) as pipe:
+        Slow.ran = 0
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(torch.randn(8, 4))
+        ran = Slow.ran
+        assert ran < 8
+        time.sleep(0.3)
+        assert Slow.ran == ran, "nothing goes on behind the caller's back"
+        pipe.step(torch.randn(8, 4))  # and the next one is whole
+        assert Slow.ran == ran + 8
+
+
+def test_what_a_failed_run_has_stored_is_free_once_its_exception_is_handled(monkeypatch):
+    """Whoever is out of memory tries again with less; no garbage collector runs in between."""
+    x = torch.randn(8, 4)
+    with fxpipe.compile(
+        Slowly(), ["cpu"] * 2, chunks=4, loss_fn=lambda out, _: out.sum(), tracer="symbolic"
+    ) as pipe:
+        pipe.prepare(x)
+        monkeypatch.setattr(Slow, "fails", True)
+        gc.collect()
+        gc.disable()
+        try:
+            stored.clear()
+            with contextlib.suppress(ArithmeticError):
+                pipe.step(x)
+            assert stored and not any(ref() for ref in stored)
+        finally:
+            gc.enable()
 
 
 def test_no_thread_outlives_its_pipeline():
