@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from fxpipe.schedule.actions import Action, Entry, Kind
 from fxpipe.schedule.schedule import Edges, Schedule
+from fxpipe.schedule.validator import validate
 
 _HALVES = (Kind.BACKWARD_INPUT, Kind.WEIGHT_GRAD)
 
@@ -24,7 +25,11 @@ def joined(schedule: Schedule, edges: Edges) -> Schedule:
     """The schedule with whole backwards where no other lane waits for the first half.
 
     It gives the same gradients, to the bit. ``edges``: of the stage graph.
+
+    Raises :class:`fxpipe.schedule.ScheduleError` for a schedule that cannot run, whose places are
+    still those that were given.
     """
+    validate(schedule, edges=edges)
     lane_of = schedule.placement
     awaited = {target for source, target in edges if lane_of[source] != lane_of[target]}
     return joined_at(schedule, set(range(schedule.stages)) - awaited)

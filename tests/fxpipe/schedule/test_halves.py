@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from expecttest import assert_expected_inline
 
-from fxpipe.schedule import Schedule, StageCost, chain, joined, named, simulate
+from fxpipe.schedule import Schedule, ScheduleError, StageCost, chain, joined, named, simulate
 
 
 def text(schedule: Schedule, edges: list[tuple[int, int]] | None = None) -> str:
@@ -47,3 +48,15 @@ def test_nothing_comes_later_by_it():
     schedule, costs = named("zbv", lanes=4, microbatches=12), [StageCost(1.0, 1.0, 1.0)] * 8
     found = simulate(joined(schedule, chain(8)), costs)
     assert found.makespan == simulate(schedule, costs).makespan
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("0F0 0I0 0W0 0B0", "a whole backward 0B0, at position 3 .*, and also 0I0, at position 1"),
+        ("0F0 0I0 0W0 0F1 0W1 0I1", r"deadlock: .* at position 4 \(0W1\)"),
+    ],
+)
+def test_what_cannot_run_is_refused_as_it_was_written(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        joined(Schedule.from_text(text), [])
