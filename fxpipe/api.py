@@ -210,6 +210,13 @@ class Pipeline(Views, nn.Module):
                 are given, whose gradients would be scaled.
             RuntimeError: in inference mode, where there are no gradients.
         """
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"scaler is a {type(scaler).__name__}: give a torch.amp.GradScaler")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}: give one of torch.optim, or call its "
+                "step() afterwards"
+            )
         if scaler is not None and optimizer is not None:
             raise ValueError(
                 "a scaler and an optimizer are given: gradients are unscaled after the step, so "
@@ -232,7 +239,13 @@ class Pipeline(Views, nn.Module):
         """What the lanes do in a training step, measured: that of median length of a few steps.
 
         Gradients, buffers and random states are afterwards what they were.
+
+        Args:
+            target: as for :meth:`step`.
+            rounds: how many steps, after one to warm up.
         """
+        if rounds < 1:
+            raise ValueError(f"rounds is {rounds}: give the number of steps to measure, 1 or more")
         unrolled, values = self._ready_to_step(args, kwargs, target)
         parameters = list(self.module.parameters())
         before = [p.grad for p in parameters]

@@ -30,9 +30,15 @@ class Loss(nn.Module):
     def forward(self, output: Any, target: Sequence[Any]) -> Any:
         """The loss, a scalar if all is well."""
         output = self.rebuild(output)
-        if self.call is not None:
-            return self.call(output, pytree.tree_unflatten(list(target), self.spec))
-        return own_loss(output)
+        if self.call is None:
+            return own_loss(output)
+        whole = pytree.tree_unflatten(list(target), self.spec)
+        try:
+            return self.call(output, whole)
+        except Exception as error:
+            if whole is None:
+                error.add_note("step() was given no target=, so that loss_fn was called with None")
+            raise
 
 
 def own_loss(output: Any) -> Any:
@@ -59,11 +65,17 @@ class Target:
         """The target of a mini-batch of that size.
 
         Raises:
-            ValueError: if a tensor in it has another number of rows.
+            ValueError: if a tensor in it has another number of rows, or rows are in no tensor.
         """
         leaves, spec = pytree.tree_flatten(target)
         has_batch = []
         for leaf in leaves:
+            is_array = not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0
+            if is_array and batch is not None:
+                raise ValueError(
+                    f"the target has a {type(leaf).__name__}, which cannot be cut into "
+                    "micro-batches: give it as a tensor"
+                )
             is_split = isinstance(leaf, Tensor) and leaf.ndim > 0 and batch is not None
             if is_split and leaf.shape[0] != batch:
                 raise ValueError(

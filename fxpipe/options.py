@@ -76,6 +76,9 @@ class Options:
                 f"chunks is {self.chunks!r}: give the number of micro-batches, 1 or more"
             )
         default.Checkpoint(self.checkpoint, self.checkpoint_segments)  # which checks them
+        if isinstance(self.loss_fn, type):
+            name = self.loss_fn.__name__
+            raise TypeError(f"loss_fn is the class {name}: give an instance, {name}()")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise TypeError(
                 f"loss_fn is a {type(self.loss_fn).__name__}: give a function of the output and "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import fxpipe
 from tests.zoo import MLP
@@ -38,6 +39,7 @@ def test_devices_that_cannot_be(devices, message):
         ({"schedule": "zbv", "stages": 3}, "zbv has 2 stages on each lane: 2 lanes take 4"),
         ({"schedule": "auto", "stages": 3}, "stages is 3: give as many for each of the 2 devices"),
         ({"loss_fn": 3}, "loss_fn is a int: give a function of the output and the target"),
+        ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss: give an instance, MSELoss\(\)"),
         ({"passes": 3}, "passes is a int: give a function that takes the keyword arguments"),
     ],
 )

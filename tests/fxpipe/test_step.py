@@ -577,9 +577,19 @@ def compiled(**options):
             r"the target has a tensor of shape \(5,\), and the batch has 4 rows",
         ),
         (
+            {},
+            lambda p: p.step(torch.randn(4, 12), target=torch.randn(4).numpy()),
+            "the target has a ndarray, which cannot be cut into micro-batches: give it as a tensor",
+        ),
+        (
             {"loss_fn": None},
             lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
             "a target is given, but no loss_fn",
+        ),
+        (
+            {},
+            lambda p: p.measure(torch.randn(4, 12), target=torch.randn(4), rounds=0),
+            "rounds is 0: give the number of steps to measure, 1 or more",
         ),
         (
             {"schedule": named("1f1b", lanes=2, microbatches=3)},
@@ -669,6 +679,14 @@ def test_two_threads_may_step_at_once():
     assert all(same(loss, first) for loss in losses) and len(losses) == 4
 
 
+def test_where_the_target_has_been_forgotten_the_error_says_so():
+    with compiled() as pipe, pytest.raises(TypeError) as caught:
+        pipe.step(torch.randn(4, 12))
+    assert "step() was given no target=, so that loss_fn was called with None" in (
+        caught.value.__notes__
+    )
+
+
 def test_in_inference_mode_there_is_no_step():
     with compiled() as pipe, torch.inference_mode(), pytest.raises(RuntimeError, match="outside"):
         pipe.step(torch.randn(4, 12), target=torch.randn(4))
@@ -729,3 +747,7 @@ def test_what_an_optimizer_cannot_do_stage_by_stage_is_refused():
                 optimizer=torch.optim.SGD(parameters),
                 scaler=torch.amp.GradScaler("cpu"),
             )
+        with pytest.raises(TypeError, match=r"optimizer is a str: give one of torch.optim"):
+            pipe.step(x, target=target, optimizer="adam")
+        with pytest.raises(TypeError, match=r"scaler is a int: give a torch.amp.GradScaler"):
+            pipe.step(x, target=target, scaler=1024)
