@@ -210,20 +210,7 @@ class Pipeline(Views, nn.Module):
                 are given, whose gradients would be scaled.
             RuntimeError: in inference mode, where there are no gradients.
         """
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise TypeError(f"scaler is a {type(scaler).__name__}: give a torch.amp.GradScaler")
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}: give one of torch.optim, or call its "
-                "step() afterwards"
-            )
-        if scaler is not None and optimizer is not None:
-            raise ValueError(
-                "a scaler and an optimizer are given: gradients are unscaled after the step, so "
-                "call scaler.step(optimizer) then"
-            )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("LBFGS needs all gradients at once: call its step() afterwards")
+        _check(scaler, optimizer)
         unrolled, values = self._ready_to_step(args, kwargs, target)
         last = self._options.devices[-1]
         scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
@@ -407,3 +394,21 @@ class Pipeline(Views, nn.Module):
     def extra_repr(self) -> str:
         """What the pipeline is made of, ahead of the model's modules."""
         return f"devices=[{', '.join(self._options.names)}]"
+
+
+def _check(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer | None) -> None:
+    """Whether a step can do with these."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler is a {type(scaler).__name__}: give a torch.amp.GradScaler")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}: give one of torch.optim, or call its "
+            "step() afterwards"
+        )
+    if scaler is not None and optimizer is not None:
+        raise ValueError(
+            "a scaler and an optimizer are given: gradients are unscaled after the step, so "
+            "call scaler.step(optimizer) then"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS needs all gradients at once: call its step() afterwards")
