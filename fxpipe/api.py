@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fxpipe.compiler import Compiler
 from fxpipe.hooks import HOOKS
@@ -106,6 +107,11 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes an nn.Module, got a {type(model).__name__}")
+    if isinstance(model, Pipeline):
+        raise TypeError(
+            f"compile takes a model, and {type(model.module).__name__} is a pipeline already: give "
+            "its model, pipe.module"
+        )
     has_example = example_inputs is not None or example_kwargs is not None
     options = Options.of(
         devices,
@@ -134,6 +140,15 @@ def compile(
             )
         pipeline.prepare(*(example_inputs or ()), **(example_kwargs or {}))
     return pipeline
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _opaque(function: F) -> F:
+    """What Dynamo compiles around a call of it calls it as it is: lanes cannot be captured."""
+    why = "a pipeline is compiled already"
+    return torch.compiler.disable(function, reason=why)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class Pipeline(Views, nn.Module):
@@ -173,11 +188,13 @@ class Pipeline(Views, nn.Module):
 
     # ------------------------------------------------------------------------------------- running
 
+    @_opaque
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these arguments, computed micro-batch by micro-batch."""
         mode, values, unrolled = self._ready(args, kwargs)
         return mode.traced.rebuild(self._run(unrolled, values))
 
+    @_opaque
     def step(
         self,
         *args: Any,
@@ -300,6 +317,11 @@ class Pipeline(Views, nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Mode, list[Any], Unrolled]:
         self._check_open()
+        if torch.compiler.is_exporting() or is_fx_symbolic_tracing():
+            raise RuntimeError(
+                "a pipeline cannot be traced: what runs is on threads of its own; trace the model "
+                "itself, pipe.module, or take a graph that there is, such as pipe.model_graph"
+            )
         if TransformType.Grad in transforms():
             raise RuntimeError(
                 "torch.func.grad, vjp and jacrev cannot go through a pipeline, whose backward "
@@ -342,6 +364,16 @@ class Pipeline(Views, nn.Module):
     def _is_full_backward_hook(self, value: bool | None) -> None:
         if "module" in self.__dict__:
             self.module._is_full_backward_hook = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if hasattr(self.__dict__.get("module"), name):
+                raise AttributeError(
+                    f"{error}, but its model has: take pipe.module.{name}"
+                ) from None
+            raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""

@@ -44,7 +44,7 @@ def backend(devices: Sequence[str | torch.device] | None = None, **options: Any)
     smaller than the example.
 
     Raises:
-        ValueError: for options that have no meaning here.
+        ValueError, TypeError: for options that make no sense, or have no meaning here.
         BackendError: at the first call, if the graph is not the whole model; Dynamo then raises a
             ``BackendCompilerFailed`` with that message.
     """
@@ -59,6 +59,7 @@ def backend(devices: Sequence[str | torch.device] | None = None, **options: Any)
             f"{sorted(unknown)[0]} has no meaning for a backend of torch.compile: leave it away, "
             "or use fxpipe.compile"
         )
+    compile(nn.Identity(), devices, **options)  # which checks them
     return Backend(devices, options)
 
 

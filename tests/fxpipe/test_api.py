@@ -245,6 +245,11 @@ class Pairs(nn.Module):
     [
         (lambda: fxpipe.compile(torch.tanh, TWO), TypeError, "takes an nn.Module, got a builtin"),
         (
+            lambda: fxpipe.compile(fxpipe.compile(MLP(), TWO), TWO),
+            TypeError,
+            "takes a model, and MLP is a pipeline already: give its model, pipe.module",
+        ),
+        (
             lambda: fxpipe.compile(MLP(), TWO, example_inputs=X),
             TypeError,
             r"got a Tensor; write example_inputs=\(x,\)",
@@ -290,6 +295,17 @@ class Pairs(nn.Module):
 def test_bad_input_is_refused_in_one_sentence(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_what_only_the_model_has_is_said_to_be_there():
+    model = MLP()
+    model.config = {"hidden": 12}
+    pipe = fxpipe.compile(model, TWO)
+    assert pipe.layers is model.layers
+    with pytest.raises(AttributeError, match=r"no attribute 'config'.*: take pipe.module.config"):
+        _ = pipe.config
+    with pytest.raises(AttributeError, match=r"no attribute 'confic'$"):
+        _ = pipe.confic
 
 
 def test_a_closed_pipeline_says_so_and_the_model_works_on():

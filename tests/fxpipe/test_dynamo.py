@@ -183,8 +183,29 @@ def test_a_model_with_a_fixed_batch_is_taken_in_one_chunk():
         ({"example_inputs": (1,)}, "example_inputs has no meaning for a backend"),
         ({"schedule": "1f1b"}, "schedule has no meaning for a backend"),
         ({"in_dims": (0,)}, "give a dict by the names of the arguments"),
+        ({"chunks": 0}, "chunks is 0: give the number of micro-batches"),
+        ({"chunk": 4}, "unexpected keyword argument 'chunk'"),
+        ({"devices": "cpu"}, "devices is 'cpu': give a list"),
     ],
 )
-def test_options_that_are_dynamo_s_part_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        fxpipe.backend(["cpu"], **options)
+def test_options_that_cannot_be_are_refused_at_once(options, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        fxpipe.backend(**{"devices": ["cpu"], **options})
+
+
+@pytest.mark.filterwarnings("error:Dynamo")
+@pytest.mark.parametrize("around", ["module", "in place", "function", "step"])
+def test_what_dynamo_compiles_leaves_the_pipelines_in_it_as_they_are(around):
+    model, x = MLP(), torch.randn(6, 12)
+    expected = loop(copy.deepcopy(model), (x,), 2)[1]
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=lambda y, _: 2 * loss_of(y))
+    if around == "module":
+        loss_of(torch.compile(pipe, backend="eager")(x)).backward()
+    elif around == "in place":
+        pipe.compile(backend="eager")
+        loss_of(pipe(x)).backward()
+    elif around == "function":
+        torch.compile(lambda x: loss_of(pipe(x)), backend="eager")(x).backward()
+    else:  # which gives the mean of the two micro-batches
+        torch.compile(lambda x: pipe.step(x), backend="eager")(x)
+    torch.testing.assert_close(gradients(model), expected)

@@ -165,6 +165,15 @@ def test_nothing_stands_in_the_way_of_inputs_without_a_batch():
         assert same(pipe(torch.tensor(2.0)), model.a.weight * 2)
 
 
+def test_a_pipeline_is_not_traced():
+    pipe = fxpipe.compile(MLP(), ["cpu"] * 2, chunks=2)
+    data = torch.randn(6, 12)
+    with pytest.raises(RuntimeError, match=r"cannot be traced: .* the model itself, pipe.module"):
+        torch.export.export(pipe, (data,))
+    with pytest.raises(RuntimeError, match=r"cannot be traced: .* the model itself, pipe.module"):
+        torch.fx.symbolic_trace(nn.Sequential(pipe))
+
+
 def test_functional_transforms():
     model, data = MLP(), torch.randn(6, 12)
     pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2)
