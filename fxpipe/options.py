@@ -59,9 +59,7 @@ class Options:
         lanes = _devices(devices)
         placement = placement_of(schedule, len(lanes), stages)
         if isinstance(costs, str) and costs == "auto":
-            costs = (
-                "measured" if can_measure and lanes[0].type not in ("cpu", "meta") else "analytic"
-            )
+            costs = "measured" if can_measure and lanes[0].type != "cpu" else "analytic"
         return Options(
             devices=tuple(lanes[lane] for lane in placement),
             placement=placement,
@@ -144,11 +142,21 @@ def _devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device
 def _device(given: str | torch.device, position: int) -> torch.device:
     try:
         device = torch.device(given)
-    except (RuntimeError, TypeError) as error:
+    except TypeError:
+        raise ValueError(
+            f"devices[{position}] is {given!r}, which is no device: give a string, such as "
+            '"cuda:0", or a torch.device'
+        ) from None
+    except RuntimeError as error:
         raise ValueError(
             f"devices[{position}] is {given!r}, which is no device: {error}"
         ) from error
-    if device.type in ("cpu", "meta"):
+    if device.type == "meta":
+        raise ValueError(
+            f"devices[{position}] is meta, where nothing has values: fxpipe.plan says what a "
+            "pipeline would do on devices that are not there"
+        )
+    if device.type == "cpu":
         return device
     count = torch.get_device_module(device).device_count()
     if device.index is None and count:

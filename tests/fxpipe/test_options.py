@@ -19,7 +19,8 @@ CPUS = ["cpu", "cpu"]
         ("cpu", r"devices is 'cpu': give a list with one device for each lane"),
         (2, "devices is 2: give a list"),
         (["cpu", "gpu"], r"devices\[1\] is 'gpu', which is no device"),
-        ([None], r"devices\[0\] is None, which is no device"),
+        ([None], r"devices\[0\] is None, which is no device: give a string, such as"),
+        (["cpu", "meta"], r"devices\[1\] is meta, where nothing has values: fxpipe.plan says"),
         (["cuda:99"], r"devices\[0\] is cuda:99, but PyTorch sees \d+ devices of that type here"),
     ],
 )
