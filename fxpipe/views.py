@@ -131,7 +131,7 @@ class Views:
         """A drawing of the "pipeline", "stage", "model" or "step" graph; ``str`` of it is DOT.
 
         :func:`fxpipe.inspect.draw.render_svg` makes SVG of it, with Graphviz's ``dot`` or with
-        ``graphviz-pure``; where there is a ``dot`` it also shows itself in notebooks.
+        ``graphviz-pure``; notebooks show that.
 
         Args:
             stage, microbatch: draw this part of the graph only, and in full: a box a node.

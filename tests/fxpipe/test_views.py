@@ -9,6 +9,7 @@ import torch
 
 import fxpipe
 from fxpipe.graph import format_graph
+from fxpipe.inspect.draw import render_svg
 from fxpipe.ops import VOCABULARY
 from tests.zoo import MLP, Chain
 
@@ -70,6 +71,8 @@ def test_in_notebooks_things_show_themselves():
     assert "<svg" in shown and "stage 1" in shown and "bubble" in shown
     assert "<svg" in pipe.stages[0]._repr_svg_()
     assert pipe.timeline()._repr_svg_() == pipe.timeline().draw()
+    drawing = pipe.draw("stage")
+    assert drawing._repr_mimebundle_() == {"image/svg+xml": render_svg(drawing)}
 
 
 def test_in_notebooks_what_cannot_be_drawn_is_said(monkeypatch):
@@ -77,6 +80,7 @@ def test_in_notebooks_what_cannot_be_drawn_is_said(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     assert pipe._repr_html_().startswith("<pre>") and "bubble" in pipe._repr_html_()
     assert pipe.stages[0]._repr_svg_() is None
+    assert "install Graphviz" in pipe.draw("stage")._repr_mimebundle_()["text/plain"]
 
 
 def test_a_step_is_drawn_before_there_has_been_one():

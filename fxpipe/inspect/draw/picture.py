@@ -14,6 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.graph import ORIGIN, VALUE, tensor_bytes
+from fxpipe.inspect.draw.svg import Drawing
 from fxpipe.inspect.text import human_bytes
 
 SKIP_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -111,7 +112,7 @@ class Picture:
                 if legend_at is not None:
                     place = _place_legend(legend, self.lines, self.notes, legend_at)
                 legend.node(_LEGEND, _legend(self.lines, self.notes), shape="plaintext", **place)
-        return graphviz.Source(self.dot.source)
+        return Drawing(self.dot.source)
 
 
 _ROOM = "&#160;" * 6

@@ -5,8 +5,20 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sysconfig
+from typing import Any
 
 import graphviz  # type: ignore[import-untyped]
+
+
+class Drawing(graphviz.Source):  # type: ignore[misc]
+    """Graphviz source that notebooks show as :func:`render_svg` lays it out."""
+
+    def _repr_mimebundle_(self, *_: Any, **__: Any) -> dict[str, str]:
+        # Graphviz's own ends in a traceback where there is no dot.
+        try:
+            return {"image/svg+xml": render_svg(self)}
+        except RuntimeError as error:
+            return {"text/plain": str(error)}
 
 
 def render_svg(source: graphviz.Source) -> str:
