@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.graph import ALIAS, RANDOM, VALUE
+from fxpipe.graph import ALIAS, LARGER, RANDOM, VALUE
 from fxpipe.runtime.microbatch import ANY, Dims, first_rows
 from fxpipe.structure import Structure, children, leaves, map_tensors
 from fxpipe.trace import bound_arguments, called, canonical, parameters_put_back, untouched
 from fxpipe.trace.care import on_one_device
-from passes.fakes import FakeInterpreter, fake_mode
+from passes.rows import larger_values, values_with
 
 
 class BatchError(ValueError):
@@ -314,13 +314,15 @@ def output_dims(
     if all(VALUE in node.meta for node in output.all_input_nodes):  # pass "alias" has run it
         one = {node: node.meta[VALUE] for node in output.all_input_nodes}
     else:
-        one = _values(gm, inputs, in_dims, 0)
+        one = values_with(gm, inputs, in_dims, 0)
     slots = {
         node: pytree.tree_map(lambda leaf: _Slot(), one[node]) for node in output.all_input_nodes
     }
     structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))
-    if larger is None:
-        other = _values_of_more(gm, inputs, in_dims)
+    if larger is None and all(LARGER in node.meta for node in output.all_input_nodes):
+        other = {node: node.meta[LARGER] for node in output.all_input_nodes}  # pass "rows" has
+    elif larger is None:
+        other = larger_values(gm, inputs, in_dims)
     else:
         found_at = {id(slot): leaf for slot, leaf in _side_by_side(structure, larger)}
         other = pytree.tree_map(lambda slot: found_at[id(slot)], slots)
@@ -358,35 +360,6 @@ def _varying(graph: fx.Graph, in_dims: Sequence[int | None]) -> set[fx.Node]:
         if is_batch or may_change or not varying.isdisjoint(node.all_input_nodes):
             varying.add(node)
     return varying
-
-
-def _values_of_more(
-    gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None]
-) -> dict[fx.Node, Any]:
-    """With one row more; with twice as many, if the graph takes rows in pairs, say, only."""
-    try:
-        return _values(gm, inputs, in_dims, 1)
-    except Exception:
-        sizes = [v.shape[dim] for v, dim in zip(inputs, in_dims, strict=True) if dim is not None]
-        return _values(gm, inputs, in_dims, max(sizes, default=0))
-
-
-def _values(
-    gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None], more: int
-) -> dict[fx.Node, Any]:
-    """The fake values of what a graph returns, at this batch size or one of a few more."""
-    interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
-    interpreter.garbage_collect_values = False
-    fakes = []
-    for value, dim in zip(inputs, in_dims, strict=True):
-        if dim is not None:
-            shape = list(value.shape)
-            shape[dim] += more
-            value = torch.empty(shape, dtype=value.dtype, device=value.device)
-        fakes.append(interpreter.fake(value))
-    with interpreter.mode, torch.no_grad():
-        interpreter.run(*fakes)
-    return {node: interpreter.env[node] for node in gm.graph.output_node().all_input_nodes}
 
 
 def _output_dim(slot: _Slot, one: Any, other: Any, *, has_batch: bool) -> int | str | None:

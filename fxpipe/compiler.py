@@ -321,9 +321,14 @@ class Compiler:
             if any(ONCE in node.meta for node in gm.graph.nodes):
                 gm = observed(passes.Alias(tuple(values)), gm)
             larger = None if chunks is None else self._with_more_rows(inputs, dims)
+            several = 1
+            if chunks is None:
+                several = options.chunks_for(batch_size(values, dims))
+                gm = observed(passes.Rows(tuple(values), tuple(dims), several), gm)
             found = output_dims(gm, values, dims, options.out_dims, traced.rebuild, larger)
             costs = "analytic" if self.layout.labels else options.costs  # it has been cut
-            gm = observed(cost_pass(costs, tuple(values), device=options.devices[0]), gm)
+            price = cost_pass(costs, tuple(values), device=options.devices[0], chunks=several)
+            gm = observed(price, gm)
             if chunks is not None:
                 of_all_micro_batches(gm.graph, chunks)
             gm = observed(passes.Shared(), gm)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -26,6 +26,10 @@ SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backw
 ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
 ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph is
 VALUE = "val"  #: fx's key: the fake (or example) value of a node
+COPIES = (
+    "copies"  #: tuple[int, ...]: how many there are of each tensor of the value in a mini-batch
+)
+LARGER = "larger"  #: the fake value for a larger batch, as long as it is looked at
 HOME = "home"  #: int: the stage in which a parameter lives, at what brings it to another
 ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage
 WRITES = "writes"  #: tuple[str, ...]: the nodes whose memory this one writes to
@@ -83,6 +87,17 @@ class Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
+def cost_of(nodes: Iterable[fx.Node]) -> Cost:
+    """What nodes cost that are in one stage: memory that several of them keep is there once."""
+    total, kept, sizes = Cost(), 0, dict[int, int]()
+    for node in nodes:
+        cost = node.meta.get(COST, Cost())
+        total += cost
+        kept += 0 if SAVED in node.meta else cost.activation_bytes
+        sizes.update(node.meta.get(SAVED, ()))
+    return replace(total, activation_bytes=kept + sum(sizes.values()))
+
+
 _WITHOUT_TENSORS = {type(None), bool, int, float, str, slice, torch.dtype, torch.device}
 
 
@@ -102,6 +117,26 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def tensor_bytes(value: Any) -> int:
     """Bytes of all tensors in a value (any pytree; fake tensors count as real ones)."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+
+
+def copies_of(node: fx.Node) -> tuple[int, ...]:
+    """Of each tensor of a node's value, how many of that size there are in a mini-batch.
+
+    One, which is divided among the micro-batches; or one for each micro-batch, if all have it in
+    full (pass "rows").
+    """
+    found: tuple[int, ...] = node.meta.get(COPIES, ())
+    return found or (1,) * len(tensors_of(node.meta.get(VALUE)))
+
+
+def batch_bytes(node: fx.Node, trained: bool = False) -> int:
+    """Bytes of all tensors in a node's value, in a whole mini-batch; with ``trained`` of those that
+    get a gradient only."""
+    return sum(
+        count * tensor_bytes(tensor)
+        for count, tensor in zip(copies_of(node), tensors_of(node.meta.get(VALUE)), strict=True)
+        if tensor.requires_grad or not trained
+    )
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from fxpipe.graph import COST, STAGE, Cost, attribute, stage_nodes
+from fxpipe.graph import STAGE, Cost, attribute, cost_of, stage_nodes
 from fxpipe.runtime.microbatch import Dims, first_rows
 from fxpipe.runtime.program import Program
 from fxpipe.structure import map_tensors
@@ -57,11 +57,10 @@ class Mode:
     @property
     def costs(self) -> list[Cost]:
         """Of each stage, for the example's mini-batch."""
-        nodes = list(stage_nodes(self.model_graph.graph))
-        costs = [Cost() for _ in {node.meta[STAGE] for node in nodes}]
-        for node in nodes:
-            costs[node.meta[STAGE]] += node.meta.get(COST, Cost())
-        return costs
+        members: dict[int, list[fx.Node]] = {}
+        for node in stage_nodes(self.model_graph.graph):
+            members.setdefault(node.meta[STAGE], []).append(node)
+        return [cost_of(members[stage]) for stage in sorted(members)]
 
     def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The size of the mini-batch of a call."""

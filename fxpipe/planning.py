@@ -17,7 +17,7 @@ from torch import fx, nn
 import passes as default
 from fxpipe.batch import input_dims
 from fxpipe.devices import DeviceSpec
-from fxpipe.graph import COST, GAP, STAGE, VALUE, tensor_bytes, tensors_of
+from fxpipe.graph import COST, GAP, STAGE, batch_bytes
 from fxpipe.inspect.text import human_bytes, human_time, optimality
 from fxpipe.mode import usual
 from fxpipe.progress import began
@@ -249,14 +249,17 @@ def plan(
         gm, values = sketch(model, args, kwargs, dims, tracer)
         count = _chunks(chunks, len(placement), values, dims)
         began("cost")
-        # Every micro-batch launches every operator.
-        slower = tuple(replace(s, launch_s=s.launch_s * count) for s in specs)
         with untouched(model):
+            rows = default.Rows(tuple(values), tuple(dims), count)
             price = cost_pass(
-                costs, tuple(values), spec=slower[0], optimizer_states=optimizer_states
+                costs,
+                tuple(values),
+                spec=specs[0],
+                optimizer_states=optimizer_states,
+                chunks=count,
             )
-            gm = default.Random()(default.Shared()(price(gm)))
-    lanes = _Lanes(slower, placement, schedule, count, checkpoint)
+            gm = default.Random()(default.Shared()(price(rows(gm))))
+    lanes = _Lanes(specs, placement, schedule, count, checkpoint)
     found = lanes.planned(gm, partition, 1)
     several = len(placement) // len(specs)
     if several > 1 and not found.fits:
@@ -269,7 +272,6 @@ def plan(
             ) from None
     return replace(
         found,
-        devices=specs,
         stages=tuple(replace(stage, device=specs[stage.lane]) for stage in found.stages),
     )
 
@@ -428,18 +430,13 @@ class _Lanes:
     def _edges(self, found: Problem, layout: SkipLayout) -> tuple[list[Edge], list[Edge]]:
         """What travels from stage to stage, and the gradients back: for one micro-batch; once."""
         nodes = found.work[0].graph.nodes
-        values = {
-            str(node.target) if node.op == "get_attr" else node.name: tensors_of(
-                node.meta.get(VALUE)
-            )
-            for node in nodes
-        }
+        values = {str(node.target) if node.op == "get_attr" else node.name: node for node in nodes}
         sizes: dict[tuple[int, int], tuple[float, float]] = {}
         once = []
         for hop in layout.hops:
             if hop.source is None:
                 continue
-            trained = tensor_bytes([t for t in values[hop.value] if t.requires_grad])
+            trained = batch_bytes(values[hop.value], trained=True)
             if hop.once:
                 once.append(Edge(hop.source, hop.target, hop.bytes, trained))
             else:

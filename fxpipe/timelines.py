@@ -10,7 +10,7 @@ from statistics import median
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import ACTION, COST, VALUE, Cost, attribute, tensor_bytes
+from fxpipe.graph import ACTION, Cost, attribute, batch_bytes, cost_of
 from fxpipe.runtime.clock import Mark
 from fxpipe.schedule import (
     Action,
@@ -141,8 +141,8 @@ def _of_segments(stage: fx.GraphModule, count: int) -> tuple[float, float]:
     for call in parts.graph.find_nodes(op="call_module"):
         received.update(dict.fromkeys(call.all_input_nodes))
         nodes = attribute(parts, str(call.target)).graph.nodes
-        largest = max(largest, sum(node.meta.get(COST, Cost()).activation_bytes for node in nodes))
-    return sum(tensor_bytes(node.meta.get(VALUE)) for node in received), largest
+        largest = max(largest, cost_of(nodes).activation_bytes)
+    return sum(map(batch_bytes, received)), largest
 
 
 def _said(node: fx.Node) -> str:

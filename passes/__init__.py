@@ -22,6 +22,7 @@ from passes.microbatch import Microbatch
 from passes.partition import Partition, PartitionError
 from passes.portals import Portals
 from passes.random import Random
+from passes.rows import Rows
 from passes.shared import Shared
 from passes.split import Split, SplitError
 from passes.step import Step, StepError
@@ -46,6 +47,7 @@ __all__ = [
     "Pass",
     "Portals",
     "Random",
+    "Rows",
     "Shared",
     "Split",
     "SplitError",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,17 +29,21 @@ from fxpipe import ops
 from fxpipe.devices import CPU_CORE, DeviceSpec
 from fxpipe.graph import (
     COST,
+    LARGER,
     NO_BACKWARD,
     SAVED,
     VALUE,
     Cost,
     attribute,
+    batch_bytes,
+    copies_of,
     memory_of,
     stage_nodes,
     tensor_bytes,
     tensors_of,
 )
 from passes.fakes import FakeInterpreter, backward_edges, fake_mode
+from passes.rows import times_done
 
 WORK = "work"  # of a node's meta: its :class:`Work`
 BACKWARD = 2  # times the work of a forward, where it cannot be counted
@@ -53,17 +57,21 @@ class AnalyticCost:
     ``meta["saved"]`` lists the memories that a node keeps for its backward; one that several nodes
     keep is in ``activation_bytes`` of the first. ``optimizer_states``: how many tensors of a
     parameter's size the optimizer keeps for it: 2 for Adam, 1 for SGD with momentum.
+
+    A cost is that of a mini-batch of ``chunks`` micro-batches. Each of them launches every
+    operator; what each has in full (pass "rows") is computed and kept so many times.
     """
 
     name: ClassVar[str] = "cost"
     device: DeviceSpec = CPU_CORE
     optimizer_states: float = ADAM
+    chunks: int = 1
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        runs = _Runs(gm)
+        runs = _Runs(gm, self.chunks)
         counted: set[int] = set()  # of parameters, buffers and memories: where they are used first
         for node in stage_nodes(gm.graph):
-            work = runs.of(node)
+            work = runs.of(node).repeated(times_done(node), self.chunks)
             node.meta[WORK] = work
             node.meta[SAVED] = tuple(runs.saved(node, work).items())
             tensors = {id(t): t for t in _state(gm, node) if id(t) not in counted}
@@ -77,7 +85,7 @@ class AnalyticCost:
                 backward_s=work.backward.seconds(self.device),
                 param_bytes=tensor_bytes(parameters),
                 activation_bytes=sum(memories.values()),
-                output_bytes=tensor_bytes(node.meta[VALUE]),
+                output_bytes=batch_bytes(node),
                 flops=work.forward.flops,
                 backward_flops=work.backward.flops,
                 gradient_bytes=gradients,
@@ -96,9 +104,10 @@ class Load:
     operators: int = 0
     is_half: bool = False  # whether it computes in 16 bits
 
-    def times(self, count: int) -> Load:
-        """So many times as much."""
-        return Load(self.flops * count, self.bytes * count, self.operators * count, self.is_half)
+    def times(self, count: int, launches: int | None = None) -> Load:
+        """So many times as much; launched ``launches`` times, if that is another number."""
+        operators = self.operators * (count if launches is None else launches)
+        return Load(self.flops * count, self.bytes * count, operators, self.is_half)
 
     def seconds(self, device: DeviceSpec) -> float:
         """By the roofline."""
@@ -110,8 +119,8 @@ class Load:
 @dataclass
 class Work:
     """What a node does. ``saved``: which of its inputs and outputs (by place among the tensors) it
-    keeps for the backward, and the sizes of what else it keeps. ``edges``: how many edges of the
-    autograd graph lead to each of its inputs."""
+    keeps for the backward, and the sizes of what else it keeps, in a mini-batch. ``edges``: how
+    many edges of the autograd graph lead to each of its inputs."""
 
     forward: Load
     backward: Load
@@ -119,6 +128,13 @@ class Work:
     saved_outputs: tuple[int, ...] = ()
     saved_inside: tuple[int, ...] = ()
     edges: tuple[int, ...] = ()
+
+    def repeated(self, count: int, chunks: int) -> Work:
+        """Done so many times in a mini-batch of so many micro-batches."""
+        if chunks == 1:
+            return self
+        forward, backward = (load.times(count, chunks) for load in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
 
     def seconds(self, device: DeviceSpec) -> float:
         """Forward and backward, by the roofline."""
@@ -152,19 +168,30 @@ def edges_to(node: fx.Node) -> Counter[fx.Node]:
 
 
 class _Runs:
-    """Runs nodes on fake tensors, equal ones once."""
+    """Runs nodes on fake tensors, equal ones once. ``chunks``: there are so many micro-batches."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.gm = gm
+    def __init__(self, gm: fx.GraphModule, chunks: int) -> None:
+        self.gm, self.chunks = gm, chunks
         self.interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
         self.known: dict[Any, Work] = {}
         self.inside = 0  # numbers of memories that no value shows: below zero
+        self.copies: dict[int, int] = {}  # of each memory that a value shows, in a mini-batch
+        for node in gm.graph.nodes:
+            if LARGER in node.meta:
+                self._count(node)
+
+    def _count(self, node: fx.Node) -> None:
+        pairs = zip(tensors_of(node.meta[VALUE]), tensors_of(node.meta[LARGER]), strict=False)
+        for one, larger in pairs:
+            is_divided = _memory_bytes(one) != _memory_bytes(larger)
+            self.copies.setdefault(memory_of(one), 1 if is_divided else self.chunks)
 
     def of(self, node: fx.Node) -> Work:
         """What a node does."""
         key = signature(self.gm, node)
         if key is None:
             return self._run(node)
+        key = key, tuple(map(copies_of, node.all_input_nodes))
         if key not in self.known:
             self.known[key] = self._run(node)
         return self.known[key]
@@ -176,53 +203,96 @@ class _Runs:
         state = [n for n in node.all_input_nodes if n.op == "get_attr"]
         own = {memory_of(t) for t in _values(state)}
         found = {memory_of(t): _memory_bytes(t) for t in shown}
+        found = {memory: size * self.copies.get(memory, 1) for memory, size in found.items()}
         for size in work.saved_inside:
             self.inside -= 1
             found[self.inside] = size
         return {memory: size for memory, size in found.items() if memory not in own}
 
     def _run(self, node: fx.Node) -> Work:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE])
-        kept: dict[int, int] = {}  # memory: bytes
+        backward = Load()
+        with self.interpreter.mode, torch.enable_grad():
+            ahead = self._forward(node, VALUE)
+            edges = Counter(
+                id(f.variable) if hasattr(f, "variable") else f
+                for f in backward_edges(ahead.outputs)
+            )
+            if NO_BACKWARD not in node.meta:
+                try:
+                    _run_backward(ahead.outputs, [*ahead.leaves, *ahead.parameters], backward)
+                except Exception:  # it may look at values, or run the module again, on real ones
+                    backward = ahead.load.times(BACKWARD)
+        where_in = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.inputs)))}
+        where_out = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.outputs)))}
+        return Work(
+            ahead.load,
+            backward,
+            tuple(where_in[m] for m in ahead.kept if m in where_in),
+            tuple(where_out[m] for m in ahead.kept if m not in where_in and m in where_out),
+            self._inside(node, ahead),
+            tuple(edges[end] for end in ahead.ends),
+        )
+
+    def _forward(self, node: fx.Node, values: str) -> _Forward:
+        """Run a node on its inputs' values, or on those for a larger batch."""
+        interpreter = self.interpreter
+        wants = iter([t.requires_grad for t in _inputs(node)])
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: n.meta.get(values, n.meta.get(VALUE))
+        )
+        leaves: list[Tensor] = []
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda tensor: _fresh(tensor, leaves, next(wants, False)), (args, kwargs)
+        )
+        inputs = tensors_of((args, kwargs))
+        ends = [tensor.grad_fn or id(tensor) for tensor in inputs]  # before a write to them
+        kept: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             kept[memory_of(tensor)] = _memory_bytes(tensor)
             return tensor
 
+        load = Load()
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        interpreter = self.interpreter
-        forward, backward = Load(), Load()
-        with interpreter.mode, torch.enable_grad():
-            leaves: list[Tensor] = []
-            args, kwargs = pytree.tree_map_only(
-                Tensor, lambda tensor: _fresh(tensor, leaves), (args, kwargs)
-            )
-            inputs = tensors_of((args, kwargs))
-            ends = [tensor.grad_fn or id(tensor) for tensor in inputs]  # before a write to them
-            with hooks, _Counting(forward):
-                result = getattr(interpreter, node.op)(node.target, args, kwargs)
-            outputs = tensors_of(result)
-            parameters = [interpreter.fake(t) for t in _state(self.gm, node)]
-            edges = Counter(
-                id(f.variable) if hasattr(f, "variable") else f for f in backward_edges(outputs)
-            )
-            if NO_BACKWARD not in node.meta:
-                try:
-                    _run_backward(outputs, [*leaves, *parameters], backward)
-                except Exception:  # it may look at values, or run the module again, on real ones
-                    backward = forward.times(BACKWARD)
-        where_in = {memory_of(t): i for i, t in reversed(list(enumerate(inputs)))}
-        where_out = {memory_of(t): i for i, t in reversed(list(enumerate(outputs)))}
+        with hooks, _Counting(load):
+            result = getattr(interpreter, node.op)(node.target, args, kwargs)
+        parameters = [interpreter.fake(t) for t in _state(self.gm, node)]
         for parameter in parameters:
             kept.pop(memory_of(parameter), None)
-        return Work(
-            forward,
-            backward,
-            tuple(where_in[m] for m in kept if m in where_in),
-            tuple(where_out[m] for m in kept if m not in where_in and m in where_out),
-            tuple(size for m, size in kept.items() if m not in where_in and m not in where_out),
-            tuple(edges[end] for end in ends),
+        return _Forward(load, leaves, inputs, ends, tensors_of(result), parameters, kept)
+
+    def _inside(self, node: fx.Node, ahead: _Forward) -> tuple[int, ...]:
+        """The sizes of what a node keeps beside its inputs and outputs, in a mini-batch."""
+        sizes = ahead.inside
+        if not sizes or not any(LARGER in source.meta for source in node.all_input_nodes):
+            return sizes
+        with self.interpreter.mode, torch.enable_grad():
+            others = self._forward(node, LARGER).inside
+        if len(others) != len(sizes):
+            return sizes
+        return tuple(
+            size * self.chunks if size == other else size
+            for size, other in zip(sizes, others, strict=True)
         )
+
+
+@dataclass
+class _Forward:
+    """A run of a node on fake tensors, with all that its backward needs."""
+
+    load: Load
+    leaves: list[Tensor]
+    inputs: list[Tensor]
+    ends: list[Any]  # what of the autograd graph leads to each input
+    outputs: list[Tensor]
+    parameters: list[Tensor]
+    kept: dict[int, int]  # memory: bytes
+
+    @property
+    def inside(self) -> tuple[int, ...]:
+        """The sizes of what is kept beside inputs and outputs."""
+        shown = {memory_of(t) for t in (*self.inputs, *self.outputs)}
+        return tuple(size for memory, size in self.kept.items() if memory not in shown)
 
 
 def _run_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor], load: Load) -> None:
@@ -298,12 +368,12 @@ def _is_state(node: fx.Node) -> bool:
     return node.op == "get_attr"
 
 
-def _fresh(tensor: Tensor, leaves: list[Tensor]) -> Tensor:
+def _fresh(tensor: Tensor, leaves: list[Tensor], wants_gradient: bool) -> Tensor:
     """One like it that may be written to; the leaf that its gradient goes to joins ``leaves``."""
     if isinstance(tensor, nn.Parameter):
         leaves.append(tensor)
         return tensor
-    leaves.append(tensor.detach().requires_grad_(tensor.requires_grad))
+    leaves.append(tensor.detach().requires_grad_(wants_gradient))
     return leaves[-1].clone()
 
 

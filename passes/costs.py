@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpipe.devices import CPU_CORE, DeviceSpec
-from fxpipe.graph import COST, SAVED, Cost, stage_nodes
+from fxpipe.graph import COPIES, COST, SAVED, VALUE, Cost, stage_nodes, tensors_of
 from passes.cost import ADAM, AnalyticCost
 from passes.measure import MeasuredCost
 from passes.profile import GivenCost, Profile
@@ -32,27 +32,35 @@ def cost_pass(
     device: torch.device | None = None,
     spec: DeviceSpec = CPU_CORE,
     optimizer_states: float = ADAM,
+    chunks: int = 1,
 ) -> AnalyticCost | MeasuredCost | GivenCost:
     """The pass for these costs.
 
-    ``inputs`` and ``device`` are what measuring needs, ``spec`` describes the device for the rest.
+    ``inputs`` and ``device`` are what measuring needs; ``spec`` describes the device, and there
+    are so many micro-batches, for the rest.
     """
     if isinstance(costs, str) and costs == "analytic":
-        return AnalyticCost(spec, optimizer_states)
+        return AnalyticCost(spec, optimizer_states, chunks)
     if isinstance(costs, str) and costs == "measured":
-        return MeasuredCost(inputs, device, spec=spec, optimizer_states=optimizer_states)
+        return MeasuredCost(
+            inputs, device, spec=spec, optimizer_states=optimizer_states, chunks=chunks
+        )
     if isinstance(costs, str | Path):
         if not Path(costs).exists():
             raise ValueError(f"costs is {str(costs)!r}: {KINDS}")
         costs = Profile.load(costs)
     if not isinstance(costs, Profile | Mapping):
         raise ValueError(f"costs is {costs!r}: {KINDS}")
-    return GivenCost(costs, spec, optimizer_states)
+    return GivenCost(costs, spec, optimizer_states, chunks)
 
 
 def of_all_micro_batches(graph: fx.Graph, chunks: int) -> None:
-    """Where nodes have been run on one of so many micro-batches: what they cost for all of them."""
+    """Where nodes have been run on one of so many micro-batches: what they cost, and how much they
+    give, for all of them."""
     for node in stage_nodes(graph):
         node.meta[COST] = node.meta[COST].times(chunks)
         if SAVED in node.meta:
             node.meta[SAVED] = tuple((memory, size * chunks) for memory, size in node.meta[SAVED])
+    for node in graph.nodes:
+        if node.op not in ("get_attr", "output"):
+            node.meta[COPIES] = (chunks,) * len(tensors_of(node.meta.get(VALUE)))

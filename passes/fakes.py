@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxpipe.graph import VALUE, format_node, tensors_of
+from fxpipe.graph import LARGER, VALUE, format_node, tensors_of
 from fxpipe.trace import NeedsValues
 
 
@@ -115,6 +115,7 @@ def forget_history(graph: fx.Graph) -> None:
     freed recursively, by way of the tensors that its nodes have saved, and overflow the stack.
     """
     for node in reversed(graph.nodes):
+        node.meta.pop(LARGER, None)
         if VALUE in node.meta:
             node.meta[VALUE] = pytree.tree_map_only(Tensor, _cut_off, node.meta[VALUE])
 

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.devices import CPU_CORE, DeviceSpec
 from fxpipe.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, stage_nodes, tensors_of
 from passes.cost import ADAM, BACKWARD, AnalyticCost, signature
+from passes.rows import times_done
 
 ROUNDS = 25  # at most
 
@@ -54,9 +55,10 @@ class MeasuredCost:
     budget_s: float = 10.0
     spec: DeviceSpec = CPU_CORE
     optimizer_states: float = ADAM
+    chunks: int = 1
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        gm = AnalyticCost(self.spec, self.optimizer_states)(gm)
+        gm = AnalyticCost(self.spec, self.optimizer_states, self.chunks)(gm)
         work = list(stage_nodes(gm.graph))
         keys = {node: signature(gm, node) or node for node in work}
         rounds: list[dict[fx.Node, _Seconds]] = []
@@ -86,8 +88,8 @@ class MeasuredCost:
             forward, backward = zip(*found[keys[node]], strict=True)
             node.meta[COST] = replace(
                 node.meta[COST],
-                forward_s=statistics.median(forward),
-                backward_s=statistics.median(backward),
+                forward_s=statistics.median(forward) * times_done(node),
+                backward_s=statistics.median(backward) * times_done(node),
             )
         return gm
 

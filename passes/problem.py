@@ -38,10 +38,10 @@ from fxpipe.graph import (
     VALUE,
     WRITES,
     Cost,
+    batch_bytes,
     is_work,
     operator_name,
     stage_nodes,
-    tensor_bytes,
     tensors_of,
 )
 from passes.cost import edges_to, relative_time
@@ -179,13 +179,14 @@ def _values(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[Value]
         if node.op not in ("get_attr", "output"):
             users = tuple(sorted(position[user] for user in node.users if user in position))
             tensors = tensors_of(node.meta.get(VALUE))
-            size = tensor_bytes(tensors)
-            back = tensor_bytes([t for t in tensors if t.requires_grad])
+            size = batch_bytes(node)
             is_once = node.target is ops.share
             count = 0 if is_once else len(tensors)  # latency is that of all micro-batches
             if users:
                 source = position.get(node, OUTSIDE)
-                yield Value(source, users, size, size + back, count, is_once)
+                yield Value(
+                    source, users, size, size + batch_bytes(node, trained=True), count, is_once
+                )
 
 
 def reads_before_writes(work: Iterable[fx.Node]) -> Iterable[tuple[fx.Node, fx.Node]]:

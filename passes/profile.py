@@ -88,9 +88,10 @@ class GivenCost:
     costs: Mapping[str, float | Cost] | Profile
     device: DeviceSpec = CPU_CORE
     optimizer_states: float = ADAM
+    chunks: int = 1
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        gm = AnalyticCost(self.device, self.optimizer_states)(gm)
+        gm = AnalyticCost(self.device, self.optimizer_states, self.chunks)(gm)
         work = {node.name: node for node in stage_nodes(gm.graph)}
         if isinstance(self.costs, Profile):
             _check_whole(self.costs, work)

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from fxpipe.graph import HOME, MICROBATCH, ONCE, ORIGIN, STAGE, VALUE, tensor_bytes
+from fxpipe.graph import HOME, MICROBATCH, ONCE, ORIGIN, STAGE, batch_bytes
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ def skip_layout(stage_graph: fx.GraphModule) -> SkipLayout:
     for node in stage_graph.graph.nodes:
         if HOME in node.meta:
             (source,) = node.all_input_nodes
-            size = tensor_bytes(node.meta.get(VALUE))
+            size = batch_bytes(node)
             hops.append(Hop(str(source.target), node.meta[HOME], node.meta[STAGE], size, once=True))
     for node, stages in routes(stage_graph.graph):
-        name, size = node.meta.get(ORIGIN, node.name), tensor_bytes(node.meta.get(VALUE))
+        name, size = node.meta.get(ORIGIN, node.name), batch_bytes(node)
         for source, target in pairwise(stages):
             assert target is not None
             hops.append(Hop(name, source, target, size))

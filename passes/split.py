@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from fxpipe.graph import (
+    COPIES,
     FIRST,
     NO_BACKWARD,
     ONCE,
@@ -184,5 +185,4 @@ def _stage_module(
 def _describe(source: fx.Node, target: fx.Node) -> None:
     """Which value of the model graph a node stands for."""
     target.meta[ORIGIN] = source.name
-    if VALUE in source.meta:
-        target.meta[VALUE] = source.meta[VALUE]
+    target.meta |= {key: source.meta[key] for key in (VALUE, COPIES) if key in source.meta}

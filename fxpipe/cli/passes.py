@@ -39,6 +39,7 @@ def chains() -> dict[str, list[type]]:
             p.DeferredBatchNorm,
             p.Alias,
             p.WrittenInputs,
+            p.Rows,
             p.AnalyticCost,
             p.Shared,
             p.Random,

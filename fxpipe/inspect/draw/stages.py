@@ -8,7 +8,7 @@ from itertools import pairwise
 import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
-from fxpipe.graph import VALUE, Cost, tensor_bytes
+from fxpipe.graph import VALUE, Cost, batch_bytes
 from fxpipe.inspect.draw.model import draw_node
 from fxpipe.inspect.draw.picture import (
     CALLER,
@@ -97,7 +97,7 @@ def _draw_values(
     texts = [value_text(value) for value in values]
     if len(values) > most:
         types = {type_text(value.meta.get(VALUE)) for value in values}
-        size = sum(tensor_bytes(value.meta.get(VALUE)) for value in values)
+        size = sum(map(batch_bytes, values))
         said = [f"{len(values)} values", *(types if len(types) == 1 else ()), human_bytes(size)]
         texts = [lines_text(said)]
     for text in texts:
