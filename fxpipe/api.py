@@ -211,7 +211,7 @@ class Pipeline(Views, nn.Module):
 
         Args:
             target: the second argument of ``loss_fn``: tensors, in any nesting, with as many rows
-                as the batch.
+                as the batch. Those without dimensions, and all else, every micro-batch is given.
             scaler: its scale is multiplied into the gradients; unscale and step with it afterwards.
             optimizer: steps each stage's parameters as soon as their gradients are done, while
                 other stages are still at work, and what no stage has at the end. One that is not of
@@ -225,6 +225,7 @@ class Pipeline(Views, nn.Module):
             ValueError: if the loss is no scalar, the target has another number of rows, the
                 schedule does not fit the number of micro-batches, or both a scaler and an optimizer
                 are given, whose gradients would be scaled.
+            TypeError: for a target with arrays that are no tensors.
             RuntimeError: in inference mode, where there are no gradients.
         """
         _check(scaler, optimizer)

@@ -123,7 +123,7 @@ class Compiler:
 
     def step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
         """The step graph of so many micro-batches, and for targets like this one."""
-        key = chunks, target.spec, target.has_batch
+        key = chunks, target.nesting, target.has_batch
         with self._lock:
             if key not in mode.steps:
                 mode.steps[key] = self._unroll_step(mode, chunks, target)
@@ -133,7 +133,7 @@ class Compiler:
     def _unroll_step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
         options = self.options
         rewrite = passes.Step(
-            loss=Loss(options.loss_fn, mode.traced.rebuild, target.spec),
+            loss=Loss(options.loss_fn, mode.traced.rebuild, target.nesting),
             schedule=options.schedule_for(chunks, mode.costs),
             devices=options.names,
             in_dims=tuple(mode.in_dims),

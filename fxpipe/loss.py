@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from fxpipe.structure import Structure
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -20,19 +23,19 @@ class Loss(nn.Module):
     """
 
     def __init__(
-        self, loss_fn: LossFunction | None, rebuild: Callable[[Any], Any], spec: pytree.TreeSpec
+        self, loss_fn: LossFunction | None, rebuild: Callable[[Any], Any], nesting: Nesting
     ) -> None:
         super().__init__()
         # A module is no submodule here: whose parameters it has is not for us to decide.
         self.call = None if loss_fn is None else lambda *args: loss_fn(*args)
-        self.rebuild, self.spec = rebuild, spec
+        self.rebuild, self.nesting = rebuild, nesting
 
     def forward(self, output: Any, target: Sequence[Any]) -> Any:
         """The loss, a scalar if all is well."""
         output = self.rebuild(output)
         if self.call is None:
             return own_loss(output)
-        whole = pytree.tree_unflatten(list(target), self.spec)
+        whole = self.nesting.fill(target)
         try:
             return self.call(output, whole)
         except Exception as error:
@@ -53,11 +56,33 @@ def own_loss(output: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Nesting:
+    """Of which leaves a target is made.
+
+    An object that pytree does not know is opened: its leaves are what it is without its tensors,
+    and these.
+    """
+
+    spec: pytree.TreeSpec
+    tensors: tuple[int | None, ...]
+    """For each leaf of the spec, how many tensors have been taken out of it; None: it is whole."""
+
+    def fill(self, leaves: Sequence[Any]) -> Any:
+        """A target of such leaves."""
+        remaining = iter(leaves)
+        parts = []
+        for count in self.tensors:
+            first = next(remaining)
+            parts.append(first if count is None else first.fill(list(islice(remaining, count))))
+        return pytree.tree_unflatten(parts, self.spec)
+
+
+@dataclass(frozen=True)
 class Target:
     """A target, leaf by leaf."""
 
     leaves: list[Any]
-    spec: pytree.TreeSpec
+    nesting: Nesting
     has_batch: tuple[bool, ...]
 
     @staticmethod
@@ -65,22 +90,34 @@ class Target:
         """The target of a mini-batch of that size.
 
         Raises:
-            ValueError: if a tensor in it has another number of rows, or rows are in no tensor.
+            ValueError: if a tensor in it has another number of rows.
+            TypeError: for an array of another library, which would not be split.
         """
-        leaves, spec = pytree.tree_flatten(target)
-        has_batch = []
-        for leaf in leaves:
-            is_array = not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0
-            if is_array and batch is not None:
-                raise ValueError(
-                    f"the target has a {type(leaf).__name__}, which cannot be cut into "
-                    "micro-batches: give it as a tensor"
-                )
-            is_split = isinstance(leaf, Tensor) and leaf.ndim > 0 and batch is not None
-            if is_split and leaf.shape[0] != batch:
-                raise ValueError(
-                    f"the target has a tensor of shape {tuple(leaf.shape)}, and the batch has "
-                    f"{batch} rows: its first dimension must be as large"
-                )
-            has_batch.append(is_split)
-        return Target(leaves, spec, tuple(has_batch))
+        parts, spec = pytree.tree_flatten(target)
+        leaves: list[Any] = []
+        counts: list[int | None] = []
+        for part in parts:
+            tensors, structure = Structure.of(part)
+            is_whole = isinstance(part, Tensor) or not tensors
+            leaves += [part] if is_whole else [structure, *tensors]
+            counts.append(None if is_whole else len(tensors))
+        has_batch = tuple(_is_split(leaf, batch) for leaf in leaves)
+        return Target(leaves, Nesting(spec, tuple(counts)), has_batch)
+
+
+def _is_split(leaf: Any, batch: int | None) -> bool:
+    is_array = isinstance(leaf, Tensor) or hasattr(leaf, "__array__")
+    if batch is None or not is_array or len(leaf.shape) == 0:
+        return False
+    if not isinstance(leaf, Tensor):
+        kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+        raise TypeError(
+            f"the target has a {kind} of shape {tuple(leaf.shape)}, which is not split into "
+            "micro-batches: give a tensor, as torch.as_tensor makes it"
+        )
+    if leaf.shape[0] != batch:
+        raise ValueError(
+            f"the target has a tensor of shape {tuple(leaf.shape)}, and the batch has "
+            f"{batch} rows: its first dimension must be as large"
+        )
+    return True

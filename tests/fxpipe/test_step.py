@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -459,6 +460,34 @@ def test_a_target_may_be_nested():
     with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=loss_fn) as pipe:
         loss = pipe.step(x, target=target)
     torch.testing.assert_close(loss, loss_fn(model(x), target).detach())
+
+
+@dataclass
+class Labels:
+    y: Tensor
+    more: dict[str, object]
+
+
+@pytest.mark.parametrize("chunks", [2, 6])
+def test_a_target_may_be_an_object_that_nobody_has_registered(chunks):
+    """Opened like inputs and outputs: in micro-batches of one row, all rows would fit as well."""
+    model, x = MLP(), torch.randn(6, 12)
+
+    def loss_fn(out, t):
+        rows = t["labels"].more["rows"]
+        return ((out - t["labels"].y) * rows[0] * t["scale"]).square().mean()
+
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=chunks, loss_fn=loss_fn) as pipe:
+        for scale in (1.0, 2.0):
+            labels = Labels(torch.randn(6, 12), {"rows": [torch.randn(6, 1)], "name": "a"})
+            target = {"labels": labels, "scale": scale}
+            loss = pipe.step(x, target=target)
+            torch.testing.assert_close(loss, loss_fn(model(x), target).detach())
+
+
+def test_an_array_of_another_library_is_refused_as_a_target():
+    with compiled() as pipe, pytest.raises(TypeError, match=r"a numpy.ndarray of shape \(4,\)"):
+        pipe.step(torch.randn(4, 12), target={"y": torch.randn(4).numpy()})
 
 
 def test_a_scaler_scales_the_gradients_and_not_the_loss():
