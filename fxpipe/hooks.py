@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -37,3 +38,8 @@ def is_torchs(hook: Any) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody wants to know of the module's calls, or of their backward."""
     return any(not is_torchs(hook) for hooks in hooks_of(module) for hook in hooks.values())
+
+
+def all_are_watched() -> bool:
+    """Whether somebody wants to know of the calls of all modules there are."""
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from fxpipe.hooks import all_are_watched
 from fxpipe.runtime.checkpoint import Handle, checkpointed
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.optimizer import Stepping
@@ -345,13 +346,14 @@ class _Deferred(torch.autograd.Function):
 
 def defer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a module; in a backward of two halves, the gradients of its parameters, and of those
-    among the arguments, come in the second. Outside of a step this is a plain call.
+    among the arguments, come in the second. Outside of a step this is a plain call, and where
+    somebody has hooks on all modules, whose backward would come by them twice.
 
     The halves cost this Python more than the whole, at each operator, which has just swept it out
     of the caches: nothing is done here that can be left, such as to look into nested arguments.
     """
     tape: Tape | None = getattr(_recording, "tape", None)
-    if tape is None or not torch.is_grad_enabled():
+    if tape is None or not torch.is_grad_enabled() or all_are_watched():
         return module(*args, **kwargs)
     values = (*args, *kwargs.values())
     given = [value for value in values if _has_history(value)]

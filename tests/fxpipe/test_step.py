@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_full_backward_hook
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxpipe
 from fxpipe import ops
@@ -549,6 +551,36 @@ def test_hooks_of_modules_and_on_what_they_give_fire_once_a_micro_batch(schedule
     ) as pipe:
         pipe.step(x)
     assert len(seen) == 12 and all(seen.count(what) == 3 for what in seen)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of the first layer
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv"])
+def test_hooks_on_all_modules_fire_once_a_micro_batch(schedule):
+    model, x, seen = MLP(), torch.randn(6, 12), []
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=lambda o, _: o.sum()
+    ) as pipe:
+        pipe.step(x)
+        handle = register_module_full_backward_hook(lambda module, *_: seen.append(module))
+        try:
+            pipe.step(x)
+        finally:
+            handle.remove()
+    assert [seen.count(layer) for layer in model.layers] == [3] * 5
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv"])
+def test_who_counts_operations_counts_those_of_the_model(schedule):
+    model, x = MLP(), torch.randn(6, 12)
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=lambda o, _: o.sum()
+    ) as pipe:
+        pipe.step(x)
+        with FlopCounterMode(display=False) as found:
+            pipe.step(x)
+    with FlopCounterMode(display=False) as wanted:
+        model(x).sum().backward()
+    assert found.get_total_flops() == wanted.get_total_flops()
 
 
 @pytest.mark.parametrize(
