@@ -23,6 +23,7 @@ from fxpipe.runtime.ambient import is_intercepted, transforms
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
 from fxpipe.runtime.optimizer import Stepping
+from fxpipe.runtime.random import is_alone
 from fxpipe.schedule import Schedule, Timeline
 from fxpipe.timelines import measured
 from fxpipe.trace import CustomTracer, untouched
@@ -289,7 +290,7 @@ class Pipeline(Views, nn.Module):
 
     def _run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
         in_a_lane = self._lanes.is_one(threading.current_thread())  # a hook may call us again
-        if unrolled.lanes is None or in_a_lane or is_intercepted():
+        if unrolled.lanes is None or in_a_lane or is_intercepted() or is_alone():
             return run_inline(unrolled.inline, values, record)
         return self._lanes.run(unrolled.lanes, values, record)
 

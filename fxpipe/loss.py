@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.runtime.random import alone
 from fxpipe.structure import Structure
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -37,7 +38,8 @@ class Loss(nn.Module):
             return own_loss(output)
         whole = self.nesting.fill(target)
         try:
-            return self.call(output, whole)
+            with alone():
+                return self.call(output, whole)
         except Exception as error:
             if whole is None:
                 error.add_note("step() was given no target=, so that loss_fn was called with None")

@@ -3,7 +3,8 @@
 CPU lanes share one default generator, so that what a stage draws would depend on what the others
 happen to have drawn. Therefore every micro-batch is given a seed, by the caller, and a function
 that draws random numbers runs on a generator seeded from it. The default generator is borrowed for
-that, under a lock, and given back as it was: only functions that draw wait for each other.
+that, under a lock, and given back as it was: only functions that draw wait for each other, and for
+the loss, which may draw from the default generator itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,23 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 LOCK = threading.RLock()  # held by whoever needs the default generators to be nobody else's
+_here = threading.local()  # .alone: whether it is held by this thread, while it runs others' code
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """The default generators are nobody else's meanwhile, whatever is run that may draw."""
+    with LOCK:
+        outer, _here.alone = is_alone(), True
+        try:
+            yield
+        finally:
+            _here.alone = outer
+
+
+def is_alone() -> bool:
+    """Whether other threads wait for this one to draw: so it must not wait for them."""
+    return getattr(_here, "alone", False)
 
 
 def seeds(count: int) -> tuple[int, ...]:
@@ -30,7 +48,7 @@ def seeds(count: int) -> tuple[int, ...]:
 def seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
     """The default generators of the CPU and these devices start from a seed, for now."""
     others = [(torch.get_device_module(d), d) for d in devices if d.type not in ("cpu", "meta")]
-    with LOCK:
+    with alone():
         cpu = torch.get_rng_state()
         states = [module.get_rng_state(device) for module, device in others]
         try:
