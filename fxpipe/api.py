@@ -13,6 +13,7 @@ from torch._C._functorch import TransformType
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fxpipe.compiler import Compiler
+from fxpipe.graph import WRITTEN
 from fxpipe.hooks import HOOKS
 from fxpipe.inspect.dump import dump_of
 from fxpipe.loss import LossFunction, Target
@@ -244,7 +245,8 @@ class Pipeline(Views, nn.Module):
     def measure(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Timeline:
         """What the lanes do in a training step, measured: that of median length of a few steps.
 
-        Gradients, buffers and random states are afterwards what they were.
+        Gradients, buffers, random states and inputs are afterwards what they were, and hooks of
+        modules and parameters are not called.
 
         Args:
             target: as for :meth:`step`.
@@ -253,6 +255,8 @@ class Pipeline(Views, nn.Module):
         if rounds < 1:
             raise ValueError(f"rounds is {rounds}: give the number of steps to measure, 1 or more")
         unrolled, values = self._ready_to_step(args, kwargs, target)
+        inputs = unrolled.graph_module.graph.find_nodes(op="placeholder")
+        written = [i for i, node in enumerate(inputs) if WRITTEN in node.meta]
         parameters = list(self.module.parameters())
         before = [p.grad for p in parameters]
         found = []
@@ -261,9 +265,12 @@ class Pipeline(Views, nn.Module):
                 began(f"step {number} of {rounds}" if number else "warm-up")
                 for p in parameters:
                     p.grad = None
+                own = list(values)
+                for i in written:
+                    own[i] = values[i].clone()
                 record = Record()
                 with untouched(self.module), torch.no_grad():
-                    self._run(unrolled, [*values, None, None], record)
+                    self._run(unrolled, [*own, None, None], record)
                 if number:
                     found.append(measured("measured", self._lane_names, record.marks))
         finally:

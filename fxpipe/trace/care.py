@@ -33,7 +33,8 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
     """
     attributes: list[dict[Any, Any]] = [vars(module) for module in model.modules()]
     attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
-    attributes += [p._backward_hooks for p in model.parameters() if p._backward_hooks]
+    on_parameters = [hooks for p in model.parameters() for hooks in _hooks_on(p)]
+    attributes += on_parameters
     # Most are empty, and so many dicts more would keep the garbage collector busy.
     saved_attributes = [(owner, dict(owner) if owner else _NOTHING) for owner in attributes]
     tensors = [
@@ -60,7 +61,6 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         return not same or random.getstate() != python_state
 
     try:
-        on_parameters = [p._backward_hooks for p in model.parameters() if p._backward_hooks]
         for hooks in (*on_parameters, *(h for m in model.modules() for h in hooks_of(m))):
             for key in [key for key, hook in hooks.items() if not is_torchs(hook)]:
                 del hooks[key]
@@ -82,6 +82,12 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         for (_, put), state in zip(generators, states, strict=True):
             put(state)
         random.setstate(python_state)
+
+
+def _hooks_on(parameter: nn.Parameter) -> list[dict[int, Any]]:
+    """Those on its gradient, and those for when it has been added."""
+    kinds: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return [hooks for hooks in kinds if hooks]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
@@ -92,6 +93,28 @@ def test_measuring_leaves_gradients_buffers_and_random_states_alone():
         pipe.measure(x, rounds=2)
         assert same([gradients(model), list(model.buffers())], before)
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_measuring_calls_no_hooks_which_might_step_an_optimizer():
+    model, x, seen = MLP(), torch.randn(6, 12), []
+    for p in model.parameters():
+        p.register_hook(lambda grad: seen.append("gradient"))
+        p.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=loss) as pipe:
+        pipe.measure(x, rounds=2)
+        assert not seen
+        pipe.step(x)
+        assert len(seen) == 2 * 2 * 10
+
+
+def test_measuring_leaves_inputs_alone_that_the_model_writes_to():
+    model, x = nn.Sequential(nn.ELU(inplace=True), nn.Linear(4, 4)), torch.randn(6, 4)
+    before = x.clone()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=loss) as pipe:
+        pipe.measure(x, rounds=2)
+        assert same(x, before)
+        pipe.step(x)
+        assert same(x, F.elu(before))
 
 
 def test_the_schedule_may_be_searched_for():
