@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpipe.graph import memory_of
+from fxpipe.runtime.random import RandomState
 from fxpipe.structure import Structure
 
 
@@ -240,7 +241,8 @@ def seen(paths: dict[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict
         given, inputs = Structure.of((args, kwargs))
         buffers = dict(module.named_buffers())
         before = [tensor._version for tensor in (*given, *buffers.values())]
-        state = torch.get_rng_state()
+        tensors = (*given, *module.parameters(), *buffers.values())
+        state = RandomState({tensor.device for tensor in tensors})
         output = forward(*args, **kwargs)
         after = [tensor._version for tensor in (*given, *buffers.values())]
         if after[: len(given)] != before[: len(given)]:
@@ -254,7 +256,7 @@ def seen(paths: dict[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict
                 [tensor.shape for tensor in given],
                 [t.detach().to("meta").requires_grad_(t.requires_grad) for t in made],
                 tuple(name for name, old, new in changed if old != new),
-                not torch.equal(state, torch.get_rng_state()),
+                state.has_changed,
             )
         )
         modules[key] = module

@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.dependency import gate
-from fxpipe.runtime.random import LOCK
+from fxpipe.runtime.random import RandomState
 from fxpipe.runtime.writes import Writes
 
 
@@ -104,7 +104,7 @@ class _Frame:
         parameters = self.tensors.parameters
         self.kept = {p.untyped_storage()._cdata for p in parameters}
         devices = {t.device for t in (*tensors, *parameters)}
-        self.random = _RandomState(devices) if preserve_rng_state else None
+        self.random = RandomState(devices) if preserve_rng_state else None
         self.written = _WrittenState(fn)
 
     def run(self) -> Any:
@@ -219,37 +219,6 @@ def _check_version(parameter: Tensor, version: int) -> None:
             f"an inplace operation: it is at version {parameter._version}, and version {version} "
             "was expected"
         )
-
-
-class _RandomState:
-    """The states of the random number generators on the CPU and some devices."""
-
-    def __init__(self, devices: set[torch.device]) -> None:
-        with LOCK:  # not while another lane has borrowed them
-            self._take(devices)
-
-    def _take(self, devices: set[torch.device]) -> None:
-        self.cpu = torch.get_rng_state()
-        self.devices = [
-            (torch.get_device_module(d), d, torch.get_device_module(d).get_rng_state(d))
-            for d in devices
-            if d.type not in ("cpu", "meta")
-        ]
-
-    def put(self) -> None:
-        torch.set_rng_state(self.cpu)
-        for module, device, state in self.devices:
-            module.set_rng_state(state, device)
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        with LOCK:
-            now = _RandomState({device for _, device, _ in self.devices})
-            try:
-                self.put()
-                yield
-            finally:
-                now.put()
 
 
 class _Tensors:

@@ -10,7 +10,7 @@ the loss, which may draw from the default generator itself.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,23 +44,67 @@ def seeds(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(2**62, (count,)).tolist())
 
 
-@contextmanager
-def seeded(seed: int, devices: set[torch.device]) -> Iterator[None]:
-    """The default generators of the CPU and these devices start from a seed, for now."""
-    others = [(torch.get_device_module(d), d) for d in devices if d.type not in ("cpu", "meta")]
-    with alone():
-        cpu = torch.get_rng_state()
-        states = [module.get_rng_state(device) for module, device in others]
-        try:
-            torch.default_generator.manual_seed(seed)
-            for module, device in others:
-                with torch.device(device):
-                    module.manual_seed(seed)
+class RandomState:
+    """The states of the default generators of the CPU and some devices, as they are now.
+
+    Other devices are not asked: to ask one that has never been used would initialise it.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        with LOCK:  # not while another lane has borrowed them
+            self.cpu = torch.get_rng_state()
+            self.others = [
+                (backend, device, backend.get_rng_state(device))
+                for device in devices
+                if device.type not in ("cpu", "meta")
+                for backend in [torch.get_device_module(device)]
+            ]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether random numbers have been drawn since."""
+        with LOCK:
+            return not torch.equal(self.cpu, torch.get_rng_state()) or any(
+                not torch.equal(state, backend.get_rng_state(device))
+                for backend, device, state in self.others
+            )
+
+    def put_back(self) -> None:
+        """The generators are as they were."""
+        with LOCK:
+            torch.set_rng_state(self.cpu)
+            for backend, device, state in self.others:
+                backend.set_rng_state(state, device)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The generators are as they were; afterwards as they are now."""
+        with borrowed(device for _, device, _ in self.others):
+            self.put_back()
             yield
+
+
+@contextmanager
+def borrowed(devices: Iterable[torch.device]) -> Iterator[RandomState]:
+    """The default generators of the CPU and these devices are nobody else's meanwhile, and as they
+    were afterwards."""
+    with alone():
+        before = RandomState(devices)
+        try:
+            yield before
         finally:
-            torch.set_rng_state(cpu)
-            for (module, device), state in zip(others, states, strict=True):
-                module.set_rng_state(state, device)
+            before.put_back()
+
+
+@contextmanager
+def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
+    """The default generators of the CPU and these devices start from a seed, for now."""
+    with borrowed(devices) as state:
+        torch.default_generator.manual_seed(seed)
+        for backend, device, _ in state.others:
+            with torch.device(device):
+                backend.manual_seed(seed)
+        yield
 
 
 class Seeded(nn.Module):

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe import skip
 from fxpipe.hooks import hooks_of, is_torchs
+from fxpipe.runtime.random import RandomState
 from fxpipe.runtime.writes import Writes
 from fxpipe.trace.errors import at, is_of_a_model, since
 
@@ -46,19 +46,10 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
     saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
     gradients = [(p, p.grad) for p in model.parameters()]
     own = (*model.parameters(), *tensors)
-    devices = {t.device for t in own if t.device.type not in ("cpu", "meta")}
-    generators = [(torch.get_rng_state, torch.set_rng_state)]
-    for device in devices:
-        backend = torch.get_device_module(device)
-        generators.append(
-            (partial(backend.get_rng_state, device), partial(backend.set_rng_state, device=device))
-        )
-    states = [get() for get, _ in generators]
-    python_state = random.getstate()
+    state, python_state = RandomState({t.device for t in own}), random.getstate()
 
     def drew_random_numbers() -> bool:
-        same = all(torch.equal(get(), s) for (get, _), s in zip(generators, states, strict=True))
-        return not same or random.getstate() != python_state
+        return state.has_changed or random.getstate() != python_state
 
     try:
         for hooks in (*on_parameters, *(h for m in model.modules() for h in hooks_of(m))):
@@ -79,8 +70,7 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
                 # A write makes a backward fail that has the buffer saved: none without need.
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
-        for (_, put), state in zip(generators, states, strict=True):
-            put(state)
+        state.put_back()
         random.setstate(python_state)
 
 

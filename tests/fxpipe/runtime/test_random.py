@@ -1,9 +1,10 @@
 import threading
 
+import pytest
 import torch
 from torch import nn
 
-from fxpipe.runtime.random import LOCK, Method, Seeded, seeds
+from fxpipe.runtime.random import LOCK, Method, RandomState, Seeded, seeded, seeds
 
 
 def test_the_default_generator_decides_and_goes_on():
@@ -58,3 +59,50 @@ def test_threads_do_not_disturb_each_other():
         assert all(torch.equal(mask, expected[seed]) for mask in masks)
     assert LOCK.acquire(blocking=False)
     LOCK.release()
+
+
+def test_a_state_knows_whether_numbers_have_been_drawn_and_comes_back():
+    state = RandomState({torch.device("cpu"), torch.device("meta")})
+    assert not state.has_changed
+    first = torch.rand(3)
+    assert state.has_changed
+    later = RandomState(())
+    with state.restored():
+        assert not state.has_changed and torch.equal(torch.rand(3), first)
+    assert not later.has_changed
+    state.put_back()
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_who_asks_for_the_state_does_not_get_one_that_another_thread_has_borrowed():
+    inside, asked = threading.Event(), threading.Event()
+    found = []
+
+    def ask():
+        inside.wait()
+        asked.set()
+        found.append(RandomState(()))
+
+    before, thread = RandomState(()), threading.Thread(target=ask)
+    thread.start()
+    with seeded(5, ()):
+        inside.set()
+        asked.wait()
+        thread.join(0.05)
+        assert not found, "it waits"
+    thread.join()
+    assert torch.equal(found[0].cpu, before.cpu)
+
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@NEEDS_CUDA
+def test_the_state_of_a_device_is_its_own():
+    device = torch.device("cuda:0")
+    state = RandomState({device})
+    first = torch.rand(3, device=device)
+    assert state.has_changed and not RandomState({device}).has_changed
+    with state.restored():
+        assert torch.equal(torch.rand(3, device=device), first)
+    assert state.has_changed
