@@ -23,19 +23,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.dependency import gate
-from fxpipe.runtime.random import RandomState
-from fxpipe.runtime.writes import Writes
+from fxpipe.runtime.surroundings import Surroundings, module_of
 
 
 class CheckpointError(RuntimeError):
@@ -98,36 +95,25 @@ class _Frame:
         anchor = torch.empty(0, requires_grad=True)
         self.saved = _Save.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
 
-        # Casts of parameters that were kept in the second run would outlive its autocast.
-        self.ambient = replace(Ambient.here(), autocast_cache=False)
-        self.tensors = _Tensors(fn)
-        parameters = self.tensors.parameters
-        self.kept = {p.untyped_storage()._cdata for p in parameters}
-        devices = {t.device for t in (*tensors, *parameters)}
-        self.random = RandomState(devices) if preserve_rng_state else None
-        self.written = _WrittenState(fn)
+        self.surroundings = Surroundings(fn, tensors, preserve_rng_state)
 
     def run(self) -> Any:
         """The forward, its saved tensors replaced by slots."""
         args, kwargs = self.inputs(detached=False)
-        with self.written.watched(), torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack):
+        with (
+            self.surroundings.watched(),
+            torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack),
+        ):
             output = self.fn(*args, **kwargs)
         self.complete = True
         return output
 
     def pack(self, tensor: Tensor) -> Any:
-        if self.is_kept(tensor):  # alive anyway, but an optimizer may write to it
-            return tensor, tensor._version
+        if self.surroundings.has_parameter(tensor):
+            return tensor, tensor._version  # alive anyway, but an optimizer may write to it
         slot = _Slot(self, tensor)
         self.slots.append(weakref.ref(slot))
         return slot
-
-    def is_kept(self, tensor: Tensor) -> bool:
-        """Whether it is one of the module's parameters, or a view of one."""
-        if tensor.layout != torch.strided:
-            return False
-        memory = tensor.untyped_storage()._cdata
-        return memory in self.kept or memory in self.written.standing_in
 
     def inputs(self, *, detached: bool) -> Any:
         leaves = list(self.leaves)
@@ -149,7 +135,7 @@ class _Frame:
 
             def pack(tensor: Tensor) -> Any:
                 nonlocal count
-                if self.is_kept(tensor):
+                if self.surroundings.has_parameter(tensor):
                     return tensor
                 if self.early_stop and count > last:
                     # Not as soon as it is there: it may be saved before it is computed.
@@ -180,12 +166,7 @@ class _Frame:
     @contextmanager
     def again(self) -> Iterator[Any]:
         """The arguments and the surroundings of the forward, for whoever runs it once more."""
-        with (
-            self.tensors.as_before(),
-            self.written.as_before(),
-            self.random.restored() if self.random else nullcontext(),
-            self.ambient.applied(),
-        ):
+        with self.surroundings.as_before():
             yield self.inputs(detached=True)
 
     def fill(self, slot: _Slot, tensor: Tensor, index: int) -> None:
@@ -221,131 +202,12 @@ def _check_version(parameter: Tensor, version: int) -> None:
         )
 
 
-class _Tensors:
-    """The tensors that a module had in its forward. By the second run others may have come in their
-    places: those of the forward were lent by ``torch.func.functional_call``, say."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        module = _module(fn)
-        modules = [] if module is None else list(module.modules())
-        self.parameters = [p for m in modules for p in m._parameters.values() if p is not None]
-        owners: list[dict[str, Any]] = [m._parameters for m in modules]
-        owners += [m._buffers for m in modules]
-        self.own = [(own, key, tensor) for own in owners for key, tensor in own.items()]
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """The module has the tensors that it had."""
-        exchanged = [
-            (own, key, own[key], tensor)
-            for own, key, tensor in self.own
-            if own.get(key, tensor) is not tensor
-        ]
-        try:
-            for own, key, _, tensor in exchanged:
-                own[key] = tensor
-            yield
-        finally:
-            for own, key, now, _ in exchanged:
-                own[key] = now
-
-
-class _WrittenState:
-    """The buffers and parameters that a module writes to in its forward, as they were before.
-
-    A batch norm must not count a batch twice, and what reads its buffer must read the same again.
-    Which ones a module writes to is found out in its first call, and remembered by their names.
-    """
-
-    _known: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], _Written]]] = (
-        weakref.WeakKeyDictionary()
-    )
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.module = _module(fn)
-        self.buffers: dict[str, Tensor] = {}
-        self.parameters: dict[str, Tensor] = {}
-        self.standing_in: set[int] = set()  # memories of parameters while they are as before
-        if self.module is None:
-            return
-        self.mode = tuple(module.training for module in self.module.modules())
-        known = self._known.setdefault(self.module, {}).get(self.mode)
-        self.learning = known is None
-        if known is None:
-            names = [name for name, _ in self.module.named_buffers(remove_duplicate=False)]
-            known = _Written(names, [])
-        self.buffers = {n: self.module.get_buffer(n).detach().clone() for n in known.buffers}
-        self.parameters = {
-            n: self.module.get_parameter(n).detach().clone() for n in known.parameters
-        }
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """The first forward: what it writes to is saved ahead of it, or found by comparing."""
-        if self.module is None or not self.learning:
-            yield
-            return
-
-        def save(name: str, parameter: Tensor) -> None:
-            self.parameters[name] = parameter.detach().clone()
-
-        with Writes(dict(self.module.named_parameters()), save):
-            yield
-        now = self.module.get_buffer
-        self.buffers = {n: old for n, old in self.buffers.items() if not torch.equal(old, now(n))}
-        self._known[self.module][self.mode] = _Written([*self.buffers], [*self.parameters])
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """The module runs on copies of them as they were before its forward."""
-        if self.module is None:
-            yield
-            return
-        homes = [(*_owner(self.module, name), old) for name, old in self.buffers.items()]
-        own = [home[key] for home, key, _ in homes]
-        parameters = [(self.module.get_parameter(n), old) for n, old in self.parameters.items()]
-        data = [parameter.data for parameter, _ in parameters]
-        try:
-            for home, key, old in homes:
-                home[key] = old.clone()
-            for parameter, old in parameters:
-                parameter.data = old.clone()
-            self.standing_in = {p.untyped_storage()._cdata for p, _ in parameters}
-            yield
-        finally:
-            self.standing_in = set()
-            for (home, key, _), buffer in zip(homes, own, strict=True):
-                home[key] = buffer
-            for (parameter, _), now in zip(parameters, data, strict=True):
-                parameter.data = now
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The names of what a module writes to."""
-
-    buffers: list[str]
-    parameters: list[str]
-
-
-def _owner(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """Where a buffer is, and under which key."""
-    path, _, key = name.rpartition(".")
-    return module.get_submodule(path)._buffers, key
-
-
-def _module(fn: Callable[..., Any]) -> nn.Module | None:
-    """The module that is called, or whose method is."""
-    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    return owner if isinstance(owner, nn.Module) else None
-
-
 def _description(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
 def _name(fn: Callable[..., Any]) -> str:
-    module = _module(fn)
+    module = module_of(fn)
     return getattr(fn, "__qualname__", repr(fn)) if module is None else type(module).__name__
 
 

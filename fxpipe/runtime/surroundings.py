@@ -1,0 +1,194 @@
+"""What a call depends on beside its arguments, kept for whoever makes it once more.
+
+::
+
+    first call                          between                     second call
+    grad mode, autocast                 others                      the first call's
+    random numbers                      drawn by others             the same again
+    the module's tensors                exchanged, or lent back     those of the first call
+    what the module writes to           written to                  copies, as before the first call
+
+So the second call computes what the first did, and leaves nothing behind: a batch norm counts a
+batch once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.random import RandomState
+from fxpipe.runtime.writes import Writes
+
+
+class Surroundings:
+    """Those of a call of ``fn`` that is about to be made.
+
+    Args:
+        fn: a function, a module, or a method of one.
+        tensors: its arguments, whose devices are asked for their random states.
+        preserve_rng_state: the second call sees the random numbers of the first.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], tensors: Sequence[Tensor], preserve_rng_state: bool
+    ) -> None:
+        # Casts of parameters that were kept in the second call would outlive its autocast.
+        self._ambient = replace(Ambient.here(), autocast_cache=False)
+        module = module_of(fn)
+        self._tensors = _Tensors(module)
+        parameters = self._tensors.parameters
+        self._memories = {p.untyped_storage()._cdata for p in parameters}
+        devices = {t.device for t in (*tensors, *parameters)}
+        self._random = RandomState(devices) if preserve_rng_state else None
+        self._written = _WrittenState(module)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The first call: what it writes to is noticed."""
+        with self._written.watched():
+            yield
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """The second call, in the same surroundings."""
+        with (
+            self._tensors.as_before(),
+            self._written.as_before(),
+            self._random.restored() if self._random else nullcontext(),
+            self._ambient.applied(),
+        ):
+            yield
+
+    def has_parameter(self, tensor: Tensor) -> bool:
+        """Whether it is one of the module's parameters, or a view of one."""
+        if tensor.layout != torch.strided:
+            return False
+        memory = tensor.untyped_storage()._cdata
+        return memory in self._memories or memory in self._written.standing_in
+
+
+class _Tensors:
+    """The tensors that a module had in its first call. By the second others may have come in their
+    places: those of the first were lent by ``torch.func.functional_call``, say."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        modules = [] if module is None else list(module.modules())
+        self.parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+        owners: list[dict[str, Any]] = [m._parameters for m in modules]
+        owners += [m._buffers for m in modules]
+        self.own = [(own, key, tensor) for own in owners for key, tensor in own.items()]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """The module has the tensors that it had."""
+        exchanged = [
+            (own, key, own[key], tensor)
+            for own, key, tensor in self.own
+            if own.get(key, tensor) is not tensor
+        ]
+        try:
+            for own, key, _, tensor in exchanged:
+                own[key] = tensor
+            yield
+        finally:
+            for own, key, now, _ in exchanged:
+                own[key] = now
+
+
+class _WrittenState:
+    """The buffers and parameters that a module writes to, as they were before.
+
+    A batch norm must not count a batch twice, and what reads its buffer must read the same again.
+    Which ones a module writes to is found out when it is called first in a mode (of training), and
+    remembered by their names.
+    """
+
+    _known: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], _Written]]] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+        self.buffers: dict[str, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.standing_in: set[int] = set()  # memories of parameters while they are as before
+        if self.module is None:
+            return
+        self.mode = tuple(module.training for module in self.module.modules())
+        known = self._known.setdefault(self.module, {}).get(self.mode)
+        self.learning = known is None
+        if known is None:
+            names = [name for name, _ in self.module.named_buffers(remove_duplicate=False)]
+            known = _Written(names, [])
+        self.buffers = {n: self.module.get_buffer(n).detach().clone() for n in known.buffers}
+        self.parameters = {
+            n: self.module.get_parameter(n).detach().clone() for n in known.parameters
+        }
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The first call: what it writes to is saved ahead of it, or found by comparing."""
+        if self.module is None or not self.learning:
+            yield
+            return
+
+        def save(name: str, parameter: Tensor) -> None:
+            self.parameters[name] = parameter.detach().clone()
+
+        with Writes(dict(self.module.named_parameters()), save):
+            yield
+        now = self.module.get_buffer
+        self.buffers = {n: old for n, old in self.buffers.items() if not torch.equal(old, now(n))}
+        self._known[self.module][self.mode] = _Written([*self.buffers], [*self.parameters])
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """The module runs on copies of them as they were before its first call."""
+        if self.module is None:
+            yield
+            return
+        homes = [(*_owner(self.module, name), old) for name, old in self.buffers.items()]
+        own = [home[key] for home, key, _ in homes]
+        parameters = [(self.module.get_parameter(n), old) for n, old in self.parameters.items()]
+        data = [parameter.data for parameter, _ in parameters]
+        try:
+            for home, key, old in homes:
+                home[key] = old.clone()
+            for parameter, old in parameters:
+                parameter.data = old.clone()
+            self.standing_in = {p.untyped_storage()._cdata for p, _ in parameters}
+            yield
+        finally:
+            self.standing_in = set()
+            for (home, key, _), buffer in zip(homes, own, strict=True):
+                home[key] = buffer
+            for (parameter, _), now in zip(parameters, data, strict=True):
+                parameter.data = now
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The names of what a module writes to."""
+
+    buffers: list[str]
+    parameters: list[str]
+
+
+def _owner(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
+    """Where a buffer is, and under which key."""
+    path, _, key = name.rpartition(".")
+    return module.get_submodule(path)._buffers, key
+
+
+def module_of(fn: Callable[..., Any]) -> nn.Module | None:
+    """The module that is called, or whose method is."""
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
