@@ -17,16 +17,14 @@ import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxpipe.graph import MICROBATCH, STAGE, attribute, format_node
+from fxpipe.source import is_of_a_model
 
 CALLER = -1
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 Env = dict[fx.Node, Any]
 
 
@@ -173,5 +171,5 @@ def _model_line(node: fx.Node) -> str | None:
     """Where in the model's source a node comes from: the last line of its trace that is."""
     trace = node.meta.get("stack_trace") or ""
     frames = re.finditer(r' *(?P<text>File "(?P<file>.*?)", line .*\n.*)', trace)
-    own = [frame["text"] for frame in frames if not frame["file"].startswith(_NOT_THE_MODEL)]
+    own = [frame["text"] for frame in frames if is_of_a_model(frame["file"])]
     return f"  {own[-1]}" if own else None

@@ -15,7 +15,7 @@ from fxpipe import skip
 from fxpipe.hooks import hooks_of, is_torchs
 from fxpipe.runtime.random import RandomState
 from fxpipe.runtime.writes import Writes
-from fxpipe.trace.errors import at, is_of_a_model, since
+from fxpipe.trace.errors import at, is_model_line, since
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -118,7 +118,7 @@ def parameters_put_back(model: nn.Module) -> Iterator[dict[str, Write]]:
     saved: dict[str, Write] = {}
 
     def save(name: str, parameter: Tensor) -> None:
-        frames = [f for f in since(called) if is_of_a_model(f)]
+        frames = [f for f in since(called) if is_model_line(f)]
         where = at(frames[-1]) if frames else "a module of PyTorch"
         saved[name] = Write(parameter.detach().clone(), where)
 

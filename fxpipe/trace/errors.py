@@ -5,14 +5,12 @@ from __future__ import annotations
 import textwrap
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe import whole
-from fxpipe.runtime import writes
+from fxpipe.source import is_of_a_model
 
 
 class TraceError(RuntimeError):
@@ -39,20 +37,13 @@ def first_line(error: BaseException) -> str:
 
 def sentence(error: BaseException) -> str:
     """One line: what went wrong, and the last line of the model's code that was running then."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_of_a_model(f)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_model_line(f)]
     text = first_line(error)
     return f"{text} (at {at(frames[-1])})" if frames else text
 
 
-def is_of_a_model(frame: traceback.FrameSummary) -> bool:
-    not_the_model = (
-        str(Path(torch.__file__).parent),
-        str(Path(__file__).parent),
-        whole.__file__,
-        writes.__file__,
-        "<",
-    )
-    return not frame.filename.startswith(not_the_model) and bool(frame.line)
+def is_model_line(frame: traceback.FrameSummary) -> bool:
+    return is_of_a_model(frame.filename) and bool(frame.line)
 
 
 def since(function: Callable[..., Any]) -> list[traceback.FrameSummary]:

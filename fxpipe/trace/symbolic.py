@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import fx, nn
 from fxpipe import skip
 from fxpipe.hooks import has_hooks
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.source import is_of_a_model
 from fxpipe.structure import Structure
 from fxpipe.trace.care import untouched
 from fxpipe.trace.errors import Refused
@@ -125,13 +125,10 @@ def _stack_trace() -> str:
     lines: list[str] = []
     frame = sys._getframe(2)  # not this function, nor the tracer
     while frame.f_back is not None and frame.f_code is not _TRACE:
-        if not frame.f_code.co_filename.startswith(_TORCH):
+        if is_of_a_model(frame.f_code.co_filename):
             lines.append(_stack_line(frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return "".join(reversed(lines))
-
-
-_TORCH = str(Path(torch.__file__).parent)
 
 
 _TRACE = inspect.unwrap(fx.Tracer.trace).__code__

@@ -1,0 +1,24 @@
+"""Whose code a line is: users are shown those of their models."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_HERE = Path(__file__).parent
+_OTHERS = tuple(  # with the separator at the end: torchvision's folder begins as torch's does
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, _HERE, _HERE.parent / "passes")
+)
+_DEMO = str(_HERE / "demo.py")
+_TYPED = ("<stdin>", "<ipython-input", "<python-input")  # at a prompt
+
+
+@cache
+def is_of_a_model(filename: str) -> bool:
+    """Whether the code of a file may be a model's: not PyTorch's, nor ours, nor generated."""
+    if filename.startswith("<"):
+        return filename.startswith(_TYPED)
+    return filename == _DEMO or not filename.startswith(_OTHERS)
