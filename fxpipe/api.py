@@ -256,26 +256,16 @@ class Pipeline(Views, nn.Module):
             raise ValueError(f"rounds is {rounds}: give the number of steps to measure, 1 or more")
         unrolled, values = self._ready_to_step(args, kwargs, target)
         inputs = unrolled.graph_module.graph.find_nodes(op="placeholder")
-        written = [i for i, node in enumerate(inputs) if WRITTEN in node.meta]
-        parameters = list(self.module.parameters())
-        before = [p.grad for p in parameters]
+        written = {i for i, node in enumerate(inputs) if WRITTEN in node.meta}
         found = []
-        try:
-            for number in range(rounds + 1):  # the first is to warm up
-                began(f"step {number} of {rounds}" if number else "warm-up")
-                for p in parameters:
-                    p.grad = None
-                own = list(values)
-                for i in written:
-                    own[i] = values[i].clone()
-                record = Record()
-                with untouched(self.module), torch.no_grad():
-                    self._run(unrolled, [*own, None, None], record)
-                if number:
-                    found.append(measured("measured", self._lane_names, record.marks))
-        finally:
-            for p, grad in zip(parameters, before, strict=True):
-                p.grad = grad
+        for number in range(rounds + 1):  # the first is to warm up
+            began(f"step {number} of {rounds}" if number else "warm-up")
+            own = [value.clone() if i in written else value for i, value in enumerate(values)]
+            record = Record()
+            with untouched(self.module), torch.no_grad():
+                self._run(unrolled, [*own, None, None], record)
+            if number:
+                found.append(measured("measured", self._lane_names, record.marks))
         found.sort(key=lambda timeline: timeline.makespan)
         self.__dict__["_measured"] = found[len(found) // 2]
         return found[len(found) // 2]
