@@ -149,6 +149,13 @@ def attribute(gm: fx.GraphModule, target: str) -> Any:
     return operator.attrgetter(target)(gm)
 
 
+def add_input(graph: fx.Graph, name: str) -> fx.Node:
+    """An input beside the model's own, None by default; of another name if the model has that."""
+    node = graph.create_node("placeholder", name, (None,), name=name)
+    node.target = node.name  # which fx has made unique
+    return node
+
+
 def rename_in_meta(graph: fx.Graph, names: dict[str, str]) -> None:
     """Nodes have been replaced by others, of other names: let the metadata of others say so."""
     for node in graph.nodes if names else ():

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxpipe.graph import RANDOM, SEED, VALUE, rename_in_meta, stage_nodes
+from fxpipe.graph import RANDOM, SEED, VALUE, add_input, rename_in_meta, stage_nodes
 from fxpipe.runtime.random import Method, Seeded
 
 
@@ -37,7 +37,7 @@ class Random:
             return gm
         placeholders = gm.graph.find_nodes(op="placeholder")
         with gm.graph.inserting_after(placeholders[-1] if placeholders else None):
-            seed = gm.graph.create_node("placeholder", "seed", (None,), name="seed")
+            seed = add_input(gm.graph, "seed")
         seed.meta = {SEED: True, VALUE: 0}
         for index, node in enumerate(drawing):
             target = f"{node.name}_seeded"

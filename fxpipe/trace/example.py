@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 import re
 import sys
 from collections import Counter
@@ -304,9 +305,10 @@ def _shape_key(tensor: Tensor, batch_dim: int | None) -> Hashable:
 def _identifiers(paths: Sequence[str]) -> list[str]:
     """Names for placeholders: the argument's, or the path of a tensor within one, ``ids_0``."""
     names: list[str] = []
+    taken = {*keyword.kwlist, "self", "torch"}  # the latter two in the code that fx generates
     for path in paths:
         name = re.sub(r"\W+", "_", path).strip("_")
-        while name in names:
+        while name in names or name in taken:
             name += "_"
         names.append(name)
     return names

@@ -125,6 +125,18 @@ def test_nested_inputs_become_a_placeholder_for_each_tensor(tracer: str) -> None
 
 
 @BOTH
+def test_arguments_may_be_called_what_python_or_the_graph_calls_something_else(tracer: str) -> None:
+    class Named(MLP):
+        def forward(self, self_: Tensor, lambda_: Tensor, torch: Tensor) -> Tensor:
+            return super().forward(self_ + lambda_).relu() + torch[:, :1]
+
+    model = Named()
+    traced = trace(model, (x(), x(), x()), tracer=tracer)
+    assert placeholders(traced) == ["self_", "lambda_", "torch_"]
+    assert same(run(traced, x(), x(), x()), model(x(), x(), x()))
+
+
+@BOTH
 def test_none_within_a_structure_is_part_of_the_trace(tracer: str) -> None:
     batch = {"ids": [x(), x(4)], "mask": None}
     traced = trace(Nested(), (batch,), tracer=tracer)

@@ -61,6 +61,23 @@ class Drawn(Dropout):
         return x * torch.empty_like(x).bernoulli_(0.5)
 
 
+def test_an_input_of_the_models_may_be_called_seed():
+    class Named(Dropout):
+        def forward(self, x, seed):
+            return self.layers(x) + seed
+
+    model, x = Named(), torch.ones(4, WIDTH)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        pipe(x, x)
+        assert [node.target for node in pipe.model_graph.graph.find_nodes(op="placeholder")] == [
+            "x",
+            "seed",
+            "seed_1",
+        ]
+        model.eval()
+        assert same(pipe(x, x), model(x, x))
+
+
 MODELS = [Dropout, Attention, Scaled, Recurrent, Drawn]
 
 
