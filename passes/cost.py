@@ -23,7 +23,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from fxpipe import ops
 from fxpipe.devices import CPU_CORE, DeviceSpec
@@ -304,13 +308,39 @@ def _run_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor], load: Loa
             torch.autograd.grad(given, wanted, gradients, allow_unused=True)
 
 
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+    heads = query[1]
+    count: Any = sdpa_flop_count
+    return count(query, _of_heads(key, heads), _of_heads(value, heads))
+
+
+def _attention_backward_flops(
+    gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+) -> Any:
+    heads = query[1]
+    count: Any = sdpa_backward_flop_count
+    return count(gradient, query, _of_heads(key, heads), _of_heads(value, heads))
+
+
+def _of_heads(shape: Any, heads: int) -> Any:
+    """With as many heads as the queries, of which several may share one."""
+    return (shape[0], heads, *shape[2:])
+
+
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+"""What torch's counter knows of other devices' kernels, for the CPU's."""
+
+
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators, and the bytes that they read and write. Views move nothing."""
 
     def __init__(self, load: Load) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.load = load
-        self.flops = FlopCounterMode(display=False)
+        self.flops = FlopCounterMode(display=False, custom_mapping=ATTENTION)
 
     def __enter__(self) -> Any:
         self.flops.__enter__()  # type: ignore[no-untyped-call]

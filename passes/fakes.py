@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,13 +20,50 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxpipe.graph import LARGER, VALUE, format_node, tensors_of
 from fxpipe.trace import NeedsValues
 
+CPU = torch.device("cpu")
+
+
+class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fakes, of which those of tensors on "meta" are on the CPU.
+
+    A graph that is on no device is to be looked at as one that will be on some. The CPU, as others,
+    has kernels of which "meta" has none, such as the attention that never has all of its weights in
+    memory, and its results lie in memory as theirs do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[Tensor, FakeTensor]] = {}
+
+    def from_tensor(self, tensor: Tensor, **options: Any) -> FakeTensor:
+        """The fake of a tensor; the same tensor always gives the same fake."""
+        is_plain = not isinstance(tensor, FakeTensor) and tensor.layout == torch.strided
+        if not (tensor.is_meta and is_plain):
+            return super().from_tensor(tensor, **options)
+        if id(tensor) not in self.known:
+            with self:
+                fake: Any = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU
+                )
+            fake = fake.requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake.detach(), tensor.requires_grad)
+            self.known[id(tensor)] = tensor, fake
+        return self.known[id(tensor)][1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (device := kwargs.get("device")) is not None and device.type == "meta":
+            kwargs = {**kwargs, "device": CPU}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
 
 class FakeInterpreter(fx.Interpreter):
     """Runs nodes with fakes in place of parameters and buffers too: nothing real is written to."""
 
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode | None = None) -> None:
         super().__init__(gm)
-        self.mode = mode or FakeTensorMode()
+        self.mode = mode or Somewhere()
         if any(
             isinstance(value, torch.ScriptObject)
             for m in gm.modules()

@@ -64,6 +64,30 @@ def test_a_model_on_meta_has_the_same_plan(name):
     assert meta.layout == real.layout
 
 
+def test_attention_on_meta_is_that_of_a_device():
+    """On "meta" torch would have all of its weights in memory, which no device does."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+        def forward(self, x):
+            positions = torch.arange(x.size(1), device=x.device)
+            qkv = self.qkv(x).unflatten(2, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+            q, k, v = qkv[0], qkv[1], qkv[2]
+            mask = positions[:, None] >= positions
+            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    model, x = Attention(), torch.zeros(8, 32, 64)
+    for tracer in ("symbolic", "export"):
+        real = fxpipe.plan(model, ["a100"] * 2, example_inputs=(x,), tracer=tracer)
+        there, nowhere = on_meta(copy.deepcopy(model), x)
+        meta = fxpipe.plan(there, ["a100"] * 2, example_inputs=nowhere, tracer=tracer)
+        assert meta.stages == real.stages
+
+
 def test_the_model_is_left_as_it_was():
     make, inputs = MODELS["resnet"]
     model = make()

@@ -2,6 +2,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -209,3 +210,21 @@ def test_the_default_device_is_a_core_of_a_cpu():
     assert costs(nn.Sequential(nn.Linear(4, 4)), x) == costs(
         nn.Sequential(nn.Linear(4, 4)), x, device=CPU_CORE
     )
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_attention_counts_its_products_and_keeps_no_weights(device, heads):
+    class Attention(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads < 8)
+
+    q, k, v = (
+        torch.zeros(2, n, 64, 32, device=device, requires_grad=True) for n in (8, heads, heads)
+    )
+    cost = costs(Attention(), q, k, v, device=CPU_CORE)["scaled_dot_product_attention"]
+    product = 2 * 2 * 8 * 64 * 64 * 32
+    assert cost.flops == 2 * product, "queries with keys, and weights with values"
+    assert cost.backward_flops == 5 * product, "the weights again, and two for each of the products"
+    logsumexp = 2 * 8 * 64 * 4
+    assert cost.activation_bytes == 2 * q.nbytes + k.nbytes + v.nbytes + logsumexp
