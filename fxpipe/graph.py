@@ -149,9 +149,9 @@ def attribute(gm: fx.GraphModule, target: str) -> Any:
     return operator.attrgetter(target)(gm)
 
 
-def add_input(graph: fx.Graph, name: str) -> fx.Node:
-    """An input beside the model's own, None by default; of another name if the model has that."""
-    node = graph.create_node("placeholder", name, (None,), name=name)
+def add_input(graph: fx.Graph, name: str, *default: Any) -> fx.Node:
+    """An input beside the model's own; of another name if the model has that."""
+    node = graph.create_node("placeholder", name, default, name=name)
     node.target = node.name  # which fx has made unique
     return node
 

@@ -37,7 +37,7 @@ class Random:
             return gm
         placeholders = gm.graph.find_nodes(op="placeholder")
         with gm.graph.inserting_after(placeholders[-1] if placeholders else None):
-            seed = add_input(gm.graph, "seed")
+            seed = add_input(gm.graph, "seed", None)
         seed.meta = {SEED: True, VALUE: 0}
         for index, node in enumerate(drawing):
             target = f"{node.name}_seeded"

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe import ops
-from fxpipe.graph import ACTION, FIRST, ONCE, SEED, STAGE, WRITTEN
+from fxpipe.graph import ACTION, FIRST, ONCE, SEED, STAGE, WRITTEN, add_input
 from fxpipe.schedule import Action, Kind, Needs, Schedule
 from passes.checkpoint import is_checkpointed
 from passes.defer import Defer
@@ -101,10 +101,10 @@ class Writer:
                     size = (parts, dim)
         self.targets = []
         for i, has_batch in enumerate(self.step.targets):
-            args = graph.placeholder(f"target_{i}"), 0 if has_batch else None, count
+            args = add_input(graph, f"target_{i}"), 0 if has_batch else None, count
             self.targets.append(self.nodes.whole(ops.scatter, args, f"target_{i}_parts"))
-        self.scale = graph.placeholder("scale", default_value=None)
-        self.optimizer = graph.placeholder("optimizer", default_value=None)
+        self.scale = add_input(graph, "scale", None)
+        self.optimizer = add_input(graph, "optimizer", None)
         self.weights = self.nodes.whole(ops.weights, size, "weights")
 
     def _value(self, value: Any, stage: int, microbatch: int) -> Any:

@@ -547,6 +547,29 @@ def test_a_loss_may_run_another_pipeline():
     assert same(*losses)
 
 
+class Scaled(nn.Module):
+    """Its second input has the name that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+
+
+@pytest.mark.parametrize("name", ["scale", "optimizer", "target_0", "seed"])
+def test_inputs_of_a_model_may_be_called_like_those_of_a_step(name):
+    graph = fx.Graph()
+    x, factor = graph.placeholder("x"), graph.placeholder(name)
+    y = graph.call_module("drop", (graph.call_module("a", (x,)),))
+    graph.output(graph.call_module("b", (graph.call_function(torch.mul, (y, factor)),)))
+    model = fx.GraphModule(Scaled(), graph)
+    x, factor, target = torch.randn(6, 4), torch.randn(6, 4), torch.randn(6)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, loss_fn=mean_loss) as pipe:
+        torch.manual_seed(1)
+        loss = pipe.step(x, factor, target=target)
+        torch.manual_seed(1)
+        torch.testing.assert_close(loss, mean_loss(pipe(x, factor), target).detach())
+
+
 def test_a_scaler_scales_the_gradients_and_not_the_loss():
     model, x, target = MLP(), torch.randn(6, 12), torch.randn(6)
     reference = copy.deepcopy(model)
