@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -38,6 +40,7 @@ from fxpipe.runtime.program import lower
 from fxpipe.structure import Structure
 from fxpipe.trace import (
     CustomTracer,
+    InputKey,
     NeedsValues,
     Traced,
     TraceError,
@@ -48,6 +51,7 @@ from fxpipe.trace import (
     parameters_put_back,
     trace,
     untouched,
+    varying_constant,
 )
 from fxpipe.trace.care import on_one_device
 from passes.costs import cost_pass, of_all_micro_batches
@@ -61,6 +65,19 @@ def run_pass(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
 
 
 MANY = 100  # kinds of calls to remember a shortcut for
+OFTEN = 8  # times that a model is compiled for other constants before that is said
+
+
+class _Key(NamedTuple):
+    """What one mode serves."""
+
+    kind: str
+    inputs: InputKey
+    dims: tuple[int | None, ...]
+
+    @property
+    def but_for_constants(self) -> _Key:
+        return self._replace(inputs=self.inputs._replace(constants=()))
 
 
 def _shortcut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,7 +117,7 @@ class Compiler:
         self.model = model
         self.options = options
         self.layout = Layout(len(options.devices), labels)
-        self._modes: dict[Any, Mode] = {}
+        self._modes: dict[_Key, Mode] = {}
         self._shortcuts: dict[Any, Mode] = {}
         self._structure = _Structure(model)
         self._lock = threading.RLock()
@@ -192,17 +209,34 @@ class Compiler:
             mode = self._compile(some, named, dims)
         if len(self._modes) > MANY:
             self._modes.clear()
-        self._modes[self._key(mode.kind, args, kwargs, mode.in_dims)] = mode
+        key = self._key(mode.kind, args, kwargs, mode.in_dims)
+        self._tell_of_constants(key, args, kwargs)
+        self._modes[key] = mode
         return mode
+
+    def _tell_of_constants(self, key: _Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Say so, once, where calls that differ in constants only are compiled again and again."""
+        alike = [other for other in self._modes if other.but_for_constants == key.but_for_constants]
+        if len(alike) + 1 != OFTEN:
+            return
+        varying = varying_constant(self.model, args, kwargs, alike[-1].inputs)
+        if varying is not None:
+            path, value = varying
+            warnings.warn(
+                f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, which "
+                f"is no tensor, differs between the calls ({reprlib.repr(value)} in this one): "
+                "leave out what the model does not need, and give numbers as tensors",
+                stacklevel=2,
+            )
 
     def _key(
         self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]
-    ) -> Any:
+    ) -> _Key:
         """What calls have in common that one mode of a kind serves."""
         varying = [None] * len(dims) if kind == ONE_SIZE else dims
         shapes = kind != ANY_SHAPES
-        key = input_key(self.model, args, kwargs, batch_dims=varying, shapes=shapes)
-        return kind, key, tuple(dims)
+        inputs = input_key(self.model, args, kwargs, batch_dims=varying, shapes=shapes)
+        return _Key(kind, inputs, tuple(dims))
 
     def _compile(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]

@@ -33,17 +33,20 @@ from fxpipe.trace.errors import NeedsValues, Refused, TraceError, first_line, se
 from fxpipe.trace.example import (
     BatchDims,
     Example,
+    InputKey,
     Traced,
     autocast_of,
     bound_arguments,
     canonical,
     input_key,
+    varying_constant,
 )
 
 __all__ = [
     "Args",
     "BatchDims",
     "CustomTracer",
+    "InputKey",
     "Kwargs",
     "NeedsValues",
     "TraceError",
@@ -56,6 +59,7 @@ __all__ = [
     "parameters_put_back",
     "trace",
     "untouched",
+    "varying_constant",
 ]
 
 CustomTracer = Callable[[nn.Module, Args, Kwargs], fx.GraphModule]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -70,6 +70,16 @@ def autocast_of(tensors: Sequence[Tensor]) -> tuple[torch.dtype | None, ...]:
     )
 
 
+class InputKey(NamedTuple):
+    """What a trace is specialised on."""
+
+    spec: Hashable  # of the inputs, as pytree has it
+    constants: tuple[Hashable, ...]  # the inputs that are no tensors, in the order of the leaves
+    modules: tuple[tuple[int, bool, bool], ...]  # with their training flags, and whether hooked
+    autocast: tuple[torch.dtype | None, ...]
+    shapes: tuple[Hashable, ...] = ()
+
+
 def input_key(
     model: nn.Module,
     args: Args,
@@ -77,7 +87,7 @@ def input_key(
     *,
     batch_dims: BatchDims | None = None,
     shapes: bool = True,
-) -> Hashable:
+) -> InputKey:
     """What a trace is specialised on: two calls with equal keys may share one.
 
     That is the structure of the inputs, the values of those that are not tensors, every module, its
@@ -92,11 +102,26 @@ def input_key(
         (path, type(part), _constant_key(leaf)) for part in parts for path, leaf in leaves(part)
     )
     modules = tuple((id(m), m.training, has_hooks(m)) for m in model.modules())
-    key = (spec, constants, modules, autocast_of(tensors))
+    key = InputKey(spec, constants, modules, autocast_of(tensors))
     if not shapes:
         return key
     dims = infer_batch_dims(tensors) if batch_dims is None else batch_dims
-    return (*key, tuple(_shape_key(t, dim) for t, dim in zip(tensors, dims, strict=True)))
+    sizes = tuple(_shape_key(t, dim) for t, dim in zip(tensors, dims, strict=True))
+    return key._replace(shapes=sizes)
+
+
+def varying_constant(
+    model: nn.Module, args: Args, kwargs: Kwargs, before: InputKey
+) -> tuple[str, Any] | None:
+    """The first input of a call that is no tensor and was another before, by its path; if any."""
+    now = input_key(model, args, kwargs)
+    arguments = dict(bound_arguments(model, args, kwargs).arguments)
+    for old, new, (path, value) in zip(
+        before.constants, now.constants, leaves(arguments), strict=False
+    ):
+        if old != new:
+            return path.removeprefix("."), value
+    return None
 
 
 def bound_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> inspect.BoundArguments:

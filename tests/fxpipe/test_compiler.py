@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -78,6 +79,42 @@ def test_another_training_flag_module_or_dtype_of_autocast_is_another_mode():
     assert made.ready(*args)[0] is not first
     made.forget()
     assert made.ready(*args)[0] is not first
+
+
+class Named(MLP):
+    def forward(self, batch, scale=1):
+        return super().forward(batch["x"]) * scale
+
+
+def test_that_a_constant_makes_it_compile_again_and_again_is_said():
+    found = compiler(Named())
+    x = torch.randn(4, 12)
+
+    def call(name, **options):
+        found.ready(({"x": x, "names": ["the same", name]},), options)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(7):
+            call(f"picture {i}")
+        call("picture 6")
+        found.model.eval()
+        call("picture 0")  # there is another reason for this one
+        found.model.train()
+    with pytest.warns(UserWarning) as told:
+        call("picture 7")
+    assert [str(each.message) for each in told] == [
+        "Named has been compiled 8 times, since batch.names[1], which is no tensor, differs "
+        "between the calls ('picture 7' in this one): leave out what the model does not need, and "
+        "give numbers as tensors"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call("picture 8")
+        for i in range(7):
+            call("picture 0", scale=i)
+    with pytest.warns(UserWarning, match=r"since scale, .* \(7 in this one\)"):
+        call("picture 0", scale=7)
 
 
 def test_train_and_eval_are_cut_alike():
