@@ -181,19 +181,31 @@ class Search:
     def _links_matter(self, stage: int) -> bool:
         return any(seconds.any() for seconds in self._best_links(stage))
 
-    def _factors(self, first: Ints, then: Ints) -> tuple[Floats, Floats]:
-        column = self.column
-        waits = self.made[first][:, column] & (self.used[first][:, column] == self.level)
-        comes = self.used[then][:, column] > self.level
-        return waits.astype(np.float64), comes.astype(np.float64)
+    def _waits(self, first: Ints) -> tuple[Ints, Floats]:
+        """The columns of values that are used further on, behind any of the downsets; and which of
+        them are behind which. They are few: where the downsets are near each other, what lies
+        between them and the end has not been made."""
+        waits = self.made[first][:, self.column] & (self.used[first][:, self.column] == self.level)
+        columns = np.flatnonzero(waits.any(axis=0))
+        return columns, waits[:, columns].astype(np.float64)
+
+    def _comes(self, then: Ints, columns: Ints) -> NDArray[np.bool_]:
+        """Which of these columns come before which downsets."""
+        comes: NDArray[np.bool_] = (
+            self.used[np.ix_(then, self.column[columns])] > self.level[columns]
+        )
+        return comes
 
     def _link(self, stage: int, first: Ints, then: Ints) -> Floats:
         enter, leave = self._best_links(stage)
-        waits, comes = self._factors(first, then)
-        live = self.live[then].astype(np.float64) * leave  # if the stage has it, it sends it on
-        arriving = comes * (enter[self.column] * self.moves + live[:, self.column])
-        made_here = ~self.made[first]
-        total: Floats = waits @ arriving.T + made_here.astype(np.float64) @ live.T
+        columns, waits = self._waits(first)
+        values, live = self.column[columns], self.live[then]
+        going = live[:, values] * leave[values]  # if the stage has it, it sends it on
+        arriving = enter[values] * self.moves[columns] + going
+        total: Floats = waits @ (self._comes(then, columns) * arriving).T
+        leaving = np.flatnonzero(live.any(axis=0))
+        made_here = ~self.made[np.ix_(first, leaving)]
+        total += made_here.astype(np.float64) @ (live[:, leaving] * leave[leaving]).T
         return total
 
     def _sent(self, first: Ints, then: Ints, sizes: Floats | None = None) -> Floats:
@@ -201,9 +213,9 @@ class Search:
         if others than their own are to be summed."""
         if not len(self.column):
             return np.zeros((len(first), len(then)))
-        waits, comes = self._factors(first, then)
-        each = (self.size if sizes is None else sizes)[self.column]
-        total: Floats = waits @ (comes * each * self.moves).T
+        columns, waits = self._waits(first)
+        each = (self.size if sizes is None else sizes)[self.column[columns]] * self.moves[columns]
+        total: Floats = waits @ (self._comes(then, columns) * each).T
         return total
 
     def _fits(self, stage: int, first: Ints, then: Ints) -> NDArray[np.bool_]:
@@ -215,9 +227,12 @@ class Search:
         alive = self.fixed + m.held[stage] * self.saved
         need = alive[then][None, :] - alive[first][:, None]
         if len(self.rank):
-            waits = (self.keepers[first][:, self.keeper] == self.rank) * self.kept_size
-            comes = (self.keepers[then][:, self.keeper] > self.rank).astype(np.float64)
-            need = need + m.held[stage] * (waits @ comes.T)
+            waits = self.keepers[first][:, self.keeper] == self.rank
+            kept = np.flatnonzero(waits.any(axis=0))
+            comes = self.keepers[np.ix_(then, self.keeper[kept])] > self.rank[kept]
+            need = need + m.held[stage] * (
+                waits[:, kept].astype(np.float64) @ (comes * self.kept_size[kept]).T
+            )
         if self.stays.any() and m.apart[:stage, stage].any():  # wherever it is brought from
             need = need + self._sent(first, then, self.stays)
         if m.received[stage]:
