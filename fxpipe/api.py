@@ -63,8 +63,10 @@ def compile(
             one stage, or as many as ``schedule`` and ``stages`` say.
         example_inputs: arguments of one mini-batch; if these or ``example_kwargs`` are given, the
             pipeline is compiled now, otherwise at its first call.
-        chunks: micro-batches per mini-batch. None: four for each stage, as far as the batch goes. A
-            model whose graph depends on the size of its batch may get fewer, all of one size.
+        chunks: micro-batches per mini-batch. None: as many as ``schedule`` has, if that is one of
+            your own, else four for each stage. A batch with fewer rows has fewer, in the order that
+            the first ones have. A model whose graph depends on the size of its batch may get fewer,
+            all of one size.
         partition: "auto"; or the names of the modules or nodes that begin a stage; or a dict from
             names to stages; or a function that takes the model graph and gives one of these; or an
             :class:`Auto`, which says what is to be even, and under which conditions.

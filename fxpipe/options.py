@@ -12,7 +12,7 @@ from torch import fx
 import passes as default
 from fxpipe.graph import Cost
 from fxpipe.loss import LossFunction
-from fxpipe.schedule import Schedule, placement_of, schedule_of
+from fxpipe.schedule import AUTO, Schedule, named, placement_of, schedule_of
 from fxpipe.timelines import estimated_costs
 from fxpipe.trace import CustomTracer
 from passes.costs import Costs
@@ -73,6 +73,7 @@ class Options:
             raise ValueError(
                 f"chunks is {self.chunks!r}: give the number of micro-batches, 1 or more"
             )
+        self._check_fit()
         default.Checkpoint(self.checkpoint, self.checkpoint_segments)  # which checks them
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
@@ -87,6 +88,20 @@ class Options:
                 f"passes is a {type(self.passes).__name__}: give a function that takes the "
                 "keyword arguments of passes.default_passes and returns a list of passes"
             )
+
+    def _check_fit(self) -> None:
+        """Chunks and schedule have to agree."""
+        if self.chunks is None:
+            return
+        if isinstance(self.schedule, Schedule):
+            if self.chunks != self.schedule.microbatches:
+                raise ValueError(
+                    f"the schedule {self.schedule.name!r} has {self.schedule.microbatches} "
+                    f"micro-batches, and chunks is {self.chunks}: give the same, or no chunks"
+                )
+        elif self.schedule != AUTO:
+            stages, lanes = len(self.devices), len(self.lanes)
+            named(self.schedule, lanes=lanes, stages=stages, microbatches=self.chunks)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,14 +123,21 @@ class Options:
             self.placement,
             chunks,
             lambda: estimated_costs(costs, chunks, self.checkpoint),
+            whole=self._chunks,
         )
+
+    @property
+    def _chunks(self) -> int:
+        """Micro-batches of a batch that is large enough."""
+        if self.chunks is not None:
+            return self.chunks
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.microbatches
+        return 4 * len(self.devices) if len(self.devices) > 1 else 1
 
     def chunks_for(self, batch: int | None) -> int:
         """Micro-batches for a batch of that size: none is empty."""
-        wanted = self.chunks
-        if wanted is None:
-            wanted = 4 * len(self.devices) if len(self.devices) > 1 else 1
-        return max(1, min(wanted, 1 if batch is None else batch))
+        return max(1, min(self._chunks, 1 if batch is None else batch))
 
     def even_chunks_for(self, batch: int) -> int:
         """As many, or as few less as make micro-batches that are all of one size."""

@@ -41,6 +41,11 @@ def named(name: str, *, lanes: int, microbatches: int, stages: int | None = None
             f"{name} has as many stages on each lane: {lanes} lanes take {nearest} stages, say, "
             f"not {stages}"
         )
+    if microbatches < least_microbatches(name, lanes):
+        raise ValueError(
+            f"{name} on {lanes} lanes needs {least_microbatches(name, lanes)} micro-batches or "
+            f"more, not {microbatches}"
+        )
     return Schedule(name, stages, microbatches, tuple(generate(lanes, stages, microbatches)))
 
 
@@ -49,6 +54,11 @@ def stages_per_lane(name: str) -> int:
     if name not in _NAMED:
         raise ValueError(f"schedule is {name!r}: give one of {', '.join(NAMES)}")
     return _NAMED[name][1]
+
+
+def least_microbatches(name: str, lanes: int) -> int:
+    """How many a named schedule needs."""
+    return 2 * lanes if name == "dualpipe_v" else 1
 
 
 # -------------------------------------------------------------------------------- one stage a lane
@@ -226,11 +236,6 @@ def dualpipe_v(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Ent
     other's computation. At both ends backwards are in halves. It needs ``2 * lanes`` micro-batches
     or more.
     """
-    if microbatches < 2 * lanes:
-        raise ValueError(
-            f"dualpipe_v on {lanes} lanes needs {2 * lanes} micro-batches or more, "
-            f"not {microbatches}"
-        )
     for lane in range(lanes):
         down, up, below = lane, stages - 1 - lane, lanes - 1 - lane
         line = _Line()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxpipe.schedule.automatic import auto
-from fxpipe.schedule.catalogue import NAMES, named
+from fxpipe.schedule.catalogue import NAMES, least_microbatches, named
 from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.simulator import Links, Memory, StageCost
 from fxpipe.schedule.validator import Bound
@@ -44,6 +44,7 @@ def schedule_of(
     microbatches: int,
     costs: Callable[[], Sequence[StageCost]],
     *,
+    whole: int | None = None,
     links: Links | None = None,
     memory: Memory | None = None,
     max_bytes: Bound | None = None,
@@ -53,17 +54,21 @@ def schedule_of(
     ``costs``, of the stages, are asked for only by the search for one, "auto"; as are links, memory
     and bounds (see :func:`fxpipe.schedule.auto`).
 
+    ``whole``: how many there are in a whole mini-batch, if this may be a smaller one, such as the
+    last of an epoch. A schedule that is for no less is taken for the whole, and from it the first
+    ones.
+
     Raises ValueError for a schedule of another number of micro-batches.
     """
-    lanes = 1 + max(placement)
+    lanes, whole = 1 + max(placement), max(microbatches, whole or 0)
     if isinstance(schedule, Schedule):
-        if schedule.microbatches != microbatches:
+        if schedule.microbatches != whole:
             raise ValueError(
                 f"the schedule {schedule.name!r} has {schedule.microbatches} micro-batches, the "
-                f"mini-batch {microbatches}: give chunks={schedule.microbatches}, and a batch of "
+                f"mini-batch {whole}: give chunks={schedule.microbatches}, and a batch of "
                 "as many rows or more"
             )
-        return schedule
+        return schedule.first(microbatches)
     if schedule == AUTO:
         return auto(
             costs(),
@@ -74,4 +79,6 @@ def schedule_of(
             memory=memory,
             max_bytes=max_bytes,
         )
-    return named(schedule, lanes=lanes, microbatches=microbatches, stages=len(placement))
+    count = max(microbatches, min(whole, least_microbatches(schedule, lanes)))
+    order = named(schedule, lanes=lanes, microbatches=count, stages=len(placement))
+    return order.first(microbatches)

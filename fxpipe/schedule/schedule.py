@@ -7,11 +7,11 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from fxpipe.schedule.actions import Action, Entry, Kind, NotAnAction, parse_entry
+from fxpipe.schedule.actions import Action, Entry, Kind, NotAnAction, Overlap, parse_entry
 
 Edges = Sequence[tuple[int, int]]
 """Which stage's output is which stage's input: ``(source, target)``."""
@@ -51,6 +51,16 @@ class Schedule:
         """What a lane does, overlapping actions one after the other."""
         for entry in self.lanes[lane]:
             yield from entry.parts
+
+    def first(self, microbatches: int) -> Schedule:
+        """The first micro-batches, in the order that they have among all."""
+        if microbatches >= self.microbatches:
+            return self
+        lanes = []
+        for lane in self.lanes:
+            kept = (tuple(a for a in entry.parts if a.microbatch < microbatches) for entry in lane)
+            lanes.append(tuple(p[0] if len(p) == 1 else Overlap(p) for p in kept if p))
+        return replace(self, microbatches=microbatches, lanes=tuple(lanes))
 
     # ------------------------------------------------------------------------------------- as text
 

@@ -247,6 +247,40 @@ def test_four_lanes_up_to_eight_stages_and_any_batch(make, inputs, schedule):
             assert same(gradients(model), wanted[1])
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "dualpipe_v",  # which takes twice as many micro-batches as there are lanes
+        Schedule.from_text("""
+            0F0 0F1 0F2 3F0 3F1 3I0 3F2 3W0 3I1 3W1 3B2 0B0 0B1 0B2
+            1F0 2F0 1F1 2F1 1F2 2F2 2B0 2B1 1B0 2I2 1B1 1B2 2W2
+        """),
+    ],
+    ids=["dualpipe_v", "a schedule"],
+)
+def test_a_smaller_batch_goes_in_the_order_of_its_micro_batches_in_a_whole_one(schedule):
+    """The last one of an epoch, say."""
+    model, chunks = MLP(), 4 if schedule == "dualpipe_v" else 3
+    whole = named(schedule, lanes=2, microbatches=4) if chunks == 4 else schedule
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=chunks, schedule=schedule, loss_fn=mean_loss
+    ) as pipe:
+        for batch in (6, 2, 1):
+            x, target = torch.randn(batch, 12), torch.randn(batch)
+            model.zero_grad()
+            pipe.step(x, target=target)
+            reference, order = copy.deepcopy(model), whole.first(min(batch, chunks))
+            _, wanted = step_of_loop(reference, (x,), target, pipe, order, chunks, mean_loss)
+            assert same(gradients(model), wanted)
+
+
+def test_a_schedule_of_ones_own_says_how_many_micro_batches_there_are():
+    order = Schedule.from_text("0F0 0F1 0F2 0B0 0B1 0B2 \n 1F0 1F1 1F2 1B0 1B1 1B2")
+    with fxpipe.compile(MLP(), ["cpu"] * 2, schedule=order, loss_fn=mean_loss) as pipe:
+        pipe.step(torch.randn(8, 12), target=torch.randn(8))
+        assert len(pipe.losses) == 3
+
+
 class Dropouts(nn.Module):
     """A skip over all of it, and random numbers everywhere."""
 
@@ -726,11 +760,6 @@ def compiled(**options):
             "rounds is 0: give the number of steps to measure, 1 or more",
         ),
         (
-            {"schedule": named("1f1b", lanes=2, microbatches=3)},
-            lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
-            "has 3 micro-batches, the mini-batch 4",
-        ),
-        (
             {"schedule": Schedule.from_text("0F0 0B0 \n 1B0 1F0"), "chunks": 1},
             lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
             "deadlock: lane 1 waits",
@@ -748,6 +777,14 @@ def test_what_cannot_be_is_refused(options, call, message):
         ({"schedule": "2f2b"}, "schedule is '2f2b': give one of"),
         ({"schedule": "interleaved_1f1b", "stages": 3}, "as many stages on each lane"),
         ({"schedule": named("1f1b", lanes=3, microbatches=4)}, "has 3 lanes and 3 stages"),
+        (
+            {"schedule": named("1f1b", lanes=2, microbatches=3)},
+            r"has 3 micro-batches, and chunks is 4",
+        ),
+        (
+            {"schedule": "dualpipe_v", "chunks": 3},
+            "dualpipe_v on 2 lanes needs 4 micro-batches or more, not 3",
+        ),
     ],
 )
 def test_a_schedule_that_does_not_fit_is_refused_at_once(options, message):

@@ -148,3 +148,15 @@ def test_in_notebooks_a_schedule_is_a_timeline_if_it_can_run():
     assert drawn.count("<title>") == 2 * 4 * 2, "a box an action"
     assert "15 forwards of a stage" in drawn, "2 * (1 + 2) + 3 * 3: nobody knows of seconds"
     assert Schedule.from_text("0B0 0F0")._repr_svg_() is None
+
+
+def test_the_first_micro_batches_go_in_the_same_order():
+    schedule = Schedule.from_text("""
+        0F0 (0F1;0I0)OVERLAP_F_B 0F2 0B2 0W0 0B1
+        1F0 1B0 (1F2;1F1)OVERLAP_F_B 1B2 1B1
+    """)
+    assert schedule.first(2) == Schedule.from_text("""
+        0F0 (0F1;0I0)OVERLAP_F_B 0W0 0B1
+        1F0 1B0 1F1 1B1
+    """)
+    assert schedule.first(3) is schedule
