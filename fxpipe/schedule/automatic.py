@@ -17,7 +17,7 @@ from itertools import chain
 from fxpipe.schedule.actions import Entry, Kind
 from fxpipe.schedule.catalogue import NAMES, named
 from fxpipe.schedule.exact import shorter
-from fxpipe.schedule.halves import joined_at
+from fxpipe.schedule.halves import joined, joined_at
 from fxpipe.schedule.listing import list_schedule, rules
 from fxpipe.schedule.problem import SLACK, Problem
 from fxpipe.schedule.schedule import Needs, Schedule
@@ -242,6 +242,7 @@ class _Search:
                 continue
             if schedule.placement == world.placement:
                 yield schedule
+                yield joined(schedule, world.edges)  # as a pipeline runs it
 
     def _listed(self) -> Iterator[Schedule]:
         for rule in rules(self.problem):

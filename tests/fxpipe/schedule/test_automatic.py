@@ -11,6 +11,8 @@ from fxpipe.schedule import (
     Memory,
     StageCost,
     auto,
+    chain,
+    joined,
     live,
     named,
     search,
@@ -44,6 +46,19 @@ def test_it_is_never_worse_than_the_best_named_schedule(costs, lanes, microbatch
     assert found.timeline.makespan == simulate(found.schedule, costs, links).makespan
     assert found.bound <= found.timeline.makespan * (1 + 1e-9)
     assert found.timeline.makespan <= best_named(costs, lanes, microbatches, links) * (1 + 1e-9)
+
+
+def test_nor_than_one_whose_halves_are_joined_as_a_pipeline_runs_it():
+    """Where a whole backward takes less than its halves, as at stage 2."""
+    costs = [
+        StageCost(1.0, 1.0, 1.0),
+        StageCost(2.0, 0.0, 2.0),
+        StageCost(3.0, 0.0, 3.0, backward=1.5),
+        StageCost(1.0, 1.0, 2.0),
+    ]
+    order = joined(named("zbv", lanes=2, microbatches=2), chain(4))
+    found = search(costs, 2, 2, placement=order.placement, effort=20)
+    assert found.timeline.makespan <= simulate(order, costs).makespan
 
 
 @given(costs(4), st.integers(1, 5), st.integers(2, 6))
