@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from fxpipe.batch import input_dims
 from fxpipe.devices import DeviceSpec
 from fxpipe.graph import COST, GAP, STAGE, batch_bytes
 from fxpipe.inspect.text import human_bytes, human_time, optimality
-from fxpipe.mode import usual
+from fxpipe.mode import batch_size, usual
 from fxpipe.progress import began
 from fxpipe.runtime.ambient import compiling
 from fxpipe.schedule import (
@@ -42,9 +43,10 @@ from passes.cost import ADAM, relative_time
 from passes.costs import Costs, cost_pass
 from passes.cut.bounds import gap, lower_bound
 from passes.cut.dag import Floats, prices
-from passes.partition import DoesNotFit, Spec
+from passes.partition import Auto, DoesNotFit, Spec, milder
 from passes.problem import Problem, machine, problem, recomputed
 from passes.skips import SkipLayout, skip_layout
+from passes.ways import Change, ways_out
 
 ROUNDING = 1e-9  # bytes are sums of fractions
 
@@ -247,33 +249,131 @@ def plan(
         dims = input_dims(model, args, kwargs, in_dims)
         began("trace")
         gm, values = sketch(model, args, kwargs, dims, tracer)
-        count = _chunks(chunks, len(placement), values, dims)
-        began("cost")
-        with untouched(model):
-            rows = default.Rows(tuple(values), tuple(dims), count)
-            price = cost_pass(
-                costs,
-                tuple(values),
-                spec=specs[0],
-                optimizer_states=optimizer_states,
-                chunks=count,
-            )
-            gm = default.Random()(default.Shared()(price(rows(gm))))
-    lanes = _Lanes(specs, placement, schedule, count, checkpoint)
-    found = lanes.planned(gm, partition, 1)
-    several = len(placement) // len(specs)
-    if several > 1 and not found.fits:
+        batch = batch_size(values, dims)
+        question = _Question(
+            _Prices(model, gm, tuple(values), tuple(dims), costs, specs[0], optimizer_states),
+            partition,
+            specs,
+            schedule,
+            stages,
+            _chunks(chunks, len(placement), batch),
+            checkpoint,
+        )
         try:
-            found = lanes.planned(gm, partition, several)
-        except DoesNotFit as error:
-            raise DoesNotFit(
-                f"{error} (there are {several} stages on each device: what is said of device i "
-                f"here is said of stage i, with 1/{several} of its device's memory)"
-            ) from None
-    return replace(
-        found,
-        stages=tuple(replace(stage, device=specs[stage.lane]) for stage in found.stages),
-    )
+            return question.answer()
+        except DoesNotFit:
+            began("what would fit")
+            short = question.shortage()
+            raise DoesNotFit(f"{short}; {question.ways_out(batch)}") from None
+
+
+@dataclass(frozen=True)
+class _Prices:
+    """The model graph, with what its nodes cost in so many micro-batches."""
+
+    model: nn.Module
+    sketched: fx.GraphModule
+    inputs: tuple[Any, ...]
+    in_dims: tuple[int | None, ...]
+    costs: Costs
+    spec: DeviceSpec
+    optimizer_states: float
+    known: dict[int, fx.GraphModule] = field(default_factory=dict)
+
+    def of(self, chunks: int) -> fx.GraphModule:
+        """The graph, which may be changed."""
+        if chunks not in self.known:
+            began("cost")
+            rows = default.Rows(self.inputs, self.in_dims, chunks)
+            price = cost_pass(
+                self.costs,
+                self.inputs,
+                spec=self.spec,
+                optimizer_states=self.optimizer_states,
+                chunks=chunks,
+            )
+            with untouched(self.model):
+                gm = price(rows(copied(self.sketched)))
+                self.known[chunks] = default.Random()(default.Shared()(gm))
+        return copied(self.known[chunks])
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph once more, with the same tensors and metadata."""
+    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+@dataclass(frozen=True)
+class _Question:
+    """All that a plan depends on."""
+
+    prices: _Prices
+    partition: Spec
+    specs: tuple[DeviceSpec, ...]
+    schedule: str | Schedule
+    stages: int | None
+    chunks: int
+    checkpoint: str
+
+    @cached_property
+    def _lanes(self) -> _Lanes:
+        placement = placement_of(self.schedule, len(self.specs), self.stages)
+        return _Lanes(self.specs, placement, self.schedule, self.chunks, self.checkpoint)
+
+    @property
+    def _several(self) -> int:
+        """Stages on each device."""
+        return len(self._lanes.placement) // len(self.specs)
+
+    def answer(self) -> Plan:
+        """The plan; raises a bare :class:`DoesNotFit`."""
+        try:
+            found = self._lanes.planned(self.prices.of(self.chunks), self.partition, 1)
+        except DoesNotFit:
+            if self._several == 1:
+                raise
+            found = None
+        if self._several > 1 and (found is None or not found.fits):
+            found = self._lanes.planned(self.prices.of(self.chunks), self.partition, self._several)
+        assert found is not None
+        planned = (replace(s, device=self.specs[s.lane]) for s in found.stages)
+        return replace(found, stages=tuple(planned))
+
+    def shortage(self) -> str:
+        """How much memory is missing where."""
+        several, gm = self._several, self.prices.of(self.chunks)
+        spec = Auto() if isinstance(self.partition, str) else self.partition
+        spec = spec(gm) if callable(spec) else spec
+        assert isinstance(spec, Auto)
+        said = self._lanes.cut(spec, several).shortage(gm.graph, spec)
+        if several == 1:
+            return said
+        return (
+            f"{said} (there are {several} stages on each device: what is said of device i here is "
+            f"said of stage i, with 1/{several} of its device's memory)"
+        )
+
+    def ways_out(self, batch: int | None) -> str:
+        """What would make the model fit."""
+        several = [2**i * self.chunks for i in range(1, 40) if 2**i * self.chunks < (batch or 0)]
+        is_measured = isinstance(self.prices.costs, str) and self.prices.costs == "measured"
+        more = [*several, *([batch] if batch and batch > self.chunks else [])]
+        is_named = isinstance(self.schedule, str)
+        frugal = ["1f1b"] if is_named and self.schedule not in ("1f1b", "zb_h1", AUTO) else []
+        settings: dict[str, list[Any]] = {
+            "schedule": frugal if len(self.specs) > 1 and self.stages is None else [],
+            "chunks": [] if is_measured else more,  # nothing is measured for a mere question
+            "checkpoint": milder(self.checkpoint),
+        }
+        return ways_out(self._fits, {k: v for k, v in settings.items() if v}, len(self.specs))
+
+    def _fits(self, change: Change) -> bool:
+        count = len(self.specs) if change.devices is None else change.devices
+        specs = (*self.specs, *self.specs[-1:] * (count - len(self.specs)))
+        try:
+            return replace(self, specs=specs, **change.settings).answer().fits
+        except ValueError:  # no cut, or no such schedule
+            return False
 
 
 @dataclass(frozen=True)
@@ -288,22 +388,10 @@ class _Lanes:
 
     def planned(self, gm: fx.GraphModule, partition: Spec, part: int) -> Plan:
         """The plan, each stage given one of so many parts of its device's memory."""
-        devices = tuple(
-            spec if spec.memory is None else spec.with_memory(spec.memory / part)
-            for spec in (self.specs[lane] for lane in self.placement)
-        )
+        devices = self._devices(part)
         stages = len(devices)
         began("partition")
-        cut = default.Partition(
-            stages,
-            partition,
-            devices,
-            self.chunks,
-            self.checkpoint,
-            live=self._alive,
-            placement=self.placement,
-        )
-        gm = cut(gm)
+        gm = self.cut(partition, part)(gm)
         again = recomputed(self.checkpoint, self.chunks)
         found = problem(gm.graph, devices=devices, recomputed=again)
         stage = [node.meta[STAGE] for node in found.work]
@@ -341,6 +429,26 @@ class _Lanes:
             timeline,
             self.checkpoint,
             gm.meta.get(GAP, gap(priced.slowest, lower_bound(found.dag, target))),
+        )
+
+    def _devices(self, part: int) -> tuple[DeviceSpec, ...]:
+        """Of the stages, each with one of so many parts of the memory."""
+        return tuple(
+            spec if spec.memory is None else spec.with_memory(spec.memory / part)
+            for spec in (self.specs[lane] for lane in self.placement)
+        )
+
+    def cut(self, partition: Spec, part: int) -> default.Partition:
+        """The pass that cuts, each stage given one of so many parts of its device's memory."""
+        return default.Partition(
+            len(self.placement),
+            partition,
+            self._devices(part),
+            self.chunks,
+            self.checkpoint,
+            live=self._alive,
+            placement=self.placement,
+            explains=False,
         )
 
     def _alive(self, stages: int) -> Sequence[float] | None:
@@ -490,10 +598,7 @@ def sketch(
     raise TraceError("no tracer")  # for mypy: the loop returns or raises
 
 
-def _chunks(
-    chunks: int | None, stages: int, values: Sequence[Any], dims: Sequence[int | None]
-) -> int:
-    batch = next((v.shape[d] for v, d in zip(values, dims, strict=True) if d is not None), None)
+def _chunks(chunks: int | None, stages: int, batch: int | None) -> int:
     if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
         raise ValueError(f"chunks is {chunks!r}: give the number of micro-batches, 1 or more")
     wanted = chunks or (4 * stages if stages > 1 else 1)

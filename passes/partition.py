@@ -26,6 +26,7 @@ from passes.cut.dag import Machine, prices
 from passes.cut.search import EQUAL
 from passes.cut.solve import Cut, solve, solve_in_order, tightest
 from passes.problem import OBJECTIVES, PartitionError, Problem, machine, problem, recomputed
+from passes.ways import Change, ways_out
 
 __all__ = [
     "Auto",
@@ -88,6 +89,12 @@ class DoesNotFit(PartitionError):
     """No cut fits the devices' memory; the message says how much is short, and what would help."""
 
 
+def milder(checkpoint: str) -> list[str]:
+    """The checkpoint modes that keep less than this one."""
+    modes = ["never", "except_last", "always"]
+    return modes[modes.index(checkpoint) + 1 :]
+
+
 Spec = str | Auto | Sequence[str] | Mapping[str, int] | Callable[[fx.GraphModule], Any]
 """How a user says the cut: "auto" or :class:`Auto`, names that begin stages, name to stage, or a
 function of the model graph that returns one of these."""
@@ -101,7 +108,8 @@ class Partition:
     most. ``devices`` describes the devices, one a stage, where they differ or have limits;
     ``chunks`` and ``checkpoint`` are as for :func:`fxpipe.compile`. ``live`` says how many
     micro-batches are alive at once at each of so many stages (None: all), which decides what fits;
-    ``placement`` numbers the devices of the stages, where one has several.
+    ``placement`` numbers the devices of the stages, where one has several. ``explains``: whether a
+    refusal says what is short and what would help, which takes some more cuts.
 
     Raises :class:`PartitionError` if there are fewer places to cut than needed, a name is unknown,
     the asked-for stages need each other in a circle, or the devices have too little memory.
@@ -115,6 +123,7 @@ class Partition:
     checkpoint: str = "never"
     live: Callable[[int], Sequence[float] | None] | None = None
     placement: tuple[int, ...] | None = None
+    explains: bool = True
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
@@ -153,48 +162,61 @@ class Partition:
         try:
             found, cut = self.solved(gm.graph, spec)
         except DoesNotFit as error:
-            raise DoesNotFit(f"{error}; {self._ways_out(gm.graph, spec)}") from None
+            if not self.explains:
+                raise
+            short = self.shortage(gm.graph, spec)
+            raise DoesNotFit(f"{short}; {self._ways_out(gm.graph, spec)}") from error
         if spec.objective == "time":
             gm.meta[GAP] = cut.gap
         return found.labels(cut.stage)
 
     def solved(self, graph: fx.Graph, spec: Auto) -> tuple[Problem, Cut]:
         """The automatic cut of a model graph with costs."""
-        target = machine(
+        return automatic(graph, self._machine, spec, self.devices, self._again)
+
+    @property
+    def _machine(self) -> Machine:
+        return machine(
             self.devices or self.stages,
             chunks=self.chunks,
             checkpoint=self.checkpoint,
             live=self.live and self.live(self.stages),
             placement=self.placement,
         )
-        again = recomputed(self.checkpoint, self.chunks)
-        return automatic(graph, target, spec, self.devices, again)
+
+    @property
+    def _again(self) -> float:
+        return recomputed(self.checkpoint, self.chunks)
+
+    def shortage(self, graph: fx.Graph, spec: Auto) -> str:
+        """Which devices have too little memory, cut so that the fullest is least full.
+
+        Raises :class:`PartitionError` if there is no cut at all.
+        """
+        return _shortage(*_posed(graph, self._machine, spec, self.devices, self._again))
 
     def _ways_out(self, graph: fx.Graph, spec: Auto) -> str:
         """What would make the model fit."""
         assert self.devices is not None
-        ways: list[str] = []
-        checkpointed = replace(self, checkpoint="except_last")
-        if self.checkpoint == "never" and checkpointed.is_possible(graph, spec):
-            ways.append('checkpoint="except_last"')
-        n = len(self.devices)
-        for count in (n + 1, n + 2, 2 * n):
-            devices = (*self.devices, *self.devices[-1:] * (count - n))
-            wider = replace(self, stages=count, devices=devices, placement=None)
-            if wider.is_possible(graph, spec):
-                ways.append(f"{count} devices")
-                break
-        if not ways:
-            return f"neither a checkpoint nor {2 * n} devices help: give devices with more memory"
-        return f"it would fit with {' or '.join(ways)}"
+        devices = self.devices
 
-    def is_possible(self, graph: fx.Graph, spec: Auto) -> bool:
-        """Whether there is such a cut."""
-        try:
-            self.solved(graph, spec)
-        except PartitionError:
-            return False
-        return True
+        def fits(change: Change) -> bool:
+            count = change.devices or len(devices)
+            wider = (*devices, *devices[-1:] * (count - len(devices)))
+            other = replace(
+                self,
+                stages=count,
+                devices=wider,
+                placement=self.placement if change.devices is None else None,
+                **change.settings,
+            )
+            try:
+                other.solved(graph, spec)
+            except PartitionError:
+                return False
+            return True
+
+        return ways_out(fits, {"checkpoint": milder(self.checkpoint)}, len(devices))
 
 
 def automatic(
@@ -207,8 +229,23 @@ def automatic(
     """The best cut of a model graph with costs into the machine's stages.
 
     ``again`` is the part of the forward that is recomputed. Raises :class:`PartitionError` where
-    there is none.
+    there is none, :class:`DoesNotFit` if that is for want of memory, or of room for the pins.
     """
+    found, target, pins = _posed(graph, target, spec, devices, again)
+    best = solve(found.dag, target, slack=spec.slack, pins=pins)
+    if best is None:
+        raise DoesNotFit("the model does not fit into the devices' memory")
+    return found, _easier(found, target, spec.slack, pins, best)
+
+
+def _posed(
+    graph: fx.Graph,
+    target: Machine,
+    spec: Auto,
+    devices: Sequence[DeviceSpec] | None,
+    again: float,
+) -> tuple[Problem, Machine, dict[int, int]]:
+    """What is to be solved: the DAG, the machine, and the pins."""
     work = list(stage_nodes(graph))
     groups = [[node for name in names for node in named(work, name)] for names in spec.together]
     found = problem(
@@ -228,11 +265,7 @@ def automatic(
             "written memory, or are parts of one result, stay together; give as many devices, or "
             "fewer"
         )
-    pins = _pins(found, work, spec.pins, target.stages)
-    best = solve(found.dag, target, slack=spec.slack, pins=pins)
-    if best is None:
-        raise _why_not(found, target, pins)
-    return found, _easier(found, target, spec.slack, pins, best)
+    return found, target, _pins(found, work, spec.pins, target.stages)
 
 
 def _easier(
@@ -274,12 +307,11 @@ def _pins(
     return {unit: names[name] for unit, name in pins.items()}
 
 
-def _why_not(found: Problem, target: Machine, pins: Mapping[int, int]) -> PartitionError:
-    """Which devices have too little memory, cut so that the fullest is least full."""
+def _shortage(found: Problem, target: Machine, pins: Mapping[int, int]) -> str:
     assert target.memory is not None
     stage = tightest(found.dag, target, pins=pins)
     if stage is None:
-        return PartitionError(
+        raise PartitionError(
             "no cut puts all pins into their stages and something into each of the "
             f"{target.stages}: give fewer pins, or other ones"
         )
@@ -289,7 +321,6 @@ def _why_not(found: Problem, target: Machine, pins: Mapping[int, int]) -> Partit
         for s, (n, m) in enumerate(zip(need, target.memory, strict=True))
         if n > m
     ]
-    return DoesNotFit(
-        "the model does not fit into the devices' memory; cut for memory alone, "
-        + ("; ".join(short) or "it might, but no such cut has been found")
+    return "the model does not fit into the devices' memory; cut for memory alone, " + (
+        "; ".join(short) or "it might, but no such cut has been found"
     )

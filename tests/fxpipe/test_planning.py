@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -361,23 +362,43 @@ def test_a_model_that_cannot_fit_is_refused_with_what_is_short_and_what_would_he
     message = str(error.value)
     assert "device 0 needs " in message
     assert f"and has {0.4 * TABLES:,.0f}, " in message
-    assert "neither a checkpoint nor 4 devices help" in message, "a table is larger than a device"
+    assert (
+        "; no other schedule, no other chunks, no other checkpoint, no 8 devices would help: give "
+        "devices with more memory"
+    ) in message, "a table is larger than a device"
 
 
-def test_checkpoints_and_more_devices_are_offered_where_they_help():
+def deep(memory, **options):
+    """The plan for 24 layers that keep much more than their parameters are."""
     layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())]
     model, x = on_meta(nn.Sequential(*layers), torch.zeros(4096, 32))
-    whole = fxpipe.plan(model, [FREE_LINKS], example_inputs=x, chunks=1).stages[0].memory
-    small = FREE_LINKS.with_memory(0.4 * whole)
-    with pytest.raises(
-        fxpipe.DoesNotFit, match=r'it would fit with checkpoint="except_last" or 3 devices'
-    ):
-        fxpipe.plan(model, [small] * 2, example_inputs=x, chunks=8)
-    for stages, checkpoint in ((2, "except_last"), (3, "never")):
-        plan = fxpipe.plan(
-            model, [small] * stages, example_inputs=x, chunks=8, checkpoint=checkpoint
-        )
-        assert plan.fits
+    options = {"devices": 2, "chunks": 8, **options}
+    device = FREE_LINKS if memory is None else FREE_LINKS.with_memory(memory)
+    return fxpipe.plan(model, [device] * options.pop("devices"), example_inputs=x, **options)
+
+
+@pytest.mark.parametrize(
+    ("part", "singles"),
+    [
+        (0.4, {'schedule="1f1b"', 'checkpoint="except_last"', "3 devices"}),
+        (0.1, set()),  # no change alone is enough
+        (0.05, set()),
+    ],
+)
+def test_what_would_fit_is_said_and_does(part, singles):
+    memory = part * deep(None, devices=1).memory[0]
+    with pytest.raises(fxpipe.DoesNotFit) as error:
+        deep(memory)
+    _, _, said = str(error.value).partition("; it would fit with ")
+    ways = re.split(", with | or with ", said)
+    assert {way for way in ways if " and " not in way} == singles
+    for way in ways:
+        parts = [p if "=" in p else f"devices={p.split()[0]}" for p in way.split(" and ")]
+        assert deep(memory, **eval(f"dict({','.join(parts)})")).fits
+    for one in ({"schedule": "1f1b"}, {"checkpoint": "always"}, {"chunks": 4096}):
+        if not singles:
+            with pytest.raises(fxpipe.DoesNotFit):
+                deep(memory, **one)
 
 
 def test_checkpoints_take_time_and_save_memory():

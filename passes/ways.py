@@ -1,0 +1,96 @@
+"""Not a pass: what would make a model fit that does not, the smallest changes first.
+
+::
+
+    never, 2 devices      no                     it would fit with checkpoint="except_last" or with
+    except_last           yes ─────────────────▶ 3 devices
+    3 devices             yes ─────────────────▶
+
+Each change is tried, and what is said has been seen to fit. First come settings, alone and then
+together, then more devices, then fewer of them with settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, islice, product
+from typing import Any
+
+MORE = 4  # times as many devices are tried at most
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that are others than they were, and how many devices, if not as many as before."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    devices: int | None = None
+
+    def __str__(self) -> str:
+        parts = [
+            f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in self.settings.items()
+        ]
+        if self.devices is not None:
+            parts.append(f"{self.devices} devices")
+        return " and ".join(parts)
+
+
+def ways_out(
+    fits: Callable[[Change], bool], settings: Mapping[str, Sequence[Any]], devices: int
+) -> str:
+    """What would help, as a sentence.
+
+    Args:
+        fits: whether the model does, with such a change.
+        settings: the values that each may have instead, the mildest first.
+        devices: how many there are.
+    """
+    found = _of_settings(fits, settings)
+    fewest = MORE * devices + 1
+    for chosen in _kinds(settings):
+        if not any(way.settings.keys() <= set(chosen) for way in found if way.devices is None):
+            change = Change({name: settings[name][0] for name in chosen})
+            count = _count(fits, change, devices, fewest)
+            if count < fewest:
+                found.append(Change(change.settings, count))
+                fewest = count
+    if found:
+        return f"it would fit with {_listed([str(way) for way in found])}"
+    others = [f"no other {name}" for name in settings] + [f"no {MORE * devices} devices"]
+    return f"{', '.join(others)} would help: give devices with more memory"
+
+
+def _kinds(settings: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
+    """The names of no setting, of one, of two, and so on."""
+    return [c for size in range(len(settings) + 1) for c in combinations(settings, size)]
+
+
+def _of_settings(
+    fits: Callable[[Change], bool], settings: Mapping[str, Sequence[Any]]
+) -> list[Change]:
+    """With as many devices as there are. What is more than another way is none of its own."""
+    found: list[Change] = []
+    for chosen in _kinds(settings)[1:]:
+        if not any(way.settings.keys() <= set(chosen) for way in found):
+            values = product(*(settings[name] for name in chosen))
+            changes = (Change(dict(zip(chosen, some, strict=True))) for some in values)
+            found += islice(filter(fits, changes), 1)
+    return found
+
+
+def _count(fits: Callable[[Change], bool], change: Change, devices: int, fewest: int) -> int:
+    """The number of devices that are enough, between these two; ``fewest`` if none is."""
+    low, high = devices, fewest
+    while high - low > 1:  # at first steps that double
+        middle = min((low + high) // 2, devices + max(1, 2 * (low - devices)))
+        if fits(Change(change.settings, middle)):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _listed(words: Sequence[str]) -> str:
+    *all_but_last, last = words
+    return f"{', with '.join(all_but_last)} or with {last}" if all_but_last else last
