@@ -41,7 +41,7 @@ def devices_of(
 
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count() if kind is not None else 0
-    there = ["cpu", "meta", *(f"{kind.type}:{i}" for i in range(count) if kind is not None)]
+    there = ["cpu", *(f"{kind.type}:{i}" for i in range(count) if kind is not None)]
     names = tuple(name.strip() for name in value.split(","))
     for name in names:
         if name not in there and (kind is None or not count or name != kind.type):

@@ -112,7 +112,8 @@ def test_keyword_inputs_and_sizes_will_do(models):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--devices", "cpu,cpuu"], "there is no device 'cpuu' here: give some of cpu, meta"),
+        (["--devices", "cpu,cpuu"], "there is no device 'cpuu' here: give some of cpu"),
+        (["--devices", "cpu,meta"], "there is no device 'meta' here: give some of cpu"),
         (["--devices", "cpu,,cpu"], "there is no device '' here"),
         (["--devices", "cpu,cuda:99"], "there is no device 'cuda:99' here"),
         (["--chunks", "0"], "'--chunks': 0 is not in the range x>=1"),
