@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.devices import CPU_CORE, DeviceSpec
 from fxpipe.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, stage_nodes, tensors_of
+from fxpipe.runtime.random import RandomState
 from passes.cost import ADAM, BACKWARD, AnalyticCost, signature
 from passes.rows import times_done
 
@@ -213,12 +214,11 @@ class _Stopwatch(fx.Interpreter):
 def _as_it_was(gm: fx.GraphModule, device: torch.device | None) -> Iterator[None]:
     """Puts buffers and random states back."""
     buffers = [(buffer, buffer.clone()) for buffer in gm.buffers()]
-    is_accelerator = device is not None and device.type not in ("cpu", "meta")
-    kind = device.type if device is not None and is_accelerator else "cuda"
-    forked = torch.random.fork_rng([device] if is_accelerator else [], device_type=kind)
-    with forked, torch.no_grad():
+    state = RandomState(() if device is None else (device,))
+    with torch.no_grad():
         try:
             yield
         finally:
+            state.put_back()
             for buffer, before in buffers:
                 buffer.copy_(before)
