@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
-from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from fxpipe.compiler import Compiler
 from fxpipe.graph import WRITTEN
@@ -20,7 +19,7 @@ from fxpipe.loss import LossFunction, Target
 from fxpipe.mode import Example, Mode, Unrolled
 from fxpipe.options import Options, PassList
 from fxpipe.progress import began
-from fxpipe.runtime.ambient import is_intercepted, transforms
+from fxpipe.runtime.ambient import is_intercepted, is_traced, transforms
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
 from fxpipe.runtime.optimizer import Stepping
@@ -318,7 +317,7 @@ class Pipeline(Views, nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Mode, list[Any], Unrolled]:
         self._check_open()
-        if torch.compiler.is_exporting() or is_fx_symbolic_tracing():
+        if is_traced((*args, *kwargs.values())):
             raise RuntimeError(
                 "a pipeline cannot be traced: what runs is on threads of its own; trace the model "
                 "itself, pipe.module, or take a graph that there is, such as pipe.model_graph"

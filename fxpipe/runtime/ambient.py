@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import fx
 from torch._C._functorch import TransformType
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,17 @@ def is_intercepted() -> bool:
         or transforms()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     )
+
+
+def is_traced(values: Iterable[Any]) -> bool:
+    """Whether fx or torch.export traces what is done with these values.
+
+    The values say so: what PyTorch says, ``is_exporting()``, it says to all threads.
+    """
+    if torch.compiler.is_exporting():
+        leaves = pytree.tree_leaves(list(values))
+        return any(isinstance(leaf, FakeTensor | FunctionalTensor) for leaf in leaves)
+    return any(isinstance(value, fx.Proxy) for value in values)
 
 
 def transforms() -> list[TransformType]:

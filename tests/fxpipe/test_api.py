@@ -501,8 +501,12 @@ def test_a_number_that_depends_on_the_batch_is_refused():
         fxpipe.compile(Counts(), TWO)(X)
 
 
-def test_other_threads_go_on_while_a_model_is_compiled():
+@pytest.mark.parametrize("runs", ["model", "pipeline"])
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_other_threads_go_on_while_a_model_is_compiled(tracer, runs):
     model, x, failed, done = MLP(), torch.randn(4, 12), [], threading.Event()
+    if runs == "pipeline":
+        model = fxpipe.compile(model, TWO, chunks=2)
     expected = model(x)
 
     def work():
@@ -517,7 +521,8 @@ def test_other_threads_go_on_while_a_model_is_compiled():
     thread.start()
     try:
         for _ in range(3):
-            fxpipe.compile(ResNet(), TWO, chunks=2, example_inputs=(torch.randn(4, 3, 8, 8),))
+            inputs = (torch.randn(4, 3, 8, 8),)
+            fxpipe.compile(ResNet(), TWO, chunks=2, tracer=tracer, example_inputs=inputs)
     finally:
         done.set()
         thread.join()
