@@ -449,7 +449,7 @@ def test_a_step_of_any_program_gives_the_bits_of_the_loop_in_the_order_of_any_sc
         return sum((row * target).mean() for row in rows)
 
     try:
-        schedule = schedule_of(training, min(case.chunks, case.batch), rng)
+        schedule = schedule_of(training, case.chunks, rng)
     except ValueError:  # there is none of so many micro-batches
         assume(False)
     try:
@@ -475,9 +475,10 @@ def test_a_step_of_any_program_gives_the_bits_of_the_loop_in_the_order_of_any_sc
         assume(False)
     with pipe:
         loss = pipe.step(x, target=target)
-        expected = step_of_loop(model, (x,), target, pipe, schedule, case.chunks, loss_fn)
+        order = schedule.first(case.batch)  # a small batch has fewer micro-batches
+        expected = step_of_loop(model, (x,), target, pipe, order, case.chunks, loss_fn)
     torch.testing.assert_close(loss, expected[0])
-    if is_in_order(schedule):
+    if is_in_order(order):
         assert same(list(own.buffers()), list(model.buffers())), "buffers"
     kinds = {step.kind for step in case.steps}
     if kinds & VIEWING and kinds & WRITING:  # as above
