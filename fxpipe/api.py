@@ -279,7 +279,12 @@ class Pipeline(Views, nn.Module):
         if target is not None and self._options.loss_fn is None:
             raise ValueError("a target is given, but no loss_fn: give compile(loss_fn=...)")
         self._check_open()
-        mode, values, chunks = self._compiler.ready(args, kwargs)
+        try:
+            mode, values, chunks = self._compiler.ready(args, kwargs)
+        except TypeError as error:
+            if target is None and self._options.loss_fn is not None:
+                error.add_note("the target is given by its name: step(x, target=y)")
+            raise
         wanted = Target.of(target, mode.batch_of(values))
         unrolled = self._compiler.step(mode, chunks, wanted)
         self.__dict__.update(_shown=(mode, chunks), _step=unrolled)

@@ -858,6 +858,12 @@ def test_where_the_target_has_been_forgotten_the_error_says_so():
     )
 
 
+def test_where_the_target_is_given_without_its_name_the_error_says_so():
+    with compiled() as pipe, pytest.raises(TypeError, match="too many positional") as caught:
+        pipe.step(torch.randn(4, 12), torch.randn(4))
+    assert caught.value.__notes__ == ["the target is given by its name: step(x, target=y)"]
+
+
 def test_in_inference_mode_there_is_no_step():
     with compiled() as pipe, torch.inference_mode(), pytest.raises(RuntimeError, match="outside"):
         pipe.step(torch.randn(4, 12), target=torch.randn(4))
