@@ -40,5 +40,5 @@ def test_a_buffer_of_two_devices_is_refused():
     model = MODELS["transformer"][0]()
     with pytest.raises(PartitionError, match="the buffer mask is used by stage 0 on cpu and by"):
         fxpipe.compile(
-            model, ["cpu", "meta"], example_inputs=(torch.zeros(2, 6, dtype=torch.long),)
+            model, ["cpu", "cpu:0"], example_inputs=(torch.zeros(2, 6, dtype=torch.long),)
         )
