@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -215,6 +216,7 @@ class Pipeline(Views, nn.Module):
         Args:
             target: the second argument of ``loss_fn``: tensors, in any nesting, with as many rows
                 as the batch. Those without dimensions, and all else, every micro-batch is given.
+                Without a ``loss_fn`` the model's own argument of that name.
             scaler: its scale is multiplied into the gradients; unscale and step with it afterwards.
             optimizer: steps each stage's parameters as soon as their gradients are done, while
                 other stages are still at work, and what no stage has at the end. One that is not of
@@ -277,7 +279,9 @@ class Pipeline(Views, nn.Module):
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a training step needs gradients: call it outside of inference_mode")
         if target is not None and self._options.loss_fn is None:
-            raise ValueError("a target is given, but no loss_fn: give compile(loss_fn=...)")
+            if "target" not in inspect.signature(self.module.forward).parameters:
+                raise ValueError("a target is given, but no loss_fn: give compile(loss_fn=...)")
+            kwargs, target = {**kwargs, "target": target}, None
         self._check_open()
         try:
             mode, values, chunks = self._compiler.ready(args, kwargs)

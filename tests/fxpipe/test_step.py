@@ -487,6 +487,21 @@ def test_a_model_may_return_its_loss(kind):
     torch.testing.assert_close(gradients(model), gradients(wanted))
 
 
+def test_a_model_that_returns_its_loss_may_have_an_argument_called_target():
+    class Own(MLP):
+        def forward(self, x, target=None):
+            return mean_loss(super().forward(x), target)
+
+    model, x, target = Own(), torch.randn(6, 12), torch.randn(6)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        loss = pipe.step(x, target=target)
+        found = gradients(model)
+        model.zero_grad()
+        assert same(pipe.step(x, target), loss)
+    assert same(gradients(model), found)
+    torch.testing.assert_close(loss, model(x, target))
+
+
 def test_a_target_may_be_nested():
     model, x = MLP(), torch.randn(6, 12)
     target = {"y": torch.randn(6, 12), "scale": 2.0, "more": [torch.tensor(3.0)]}
