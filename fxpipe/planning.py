@@ -342,9 +342,7 @@ class _Question:
     def shortage(self) -> str:
         """How much memory is missing where."""
         several, gm = self._several, self.prices.of(self.chunks)
-        spec = Auto() if isinstance(self.partition, str) else self.partition
-        spec = spec(gm) if callable(spec) else spec
-        assert isinstance(spec, Auto)
+        spec = self._automatic(gm)
         said = self._lanes.cut(spec, several).shortage(gm.graph, spec)
         if several == 1:
             return said
@@ -370,10 +368,20 @@ class _Question:
     def _fits(self, change: Change) -> bool:
         count = len(self.specs) if change.devices is None else change.devices
         specs = (*self.specs, *self.specs[-1:] * (count - len(self.specs)))
+        other = replace(self, specs=specs, **change.settings)
+        gm = other.prices.of(other.chunks)
         try:
-            return replace(self, specs=specs, **change.settings).answer().fits
-        except ValueError:  # no cut, or no such schedule
+            spec = other._automatic(gm)
+            return other._lanes.cut(spec, other._several).can_fit(gm.graph, spec)
+        except ValueError:  # there is no such schedule, or no room for the pins
             return False
+
+    def _automatic(self, gm: fx.GraphModule) -> Auto:
+        """The partition that is asked for, which is an automatic one: others need not fit."""
+        spec = self.partition(gm) if callable(self.partition) else self.partition
+        spec = Auto() if isinstance(spec, str) else spec
+        assert isinstance(spec, Auto)
+        return spec
 
 
 @dataclass(frozen=True)

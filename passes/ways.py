@@ -82,6 +82,8 @@ def _of_settings(
 def _count(fits: Callable[[Change], bool], change: Change, devices: int, fewest: int) -> int:
     """The number of devices that are enough, between these two; ``fewest`` if none is."""
     low, high = devices, fewest
+    if high - low > 1 and not fits(Change(change.settings, high - 1)):
+        return high
     while high - low > 1:  # at first steps that double
         middle = min((low + high) // 2, devices + max(1, 2 * (low - devices)))
         if fits(Change(change.settings, middle)):

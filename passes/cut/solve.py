@@ -126,6 +126,19 @@ def solve_in_order(
     return _in_order(dag, Task(machine, slack, pins or {}, enough=enough))
 
 
+def can_fit(dag: Dag, machine: Machine, pins: Mapping[int, int] | None = None) -> bool:
+    """Whether a cut is found that fits the memory and the pins, however slow.
+
+    Large graphs are looked at in the order of their nodes only: there is next to always a cut.
+    """
+    machine = replace(machine, bandwidth=None, latency=None)  # which say nothing of memory
+    if dag.size < machine.stages or not _may_fit(dag, machine):
+        return False
+    if solve_in_order(dag, machine, pins=pins) is not None:
+        return True
+    return dag.size <= LARGE and solve(dag, machine, pins=pins) is not None
+
+
 def _in_order(dag: Dag, task: Task) -> tuple[int, ...] | None:
     if dag.size <= task.effort.large:
         return _searched(dag, task, prefixes(range(dag.size)))
