@@ -238,7 +238,7 @@ def plan(
             "example_inputs is the tuple of the model's arguments, got a "
             f"{type(example_inputs).__name__}; write example_inputs=(x,) for one"
         )
-    if not optimizer_states >= 0:
+    if not (isinstance(optimizer_states, int | float) and optimizer_states >= 0):
         raise ValueError(f"optimizer_states is {optimizer_states!r}: give a number, 0 or more")
     default.Checkpoint(checkpoint)  # which checks it
     specs = _specs(devices)

@@ -13,6 +13,7 @@ and is taken where it is as good, by the same measure, in time and in bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -321,7 +322,7 @@ def _shortage(found: Problem, target: Machine, pins: Mapping[int, int]) -> str:
         )
     need = prices(found.dag, target, stage).memory
     short = [
-        f"device {s} needs {n:,.0f} bytes and has {m:,.0f}, {n - m:,.0f} short"
+        f"device {s} needs {n:,.0f} bytes and has {m:,.0f}, {math.ceil(n - m):,} short"
         for s, (n, m) in enumerate(zip(need, target.memory, strict=True))
         if n > m
     ]

@@ -144,6 +144,8 @@ def _named(name: str, work: Mapping[str, fx.Node]) -> list[fx.Node]:
 
 def _check_times(given: Mapping[str, float | Cost]) -> None:
     for name, cost in given.items():
+        if not isinstance(name, str):
+            raise ProfileError(f"costs names {name!r}: give names of nodes or modules, as strings")
         times = (cost.forward_s, cost.backward_s) if isinstance(cost, Cost) else (cost,)
         if not all(isinstance(time, int | float) and 0 <= time < math.inf for time in times):
             raise ProfileError(

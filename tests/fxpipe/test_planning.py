@@ -461,6 +461,8 @@ def test_devices_that_make_no_sense_are_refused(devices, message):
         ({"model": torch.relu}, TypeError, "plan takes an nn.Module, got a builtin"),
         ({"checkpoint": "now"}, ValueError, "checkpoint is 'now': give 'never', 'except_last'"),
         ({"optimizer_states": -1}, ValueError, "optimizer_states is -1: give a number, 0 or more"),
+        ({"optimizer_states": "adam"}, ValueError, "optimizer_states is 'adam': give a number"),
+        ({"costs": {1: 1.0}}, ValueError, "costs names 1: give names of nodes or modules, as str"),
         ({"costs": None}, ValueError, 'costs is None: give "analytic", "measured"'),
         ({"costs": {"a": float("nan")}}, ValueError, "costs gives nan for 'a': give seconds, 0"),
         ({"costs": {"a": "1 s"}}, ValueError, "costs gives '1 s' for 'a': give seconds, 0 or"),
