@@ -127,6 +127,11 @@ class Options:
         )
 
     @property
+    def chooses_chunks(self) -> bool:
+        """Whether the number of micro-batches is nobody's wish."""
+        return self.chunks is None and not isinstance(self.schedule, Schedule)
+
+    @property
     def _chunks(self) -> int:
         """Micro-batches of a batch that is large enough."""
         if self.chunks is not None:

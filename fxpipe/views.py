@@ -229,7 +229,7 @@ class Views:
             [stage.cost for stage in self.stages],
             self.skip_layout,
             self.chunks,
-            was_chosen=self._options.chunks is None,
+            was_chosen=self._options.chooses_chunks,
             placement=self._options.placement,
             step=self._predicted,
             rows_given=None if example is None else example.batch,
@@ -258,7 +258,7 @@ class Views:
             return None  # it would be searched for, or is for as many as there are
         try:
             return self._simulated(chunks, self._estimated(chunks))
-        except ValueError:  # the schedule takes other numbers
+        except ValueError:  # the schedule cannot run
             return None
 
     def _estimated(self, chunks: int) -> list[StageCost]:

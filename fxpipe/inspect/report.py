@@ -78,7 +78,7 @@ class Report:
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """The predicted training step; None if the schedule has none of so many micro-batches."""
+        """The predicted training step; None if the schedule cannot run."""
         return self.step(self.chunks)
 
     @property
@@ -93,7 +93,7 @@ class Report:
     def lines(self) -> list[str]:
         """What is said of the whole, and what might be done."""
         chosen = " (chosen: give chunks= to change it)" * self.was_chosen
-        said = "a training step takes another number of them, as its schedule is"
+        said = "no training step: its schedule cannot run"
         if self.timeline is not None:
             said = f"bubble {self.timeline.bubble:.0%} of all lanes' time (predicted, "
             said += f"{self.timeline.name})"
