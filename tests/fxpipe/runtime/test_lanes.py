@@ -250,6 +250,15 @@ def kept(x):
 torch.fx.wrap("kept")
 
 
+@pytest.fixture
+def interrupts():
+    """An interrupt is raised, whoever may have let them be ignored in this process."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_an_interrupt_while_only_lanes_are_at_work_stops_them_too(stage):
     with fxpipe.compile(
