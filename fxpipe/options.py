@@ -12,7 +12,7 @@ from torch import fx
 import passes as default
 from fxpipe.graph import Cost
 from fxpipe.loss import LossFunction
-from fxpipe.schedule import AUTO, Schedule, named, placement_of, schedule_of
+from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
 from fxpipe.timelines import estimated_costs
 from fxpipe.trace import CustomTracer
 from passes.costs import Costs
@@ -91,17 +91,10 @@ class Options:
 
     def _check_fit(self) -> None:
         """Chunks and schedule have to agree."""
-        if self.chunks is None:
-            return
-        if isinstance(self.schedule, Schedule):
-            if self.chunks != self.schedule.microbatches:
-                raise ValueError(
-                    f"the schedule {self.schedule.name!r} has {self.schedule.microbatches} "
-                    f"micro-batches, and chunks is {self.chunks}: give the same, or no chunks"
-                )
-        elif self.schedule != AUTO:
+        count = self._chunks
+        if isinstance(self.schedule, str) and self.schedule != AUTO and self.chunks is not None:
             stages, lanes = len(self.devices), len(self.lanes)
-            named(self.schedule, lanes=lanes, stages=stages, microbatches=self.chunks)
+            named(self.schedule, lanes=lanes, stages=stages, microbatches=count)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -134,11 +127,7 @@ class Options:
     @property
     def _chunks(self) -> int:
         """Micro-batches of a batch that is large enough."""
-        if self.chunks is not None:
-            return self.chunks
-        if isinstance(self.schedule, Schedule):
-            return self.schedule.microbatches
-        return 4 * len(self.devices) if len(self.devices) > 1 else 1
+        return microbatches_of(self.schedule, self.chunks, len(self.devices))
 
     def chunks_for(self, batch: int | None) -> int:
         """Micro-batches for a batch of that size: none is empty."""

@@ -6,7 +6,7 @@ Nothing here knows of tensors or devices: a schedule is a list of actions for ea
 from fxpipe.schedule.actions import Action, Entry, Kind, Overlap
 from fxpipe.schedule.automatic import Found, auto, search
 from fxpipe.schedule.catalogue import NAMES, named, stages_per_lane
-from fxpipe.schedule.choice import AUTO, placement_of, schedule_of
+from fxpipe.schedule.choice import AUTO, microbatches_of, placement_of, schedule_of
 from fxpipe.schedule.comparison import Comparison, compare
 from fxpipe.schedule.halves import joined
 from fxpipe.schedule.schedule import Edges, Needs, Schedule, chain
@@ -41,6 +41,7 @@ __all__ = [
     "compare",
     "joined",
     "live",
+    "microbatches_of",
     "named",
     "placement_of",
     "schedule_of",

@@ -38,6 +38,23 @@ def placement_of(schedule: str | Schedule, lanes: int, stages: int | None) -> tu
     return named(schedule, lanes=lanes, stages=stages, microbatches=2 * lanes).placement
 
 
+def microbatches_of(schedule: str | Schedule, chunks: int | None, stages: int) -> int:
+    """How many there are in a batch that is large enough; ``chunks`` is what the user says.
+
+    None: as many as the schedule has, if that is one of the user's own, else four for each stage.
+
+    Raises ValueError where schedule and chunks do not agree.
+    """
+    if isinstance(schedule, Schedule):
+        if chunks not in (None, schedule.microbatches):
+            raise ValueError(
+                f"the schedule {schedule.name!r} has {schedule.microbatches} micro-batches, and "
+                f"chunks is {chunks}: give the same, or no chunks"
+            )
+        return schedule.microbatches
+    return chunks or (4 * stages if stages > 1 else 1)
+
+
 def schedule_of(
     schedule: str | Schedule,
     placement: Sequence[int],

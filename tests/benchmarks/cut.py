@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.batch import input_dims
-from fxpipe.planning import sketch
+from fxpipe.planning.question import sketch
 from passes.cut.dag import Dag, Machine, prices
 from passes.cut.solve import solve_in_order
 from passes.measure import MeasuredCost

@@ -295,7 +295,7 @@ def test_a_plan_is_compiled_with_its_schedule():
 
 def test_a_schedule_for_something_else_is_refused():
     other = named("1f1b", lanes=4, microbatches=6)
-    with pytest.raises(ValueError, match="has 6 micro-batches, the mini-batch 8: give chunks=6"):
+    with pytest.raises(ValueError, match="has 6 micro-batches, and chunks is 8: give the same"):
         even(schedule=other)
     with pytest.raises(ValueError, match="has 4 lanes and 4 stages, and there are 3 devices"):
         even(schedule=other, devices=[FREE_LINKS] * 3)
@@ -513,3 +513,12 @@ def test_chunks_are_chosen_as_far_as_the_batch_goes():
     assert fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x).chunks == 6
     with pytest.raises(ValueError, match="chunks is 0"):
         fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x, chunks=0)
+
+
+def test_a_schedule_of_ones_own_says_how_many_chunks_there_are_as_for_a_pipeline():
+    model, x = on_meta(Chain(3), torch.zeros(6, 3))
+    few, own = on_meta(Chain(3), torch.zeros(3, 3))[1], named("1f1b", lanes=2, microbatches=5)
+    assert fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x, schedule=own).chunks == 5
+    assert fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=few, schedule=own).chunks == 3
+    with pytest.raises(ValueError, match="has 5 micro-batches, and chunks is 6: give the same"):
+        fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x, schedule=own, chunks=6)

@@ -1,0 +1,229 @@
+"""What stages run on, and in which order: a cut, and what it takes, by the simulator's word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from torch import fx
+
+import passes as default
+from fxpipe.devices import DeviceSpec
+from fxpipe.graph import COST, GAP, STAGE, batch_bytes
+from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
+from fxpipe.progress import began
+from fxpipe.schedule import (
+    Edge,
+    Link,
+    Links,
+    Memory,
+    Schedule,
+    StageCost,
+    Timeline,
+    live,
+    named,
+    schedule_of,
+    simulate,
+)
+from fxpipe.schedule.choice import AUTO
+from passes.cost import relative_time
+from passes.cut.bounds import gap, lower_bound
+from passes.cut.dag import Floats, prices
+from passes.partition import Spec
+from passes.problem import Problem, machine, problem, recomputed
+from passes.skips import SkipLayout, skip_layout
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """What stages run on, and in which order. ``specs``: of the lanes."""
+
+    specs: tuple[DeviceSpec, ...]
+    placement: tuple[int, ...]
+    schedule: str | Schedule
+    chunks: int
+    checkpoint: str
+
+    def planned(self, gm: fx.GraphModule, partition: Spec, part: int) -> Plan:
+        """The plan, each stage given one of so many parts of its device's memory."""
+        devices = self._devices(part)
+        stages = len(devices)
+        began("partition")
+        gm = self.cut(partition, part)(gm)
+        again = recomputed(self.checkpoint, self.chunks)
+        found = problem(gm.graph, devices=devices, recomputed=again)
+        stage = [node.meta[STAGE] for node in found.work]
+        lanes = tuple(f"lane {lane}" for lane in self.placement)
+        layout = skip_layout(default.Split()(default.Tied(lanes)(default.Free()(gm))))
+        fixed, saved, received = self._held(found, stage, devices)
+        began("schedule")
+        order, timeline = self._played(found, stage, devices, layout, (fixed, saved, received))
+        target = machine(
+            devices,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+            live=live(order).stages,
+            placement=self.placement,
+        )
+        priced = prices(found.whole, target, stage)
+        return Plan(
+            self.specs,
+            tuple(
+                PlannedStage(
+                    i,
+                    self.placement[i],
+                    devices[i],
+                    tuple(n.name for n, s in zip(found.work, stage, strict=True) if s == i),
+                    float(priced.compute[i]),
+                    float(priced.link[i]),
+                    float(priced.times[i]),
+                    round(float(fixed[i])),
+                    round(float(priced.memory[i] - fixed[i])),
+                )
+                for i in range(stages)
+            ),
+            layout,
+            order,
+            timeline,
+            self.checkpoint,
+            gm.meta.get(GAP, gap(priced.slowest, lower_bound(found.dag, target))),
+        )
+
+    def _devices(self, part: int) -> tuple[DeviceSpec, ...]:
+        """Of the stages, each with one of so many parts of the memory."""
+        return tuple(
+            spec if spec.memory is None else spec.with_memory(spec.memory / part)
+            for spec in (self.specs[lane] for lane in self.placement)
+        )
+
+    def cut(self, partition: Spec, part: int) -> default.Partition:
+        """The pass that cuts, each stage given one of so many parts of its device's memory."""
+        return default.Partition(
+            len(self.placement),
+            partition,
+            self._devices(part),
+            self.chunks,
+            self.checkpoint,
+            live=self._alive,
+            placement=self.placement,
+            explains=False,
+        )
+
+    def _alive(self, stages: int) -> Sequence[float] | None:
+        """How many micro-batches are alive at once at each of so many stages; None: all."""
+        schedule, lanes = self.schedule, len(self.specs)
+        if isinstance(schedule, Schedule):
+            return live(schedule).stages if schedule.stages == stages else None
+        if lanes == len(self.placement):  # a stage a device, and as many devices as asked about
+            lanes = stages
+            schedule = "1f1b" if schedule == AUTO else schedule  # which it keeps the bound of
+        elif schedule == AUTO or stages != len(self.placement):
+            return None
+        return live(named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)).stages
+
+    def _held(
+        self, found: Problem, stage: Sequence[int], devices: Sequence[DeviceSpec]
+    ) -> tuple[Floats, Floats, Floats]:
+        """Bytes of each stage: those that are there all the time, and what it saves, and what it
+        receives, of a mini-batch."""
+        target = machine(devices, placement=self.placement)
+        one, none = np.ones(len(devices)), np.zeros(len(devices))
+        fixed, and_saved, and_received = (
+            prices(found.whole, replace(target, held=held, received=received), stage).memory
+            for held, received in ((none, none), (one, none), (none, one))
+        )
+        return fixed, and_saved - fixed, and_received - fixed
+
+    def _played(
+        self,
+        found: Problem,
+        stage: Sequence[int],
+        devices: Sequence[DeviceSpec],
+        layout: SkipLayout,
+        held: tuple[Floats, Floats, Floats],
+    ) -> tuple[Schedule, Timeline]:
+        """The order of a step, and the step in that order."""
+        chunks, stages = self.chunks, len(devices)
+        fixed, saved, received = held
+        costs = self._costs(found, stage, devices)
+        edges, once = self._edges(found, layout)
+        links = Links(edges, between=self._between(), once=once)
+        kept = saved if self.checkpoint == "never" else received
+        always = [0.0] * len(self.specs)
+        for s, lane in enumerate(self.placement):
+            always[lane] += float(fixed[s])
+        if self.checkpoint != "never":  # one micro-batch at a time is computed again
+            for lane in range(len(always)):
+                own = [s for s in range(stages) if self.placement[s] == lane]
+                always[lane] += max(float(saved[s]) for s in own) / chunks
+        memory = Memory([float(size) / chunks for size in kept], always)
+        order = self._ordered(costs, links, memory)
+        return order, simulate(order, costs, links, memory)
+
+    def _ordered(self, costs: Sequence[StageCost], links: Links, memory: Memory) -> Schedule:
+        """The schedule; one that is searched for fits the devices' memory, if any does."""
+        limits = [float("inf") if s.memory is None else s.memory for s in self.specs]
+        search = partial(
+            schedule_of,
+            self.schedule,
+            self.placement,
+            self.chunks,
+            lambda: costs,
+            links=links,
+            memory=memory,
+        )
+        if self.schedule == AUTO and min(limits) < float("inf"):
+            with suppress(ValueError):  # nothing fits
+                return search(max_bytes=[limit * (1 + ROUNDING) for limit in limits])
+        return search()
+
+    def _costs(
+        self, found: Problem, stage: Sequence[int], devices: Sequence[DeviceSpec]
+    ) -> list[StageCost]:
+        """Of a micro-batch at each stage. Half a backward is for the inputs, as in a product of
+        matrices; where a stage is run again for it, it is done at once."""
+        forward, backward = [0.0] * len(devices), [0.0] * len(devices)
+        for node, s in zip(found.work, stage, strict=True):
+            is_another = devices[s] != devices[0]
+            times = relative_time(node, devices[s], devices[0]) if is_another else 1.0
+            forward[s] += times * node.meta[COST].forward_s / self.chunks
+            backward[s] += times * node.meta[COST].backward_s / self.chunks
+        if self.checkpoint == "never":
+            return [StageCost(f, b / 2, b / 2) for f, b in zip(forward, backward, strict=True)]
+        again = recomputed(self.checkpoint, self.chunks)
+        return [StageCost(f, b + again * f) for f, b in zip(forward, backward, strict=True)]
+
+    def _edges(self, found: Problem, layout: SkipLayout) -> tuple[list[Edge], list[Edge]]:
+        """What travels from stage to stage, and the gradients back: for one micro-batch; once."""
+        nodes = found.work[0].graph.nodes
+        values = {str(node.target) if node.op == "get_attr" else node.name: node for node in nodes}
+        sizes: dict[tuple[int, int], tuple[float, float]] = {}
+        once = []
+        for hop in layout.hops:
+            if hop.source is None:
+                continue
+            trained = batch_bytes(values[hop.value], trained=True)
+            if hop.once:
+                once.append(Edge(hop.source, hop.target, hop.bytes, trained))
+            else:
+                there, back = sizes.get((hop.source, hop.target), (0.0, 0.0))
+                sizes[hop.source, hop.target] = there + hop.bytes, back + trained
+        return [
+            Edge(*ends, there / self.chunks, back / self.chunks)
+            for ends, (there, back) in sizes.items()
+        ], once
+
+    def _between(self) -> dict[tuple[int, int], Link]:
+        """The slower of two devices' links is the one between them."""
+        return {
+            (a, b): Link(
+                max(one.link_latency_s, other.link_latency_s),
+                min(one.link_bytes_per_s, other.link_bytes_per_s),
+            )
+            for a, one in enumerate(self.specs)
+            for b, other in enumerate(self.specs)
+            if a != b
+        }

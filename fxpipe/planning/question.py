@@ -1,0 +1,160 @@
+"""All that a plan depends on, and what else would do where the model does not fit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import fx, nn
+
+import passes as default
+from fxpipe.devices import DeviceSpec
+from fxpipe.planning.lanes import Lanes
+from fxpipe.planning.result import Plan
+from fxpipe.progress import began
+from fxpipe.schedule import Schedule, placement_of
+from fxpipe.schedule.choice import AUTO
+from fxpipe.trace import CustomTracer, Traced, TraceError, trace, untouched
+from passes.costs import Costs, cost_pass
+from passes.partition import Auto, DoesNotFit, Spec, milder
+from passes.ways import Change, ways_out
+
+
+def sketch(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dims: list[int | None],
+    tracer: str | CustomTracer,
+) -> tuple[fx.GraphModule, list[Any]]:
+    """The model graph with fake values, and the inputs; nothing of the model is run or compared."""
+    tracers = ["symbolic", "export"] if tracer == "auto" else [tracer]
+    for one in tracers:
+        try:
+            traced: Traced = trace(model, args, kwargs, tracer=one, batch_dims=dims, check=False)
+            values = traced.bind(args, kwargs)
+            with untouched(model):
+                return default.Alias(tuple(values))(traced.graph_module), values
+        except Exception:
+            if one == tracers[-1]:
+                raise
+    raise TraceError("no tracer")  # for mypy: the loop returns or raises
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The model graph, with what its nodes cost in so many micro-batches."""
+
+    model: nn.Module
+    sketched: fx.GraphModule
+    inputs: tuple[Any, ...]
+    in_dims: tuple[int | None, ...]
+    costs: Costs
+    spec: DeviceSpec
+    optimizer_states: float
+    known: dict[int, fx.GraphModule] = field(default_factory=dict)
+
+    def of(self, chunks: int) -> fx.GraphModule:
+        """The graph, which may be changed."""
+        if chunks not in self.known:
+            began("cost")
+            rows = default.Rows(self.inputs, self.in_dims, chunks)
+            price = cost_pass(
+                self.costs,
+                self.inputs,
+                spec=self.spec,
+                optimizer_states=self.optimizer_states,
+                chunks=chunks,
+            )
+            with untouched(self.model):
+                gm = price(rows(copied(self.sketched)))
+                self.known[chunks] = default.Random()(default.Shared()(gm))
+        return copied(self.known[chunks])
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph once more, with the same tensors and metadata."""
+    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that a plan depends on."""
+
+    prices: Prices
+    partition: Spec
+    specs: tuple[DeviceSpec, ...]
+    schedule: str | Schedule
+    stages: int | None
+    chunks: int
+    checkpoint: str
+
+    @cached_property
+    def _lanes(self) -> Lanes:
+        placement = placement_of(self.schedule, len(self.specs), self.stages)
+        return Lanes(self.specs, placement, self.schedule, self.chunks, self.checkpoint)
+
+    @property
+    def _several(self) -> int:
+        """Stages on each device."""
+        return len(self._lanes.placement) // len(self.specs)
+
+    def answer(self) -> Plan:
+        """The plan; raises a bare :class:`DoesNotFit`."""
+        try:
+            found = self._lanes.planned(self.prices.of(self.chunks), self.partition, 1)
+        except DoesNotFit:
+            if self._several == 1:
+                raise
+            found = None
+        if self._several > 1 and (found is None or not found.fits):
+            found = self._lanes.planned(self.prices.of(self.chunks), self.partition, self._several)
+        assert found is not None
+        planned = (replace(s, device=self.specs[s.lane]) for s in found.stages)
+        return replace(found, stages=tuple(planned))
+
+    def shortage(self) -> str:
+        """How much memory is missing where."""
+        several, gm = self._several, self.prices.of(self.chunks)
+        spec = self._automatic(gm)
+        said = self._lanes.cut(spec, several).shortage(gm.graph, spec)
+        if several == 1:
+            return said
+        return (
+            f"{said} (there are {several} stages on each device: what is said of device i here is "
+            f"said of stage i, with 1/{several} of its device's memory)"
+        )
+
+    def ways_out(self, batch: int | None) -> str:
+        """What would make the model fit."""
+        several = [2**i * self.chunks for i in range(1, 40) if 2**i * self.chunks < (batch or 0)]
+        is_measured = isinstance(self.prices.costs, str) and self.prices.costs == "measured"
+        more = [*several, *([batch] if batch and batch > self.chunks else [])]
+        is_named = isinstance(self.schedule, str)
+        frugal = ["1f1b"] if is_named and self.schedule not in ("1f1b", "zb_h1", AUTO) else []
+        settings: dict[str, list[Any]] = {
+            "schedule": frugal if len(self.specs) > 1 and self.stages is None else [],
+            "chunks": [] if is_measured else more,  # nothing is measured for a mere question
+            "checkpoint": milder(self.checkpoint),
+        }
+        return ways_out(self._fits, {k: v for k, v in settings.items() if v}, len(self.specs))
+
+    def _fits(self, change: Change) -> bool:
+        count = len(self.specs) if change.devices is None else change.devices
+        specs = (*self.specs, *self.specs[-1:] * (count - len(self.specs)))
+        other = replace(self, specs=specs, **change.settings)
+        gm = other.prices.of(other.chunks)
+        try:
+            spec = other._automatic(gm)
+            return other._lanes.cut(spec, other._several).can_fit(gm.graph, spec)
+        except ValueError:  # there is no such schedule, or no room for the pins
+            return False
+
+    def _automatic(self, gm: fx.GraphModule) -> Auto:
+        """The partition that is asked for, which is an automatic one: others need not fit."""
+        spec = self.partition(gm) if callable(self.partition) else self.partition
+        spec = Auto() if isinstance(spec, str) else spec
+        assert isinstance(spec, Auto)
+        return spec
