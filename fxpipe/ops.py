@@ -314,15 +314,19 @@ def forward(
 
 
 @_op
-def loss(function: nn.Module, output: Any, target: Any, number: int) -> tuple[Tensor, Tape]:
+def loss(
+    function: nn.Module, output: Any, target: Any, number: int, stages: Sequence[Tape]
+) -> tuple[Tensor, Tape]:
     """The loss of micro-batch ``number``.
 
     ::
 
         output ---+--- loss ---+--- value
         target ---+            `... tape
+
+    ``stages``: their tapes. Where a parameter is in the loss, its stage is given the gradient.
     """
-    return _step.loss(function, output, target, number)
+    return _step.loss(function, output, target, number, stages)
 
 
 @_op
@@ -337,20 +341,22 @@ def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
 
 
 @_op
-def backward(tape: Tape, grads: Sequence[Any]) -> Any:
+def backward(tape: Tape, grads: Sequence[Any], after: Any = None) -> Any:
     """The backward of a stage for a micro-batch. Parameters get their gradients on the way.
 
     ::
 
         gradients of the arguments --- stage --- gradients of the results
                                          `--- parameters
+
+    ``after``: what comes before it, where no gradient does that would say so.
     """
     return _step.backward(tape, grads)
 
 
 @_op
-def backward_input(tape: Tape, grads: Sequence[Any]) -> Any:
-    """The first half of a backward: what the stage before waits for.
+def backward_input(tape: Tape, grads: Sequence[Any], after: Any = None) -> Any:
+    """The first half of a backward: what the stage before waits for. ``after``: as there.
 
     ::
 

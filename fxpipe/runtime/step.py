@@ -34,10 +34,11 @@ from fxpipe.hooks import all_are_watched
 from fxpipe.runtime.checkpoint import Handle, checkpointed
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.optimizer import Stepping
+from fxpipe.runtime.penalty import Penalty, homes_of, leaves_of, penalties
 from fxpipe.runtime.shared import share
 from fxpipe.runtime.streams import CALLER, device_of, make_wait, stream
 
-Deferred = tuple[GradientEdge, Tensor, list[Tensor]]
+Deferred = tuple[GradientEdge | Tensor, Tensor, list[Tensor]]
 """Where a backward begins, the gradient there, and the parameters that it is for."""
 _recording = threading.local()  # .tape: that of the forward which runs in this thread
 
@@ -52,6 +53,9 @@ class Tape:
         self.handle: Handle | None = None  # of a checkpointed forward
         self.repeat: Callable[..., tuple[Any, ...]] | None = None  # the same, not checkpointed
         self.deferred: list[Deferred] = []  # gradients of parameters, to be computed
+        self.stage: nn.Module | None = None
+        self.penalties: list[Penalty] = []  # gradients of its parameters that the loss has brought
+        self.homes: dict[Tensor, Tape] = {}  # of a loss: the parameters in it, and whose they are
 
     def record(self, function: Callable[..., tuple[Any, ...]], args: Any) -> tuple[Any, ...]:
         """Run a function of these arguments. Gives what it gives, without history."""
@@ -68,10 +72,10 @@ class Tape:
         self.results = [pytree.tree_leaves(result) for result in results]
         return tuple(pytree.tree_map(_cut_off, result) for result in results)
 
-    def backward(self, grads: Sequence[Any]) -> Any:
+    def backward(self, grads: Sequence[Any], inputs: Sequence[Tensor] | None = None) -> Any:
         """The gradients of the arguments, from those of the results (None: there is none).
 
-        Those of parameters are added to theirs.
+        Those of parameters are added to theirs. ``inputs``: for these leaves only.
         """
         roots, given = [], []
         for leaves, grad in zip(self.results, grads, strict=True):
@@ -80,10 +84,27 @@ class Tape:
                     roots.append(leaf)
                     given.append(each)
         self.results = []
-        if roots:
-            torch.autograd.backward(roots, given)
+        if self.penalties:
+            self._begin_at_penalties(roots, given)
+        if roots and inputs != []:
+            torch.autograd.backward(roots, given, inputs=inputs)
         found, self.found = self.found, []
         return pytree.tree_unflatten(found, self.spec)
+
+    def _begin_at_penalties(self, roots: list[Tensor], given: list[Tensor]) -> None:
+        """Make what the loss has brought a part of the backward that comes by its parameters: this
+        one, or the second half."""
+        reached = set(leaves_of(roots))
+        for penalty in self.penalties:
+            parameter, grad = penalty.parameter, penalty.arrived()
+            if parameter._backward_hooks:  # they have seen it when it was made
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            elif parameter in reached:
+                roots.append(parameter)
+                given.append(grad)
+            else:
+                self.deferred.append((parameter, grad, [parameter]))
+        self.penalties = []
 
 
 class _Entry(torch.autograd.Function):
@@ -139,6 +160,7 @@ def forward(
     ``single``: the stage returns one result, not a tuple of them.
     """
     tape = Tape()
+    tape.stage = stage
 
     def results(own: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # Made last: in the backward, what comes from behind is the first of a sum.
@@ -163,8 +185,13 @@ def _through(value: Any) -> Any:
     return value.view_as(value) if _has_history(value) else value
 
 
-def loss(function: nn.Module, output: Any, target: Any, number: int) -> tuple[Tensor, Tape]:
-    """The loss of a micro-batch: ``function(output, target)``, a scalar."""
+def loss(
+    function: nn.Module, output: Any, target: Any, number: int, stages: Sequence[Tape]
+) -> tuple[Tensor, Tape]:
+    """The loss of a micro-batch: ``function(output, target)``, a scalar.
+
+    ``stages``: their tapes, which are given the gradients of parameters that are in the loss.
+    """
     tape = Tape()
 
     def run(output: Any) -> tuple[Tensor]:
@@ -187,6 +214,8 @@ def loss(function: nn.Module, output: Any, target: Any, number: int) -> tuple[Te
         return (value,)
 
     (value,) = tape.record(run, (output,))
+    homes = homes_of(leaves_of(*tape.results), [stage.stage for stage in stages])
+    tape.homes = {parameter: stages[home] for parameter, home in homes.items()}
     return value.detach(), tape
 
 
@@ -194,7 +223,15 @@ def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
     """The gradient of a loss's output, weighted by the micro-batch's part of the mini-batch."""
     ((value,),) = tape.results
     grad = torch.full_like(value, weight)
-    (found,) = tape.backward((grad if scale is None else grad * scale.to(grad),))
+    if scale is not None:
+        grad = grad * scale.to(grad)
+    inputs, homes = None, tape.homes
+    if homes:
+        for penalty in penalties(value, grad, list(homes)):
+            homes[penalty.parameter].penalties.append(penalty)
+        inputs = [leaf for leaf in leaves_of([value]) if leaf not in homes]
+        tape.homes = {}
+    (found,) = tape.backward((grad,), inputs)
     return found
 
 

@@ -91,9 +91,12 @@ class Flows:
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """From which stage to which something goes. The last one computes the loss too."""
+        """From which stage to which something goes. The last one computes the loss too, in which
+        there may be parameters of any stage."""
         last = self.loss_stage - 1
-        hops = (hop for flow in self.of.values() for hop in pairwise(flow.stages))
+        hops = {hop for flow in self.of.values() for hop in pairwise(flow.stages)}
+        leading = {a for a, _ in hops}
+        hops |= {(stage, last) for stage in range(last) if stage not in leading}
         return sorted({(a, min(b, last)) for a, b in hops if a != last})
 
     def foreign(self, stage: Stage) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class Writer:
         self.grads: dict[Place, fx.Node] = {}  # of what has left a stage
         self.tapes: dict[tuple[int, int], fx.Node] = {}  # by stage and micro-batch
         self.losses: dict[int, fx.Node] = {}
+        self.backs: dict[int, fx.Node] = {}  # of losses
 
     def actions(self) -> list[Action]:
         """All that there is to do, in an order in which it can be done."""
@@ -195,7 +196,8 @@ class Writer:
         for i, parts in enumerate(self.targets):
             part = self.nodes.part(parts, microbatch, f"target_{i}")
             targets += self.traffic.bring((part,), CALLER, at, [f"target_{i}"])
-        args = self.nodes.module(LOSS, at), output, tuple(targets), microbatch
+        tapes = tuple(self.tapes[stage, microbatch] for stage in range(self.loss_stage))
+        args = self.nodes.module(LOSS, at), output, tuple(targets), microbatch, tapes
         pair = self.nodes.call(ops.loss, args, "loss", at)
         self.losses[microbatch] = self.nodes.item(pair, 0, "loss_value", at)
         self.tapes[self.loss_stage, microbatch] = self.nodes.item(pair, 1, "tape", at)
@@ -204,6 +206,7 @@ class Writer:
         weight = self.nodes.part(self.weights, at.microbatch, "weight")
         args = self.tapes[self.loss_stage, at.microbatch], weight, self.scale
         grads = self.nodes.call(ops.loss_backward, args, "loss_backward", at)
+        self.backs[at.microbatch] = grads
         self._taken_apart(self.gm.graph.output_node().args[0], grads, at)
         self._send_back(self.flows.outputs, at)
 
@@ -233,7 +236,10 @@ class Writer:
         arrived = self.traffic.arrive(range(stage + 1, self.loss_stage + 1), whole)
         grads = tuple(arrived.get((value, stage, microbatch)) for value in own.gives)
         function = ops.backward_input if is_halved else ops.backward
-        found = self.nodes.call(function, (tape, grads), function.__name__, at)
+        args = tape, grads
+        if not any(grads):  # the loss may have some for the parameters
+            args = *args, self.backs[microbatch]
+        found = self.nodes.call(function, args, function.__name__, at)
         found.meta[ACTION] = at
         for i, arg in enumerate(own.call.args):
             if isinstance(arg, fx.Node) and arg in self.flows.of:

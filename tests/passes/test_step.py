@@ -61,7 +61,7 @@ results_s1_mb0 = forward_s1_mb0[0]  # stage 1, mb 0, cpu/compute
 tape_s1_mb0 = forward_s1_mb0[1]  # stage 1, mb 0, cpu/compute
 stage_1_s1_mb0 = results_s1_mb0[0]  # stage 1, mb 0, cpu/compute
 loss_mb0_module = self.loss  # stage 1, mb 0, cpu/compute
-loss_s1_mb0 = loss(loss_mb0_module, stage_1_s1_mb0, (), 0)  # stage 1, mb 0, cpu/compute
+loss_s1_mb0 = loss(loss_mb0_module, stage_1_s1_mb0, (), 0, (tape_s0_mb0, tape_s1_mb0))  # stage 1, mb 0, cpu/compute
 loss_value_s1_mb0 = loss_s1_mb0[0]  # stage 1, mb 0, cpu/compute
 tape_s1_mb0_1 = loss_s1_mb0[1]  # stage 1, mb 0, cpu/compute
 weight_mb0 = weights[0]
@@ -108,7 +108,7 @@ def test_a_stage_in_segments_is_a_chain_of_stages_in_its_lane():
 send_s0_0_mb0 = send((x_mb0,), 'caller', 'cpu/copy')
 forward_s0_0_mb0 = forward(stage_0_segment_0_mb0_module, (x_s0_0_mb0,), (), True, True)
 forward_s0_1_mb0 = forward(stage_0_segment_1_mb0_module, (segment_0_s0_0_mb0, x_s0_0_mb0), (), True, True)
-loss_s0_1_mb0 = loss(loss_mb0_module, segment_1_s0_1_mb0, (), 0)
+loss_s0_1_mb0 = loss(loss_mb0_module, segment_1_s0_1_mb0, (), 0, (tape_s0_0_mb0, tape_s0_1_mb0))
 loss_backward_s0_1_mb0 = loss_backward(tape_s0_1_mb0_1, weight_mb0, scale)
 replay_s0_1_mb0 = replay(tape_s0_1_mb0)
 backward_s0_1_mb0 = backward(tape_s0_1_mb0, (loss_backward_s0_1_mb0,))

@@ -24,6 +24,7 @@ from fxpipe.inspect.draw.picture import (
     Picture,
     label,
     origin,
+    sources_of,
     type_text,
 )
 from fxpipe.inspect.text import human_bytes
@@ -195,7 +196,7 @@ class _Nodes:
                 found[_name_at(node, box), box.name] = _NAMED
         for node in self.kept:
             head = self.box_of[node]
-            for source in node.all_input_nodes:
+            for source in sources_of(node):
                 if source in self.named:
                     continue
                 if source not in self.box_of:
@@ -206,7 +207,7 @@ class _Nodes:
                     lines = self._line(source, node), found.get(ends, _NUMBER)
                     found[ends] = max(lines, key=lambda line: float(line.penwidth))
             for user in node.users:
-                if user not in self.box_of:
+                if user not in self.box_of and node in sources_of(user):
                     oval = self._outside(f"to {self.places[user]}", node, head)
                     found[head.name, oval] = _ELSEWHERE
         return found

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fxpipe import ops
 from fxpipe.graph import ORIGIN, VALUE, tensor_bytes
 from fxpipe.inspect.draw.svg import Drawing
 from fxpipe.inspect.text import human_bytes
@@ -196,6 +197,14 @@ def value_text(node: fx.Node) -> str:
 def lines_text(lines: Iterable[str]) -> str:
     """The text of a line: left-justified and indented, or it would touch the line."""
     return "".join(f"  {graphviz.escape(line)}      " + r"\l" for line in lines if line)
+
+
+def sources_of(node: fx.Node) -> list[fx.Node]:
+    """What a node takes. Of a loss without the stages' tapes, which all of them are given."""
+    if node.target is not ops.loss:
+        return node.all_input_nodes
+    tapes = node.args[4]
+    return [source for source in node.all_input_nodes if source not in tapes]  # type: ignore[operator]
 
 
 def origin(node: fx.Node) -> str:

@@ -25,6 +25,7 @@ from fxpipe.inspect.draw.picture import (
     Point,
     numbers,
     polyline,
+    sources_of,
     width_of,
 )
 from fxpipe.schedule import Action, Kind
@@ -222,7 +223,7 @@ def _needs(graph: fx.Graph) -> dict[Action, tuple[Action, ...]]:
     needs: dict[Action, dict[Action, None]] = {}
     actions = _actions(graph)
     for node in graph.nodes:
-        before = {a: None for source in node.all_input_nodes for a in made[source]}
+        before = {a: None for source in sources_of(node) for a in made[source]}
         action = actions.get(node)
         if action is not None:
             needs[action] = {**needs.get(action, {}), **before}

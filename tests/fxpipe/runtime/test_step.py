@@ -93,7 +93,7 @@ def test_a_loss_is_weighted_and_scaled_in_the_backward():
             return (output * target).sum() / 2
 
     output, target = torch.ones(3, requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
-    value, tape = loss(Half(), output, target, 0)
+    value, tape = loss(Half(), output, target, 0, ())
     assert value.item() == 3.0 and not value.requires_grad
     assert same(loss_backward(tape, 0.25, torch.tensor(8.0)), target)
 

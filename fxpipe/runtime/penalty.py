@@ -1,0 +1,80 @@
+"""What a loss has for parameters of the stages: that of a penalty on them, say.
+
+::
+
+    loop    weight ─┬─ stage ── output ─┬─ loss       one backward: both gradients of the weight
+                    └──── penalty ──────┘             meet, and their sum is added to .grad
+
+    step    loss_backward ─┬─ gradient of the output ─── ... ─┬─ backward of the stage, which begins
+                           └─ gradient of the weight ─────────┘  at the weight, too: the loop's sum
+
+The loss runs in the lane of the last stage. If it added to ``.grad`` of parameters whose stages are
+in other lanes, the order of the sum would be that in which the threads come by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.runtime.streams import COMPUTE, make_wait, stream, stream_name
+
+
+@dataclass
+class Penalty:
+    """A parameter's gradient, that comes from the loss by itself."""
+
+    parameter: Tensor
+    grad: Tensor
+    made_on: torch.Stream | None
+
+    def arrived(self) -> Tensor:
+        """The gradient, for use in this thread."""
+        make_wait(_current(self.grad), self.made_on, self.grad)
+        return self.grad
+
+
+def leaves_of(values: Iterable[Any]) -> list[Tensor]:
+    """The leaves from which values have been computed, each once, in an order of their graph."""
+    front = [v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
+    seen, leaves = set(front), []
+    while front:
+        node: Any = front.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        for function, _ in node.next_functions:
+            if function is not None and function not in seen:
+                seen.add(function)
+                front.append(function)
+    return leaves
+
+
+def homes_of(leaves: Iterable[Tensor], stages: Sequence[nn.Module | None]) -> dict[Tensor, int]:
+    """Which of the leaves are parameters of stages, and of which.
+
+    One that several stages have lives in the first (passes "shared" and "tied").
+    """
+    parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+    if not parameters:
+        return {}
+    homes: dict[int, int] = {}
+    for number, stage in enumerate(stages):
+        for parameter in () if stage is None else stage.parameters():
+            homes.setdefault(id(parameter), number)
+    return {p: homes[id(p)] for p in parameters if id(p) in homes}
+
+
+def penalties(value: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> list[Penalty]:
+    """What the backward of a loss brings to these parameters. The loss's graph is kept."""
+    found = torch.autograd.grad(value, parameters, grad, retain_graph=True, allow_unused=True)
+    pairs = zip(parameters, found, strict=True)
+    return [Penalty(p, g, _current(g)) for p, g in pairs if g is not None]
+
+
+def _current(tensor: Tensor) -> torch.Stream | None:
+    """The stream on which this thread computes on the tensor's device."""
+    return stream(stream_name(tensor.device, COMPUTE))
