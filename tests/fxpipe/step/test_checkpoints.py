@@ -1,0 +1,82 @@
+"""A step with checkpoints gives the same bits as one without."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe import ops
+from fxpipe.graph import STAGE
+from fxpipe.schedule import Schedule, joined, named
+from tests.zoo import MLP, MODELS, gradients, mean_loss, same, step_of_loop
+
+
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved_1f1b", "zbv"])
+@pytest.mark.parametrize("name", ["resnet", "unet", "transformer"])
+def test_checkpoints_change_nothing(name, schedule, checkpoint):
+    make, inputs = MODELS[name]
+    first, x, target = make(), inputs(6), torch.randn(6)
+    results = []
+    for mode, segments in (("never", 1), (checkpoint, 1), (checkpoint, 3)):
+        model = copy.deepcopy(first)
+        with fxpipe.compile(
+            model,
+            ["cpu"] * 2,
+            chunks=3,
+            schedule=schedule,
+            checkpoint=mode,
+            checkpoint_segments=segments,
+            loss_fn=mean_loss,
+        ) as pipe:
+            loss = pipe.step(*x, target=target)
+        results.append([loss, gradients(model), list(model.buffers())])
+    assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+def test_where_only_some_micro_batches_are_in_segments_the_order_is_the_schedules():
+    order = Schedule.from_text("""
+        0F0 0F1 0F2 0I2 0I0 0I1 0W2 0W0 0W1
+        1F0 1F1 1F2 1B2 1B0 1B1
+    """)
+    model, x, target = MLP(), torch.randn(6, 12), torch.randn(6)
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        chunks=3,
+        schedule=order,
+        checkpoint="except_last",
+        checkpoint_segments=2,
+        loss_fn=mean_loss,
+    ) as pipe:
+        pipe.step(x, target=target)
+        _, wanted = step_of_loop(reference, (x,), target, pipe, order, 3, mean_loss)
+    assert same(gradients(model), wanted)
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_what_is_checkpointed_defers_its_gradients_too(segments):
+    model, x, target = MLP(), torch.randn(6, 12), torch.randn(6)
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        chunks=3,
+        schedule="zb_h1",
+        checkpoint="always",
+        checkpoint_segments=segments,
+        loss_fn=mean_loss,
+    ) as pipe:
+        seconds = {s.action: s.seconds for s in pipe.measure(x, target=target).spans if s.action}
+        order = joined(named("zb_h1", lanes=2, microbatches=3), [(0, 1)])
+        assert set(seconds) == {a for lane in range(2) for a in order.actions(lane)}
+        pipe.step(x, target=target)
+    found = dict.fromkeys((ops.forward, ops.replay, ops.backward_input, ops.weight_grad), 0)
+    for node in pipe.step_graph.graph.nodes:
+        if node.meta.get(STAGE) == 1 and node.target in found:
+            found[node.target] += 1
+            assert node.target is not ops.replay or node.args[1] is True, "in halves"
+    assert set(found.values()) == {3 * segments}, "each segment has its own"

@@ -1,0 +1,89 @@
+"""Optimizers within a step, the scaler of its gradients, and schedulers of learning rates."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fxpipe
+from tests.fxpipe.step.compiled import compiled
+from tests.zoo import MLP, Tied, gradients, mean_loss, same
+
+
+def test_a_scaler_scales_the_gradients_and_not_the_loss():
+    model, x, target = MLP(), torch.randn(6, 12), torch.randn(6)
+    reference = copy.deepcopy(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=mean_loss) as pipe:
+        loss = pipe.step(x, target=target, scaler=scaler)
+    value = mean_loss(reference(x), target)
+    value.backward()
+    torch.testing.assert_close(loss, value.detach())
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(gradients(model), gradients(reference))
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_may_step_each_stage_as_soon_as_its_gradients_are_done(kind, schedule):
+    first = Tied() if schedule == "1f1b" else MLP()
+    x = torch.randint(11, (6, 4)) if schedule == "1f1b" else torch.randn(6, 12)
+    results = []
+    for within in (True, False):
+        model = copy.deepcopy(first)
+        groups = [{"params": [p], "lr": 0.1 / (i + 1)} for i, p in enumerate(model.parameters())]
+        optimizer = kind(groups)
+        with fxpipe.compile(
+            model, ["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=lambda o, _: o.square().mean()
+        ) as pipe:
+            for _ in range(3):
+                optimizer.zero_grad()
+                pipe.step(x, optimizer=optimizer if within else None)
+                if not within:
+                    optimizer.step()
+        results.append(list(model.parameters()))
+        assert len(optimizer.state_dict()["param_groups"]) == len(groups)
+    assert same(*results)
+
+
+@pytest.mark.filterwarnings("error:Detected call of .lr_scheduler.step")
+def test_a_scheduler_of_the_learning_rate_knows_of_the_steps():
+    model, x = MLP(), torch.randn(6, 12)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.Adam(m.parameters(), 0.1) for m in (model, twin)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, schedule="1f1b", loss_fn=lambda o, _: o.square().mean()
+    ) as pipe:
+        for _ in range(2):
+            pipe.step(x, optimizer=optimizers[0])
+            twin(x).square().mean().backward()
+            optimizers[1].step()
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                scheduler.step()
+                optimizer.zero_grad()
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+
+
+def test_what_an_optimizer_cannot_do_stage_by_stage_is_refused():
+    x, target = torch.randn(4, 12), torch.randn(4)
+    with compiled() as pipe:
+        parameters = list(pipe.parameters())
+        with pytest.raises(ValueError, match="LBFGS needs all gradients at once"):
+            pipe.step(x, target=target, optimizer=torch.optim.LBFGS(parameters))
+        with pytest.raises(ValueError, match="a scaler and an optimizer"):
+            pipe.step(
+                x,
+                target=target,
+                optimizer=torch.optim.SGD(parameters),
+                scaler=torch.amp.GradScaler("cpu"),
+            )
+        with pytest.raises(TypeError, match=r"optimizer is a str: give one of torch.optim"):
+            pipe.step(x, target=target, optimizer="adam")
+        with pytest.raises(TypeError, match=r"scaler is a int: give a torch.amp.GradScaler"):
+            pipe.step(x, target=target, scaler=1024)
