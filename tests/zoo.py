@@ -179,6 +179,8 @@ def same(a: Any, b: Any) -> bool:
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return list(a) == list(b) and same([*a.values()], [*b.values()])
     return bool(a == b)
 
 

@@ -1,0 +1,124 @@
+"""Tracing leaves the model, its weights and the random states as they were."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe.trace import TraceError, trace
+from tests.fxpipe.trace.small import BOTH, MLP, Noisy, run, x
+from tests.zoo import same
+
+
+@BOTH
+def test_tracing_leaves_the_model_and_the_random_states_as_they_were(tracer: str) -> None:
+    model = Noisy()
+    attributes = {name: dict(vars(m)) for name, m in model.named_modules()}
+    buffers = [(b, b.clone(), b._version) for b in model.buffers()]
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    trace(model, (x(),), tracer=tracer)
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert random.getstate() == python_state
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == attributes
+    for buffer, (old, value, _) in zip(model.buffers(), buffers, strict=True):
+        assert buffer is old and torch.equal(buffer, value)
+
+
+@BOTH
+def test_what_the_model_stores_on_itself_is_put_back(tracer: str) -> None:
+    class Remembers(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x
+            return super().forward(x)
+
+    model = Remembers()
+    trace(model, (x(),), tracer=tracer)
+    assert not hasattr(model, "last")
+
+
+def test_a_lazy_model_is_refused() -> None:
+    with pytest.raises(TraceError, match="run it once"):
+        trace(nn.LazyLinear(4), (x(),))
+
+
+def test_distributions_may_look_at_their_parameters(monkeypatch) -> None:
+    # Dynamo, where it has been at work, has left them as lenient as it needs them.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+    class Variational(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.spread = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            normal = torch.distributions.Normal(self.mean(x), self.spread(x).exp())
+            return -normal.log_prob(y).mean(-1)
+
+    model = Variational()
+    traced = trace(model, (x(), x() + 1))
+    assert same(run(traced, x(), x() + 1), model(x(), x() + 1))
+    with pytest.raises(ValueError, match="scale"):
+        torch.distributions.Normal(0.0, -1.0)  # as strict as they were
+
+
+class Scales(MLP):
+    """Writes to its weights when it is called for the first time."""
+
+    done = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.done:
+            with torch.no_grad():
+                self.layers[0].weight.mul_(2)
+            self.done = True
+        return super().forward(x)
+
+
+def test_a_model_that_writes_to_its_weights_once_is_to_be_called_first() -> None:
+    model = Scales()
+    before = model.layers[0].weight.detach().clone()
+    with pytest.raises(TraceError, match=r"layers.0.weight, by .*mul_\(2\)\) when it is first"):
+        trace(model, (x(),))
+    assert torch.equal(model.layers[0].weight, before) and not model.done
+    model(x())
+    traced = trace(model, (x(),))
+    assert torch.equal(run(traced, x()), model(x()))
+    assert torch.equal(model.layers[0].weight, before * 2)
+
+
+def test_a_model_that_writes_to_its_weights_and_cannot_be_traced_is_told_so() -> None:
+    class Keeps(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.layers[0].weight.data.copy_(y.sum() * torch.eye(8))
+            return y if y.sum() > 0 else -y
+
+    with pytest.raises(TraceError, match=r"It writes to its parameters: layers.0.weight, by .*eye"):
+        trace(Keeps(), (x(),))
+
+
+def test_a_model_that_writes_to_its_weights_at_every_call_may_and_tracing_does_not() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, max_norm=0.1), nn.Linear(4, 4))
+    before = model[0].weight.detach().clone()
+    ids = torch.arange(6) % 4
+    traced = trace(model, (ids,))
+    assert torch.equal(model[0].weight, before)
+    assert torch.equal(run(traced, ids), model(ids))
+
+
+def test_a_module_that_is_converted_to_what_it_is_already_is_exported() -> None:
+    class Converts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.linear = self.linear.to(torch.float32)
+            return self.linear(x)
+
+    model = Converts()
+    traced = trace(model, (x(),), tracer="export")
+    assert torch.equal(run(traced, x()), model(x()))

@@ -1,0 +1,67 @@
+"""A graph that does something else than the model is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.trace import TraceError, trace
+from tests.fxpipe.trace.small import MLP, run, x
+
+
+def test_frozen_random_numbers_are_refused() -> None:
+    class Jitter(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(8)
+
+    assert trace(Jitter(), (x(),)).front_end == "export"
+
+
+class Detour(nn.Module):
+    """Two ways to the same values: one of them without gradients for the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if not isinstance(y, fx.Proxy):
+            y = y.detach()
+        return self.b(y)
+
+
+def test_a_symbolic_graph_with_the_same_values_and_other_gradients_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"symbolic: its graph has another gradient for a\.weight"):
+        trace(Detour(), (torch.randn(4, 4),), tracer="symbolic")
+
+
+def test_a_graph_with_the_history_of_the_model_needs_no_backward(monkeypatch) -> None:
+    """For it takes a gradient of every parameter, which is as much memory again."""
+
+    def backward(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a backward was run")
+
+    monkeypatch.setattr(torch.autograd, "grad", backward)
+    trace(MLP(), (x(),), tracer="symbolic")
+
+
+def test_a_custom_tracer_is_used_and_checked() -> None:
+    model = MLP()
+    traced = trace(model, (x(),), tracer=lambda m, args, kwargs: fx.symbolic_trace(m))
+    assert traced.front_end == "custom"
+    assert torch.equal(run(traced, x()), model(x()))
+
+    class Defaults(nn.Module):
+        def forward(self, x: Tensor, y: int = 3) -> Tensor:
+            return x * y
+
+    with pytest.raises(TraceError, match="2 placeholders for 1 input tensors"):
+        trace(Defaults(), (x(),), tracer=lambda m, args, kwargs: fx.symbolic_trace(m))
+    with pytest.raises(TraceError, match="differs on the example: output: Tensor-likes"):
+        trace(model, (x(),), tracer=lambda m, args, kwargs: fx.symbolic_trace(m.layers))
+    with pytest.raises(TraceError, match="returned a MLP"):
+        trace(model, (x(),), tracer=lambda m, args, kwargs: m)
+    with pytest.raises(ValueError, match="tracer is 'dynamo'"):
+        trace(model, (x(),), tracer="dynamo")

@@ -1,0 +1,127 @@
+"""Autograd functions keep their own backward, in either front end."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe.trace import TraceError, trace
+from fxpipe.whole import Whole
+from tests.fxpipe.trace.small import MLP, run, x
+from tests.zoo import same
+
+
+class Round(torch.autograd.Function):
+    """Rounds, and hands the gradient straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Quantized(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return Round.apply(super().forward(x))
+
+
+def test_an_autograd_function_keeps_its_backward() -> None:
+    model = Quantized()
+    traced = trace(model, (x(),))
+    assert traced.front_end == "symbolic"
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(x()).sum(), parameters)
+    assert same(torch.autograd.grad(run(traced, x()).sum(), parameters), expected)
+    assert expected[-1].any()
+
+
+def test_functions_that_other_threads_call_meanwhile_are_none_of_the_models() -> None:
+    rounded: list[Tensor] = []
+
+    class Beside(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.compiler.is_exporting():
+                other = threading.Thread(target=lambda: rounded.append(Round.apply(torch.ones(2))))
+                other.start()
+                other.join()
+            return super().forward(x)
+
+    traced = trace(Beside(), (x(),), tracer="export")
+    assert rounded
+    assert traced.otherwise is None, "no Function of the model's to be kept whole"
+
+
+def test_a_graph_that_lost_a_backward_is_refused() -> None:
+    with pytest.raises(TraceError, match="export: its graph has another gradient for layers"):
+        trace(Quantized(), (x(),), tracer="export")
+
+
+class Straight(nn.Module):
+    """Rounds within, and has a branch on a fixed size, so that fx does not take it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rounded, self.last = nn.Linear(8, 8), Quantized(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.rounded(self.first(x))
+        return self.last(y) if x.shape[1] > 2 else y
+
+
+def test_a_module_that_calls_one_is_kept_whole_by_export() -> None:
+    model = Straight()
+    traced = trace(model, (x(),))
+    assert traced.front_end == "export"
+    kept = [name for name, m in traced.graph_module.named_modules() if isinstance(m, Whole)]
+    assert kept == ["rounded"]
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(x()).sum(), parameters)
+    assert same(torch.autograd.grad(run(traced, x()).sum(), parameters), expected)
+
+
+class Recomputed(torch.autograd.Function):
+    """A reversible layer's way: its backward runs one of its own, which adds to ``.grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x.detach())
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grads[0])
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Recomputed.apply(x, self.layer) if x.shape[1] > 2 else x
+
+
+def test_gradients_that_a_backward_adds_up_by_itself_are_not_left_behind() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Reversible(), nn.Linear(8, 8))
+    model[0].weight.grad = before = torch.ones(8, 8)
+    traced = trace(model, (x(),))
+    assert [p.grad for p in model.parameters()][1:] == [None] * 5
+    assert model[0].weight.grad is before and before.eq(1).all()
+    model.zero_grad()
+    run(traced, x()).sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(x()).sum().backward()
+    assert same(found, [p.grad for p in model.parameters()])

@@ -1,0 +1,122 @@
+"""What a model is given becomes placeholders, constants, and the key of a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe.trace import TraceError, canonical, input_key, trace
+from tests.fxpipe.trace.small import BOTH, MLP, Options, placeholders, run, x
+from tests.zoo import same
+
+
+class Nested(nn.Module):
+    def forward(self, batch: dict[str, Any], *rest: Tensor) -> Tensor:
+        a, b = batch["ids"]
+        if batch["mask"] is None:
+            return a + b * len(rest)
+        return a + b * batch["mask"] + sum(rest)
+
+
+@BOTH
+def test_nested_inputs_become_a_placeholder_for_each_tensor(tracer: str) -> None:
+    batch = {"ids": [x(), x(4)], "mask": x(4)}
+    traced = trace(Nested(), (batch, x(4), x(4)), tracer=tracer)
+    assert placeholders(traced) == ["batch_ids_0", "batch_ids_1", "batch_mask", "rest_0", "rest_1"]
+    assert same(run(traced, batch, x(4), x(4)), Nested()(batch, x(4), x(4)))
+
+
+@BOTH
+def test_arguments_may_be_called_what_python_or_the_graph_calls_something_else(tracer: str) -> None:
+    class Named(MLP):
+        def forward(self, self_: Tensor, lambda_: Tensor, torch: Tensor) -> Tensor:
+            return super().forward(self_ + lambda_).relu() + torch[:, :1]
+
+    model = Named()
+    traced = trace(model, (x(), x(), x()), tracer=tracer)
+    assert placeholders(traced) == ["self_", "lambda_", "torch_"]
+    assert same(run(traced, x(), x(), x()), model(x(), x(), x()))
+
+
+@BOTH
+def test_none_within_a_structure_is_part_of_the_trace(tracer: str) -> None:
+    batch = {"ids": [x(), x(4)], "mask": None}
+    traced = trace(Nested(), (batch,), tracer=tracer)
+    assert placeholders(traced) == ["batch_ids_0", "batch_ids_1"]
+    assert same(run(traced, batch), Nested()(batch))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"mask": None}, {"mask": x()}, {"flag": False}, {"scale": 3.0, "mask": x(), "flag": True}],
+    ids=str,
+)
+def test_arguments_and_defaults_mean_what_they_mean_to_the_model(
+    tracer: str, kwargs: dict[str, Any]
+) -> None:
+    model = Options()
+    traced = trace(model, (x(),), kwargs, tracer=tracer)
+    assert placeholders(traced) == ["x", "mask"][: 1 + (kwargs.get("mask") is not None)]
+    assert same(run(traced, x=x(), **kwargs), model(x(), **kwargs))
+    targets = {str(node.target) for node in traced.graph_module.graph.nodes}
+    assert not any("assert" in target for target in targets)
+
+
+def test_equal_keys_share_a_trace_and_others_do_not() -> None:
+    model = Options()
+    key = input_key(model, (x(),), {})
+    assert key == input_key(model, (), {"x": x(9)})
+    assert key != input_key(model, (x(),), {"mask": None})
+    assert key != input_key(model, (x(),), {"mask": x()})
+    assert input_key(model, (x(),), {"flag": True}) != input_key(model, (x(),), {"flag": 1})
+    assert key != input_key(model, (x(4, 9),), {})
+    assert input_key(model, (x(),), {}, shapes=False) == input_key(
+        model, (x(4, 9),), {}, shapes=False
+    )
+    with torch.autocast("cpu"):
+        assert key != input_key(model, (x(),), {})
+    model.linear.eval()
+    assert key != input_key(model, (x(),), {})
+
+
+def test_canonical_puts_arguments_where_the_signature_does() -> None:
+    args, kwargs = canonical(Options(), (), {"scale": 1.0, "mask": 2, "x": 3})
+    assert (args, kwargs) == ((3, 2), {"scale": 1.0})
+    with pytest.raises(TypeError, match=r"Options.forward\(\): missing .* 'x'"):
+        canonical(Options(), (), {})
+
+
+def test_inputs_of_another_structure_are_refused() -> None:
+    traced = trace(Options(), (x(),))
+    with pytest.raises(TypeError, match="traced with"):
+        traced.bind((x(),), {"mask": x()})
+
+
+class Box:
+    def __init__(self, value: Tensor, scale: float = 2.0) -> None:
+        self.value, self.scale = value, scale
+
+
+@BOTH
+def test_objects_of_any_class_are_inputs_and_outputs(tracer: str) -> None:
+    class Reboxes(nn.Module):
+        def forward(self, box: Box) -> dict[str, Any]:
+            return {"box": Box(box.value * box.scale, box.scale)}
+
+    traced = trace(Reboxes(), (Box(x()),), tracer=tracer)
+    assert placeholders(traced) == ["box_value"]
+    given = Box(x(3))
+    output = run(traced, given)["box"]
+    assert type(output) is Box and output.scale == 2.0
+    assert torch.equal(output.value, x(3) * 2) and output.value is not given.value
+    one, two = (input_key(Reboxes(), (Box(x(), scale),), {}) for scale in (2.0, 3.0))
+    assert one != two, "what is not a tensor is constant"
+
+
+def test_an_array_is_no_input() -> None:
+    with pytest.raises(TraceError, match="an input is a ndarray, whose values a graph cannot see"):
+        trace(MLP(), (x().numpy(),))
