@@ -270,3 +270,48 @@ def test_a_checkpoint_may_be_around_a_pipeline_from_its_first_call_on(checkpoint
         output = torchs_checkpoint(pipe, x, use_reentrant=use_reentrant)
         loss_of(output).backward()
     assert same((output.detach(), gradients(model)), wanted)
+
+
+def test_gradients_accumulate_over_calls():
+    model, x = MLP(), torch.randn(4, 12)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        loss_of(pipe(x)).backward()
+        once = gradients(model)
+        loss_of(pipe(x)).backward()
+    torch.testing.assert_close(gradients(model), [g * 2 for g in once])
+
+
+def test_gradients_that_a_model_stops_are_stopped():
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                target = self.a(x)
+            return self.b(x) * target
+
+    model, x = Stops(), torch.randn(4, 4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        loss_of(pipe(x)).backward()
+    assert model.a.weight.grad is None and model.b.weight.grad is not None
+
+
+def test_sparse_gradients():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.head(self.embed(x))
+
+    model, x = Sparse(), torch.randint(9, (6, 2))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        loss_of(pipe(x)).backward()
+    grad = model.embed.weight.grad
+    assert grad.is_sparse
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    torch.testing.assert_close(grad.to_dense(), model.embed.weight.grad.to_dense())

@@ -10,7 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fxpipe
 from fxpipe.batch import BatchError
 from fxpipe.trace import TraceError
+from passes import PartitionError
 from tests.zoo import MLP, Chain, gradients, same
+
+BATCH = torch.ones(6, 12)
 
 
 def x(batch: int = 4) -> torch.Tensor:
@@ -189,3 +192,94 @@ def test_functional_transforms():
         strict=True,
     ):
         torch.testing.assert_close(mine, model_s)
+
+
+class Branches(MLP):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Averages(MLP):
+    def forward(self, x):
+        return super().forward(x).mean(0)
+
+
+class Pairs(nn.Module):
+    def forward(self, x, y):
+        return x.sin(), y.sin()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            lambda: fxpipe.compile(torch.tanh, ["cpu"] * 2),
+            TypeError,
+            "takes an nn.Module, got a builtin",
+        ),
+        (
+            lambda: fxpipe.compile(fxpipe.compile(MLP(), ["cpu"] * 2), ["cpu"] * 2),
+            TypeError,
+            "takes a model, and MLP is a pipeline already: give its model, pipe.module",
+        ),
+        (
+            lambda: fxpipe.compile(MLP(), ["cpu"] * 2, example_inputs=BATCH),
+            TypeError,
+            r"got a Tensor; write example_inputs=\(x,\)",
+        ),
+        (
+            lambda: fxpipe.compile(Chain(3), ["cpu"] * 4)(BATCH[:, :3]),
+            PartitionError,
+            "4 stages asked for, but the model can be cut into 3",
+        ),
+        (
+            lambda: fxpipe.compile(MLP(), ["cpu"] * 2, partition=["layer.1"])(BATCH),
+            PartitionError,
+            "partition names 'layer.1'.*did you mean 'layers.1'",
+        ),
+        (
+            lambda: fxpipe.compile(Chain(3), ["cpu"] * 2, partition={"a": 0, "b": 1, "c": 0})(
+                BATCH[:, :3]
+            ),
+            PartitionError,
+            "'c' in stage 0 needs 'b' from the later stage 1.*would wait in a circle",
+        ),
+        (
+            lambda: fxpipe.compile(Pairs(), ["cpu"] * 2)(BATCH, BATCH[:5]),
+            BatchError,
+            r"the batch size differs between inputs: 6 in x \(6, 12\), 5 in y \(5, 12\)",
+        ),
+        (
+            lambda: fxpipe.compile(Averages(), ["cpu"] * 2)(BATCH),
+            BatchError,
+            r"output has shape \(12,\) whatever the batch size.*give out_dims",
+        ),
+        (
+            lambda: fxpipe.compile(Branches(), ["cpu"] * 2)(BATCH),
+            TraceError,
+            r"(?s)symbolic: .*if x.sum\(\) > 0.*export: .*depends on the values.*if x.sum\(\) > 0",
+        ),
+        (
+            lambda: fxpipe.compile(MLP(), ["cpu"] * 2)(),
+            TypeError,
+            r"MLP.forward\(\): missing .* 'x'",
+        ),
+        (
+            lambda: fxpipe.compile(MLP(), ["cpu"] * 2)(BATCH[:0]),
+            TraceError,
+            "the example batch is empty",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_model_that_needs_values_is_refused_with_the_line():
+    class Item(MLP):
+        def forward(self, x):
+            return super().forward(x) * x.max().item()
+
+    with pytest.raises(TraceError, match=r"(?s)follows from values of tensors.*x.max\(\).item"):
+        fxpipe.compile(Item(), ["cpu"] * 2)(BATCH)

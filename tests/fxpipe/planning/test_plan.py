@@ -1,0 +1,141 @@
+"""A plan is what compile would do, without the devices."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe import DeviceSpec
+from fxpipe.schedule import named
+from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
+from tests.zoo import MODELS, Chain, ResNet, same
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_is_how_compile_cuts_and_what_travels(name):
+    make, inputs = MODELS[name]
+    model, x = make(), inputs(8)
+    plan = fxpipe.plan(model, [FREE_LINKS] * 3, example_inputs=x, chunks=4)
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=4, partition=plan.partition) as pipe:
+        pipe.prepare(*x)
+        assert pipe.skip_layout == plan.layout
+        assert [stage.cost.fixed_bytes for stage in pipe.stages] == [
+            stage.state_bytes for stage in plan.stages
+        ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_on_meta_has_the_same_plan(name):
+    make, inputs = MODELS[name]
+    model, x = make(), inputs(8)
+    real = fxpipe.plan(model, ["a100"] * 2, example_inputs=x)
+    there, nowhere = on_meta(copy.deepcopy(model), *x)
+    meta = fxpipe.plan(there, ["a100"] * 2, example_inputs=nowhere)
+    assert meta.stages == real.stages
+    assert meta.layout == real.layout
+
+
+def test_attention_on_meta_is_that_of_a_device():
+    """On "meta" torch would have all of its weights in memory, which no device does."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+        def forward(self, x):
+            positions = torch.arange(x.size(1), device=x.device)
+            qkv = self.qkv(x).unflatten(2, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+            q, k, v = qkv[0], qkv[1], qkv[2]
+            mask = positions[:, None] >= positions
+            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    model, x = Attention(), torch.zeros(8, 32, 64)
+    for tracer in ("symbolic", "export"):
+        real = fxpipe.plan(model, ["a100"] * 2, example_inputs=(x,), tracer=tracer)
+        there, nowhere = on_meta(copy.deepcopy(model), x)
+        meta = fxpipe.plan(there, ["a100"] * 2, example_inputs=nowhere, tracer=tracer)
+        assert meta.stages == real.stages
+
+
+def test_the_model_is_left_as_it_was():
+    make, inputs = MODELS["resnet"]
+    model = make()
+    before = copy.deepcopy(model)
+    fxpipe.plan(model, ["p40"] * 2, example_inputs=inputs(4))
+    assert same(list(model.state_dict().values()), list(before.state_dict().values()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_step_is_the_rounds_of_its_slowest_stage_and_the_rest_is_bubble():
+    model, x = on_meta(Chain(4), torch.zeros(8, 3))
+    costs = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
+    plan = fxpipe.plan(model, [FREE_LINKS] * 4, example_inputs=x, chunks=4, costs=costs)
+    assert [stage.seconds for stage in plan.stages] == [1, 1, 1, 1]
+    assert plan.seconds == pytest.approx((4 + 4 - 1) / 4)
+    assert plan.bubble == pytest.approx(3 / 7)
+    assert plan.gap == pytest.approx(0)
+
+
+def test_a_plan_is_compiled_with_its_schedule():
+    model, x = Chain(8), torch.randn(8, 3)
+    plan = fxpipe.plan(
+        model, [FREE_LINKS] * 2, example_inputs=(x,), chunks=4, schedule="looped_bfs"
+    )
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        partition=plan.partition,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
+        loss_fn=lambda output, target: output.sum(),
+        example_inputs=(x,),
+    ) as pipe:
+        assert pipe.skip_layout == plan.layout
+        pipe.step(x, target=x)
+
+
+def test_a_faster_device_gets_more():
+    model, x = on_meta(Chain(6), torch.zeros(4096, 3))
+    fast = DeviceSpec(
+        flops_per_s=1e11, bytes_per_s=2e10, launch_s=1e-6, link_bytes_per_s=1e30, link_latency_s=0
+    )
+    plan = fxpipe.plan(model, [FREE_LINKS, fast], example_inputs=x, chunks=1)
+    assert [len(stage.nodes) for stage in plan.stages] == [2, 4]
+
+
+def test_it_prints_as_a_table():
+    model, x = on_meta(ResNet(), torch.zeros(8, 3, 8, 8))
+    text = str(fxpipe.plan(model, ["p40"] * 2, example_inputs=x, chunks=4))
+    for words in ("stage", "p40", "activations", "memory left", "a step of 4 micro-batches takes"):
+        assert words in text
+    assert "optimal" in text
+    assert "links: 0 -> 1 " in text
+
+
+def test_a_plan_may_be_made_in_inference_mode():
+    model = Chain(4)
+    with torch.inference_mode():
+        plan = fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=(torch.zeros(8, 3),))
+    assert plan.stages[0].activation_bytes > 0, "it is of training, as ever"
+
+
+def test_chunks_are_chosen_as_far_as_the_batch_goes():
+    model, x = on_meta(Chain(3), torch.zeros(6, 3))
+    assert fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x).chunks == 6
+    with pytest.raises(ValueError, match="chunks is 0"):
+        fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x, chunks=0)
+
+
+def test_a_schedule_of_ones_own_says_how_many_chunks_there_are_as_for_a_pipeline():
+    model, x = on_meta(Chain(3), torch.zeros(6, 3))
+    few, own = on_meta(Chain(3), torch.zeros(3, 3))[1], named("1f1b", lanes=2, microbatches=5)
+    assert fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x, schedule=own).chunks == 5
+    assert fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=few, schedule=own).chunks == 3
+    with pytest.raises(ValueError, match="has 5 micro-batches, and chunks is 6: give the same"):
+        fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x, schedule=own, chunks=6)

@@ -1,0 +1,84 @@
+"""The schedule of a plan decides what is alive at once, and how the lanes' memory is shared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.schedule import live, named
+from tests.fxpipe.planning.plans import FREE_LINKS, even, on_meta
+
+
+def test_a_schedule_decides_what_is_alive_at_once():
+    gpipe, one_f_one_b = even(), even(schedule="1f1b")
+    assert one_f_one_b.seconds == pytest.approx(gpipe.seconds) == pytest.approx((8 + 3) / 8 * 2)
+    assert one_f_one_b.partition == gpipe.partition
+    kept = [stage.activation_bytes for stage in gpipe.stages]
+    alive = [4 / 8, 3 / 8, 2 / 8, 1 / 8]
+    expected = [size * part for size, part in zip(kept, alive, strict=True)]
+    assert [stage.activation_bytes for stage in one_f_one_b.stages] == expected
+    assert one_f_one_b.memory == tuple(stage.memory for stage in one_f_one_b.stages)
+
+
+def test_a_model_that_only_fits_in_another_order_is_planned_in_that():
+    short = FREE_LINKS.with_memory(0.7 * even().memory[0])
+    with pytest.raises(fxpipe.DoesNotFit):
+        even(devices=[short] * 4)
+    assert even(devices=[short] * 4, schedule="1f1b").fits
+    assert even(devices=[short] * 4, schedule="auto").fits
+    tiny = FREE_LINKS.with_memory(0.1 * even().memory[0])
+    assert not even(devices=[tiny] * 4, schedule="auto", partition=["2", "4", "6"]).fits
+
+
+def test_a_device_with_several_stages_holds_all_of_them():
+    plan = even(devices=[FREE_LINKS] * 2, schedule="interleaved_1f1b")
+    assert [stage.lane for stage in plan.stages] == [0, 1, 0, 1]
+    of_one = [
+        stage.activation_bytes / count
+        for stage, count in zip(plan.stages, live(plan.schedule).stages, strict=True)
+    ]
+    alive = live(plan.schedule, of_one).lanes
+    state = [sum(s.state_bytes for s in plan.stages if s.lane == lane) for lane in (0, 1)]
+    assert plan.memory == pytest.approx([a + b for a, b in zip(alive, state, strict=True)])
+    assert plan.bubble < even(devices=[FREE_LINKS] * 2).bubble
+    assert "1 cpu core" in str(plan)
+
+
+def test_stages_that_share_a_device_are_given_parts_of_its_memory():
+    layers = (nn.Linear(3, 3) for _ in range(16))
+    model, x = on_meta(nn.Sequential(*layers), torch.zeros(8, 3))
+    # By time stages 0 and 2, which are on the first device, have 14 of the 16 layers.
+    times = [1 / 6] * 6 + [1] + [1 / 8] * 8 + [1]
+    costs = dict(zip((name for name, _ in model.named_children()), times, strict=True))
+
+    def planned(memory):
+        return fxpipe.plan(
+            model,
+            [FREE_LINKS.with_memory(memory)] * 2,
+            example_inputs=x,
+            chunks=4,
+            costs=costs,
+            schedule="interleaved_1f1b",
+        )
+
+    roomy = planned(None)
+    assert [len(stage.nodes) for stage in roomy.stages] == [6, 1, 8, 1]
+    limit = 0.8 * max(roomy.memory)
+    assert planned(limit).fits
+    with pytest.raises(fxpipe.DoesNotFit, match="device 0 needs"):
+        planned(limit / 4)
+
+
+def test_the_schedule_that_is_searched_for_is_no_slower():
+    known = [even(schedule=name).seconds for name in ("gpipe", "1f1b", "zb_h1")]
+    assert even(schedule="auto").seconds <= min(known) * (1 + 1e-9)
+
+
+def test_a_schedule_for_something_else_is_refused():
+    other = named("1f1b", lanes=4, microbatches=6)
+    with pytest.raises(ValueError, match="has 6 micro-batches, and chunks is 8: give the same"):
+        even(schedule=other)
+    with pytest.raises(ValueError, match="has 4 lanes and 4 stages, and there are 3 devices"):
+        even(schedule=other, devices=[FREE_LINKS] * 3)

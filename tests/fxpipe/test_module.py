@@ -1,0 +1,100 @@
+"""As an nn.Module a pipeline is the model: parameters, states, modes and dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from tests.zoo import MLP, MODELS, ResNet, loop, loss_of, same
+
+TWO = ["cpu", "cpu"]
+
+
+def test_parameters_state_dict_and_modes_are_the_models():
+    model = ResNet()
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        x = torch.randn(4, 3, 8, 8)
+        pipe(x)
+        names = [name for name, _ in pipe.named_parameters()]
+        assert names == [name for name, _ in model.named_parameters()]
+        assert all(p is q for p, q in zip(pipe.parameters(), model.parameters(), strict=True))
+        assert list(pipe.state_dict()) == list(model.state_dict())
+        pipe.eval()
+        assert not model.training and not model.layers[0].bn1.training
+        expected = torch.cat([model(part) for part in x.chunk(2)])
+        assert same(pipe(x), expected)
+        pipe.train()
+        assert model.training and pipe.training
+        count = model.stem[1].num_batches_tracked.item()
+        pipe(x)
+        assert model.stem[1].num_batches_tracked == count + 2
+
+
+def test_an_optimizer_made_before_works_after():
+    model, twin = MLP(), MLP()
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, twin)]
+    with fxpipe.compile(model, TWO, chunks=3) as pipe:
+        for _ in range(3):
+            x = torch.randn(6, 12)
+            pipe.zero_grad()
+            loss_of(pipe(x)).backward()
+            loop(twin, (x,), 3)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert same(list(model.parameters()), list(twin.parameters()))
+
+
+def test_a_state_dict_travels_both_ways_also_when_assigned():
+    model, other = (MODELS["transformer"][0]() for _ in range(2))
+    tokens = torch.randint(11, (4, 6))
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        pipe(tokens)
+        for assign in False, True:
+            other = MODELS["transformer"][0]()
+            pipe.load_state_dict(other.state_dict(), strict=True, assign=assign)
+            expected = torch.cat([other(part) for part in tokens.chunk(2)])
+            assert same(pipe(tokens), expected)
+            fresh = MODELS["transformer"][0]()
+            fresh.load_state_dict(pipe.state_dict(), strict=True)
+
+
+def test_dtypes_may_change_and_devices_may_not():
+    model = MODELS["transformer"][0]()
+    tokens = torch.randint(11, (4, 6))
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        pipe(tokens)
+        assert pipe.double()(tokens).dtype == torch.float64
+        with pytest.raises(RuntimeError, match="cannot be moved to meta: its stages are on cpu"):
+            pipe.to("meta")
+        assert pipe(tokens).dtype == torch.float64
+
+
+class Named(MLP):
+    """A parameter and a buffer that the graph holds by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(12))
+        self.register_buffer("shift", torch.zeros(12))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain + self.shift
+
+
+def test_tensors_that_are_exchanged_are_seen_at_the_next_call():
+    model, x = Named(), torch.randn(4, 12)
+    with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,)) as pipe:
+        new = {name: p.detach() * 2 for name, p in model.named_parameters()}
+        expected = torch.func.functional_call(model, new, (x,))
+        torch.testing.assert_close(torch.func.functional_call(pipe, new, (x,)), expected)
+        torch.testing.assert_close(pipe(x), model(x))
+        model.shift = torch.ones(12)
+        model.gain = nn.Parameter(torch.full((12,), 3.0))
+        torch.testing.assert_close(pipe(x), model(x))
+        pipe(x).sum().backward()
+        assert model.gain.grad is not None
+        model.layers[0] = nn.Linear(12, 12)
+        torch.testing.assert_close(pipe(x), model(x))
