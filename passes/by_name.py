@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import networkx as nx
@@ -93,20 +93,23 @@ def _bring_home(labels: dict[fx.Node, int], nodes: list[fx.Node]) -> None:
             labels[node] = min(users, default=labels[node])
 
 
-def named(work: list[fx.Node], name: str) -> list[fx.Node]:
+def named(work: Sequence[fx.Node], name: str) -> list[fx.Node]:
     """The nodes of that name, or of the module of that path and all within it."""
     found = [node for node in work if node.name == name or is_within(node, name)]
     if not found:
-        known = {node.name for node in work} | {path for node in work for path in _paths(node)}
-        close = difflib.get_close_matches(name, sorted(known), n=3)
-        if close:
-            hint = f"did you mean {' or '.join(map(repr, close))}?"
-        else:
-            hint = f"it has {', '.join(repr(node.name) for node in work[:3])}, for example"
-        raise PartitionError(
-            f"partition names {name!r}, but the model graph has no such module or node; {hint}"
-        )
+        raise PartitionError(f"partition names {name!r}, but {nothing_named(work, name)}")
     return found
+
+
+def nothing_named(work: Sequence[fx.Node], name: str) -> str:
+    """Says that no node or module has that name, and which names there are."""
+    known = {node.name for node in work} | {path for node in work for path in _paths(node)}
+    close = difflib.get_close_matches(name, sorted(known), n=3)
+    if close:
+        hint = f"did you mean {' or '.join(map(repr, close))}?"
+    else:
+        hint = f"it has {', '.join(repr(node.name) for node in work[:3])}, for example"
+    return f"the model graph has no such module or node; {hint}"
 
 
 def _paths(node: fx.Node) -> set[str]:
@@ -118,6 +121,7 @@ def _paths(node: fx.Node) -> set[str]:
 
 
 def is_within(node: fx.Node, name: str) -> bool:
+    """Whether a node belongs to the module of that path."""
     return any(path == name or path.startswith(f"{name}.") for path in _paths(node))
 
 

@@ -299,7 +299,7 @@ def _pins(
                 f"pins puts {name!r} into stage {stage!r}: with {stages} devices there are "
                 f"stages 0 to {stages - 1}"
             )
-        told.update(dict.fromkeys(named(list(work), name), name))
+        told.update(dict.fromkeys(named(work, name), name))
     pins: dict[int, str] = {}
     for node, name in told.items():
         other = pins.setdefault(found.home[position[node]], name)

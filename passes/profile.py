@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from torch import fx
 
 from fxpipe.devices import CPU_CORE, DeviceSpec
 from fxpipe.graph import COST, Cost, stage_nodes
-from passes.by_name import is_within
+from passes.by_name import is_within, nothing_named
 from passes.cost import ADAM, AnalyticCost
 
 FORMAT = 1
@@ -130,15 +129,12 @@ def _shares(nodes: list[fx.Node], estimates: Mapping[fx.Node, Cost]) -> dict[fx.
 
 
 def _named(name: str, work: Mapping[str, fx.Node]) -> list[fx.Node]:
+    """The node of that name, else all nodes of that module: calls of one may be timed apart."""
     if name in work:
         return [work[name]]
     found = [node for node in work.values() if is_within(node, name)]
     if not found:
-        close = difflib.get_close_matches(name, sorted(work), n=3)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "give names of nodes"
-        raise ProfileError(
-            f"costs names {name!r}, but the model has no such node or module; {hint}"
-        )
+        raise ProfileError(f"costs names {name!r}, but {nothing_named([*work.values()], name)}")
     return found
 
 

@@ -89,7 +89,9 @@ def test_a_profile_of_another_model_is_refused():
 
 
 def test_a_name_that_the_model_has_not_is_refused():
-    with pytest.raises(ProfileError, match="costs names 'q', but the model has no such node"):
+    with pytest.raises(
+        ProfileError, match="costs names 'q', but the model graph has no such module or node"
+    ):
         GivenCost({"q": 1.0})(traced())
 
 
