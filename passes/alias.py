@@ -92,8 +92,19 @@ class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn |= _drops(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator that may draw does: an attention, or a recurrent layer, drops nothing
+    where the probability is zero, or outside of training."""
+    expected = func._schema.arguments
+    given = {a.name: a.default_value for a in expected if a.has_default_value()}
+    given |= {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
+    return all(given.get(n) != 0 for n in ("dropout_p", "dropout", "train", "training"))
 
 
 class _Watcher(FakeInterpreter):

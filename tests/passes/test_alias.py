@@ -1,4 +1,5 @@
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
@@ -113,6 +114,28 @@ def test_who_draws_random_numbers_is_known():
     assert torch.equal(torch.get_rng_state(), state)
     gm, _ = noted(model.eval(), torch.ones(2, 3))
     assert not any(n.meta.get(RANDOM) for n in gm.graph.nodes)
+
+
+def test_an_attention_that_drops_nothing_draws_nothing():
+    class Model(nn.Module):
+        def __init__(self, p):
+            super().__init__()
+            self.p = p
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=self.p)
+
+    x = torch.ones(2, 4, 8)
+
+    def drawing(p):
+        gm = Alias((x,))(fx.symbolic_trace(Model(p)))
+        return [n.name for n in gm.graph.nodes if n.meta.get(RANDOM)]
+
+    before = torch.get_rng_state()
+    Model(0.0)(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert drawing(0.0) == []
+    assert drawing(0.5) == ["scaled_dot_product_attention"]
 
 
 def test_a_tensor_that_is_given_back_goes_by_its_last_name():
