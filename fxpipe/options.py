@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 import passes as default
+from fxpipe.counts import count
 from fxpipe.graph import Cost
 from fxpipe.loss import LossFunction
 from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
@@ -51,6 +52,7 @@ class Options:
         schedule: str | Schedule,
         stages: int | None,
         *,
+        chunks: int | None,
         costs: Costs,
         can_measure: bool,
         **others: Any,
@@ -64,15 +66,14 @@ class Options:
             devices=tuple(lanes[lane] for lane in placement),
             placement=placement,
             schedule=schedule,
+            chunks=None
+            if chunks is None
+            else count("chunks", chunks, "the number of micro-batches"),
             costs=costs,
             **others,
         )
 
     def __post_init__(self) -> None:
-        if self.chunks is not None and (not isinstance(self.chunks, int) or self.chunks < 1):
-            raise ValueError(
-                f"chunks is {self.chunks!r}: give the number of micro-batches, 1 or more"
-            )
         self._check_fit()
         default.Checkpoint(self.checkpoint, self.checkpoint_segments)  # which checks them
         if isinstance(self.loss_fn, type):
@@ -91,10 +92,10 @@ class Options:
 
     def _check_fit(self) -> None:
         """Chunks and schedule have to agree."""
-        count = self._chunks
+        chunks = self._chunks
         if isinstance(self.schedule, str) and self.schedule != AUTO and self.chunks is not None:
             stages, lanes = len(self.devices), len(self.lanes)
-            named(self.schedule, lanes=lanes, stages=stages, microbatches=count)
+            named(self.schedule, lanes=lanes, stages=stages, microbatches=chunks)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import networkx as nx
 from torch import fx
 
 from fxpipe import ops
+from fxpipe.counts import whole
 from fxpipe.graph import stage_nodes
 from passes.problem import PartitionError, reads_before_writes, together
 
@@ -51,19 +52,14 @@ def labels_of_mapping(
     """Named nodes go where they are told, the others to the latest stage that they need."""
     check_names(mapping)
     work = list(stage_nodes(graph))
-    told: dict[fx.Node, tuple[int, str]] = {}
+    told: dict[fx.Node, int] = {}
     # The longer path is the more particular one: {"encoder": 0, "encoder.head": 1}.
     for name, stage in sorted(mapping.items(), key=lambda item: len(item[0])):
-        if not isinstance(stage, int) or not 0 <= stage < stages:
-            raise PartitionError(
-                f"partition puts {name!r} into stage {stage!r}: with {stages} devices there are "
-                f"stages 0 to {stages - 1}"
-            )
-        told.update({node: (stage, name) for node in named(work, name)})
+        told.update(dict.fromkeys(named(work, name), check_stage("partition", name, stage, stages)))
     labels: dict[fx.Node, int] = {}
     for node in work:
         needed = max((labels[n] for n in node.all_input_nodes if n in labels), default=0)
-        labels[node] = told[node][0] if node in told else needed
+        labels[node] = told.get(node, needed)
     _bring_home(labels, [node for node in work if node not in told])
     _check(work, labels)
     missing = set(range(stages)) - set(labels.values())
@@ -83,6 +79,20 @@ def check_names(names: Iterable[object]) -> None:
                 f"partition has {name!r}, a {type(name).__name__}, for a name: give the names of "
                 "modules or nodes, as str"
             )
+
+
+def check_stage(what: str, name: str, stage: object, stages: int) -> int:
+    """The stage that a name is put into by what the user says; any integer will do.
+
+    Raises :class:`PartitionError` where there is no such stage.
+    """
+    number = whole(stage)
+    if number is None or not 0 <= number < stages:
+        raise PartitionError(
+            f"{what} puts {name!r} into stage {stage!r}: with {stages} devices there are stages 0 "
+            f"to {stages - 1}"
+        )
+    return number
 
 
 def _bring_home(labels: dict[fx.Node, int], nodes: list[fx.Node]) -> None:

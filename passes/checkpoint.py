@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe import ops
+from fxpipe.counts import count
 from fxpipe.graph import attribute
 from passes.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
 from passes.segments import segmented
@@ -46,11 +47,7 @@ class Checkpoint:
                 f"checkpoint is {self.mode!r}: give {', '.join(map(repr, MODES[:-1]))} or "
                 f"{MODES[-1]!r}"
             )
-        if not isinstance(self.segments, int) or self.segments < 1:
-            raise ValueError(
-                f"checkpoint_segments is {self.segments!r}: give the number of segments that a "
-                "stage is cut in, 1 or more"
-            )
+        count("checkpoint_segments", self.segments, "the number of segments that a stage is cut in")
         if self.segments > 1 and self.mode == "never":
             raise ValueError(
                 f'checkpoint_segments is {self.segments}, but checkpoint is "never": give '

@@ -224,7 +224,8 @@ class _Runs:
             if NO_BACKWARD not in node.meta:
                 try:
                     _run_backward(ahead.outputs, [*ahead.leaves, *ahead.parameters], backward)
-                except Exception:  # it may look at values, or run the module again, on real ones
+                except Exception:  # anybody's code, which on fakes may fail in any way: it needs
+                    # values, or runs the module again on real tensors. An estimate will do.
                     backward = ahead.load.times(BACKWARD)
         where_in = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.inputs)))}
         where_out = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.outputs)))}

@@ -22,7 +22,7 @@ from torch import fx
 
 from fxpipe.devices import DeviceSpec
 from fxpipe.graph import GAP, STAGE, stage_nodes
-from passes.by_name import check_names, labels_of_mapping, labels_of_starts, named
+from passes.by_name import check_names, check_stage, labels_of_mapping, labels_of_starts, named
 from passes.cut.dag import Machine, prices
 from passes.cut.search import EQUAL
 from passes.cut.solve import Cut, can_fit, solve, solve_in_order, tightest
@@ -293,12 +293,8 @@ def _pins(
     position = {node: i for i, node in enumerate(work)}
     told: dict[fx.Node, str] = {}
     check_names(names)
-    for name, stage in sorted(names.items(), key=lambda item: len(item[0])):
-        if not isinstance(stage, int) or not 0 <= stage < stages:
-            raise PartitionError(
-                f"pins puts {name!r} into stage {stage!r}: with {stages} devices there are "
-                f"stages 0 to {stages - 1}"
-            )
+    names = {name: check_stage("pins", name, stage, stages) for name, stage in names.items()}
+    for name in sorted(names, key=len):
         told.update(dict.fromkeys(named(work, name), name))
     pins: dict[int, str] = {}
     for node, name in told.items():

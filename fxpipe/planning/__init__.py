@@ -9,6 +9,7 @@ from torch import nn
 
 import passes as default
 from fxpipe.batch import input_dims
+from fxpipe.counts import count
 from fxpipe.devices import DeviceSpec
 from fxpipe.mode import batch_size, usual
 from fxpipe.planning.question import Prices, Question, sketch
@@ -70,8 +71,7 @@ def plan(
         )
     if not (isinstance(optimizer_states, int | float) and optimizer_states >= 0):
         raise ValueError(f"optimizer_states is {optimizer_states!r}: give a number, 0 or more")
-    if chunks is not None and (not isinstance(chunks, int) or chunks < 1):
-        raise ValueError(f"chunks is {chunks!r}: give the number of micro-batches, 1 or more")
+    chunks = None if chunks is None else count("chunks", chunks, "the number of micro-batches")
     default.Checkpoint(checkpoint)  # which checks it
     specs = _specs(devices)
     placement = placement_of(schedule, len(specs), stages)
@@ -83,14 +83,14 @@ def plan(
         began("trace")
         gm, values = sketch(model, args, kwargs, dims, tracer)
         batch = batch_size(values, dims)
-        count = max(1, min(whole, batch or 1))
+        microbatches = max(1, min(whole, batch or 1))
         question = Question(
             Prices(model, gm, tuple(values), tuple(dims), costs, specs[0], optimizer_states),
             partition,
             specs,
-            schedule.first(count) if isinstance(schedule, Schedule) else schedule,
+            schedule.first(microbatches) if isinstance(schedule, Schedule) else schedule,
             stages,
-            count,
+            microbatches,
             checkpoint,
         )
         try:

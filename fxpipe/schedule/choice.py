@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fxpipe.counts import count
 from fxpipe.schedule.automatic import auto
 from fxpipe.schedule.catalogue import NAMES, least_microbatches, named
 from fxpipe.schedule.schedule import Schedule
@@ -18,6 +19,8 @@ def placement_of(schedule: str | Schedule, lanes: int, stages: int | None) -> tu
 
     Raises ValueError where lanes, stages and schedule do not fit each other.
     """
+    if stages is not None:
+        stages = count("stages", stages, "the number of stages")
     if isinstance(schedule, Schedule):
         if len(schedule.lanes) != lanes or stages not in (None, schedule.stages):
             raise ValueError(
@@ -28,10 +31,10 @@ def placement_of(schedule: str | Schedule, lanes: int, stages: int | None) -> tu
             )
         return schedule.placement
     if schedule == AUTO:  # down the lanes, and up again
-        down, count = tuple(range(lanes)), stages or lanes
-        if count % lanes:
-            raise ValueError(f"stages is {count}: give as many for each of the {lanes} devices")
-        return ((down + down[::-1]) * count)[:count]
+        down, stages = tuple(range(lanes)), stages or lanes
+        if stages % lanes:
+            raise ValueError(f"stages is {stages}: give as many for each of the {lanes} devices")
+        return ((down + down[::-1]) * stages)[:stages]
     if schedule not in NAMES:
         raise ValueError(f"schedule is {schedule!r}: give one of {', '.join(NAMES)}, or {AUTO}")
     # Where the stages are does not depend on the number of micro-batches.
@@ -96,6 +99,6 @@ def schedule_of(
             memory=memory,
             max_bytes=max_bytes,
         )
-    count = max(microbatches, min(whole, least_microbatches(schedule, lanes)))
-    order = named(schedule, lanes=lanes, microbatches=count, stages=len(placement))
+    enough = max(microbatches, min(whole, least_microbatches(schedule, lanes)))
+    order = named(schedule, lanes=lanes, microbatches=enough, stages=len(placement))
     return order.first(microbatches)

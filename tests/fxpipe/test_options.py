@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ def test_devices_that_cannot_be(devices, message):
     [
         ({"chunks": 0}, "chunks is 0: give the number of micro-batches, 1 or more"),
         ({"chunks": 2.5}, "chunks is 2.5"),
+        ({"schedule": "auto", "stages": 0}, "stages is 0: give the number of stages, 1 or more"),
         ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes': give 'never', 'except_last'"),
         ({"checkpoint_segments": 2}, 'checkpoint_segments is 2, but checkpoint is "never"'),
         ({"schedule": "2f2b"}, "schedule is '2f2b': give one of gpipe, .*, or auto"),
@@ -47,6 +49,19 @@ def test_devices_that_cannot_be(devices, message):
 def test_options_that_cannot_be(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         fxpipe.compile(MLP(), CPUS, **options)
+
+
+def test_any_integer_is_a_number():
+    given = {name: np.int64(2) for name in ("chunks", "checkpoint_segments", "stages")}
+    partition = {f"layers.{i}": np.int64(i > 2) for i in range(5)}
+    x = torch.randn(4, 12)
+    options = {"checkpoint": "always", "schedule": "gpipe", "partition": partition}
+    with fxpipe.compile(MLP(), CPUS, example_inputs=(x,), **options, **given) as pipe:
+        assert "np.int64" not in pipe.code, "what runs has plain ones"
+        assert pipe(x).shape == x.shape
+        assert pipe.measure(x, rounds=np.int64(1)).makespan > 0
+    plan = fxpipe.plan(MLP(), ["h100"] * 2, example_inputs=(x,), chunks=np.int64(4))
+    assert plan.chunks == 4
 
 
 @pytest.mark.parametrize(
