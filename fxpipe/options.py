@@ -59,6 +59,8 @@ class Options:
     ) -> Options:
         """As given to :func:`fxpipe.compile`; ``can_measure``: there are example inputs."""
         lanes = _devices(devices)
+        if chunks is not None:
+            chunks = count("chunks", chunks, "the number of micro-batches")
         placement = placement_of(schedule, len(lanes), stages)
         if isinstance(costs, str) and costs == "auto":
             costs = "measured" if can_measure and lanes[0].type != "cpu" else "analytic"
@@ -66,9 +68,7 @@ class Options:
             devices=tuple(lanes[lane] for lane in placement),
             placement=placement,
             schedule=schedule,
-            chunks=None
-            if chunks is None
-            else count("chunks", chunks, "the number of micro-batches"),
+            chunks=chunks,
             costs=costs,
             **others,
         )

@@ -71,7 +71,8 @@ def plan(
         )
     if not (isinstance(optimizer_states, int | float) and optimizer_states >= 0):
         raise ValueError(f"optimizer_states is {optimizer_states!r}: give a number, 0 or more")
-    chunks = None if chunks is None else count("chunks", chunks, "the number of micro-batches")
+    if chunks is not None:
+        chunks = count("chunks", chunks, "the number of micro-batches")
     default.Checkpoint(checkpoint)  # which checks it
     specs = _specs(devices)
     placement = placement_of(schedule, len(specs), stages)
