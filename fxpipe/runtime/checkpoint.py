@@ -93,7 +93,8 @@ class _Frame:
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.require_grad = [t.requires_grad for t in tensors]
         anchor = torch.empty(0, requires_grad=True)
-        self.saved = _Save.apply(anchor, *tensors).grad_fn  # type: ignore[no-untyped-call]
+        # The result, and not its grad_fn, which does not keep what is saved alive in PyTorch 2.11.
+        self.saved = _Save.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
 
         self.surroundings = Surroundings(fn, tensors, preserve_rng_state)
 
@@ -117,7 +118,7 @@ class _Frame:
 
     def inputs(self, *, detached: bool) -> Any:
         leaves = list(self.leaves)
-        saved: tuple[Tensor, ...] = self.saved.saved_tensors
+        saved: tuple[Tensor, ...] = self.saved.grad_fn.saved_tensors
         for i, tensor, requires_grad in zip(self.where, saved, self.require_grad, strict=True):
             is_own = isinstance(tensor, torch.nn.Parameter)  # a replica: it has no history to lose
             if detached and not is_own:
