@@ -34,7 +34,7 @@ def _row(timeline: Timeline, lane: int, top: float, most: float) -> Iterator[str
     def y(amount: float) -> float:
         return top + _ROW * (1 - amount / most)
 
-    begin, low = _begin(timeline), top + _ROW
+    begin, low = timeline.start, top + _ROW
     series = [(s - begin, amount) for s, amount in timeline.memory[lane]]
     series.append((timeline.makespan, series[-1][1]))
     points = []
@@ -62,10 +62,6 @@ def _axis(timeline: Timeline, top: float) -> Iterator[str]:
     yield _text(_LEFT + 20, top + 32, "parameters, and what is kept for them")
     yield f'<rect x="{_LEFT + 260}" y="{top + 22}" width="14" height="12" fill="{_FILL}"/>'
     yield _text(_LEFT + 280, top + 32, "activations")
-
-
-def _begin(timeline: Timeline) -> float:
-    return min((span.start for span in timeline.spans), default=0.0)
 
 
 def _x(timeline: Timeline, seconds: float) -> float:

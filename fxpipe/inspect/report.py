@@ -130,18 +130,6 @@ class Report:
         return text
 
 
-def makespan(times: Sequence[float], chunks: int) -> float:
-    """Seconds from the first micro-batch's start to the last one's end: the slowest stage sets the
-    pace. ``times``: of the stages, for a mini-batch."""
-    return (sum(times) + (chunks - 1) * max(times)) / chunks
-
-
-def bubble(times: Sequence[float], chunks: int) -> float:
-    """The idle part of all lanes' time: for equal stages (n - 1) / (m + n - 1)."""
-    whole = makespan(times, chunks)
-    return 1 - sum(times) / (len(times) * whole) if whole else 0.0
-
-
 def advice(gm: fx.GraphModule, times: Sequence[float]) -> list[str]:
     """What limits the cut of a model graph. ``times``: of the stages, for a mini-batch."""
     total, count = sum(times), len(times)

@@ -76,7 +76,6 @@ class _Panel:
     """A timeline, and where it is: ``tops`` are the upper edges of its lanes."""
 
     timeline: Timeline
-    begin: float
     title: float
     tops: tuple[float, ...]
     bottom: float
@@ -160,7 +159,7 @@ class _Chart:
         yield _text(middle, self.axis + 31, f"time ({self.unit_name})", "middle")
 
     def _panel(self, index: int, panel: _Panel) -> Iterator[str]:
-        timeline = panel.timeline
+        timeline, begin = panel.timeline, panel.timeline.start
         yield _text(10, panel.title, timeline.name, more=' font-weight="bold"')
         said = (
             f"{timeline.makespan / self.unit:.4g} {self.unit_name}; idle {timeline.bubble:.1%}, "
@@ -173,10 +172,10 @@ class _Chart:
             yield _rect(self.left, top, self.width, _ROW, 'fill="#F6F6F6"')
             shades = _shades(timeline, lane)
             for span in timeline.of_lane(lane):
-                yield from self._box(span, span.start - panel.begin, top, shades)
+                yield from self._box(span, span.start - begin, top, shades)
             for copy in timeline.transfers:
                 if copy.target == lane:
-                    x, end = self.x(copy.start - panel.begin), self.x(copy.end - panel.begin)
+                    x, end = (self.x(at - begin) for at in (copy.start, copy.end))
                     more = f'fill="{_COPY}"'
                     yield _rect(x, top + _ROW + 1, max(end - x - 0.5, 0.5), _WAY - 1, more)
             if panel.has_memory:
@@ -201,7 +200,8 @@ class _Chart:
 
     def _held(self, panel: _Panel, lane: int, top: float, most: float) -> Iterator[str]:
         """Memory over time, as steps; all lanes of a panel on one scale."""
-        series = [(s - panel.begin, amount) for s, amount in panel.timeline.memory[lane]]
+        begin = panel.timeline.start
+        series = [(s - begin, amount) for s, amount in panel.timeline.memory[lane]]
         series.append((panel.timeline.makespan, series[-1][1]))
         low = top + _MEMORY
         points = [f"{self.x(series[0][0]):.1f},{low:.1f}"]
@@ -247,9 +247,8 @@ def _place(timeline: Timeline, top: float, memory: bool) -> _Panel:
     has_memory = memory and bool(timeline.memory)
     tall = _ROW + _ways(timeline) + (_MEMORY + 2 if has_memory else 0)
     tops = tuple(top + 20 + lane * (tall + _GAP) for lane in range(len(timeline.lanes)))
-    begin = min((span.start for span in timeline.spans), default=0.0)
     bottom = tops[-1] + tall if tops else top + 20
-    return _Panel(timeline, begin, top + 11, tops, bottom, has_memory)
+    return _Panel(timeline, top + 11, tops, bottom, has_memory)
 
 
 def _ways(timeline: Timeline) -> int:

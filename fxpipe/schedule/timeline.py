@@ -76,10 +76,14 @@ class Timeline:
         return sorted((s for s in self.spans if s.lane == lane), key=lambda s: (s.start, s.end))
 
     @property
+    def start(self) -> float:
+        """When the first lane begins."""
+        return min((span.start for span in self.spans), default=0.0)
+
+    @property
     def makespan(self) -> float:
         """Seconds from the first start to the last end, over all lanes."""
-        starts, ends = [s.start for s in self.spans], [s.end for s in self.spans]
-        return max(ends) - min(starts) if self.spans else 0.0
+        return max((span.end for span in self.spans), default=self.start) - self.start
 
     @property
     def busy(self) -> tuple[float, ...]:

@@ -4,24 +4,9 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.graph import ALIAS, COST, GAP, STAGE, Cost, stage_nodes
-from fxpipe.inspect.report import advice, bubble, of_the_bubble
+from fxpipe.inspect.report import advice, of_the_bubble
 from fxpipe.inspect.text import human_bytes, human_time, optimality
 from fxpipe.schedule import Schedule, named
-
-
-@pytest.mark.parametrize(("stages", "chunks"), [(1, 4), (2, 8), (4, 1), (4, 32)])
-def test_the_bubble_of_equal_stages_is_the_textbooks(stages, chunks):
-    assert bubble([1.0] * stages, chunks) == pytest.approx((stages - 1) / (chunks + stages - 1))
-
-
-def test_a_slow_stage_makes_the_others_wait():
-    # One micro-batch takes 1 + 3 s; every further one comes 3 s later: 13 s in all for four,
-    # in which two lanes could have worked 26 s and have worked 16.
-    assert bubble([4.0, 12.0], 4) == pytest.approx(1 - 16 / 26)
-
-
-def test_nothing_to_do_is_no_bubble():
-    assert bubble([0.0, 0.0], 4) == 0
 
 
 def test_a_cut_is_optimal_or_at_most_so_far_from_it():
