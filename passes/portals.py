@@ -6,9 +6,9 @@
 
     after      cell (i, 0) ── a ── portal_blue ── portal_copy ── portal_orange ── cell (i, 3)
 
-One triple for each hop that passes over stages, and micro-batch; nothing in the stages between. A
-hop to the next stage, and an input of the model, is left to pass "copies". See :mod:`passes.skips`
-for the way that a value with several users takes.
+Each hop that passes over stages gets one such triple for each micro-batch, and the stages between
+see nothing of it. Hops to the next stage, and inputs of the model, are left to pass "copies". See
+:mod:`passes.skips` for the route of a value with several users.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ class Portals:
     devices: tuple[str, ...]
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        first = {cell: nodes[0] for cell, nodes in cells(gm.graph).items()}
-        last = {cell: nodes[-1] for cell, nodes in cells(gm.graph).items()}
-        arrived: dict[Cell, fx.Node] = {}
+        found = cells(gm.graph)
+        first = {cell: nodes[0] for cell, nodes in found.items()}
+        left = {cell: nodes[-1] for cell, nodes in found.items()}  # the last portal_blue
+        arrived: dict[Cell, fx.Node] = {}  # the last portal_copy
         for value, stages in list(routes(gm.graph)):
-            microbatch = value.meta[MICROBATCH]
             for source, target in pairwise(stages):
                 assert target is not None
                 if source is None or target == source + 1:
-                    continue  # ``value`` itself is what the target has: pass "copies" brings it
-                exit_, entry = (microbatch, source), (microbatch, target)
-                writer = Writer(exit_, after=last[exit_])
-                blue = writer.call(ops.portal_blue, (value,), "portal_blue")
-                last[exit_] = blue
+                    continue  # pass "copies" brings it
+                microbatch = value.meta[MICROBATCH]
+                here, there = (microbatch, source), (microbatch, target)
                 streams = (stream_name(self.devices[s], COPY) for s in (source, target))
+                blue = Writer(here, after=left[here]).call(ops.portal_blue, (value,), "portal_blue")
+                left[here] = blue
                 # All portals of a cell arrive before the first is opened: they wait together.
-                writer = Writer(entry, after=arrived.get(entry, first[entry].prev))
+                writer = Writer(there, after=arrived.get(there, first[there].prev))
                 moved = writer.call(ops.portal_copy, (blue, *streams), "portal_copy")
-                arrived[entry] = moved
-                writer = Writer(entry, after=first[entry].prev)
+                arrived[there] = moved
+                writer = Writer(there, after=first[there].prev)
                 orange = writer.call(ops.portal_orange, (moved,), "portal_orange")
                 for node in (blue, moved, orange):
                     node.meta |= {k: value.meta[k] for k in (ORIGIN, VALUE) if k in value.meta}
-                self._replace(value, orange, target)
-                value = orange
+                _take_from(target, value, orange)
+                value = orange  # the next hop begins here
         gm.recompile()
         return gm
 
-    @staticmethod
-    def _replace(value: fx.Node, orange: fx.Node, stage: int) -> None:
-        """From this stage on, the value is what came out of the portal."""
-        for user in list(value.users):
-            if user is not orange and user.meta.get(STAGE, -1) >= stage:
-                user.replace_input_with(value, orange)
+
+def _take_from(stage: int, value: fx.Node, orange: fx.Node) -> None:
+    """From this stage on, users take what has come out of the portal."""
+    for user in list(value.users):
+        if user is not orange and user.meta.get(STAGE, -1) >= stage:
+            user.replace_input_with(value, orange)
