@@ -26,8 +26,7 @@ from fxpipe.schedule import (
     joined,
     simulate,
 )
-from passes.checkpoint import is_checkpointed
-from passes.problem import recomputed
+from passes.modes import is_checkpointed, recomputed
 from passes.segments import segmented
 from passes.skips import SkipLayout
 

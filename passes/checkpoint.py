@@ -27,9 +27,8 @@ from fxpipe import ops
 from fxpipe.counts import count
 from fxpipe.graph import attribute
 from passes.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
+from passes.modes import MODES, is_checkpointed
 from passes.segments import segmented
-
-MODES = ("never", "except_last", "always")
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,6 @@ class Checkpoint:
         writer = Writer(cell, after=nodes[-1])
         leaving = outgoing(nodes)
         writer.gate(ops.recompute, leaving, handle, uses=lambda user: cell_of(user) != cell)
-
-
-def is_checkpointed(mode: str, microbatch: int, chunks: int) -> bool:
-    """Whether a micro-batch keeps no activations."""
-    return mode == "always" or (mode == "except_last" and microbatch < chunks - 1)
 
 
 def _run(

@@ -26,7 +26,8 @@ from passes.by_name import check_names, check_stage, labels_of_mapping, labels_o
 from passes.cut.dag import Machine, prices
 from passes.cut.search import EQUAL
 from passes.cut.solve import Cut, can_fit, solve, solve_in_order, tightest
-from passes.problem import OBJECTIVES, PartitionError, Problem, machine, problem, recomputed
+from passes.modes import milder, recomputed
+from passes.problem import OBJECTIVES, PartitionError, Problem, machine, problem
 from passes.ways import Change, ways_out
 
 __all__ = [
@@ -88,12 +89,6 @@ class Auto:
 
 class DoesNotFit(PartitionError):
     """No cut fits the devices' memory; the message says how much is short, and what would help."""
-
-
-def milder(checkpoint: str) -> list[str]:
-    """The checkpoint modes that keep less than this one."""
-    modes = ["never", "except_last", "always"]
-    return modes[modes.index(checkpoint) + 1 :]
 
 
 Spec = str | Auto | Sequence[str] | Mapping[str, int] | Callable[[fx.GraphModule], Any]

@@ -94,7 +94,7 @@ def problem(
         devices: of the stages. Times are those of the first, and the others are as much faster
             or slower, node by node, as their descriptions say.
         groups: further groups of nodes that stay in one stage.
-        recomputed: which part of the forward is run a second time (see :func:`recomputed`).
+        recomputed: which part of the forward is run a second time.
         in_order: only cuts that leave the graph's order as it is.
     """
     work = list(stage_nodes(graph))
@@ -167,11 +167,6 @@ def machine(
         received=received,
         apart=np.where(is_here, 0.0, 1.0),
     )
-
-
-def recomputed(checkpoint: str, chunks: int) -> float:
-    """Which part of the forward a checkpoint mode runs a second time."""
-    return {"never": 0.0, "except_last": 1 - 1 / chunks, "always": 1.0}[checkpoint]
 
 
 def _values(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[Value]:

@@ -32,8 +32,9 @@ from fxpipe.schedule.choice import AUTO
 from passes.cost import relative_time
 from passes.cut.bounds import gap, lower_bound
 from passes.cut.dag import Floats, prices
+from passes.modes import recomputed
 from passes.partition import Spec
-from passes.problem import Problem, machine, problem, recomputed
+from passes.problem import Problem, machine, problem
 from passes.skips import SkipLayout, skip_layout
 
 

@@ -18,7 +18,8 @@ from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
 from fxpipe.trace import CustomTracer, Traced, TraceError, trace, untouched
 from passes.costs import Costs, cost_pass
-from passes.partition import Auto, DoesNotFit, Spec, milder
+from passes.modes import milder
+from passes.partition import Auto, DoesNotFit, Spec
 from passes.ways import Change, ways_out
 
 
@@ -137,7 +138,7 @@ class Question:
         settings: dict[str, list[Any]] = {
             "schedule": frugal if len(self.specs) > 1 and self.stages is None else [],
             "chunks": [] if is_measured else more,  # nothing is measured for a mere question
-            "checkpoint": milder(self.checkpoint),
+            "checkpoint": list(milder(self.checkpoint)),
         }
         return ways_out(self._fits, {k: v for k, v in settings.items() if v}, len(self.specs))
 

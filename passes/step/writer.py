@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from fxpipe import ops
 from fxpipe.graph import ACTION, FIRST, ONCE, SEED, STAGE, WRITTEN, add_input
 from fxpipe.schedule import Action, Kind, Needs, Schedule
-from passes.checkpoint import is_checkpointed
 from passes.defer import Defer
+from passes.modes import is_checkpointed
 from passes.step.flows import Flows, Stage, is_differentiable
 from passes.step.nodes import Nodes
 from passes.step.replicas import Replicas

@@ -1,0 +1,28 @@
+"""Not a pass: the checkpoint modes, which say what micro-batches keep no activations.
+
+::
+
+    micro-batch     0        1        2        3
+    never           keeps    keeps    keeps    keeps
+    except_last     again    again    again    keeps       whose backward follows at once
+    always          again    again    again    again
+"""
+
+from __future__ import annotations
+
+MODES = ("never", "except_last", "always")
+
+
+def is_checkpointed(mode: str, microbatch: int, chunks: int) -> bool:
+    """Whether a micro-batch keeps no activations."""
+    return mode == "always" or (mode == "except_last" and microbatch < chunks - 1)
+
+
+def recomputed(mode: str, chunks: int) -> float:
+    """The part of the forward that is run a second time."""
+    return {"never": 0.0, "except_last": 1 - 1 / chunks, "always": 1.0}[mode]
+
+
+def milder(mode: str) -> tuple[str, ...]:
+    """The modes that keep less than this one."""
+    return MODES[MODES.index(mode) + 1 :]
