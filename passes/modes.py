@@ -1,4 +1,4 @@
-"""Not a pass: the checkpoint modes, which say what micro-batches keep no activations.
+"""Not a pass: the checkpoint modes, which say which micro-batches keep no activations.
 
 ::
 
