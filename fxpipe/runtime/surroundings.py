@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.random import RandomState
-from fxpipe.runtime.writes import Writes
+from fxpipe.runtime.writes import Writes, same_values
 
 
 class Surroundings:
@@ -146,7 +146,7 @@ class _WrittenState:
         with Writes(dict(self.module.named_parameters()), save):
             yield
         now = self.module.get_buffer
-        self.buffers = {n: old for n, old in self.buffers.items() if not torch.equal(old, now(n))}
+        self.buffers = {n: old for n, old in self.buffers.items() if not same_values(now(n), old)}
         self._known[self.module][self.mode] = _Written([*self.buffers], [*self.parameters])
 
     @contextmanager

@@ -46,3 +46,11 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
             found = self.unwritten.pop(value.untyped_storage()._cdata, None)
             if found is not None:
                 self.on_write(*found)
+
+
+def same_values(tensor: Tensor, before: Tensor) -> bool:
+    """Whether a tensor still has the values of a copy of it. Sparse ones are compared too."""
+    if tensor.layout == torch.strided:
+        return torch.equal(tensor, before)
+    one, other = (t.to_sparse(layout=torch.sparse_coo).coalesce() for t in (tensor, before))
+    return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpipe.runtime.writes import Writes
+from fxpipe.runtime.writes import Writes, same_values
 
 WAYS = {
     "in place": lambda t: t.add_(1),
@@ -35,3 +35,13 @@ def test_what_is_only_read_is_not():
     with Writes({"a": a}, lambda key, tensor: pytest.fail("it was read")):
         (a + 1).mul_(2).copy_(a)
         a.sum()
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])
+def test_values_of_any_layout_are_compared(layout: torch.layout) -> None:
+    dense = torch.eye(3)
+    tensor = dense if layout == torch.strided else dense.to_sparse(layout=layout)
+    copy = tensor.clone()
+    assert same_values(tensor, copy)
+    tensor.mul_(2)
+    assert not same_values(tensor, copy)
