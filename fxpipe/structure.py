@@ -127,7 +127,7 @@ class Structure:
 
     def paths(self) -> list[str]:
         """Of each tensor, how it is reached."""
-        marks = [object() for part in self.parts for _ in part.holes]
+        marks = self._marks()
         found: dict[int, str] = {}
         for path, leaf in leaves(self.fill(marks)):
             found.setdefault(id(leaf), path)
@@ -135,8 +135,13 @@ class Structure:
 
     def constants(self) -> list[Any]:
         """All that is no tensor."""
-        marks = [_Hole() for part in self.parts for _ in part.holes]
-        return [leaf for _, leaf in leaves(self.fill(marks)) if not isinstance(leaf, _Hole)]
+        marks = self._marks()
+        own = set(map(id, marks))
+        return [leaf for _, leaf in leaves(self.fill(marks)) if id(leaf) not in own]
+
+    def _marks(self) -> list[Tensor]:
+        """A tensor for each place of one: types may look at what they are made of."""
+        return [torch.empty(0) for part in self.parts for _ in part.holes]
 
     def fits(self, other: Structure) -> bool:
         """Whether they are alike but for what is constant."""

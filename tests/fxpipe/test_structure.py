@@ -79,3 +79,13 @@ def test_what_pytree_knows_is_left_to_it() -> None:
     assert structure.spec == pytree.tree_structure(value)
     same = structure.fill(tensors)
     assert same == value and same["a"][0] is tensors[0]
+
+
+def test_a_type_that_looks_at_what_it_is_made_of_is_taken_apart_too() -> None:
+    """A packed sequence wants its sizes to be on the CPU."""
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])
+    tensors, structure = Structure.of({"x": packed})
+    assert structure.paths() == [".x[0]", ".x[1]"]
+    assert structure.constants() == [None, None]
+    again = structure.fill(tensors)["x"]
+    assert type(again) is type(packed) and torch.equal(again.batch_sizes, packed.batch_sizes)
