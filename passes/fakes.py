@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -93,6 +94,12 @@ class FakeInterpreter(fx.Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.fake(super().get_attr(target, args, kwargs))
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _without_values(super().call_function, target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _without_values(super().call_method, target, args, kwargs)
+
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
         buffers = dict(module.named_buffers())
@@ -100,6 +107,16 @@ class FakeInterpreter(fx.Interpreter):
         with _numbers(buffers, fakes):
             tensors = {**self.fake(dict(module.named_parameters())), **fakes}
             return torch.func.functional_call(module, tensors, args, kwargs)
+
+
+def _without_values(call: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
+    """Some kernels look at values, to refuse those that make no sense: that of the inverse of a
+    Fourier transform of windows does. What Python has in their place does not."""
+    try:
+        return call(target, args, kwargs)
+    except DataDependentOutputException:
+        with enable_python_dispatcher():
+            return call(target, args, kwargs)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import fxpipe
 from tests.zoo import MODELS, gradients, loop, loss_of, same
@@ -93,3 +94,24 @@ def test_without_gradients_nothing_is_recorded():
         with torch.inference_mode():
             assert pipe(*x).is_inference()
         assert pipe(*x).requires_grad
+
+
+class Filters(nn.Module):
+    """In the frequencies of a wave; the kernel that goes back looks at the values of the window."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(16))
+        self.gain = nn.Conv1d(9, 9, 3, padding=1)
+
+    def forward(self, x):
+        z = torch.stft(x, 16, 4, window=self.window, return_complex=True)
+        return torch.istft(z * self.gain(z.abs()), 16, 4, window=self.window, length=x.shape[1])
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_operators_that_check_values_are_no_hindrance(tracer):
+    model, x = Filters(), torch.randn(4, 64)
+    expected = loop(model, (x,), 2)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
+        torch.testing.assert_close(pipe(x), expected[0])
