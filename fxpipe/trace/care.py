@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fxpipe import skip
 from fxpipe.hooks import hooks_of, is_torchs
 from fxpipe.runtime.random import RandomState
-from fxpipe.runtime.writes import Writes
+from fxpipe.runtime.writes import Writes, same_values
 from fxpipe.trace.errors import at, is_model_line, since
 
 Args = tuple[Any, ...]
@@ -68,7 +68,7 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
         with torch.no_grad():
             for tensor, value in saved_tensors:
                 # A write makes a backward fail that has the buffer saved: none without need.
-                if not torch.equal(tensor, value):
+                if not same_values(tensor, value):
                     tensor.copy_(value)
         state.put_back()
         random.setstate(python_state)
@@ -103,6 +103,19 @@ def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
     finally:
         for tensor, data in before:
             tensor.data = data
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Where a traced model puts another tensor in the place of a buffer, ``self.mean = new``, the
+    buffer is written to instead, at the end: a graph cannot exchange tensors of a model."""
+    before = [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
+    yield
+    for module, name, buffer in before:
+        new = module._buffers.get(name)
+        if new is not buffer and new is not None and buffer is not None:
+            module._buffers[name] = buffer
+            getattr(module, name).copy_(new.detach())
 
 
 def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:

@@ -12,6 +12,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fxpipe import whole
 from fxpipe.source import is_of_a_model
 
+DEPENDS_ON_VALUES = "which way it goes depends on the values of tensors"
+
 
 class TraceError(RuntimeError):
     """No front end can turn the model into a graph; the message says why, for each of them."""
@@ -27,7 +29,7 @@ class Refused(Exception):
 
 def first_line(error: BaseException) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
-        return "which way it goes depends on the values of tensors"
+        return DEPENDS_ON_VALUES
     if isinstance(error, whole.Blamed):
         return str(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

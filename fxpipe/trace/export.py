@@ -24,9 +24,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fxpipe import skip, whole
 from fxpipe.hooks import has_hooks
 from fxpipe.structure import Structure
-from fxpipe.trace.care import parameters_put_back, untouched
+from fxpipe.trace.care import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.errors import Refused, at
 from fxpipe.trace.example import Example, Traced
+from fxpipe.trace.reads import blamed_on_the_reader, values_read
 
 
 def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
@@ -60,6 +61,7 @@ def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
         _conversions_only_where_needed(),
         _unvalidated_distributions(),
         _functions(refused=functions_whole) as functions,
+        values_read(example.model) as read,
     ):
         while True:
             try:
@@ -75,7 +77,8 @@ def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
                 graph_module = _on_the_model(exported, example, calls)
                 _refuse_sizes_by_value(graph_module, example.model)
                 break
-            except Exception as error:
+            except Exception as raised:
+                error = blamed_on_the_reader(raised, read)
                 first_error = first_error or error
                 paths = whole.more(example.model, paths, error) or {}
                 if not paths:  # it is the model itself, or what cannot be kept whole
@@ -100,7 +103,7 @@ class _OnTensors(nn.Module):
 
     def forward(self, *inputs: Tensor) -> list[Any]:
         args, kwargs = self.arguments(inputs)
-        with skip.tracking(self.model):
+        with skip.tracking(self.model), buffers_kept(self.model):
             outputs, structure = Structure.of(self.model(*args, **kwargs))
         self.keep(structure)
         return outputs

@@ -23,7 +23,7 @@ from fxpipe.hooks import has_hooks
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.source import is_of_a_model
 from fxpipe.structure import Structure
-from fxpipe.trace.care import untouched
+from fxpipe.trace.care import buffers_kept, untouched
 from fxpipe.trace.errors import Refused
 from fxpipe.trace.example import Example, Traced
 
@@ -110,7 +110,8 @@ class _SymbolicTracer(fx.Tracer):
         args, kwargs = self.example.arguments(proxies)
 
         def forward() -> Any:
-            output = self.example.model.forward(*args, **kwargs)
+            with buffers_kept(self.example.model):
+                output = self.example.model.forward(*args, **kwargs)
             tensors, structure = Structure.of(output)
             if not structure.opens_objects:  # what it is made of is part of the graph
                 return output

@@ -318,6 +318,84 @@ def test_where_another_method_goes_by_values_what_calls_it_is_kept_whole() -> No
     assert wholes(traced) == {f"mixtures.{i}": Sorts for i in range(2)}
 
 
+class Pads(nn.Module):
+    """By as many columns as a buffer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("columns", torch.tensor(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, int(self.columns)))
+
+
+class Padded(nn.Module):
+    """What comes after it has a branch on how wide it is by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pads, self.linear = Pads(), nn.Linear(6, 6)
+        self.narrow = nn.ModuleDict({"only": Narrow()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow["only"](self.pads(self.linear(x)))
+
+
+class Narrow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :6] * 2 if x.shape[1] > 6 else x
+
+
+def test_who_reads_a_value_is_kept_whole_and_not_who_needs_it() -> None:
+    model = Padded()
+    traced = trace(model, (torch.randn(4, 6),))
+    assert wholes(traced) == {"pads": Pads}
+    x = torch.randn(3, 6)
+    assert torch.equal(traced.rebuild(traced.graph_module(x)), model(x))
+    model.pads.columns.fill_(3)
+    with pytest.raises(RuntimeError, match=r"Pads gave a tensor of shape \(3, 9\) in place of"):
+        traced.graph_module.forward(x)
+
+
+class Recurrent(nn.Module):
+    """Rows of several lengths, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
+        padded, _ = nn.utils.rnn.pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=x.shape[1]
+        )
+        return padded
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = Recurrent(), Recurrent(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.last(self.second(torch.tanh(self.first(x, lengths)), lengths))
+
+
+def test_rows_of_several_lengths_may_be_packed_within_it() -> None:
+    model, x = Tagger(), torch.randn(6, 5, 6)
+    lengths = torch.tensor([5, 1, 3, 2, 4, 5])
+    expected = loop(model, (x, lengths), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        output = pipe(x, lengths)
+        loss_of(output).backward()
+        assert wholes(pipe._last()[0].traced) == {"first": Recurrent, "second": Recurrent}
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+
+
 class Picks(nn.Module):
     """As many rows as are above the mean."""
 

@@ -39,6 +39,34 @@ def test_what_the_model_stores_on_itself_is_put_back(tracer: str) -> None:
     assert not hasattr(model, "last")
 
 
+class Averaging(nn.Module):
+    """Keeps a mean of what it gives, which is another tensor after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.mean
+        y = self.layers(x)
+        self.mean = 0.5 * self.mean + 0.5 * y.detach().mean(0)
+        return y - self.mean, before + 0
+
+
+@BOTH
+def test_a_buffer_that_the_model_puts_another_in_place_of_is_written_to(tracer: str) -> None:
+    model, plain = Averaging(), Averaging()
+    plain.load_state_dict(model.state_dict())
+    own = model.mean
+    traced = trace(model, (x(),), tracer=tracer)
+    assert model.mean is own and torch.equal(own, torch.zeros(8))
+    for batch in 4, 3:
+        torch.testing.assert_close(run(traced, x(batch)), plain(x(batch)))
+        torch.testing.assert_close(own, plain.mean)
+    assert not own.requires_grad
+
+
 def test_a_lazy_model_is_refused() -> None:
     with pytest.raises(TraceError, match="run it once"):
         trace(nn.LazyLinear(4), (x(),))

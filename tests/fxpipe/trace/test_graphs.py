@@ -41,6 +41,21 @@ def test_dropout_and_batch_norm_behave_as_in_the_model(tracer: str, training: bo
     assert state["norm.num_batches_tracked"] == training
 
 
+def test_buffers_may_be_sparse() -> None:
+    class Propagates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("edges", torch.eye(8).roll(1, 0).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.edges, self.layer(x).t()).t()
+
+    model = Propagates()
+    traced = trace(model, (x(),))
+    assert torch.equal(run(traced, x(3)), model(x(3)))
+
+
 @BOTH
 def test_parameters_and_their_names_are_the_models(tracer: str) -> None:
     model = Tied()

@@ -1,0 +1,86 @@
+"""Who has read a number from a tensor, where export cannot decide something by it.
+
+::
+
+    n = int(self.columns)       the module that reads: kept whole, it gives a tensor of known size
+    pad(x, (0, n))
+    ...
+    if x.shape[1] > 6:          a module that cannot decide, through no fault of its own
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+
+from fxpipe import whole
+from fxpipe.trace.errors import DEPENDS_ON_VALUES, at, is_model_line
+
+Symbol = Any  # of sympy
+
+_KINDS = "create_unbacked_symint", "create_unbacked_symfloat", "create_unbacked_symbool"
+
+
+@contextmanager
+def values_read(model: nn.Module) -> Iterator[dict[Symbol, whole.Blamed]]:
+    """Yields the numbers and sizes that an export reads from tensors, which grow; and what to blame
+    on the module within the model that has read each."""
+    parts = {module for name, module in model.named_modules() if name}
+    originals = {kind: getattr(ShapeEnv, kind) for kind in _KINDS}
+    found: dict[Symbol, whole.Blamed] = {}
+    thread = threading.get_ident()
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create(*args: Any, **kwargs: Any) -> Any:
+            number = original(*args, **kwargs)
+            if threading.get_ident() == thread:
+                reader = _running(parts)
+                for symbol in number.node.expr.free_symbols:
+                    found.pop(symbol, None)  # of an export before this one
+                    if reader is not None:
+                        found[symbol] = whole.Blamed(reader, _reading())
+            return number
+
+        return create
+
+    for kind, original in originals.items():
+        setattr(ShapeEnv, kind, noting(original))
+    try:
+        yield found
+    finally:
+        for kind, original in originals.items():
+            setattr(ShapeEnv, kind, original)
+
+
+def blamed_on_the_reader(error: Exception, read: Mapping[Symbol, whole.Blamed]) -> Exception:
+    """What could not be decided, if that is it, is the fault of the first module that has read one
+    of the values."""
+    if not isinstance(error, GuardOnDataDependentSymNode):
+        return error
+    symbols = getattr(error.cond, "free_symbols", ())
+    return next((blamed for symbol, blamed in read.items() if symbol in symbols), error)
+
+
+def _running(parts: set[nn.Module]) -> nn.Module | None:
+    """The innermost of these modules that is running now."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner in parts:
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def _reading() -> str:
+    lines = [frame for frame in traceback.extract_stack() if is_model_line(frame)]
+    where = f" (read at {at(lines[-1])})" if lines else ""
+    return f"{DEPENDS_ON_VALUES}{where}"
