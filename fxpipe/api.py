@@ -408,8 +408,8 @@ class Pipeline(Views, nn.Module):
     def recompile(self) -> None:
         """Compile again at the next call, cut alike.
 
-        What a trace cannot see has to be told so: that plain attributes which the forward reads
-        have changed, say.
+        What a trace cannot see has to be told so: that a global variable which the forward reads
+        has changed, say, or a part of an object deep within an attribute.
         """
         if self._shown is not None:
             self.__dict__["_example"] = self._shown[0].example

@@ -33,6 +33,7 @@ from fxpipe.mode import (
 )
 from fxpipe.options import Options, RunPass
 from fxpipe.placement import place
+from fxpipe.premises import Premises, attributes_read
 from fxpipe.progress import began
 from fxpipe.runtime.ambient import compiling, transforms
 from fxpipe.runtime.microbatch import Dims
@@ -117,7 +118,7 @@ class Compiler:
         self.model = model
         self.options = options
         self.layout = Layout(len(options.devices), labels)
-        self._modes: dict[_Key, Mode] = {}
+        self._modes: dict[_Key, list[Mode]] = {}
         self._shortcuts: dict[Any, Mode] = {}
         self._structure = _Structure(model)
         self._lock = threading.RLock()
@@ -184,8 +185,9 @@ class Compiler:
         if not self._structure.holds() or len(self._shortcuts) > MANY:
             self._shortcuts.clear()
             self._structure = _Structure(self.model)
-        if shortcut is not None and shortcut in self._shortcuts:
-            return self._shortcuts[shortcut], list(args)
+        known = None if shortcut is None else self._shortcuts.get(shortcut)
+        if known is not None and known.holds():
+            return known, list(args)
         mode = self._mode(args, kwargs)
         if shortcut is not None:
             self._shortcuts[shortcut] = mode
@@ -195,9 +197,10 @@ class Compiler:
         """What has been compiled for calls like this one; compiled now, if it has not been."""
         dims = input_dims(self.model, args, kwargs, self.options.in_dims)
         for kind in KINDS:
-            mode = self._modes.get(self._key(kind, args, kwargs, dims))
-            if mode is not None and (mode.batch_in(args, kwargs) or 0) <= mode.traced.largest_batch:
-                return mode
+            for mode in self._modes.get(self._key(kind, args, kwargs, dims), ()):
+                batch = mode.batch_in(args, kwargs) or 0
+                if batch <= mode.traced.largest_batch and mode.holds():
+                    return mode
         if transforms():
             raise RuntimeError(
                 "a pipeline cannot be compiled inside of a torch.func transform: call it once "
@@ -207,11 +210,24 @@ class Compiler:
         with compiling():
             some, named = usual((some, named))
             mode = self._compile(some, named, dims)
-        if len(self._modes) > MANY:
+        if sum(map(len, self._modes.values())) > MANY:
             self._modes.clear()
         key = self._key(mode.kind, args, kwargs, mode.in_dims)
         self._tell_of_constants(key, args, kwargs)
-        self._modes[key] = mode
+        return self._learnt(key, mode)
+
+    def _learnt(self, key: _Key, mode: Mode) -> Mode:
+        """The mode, or one that there was already, if what has changed makes no difference."""
+        known = self._modes.setdefault(key, [])
+        changed = [premises for each in known for premises in each.premises]
+        if len(changed) == OFTEN - 1:
+            self._tell_of_attributes(changed[-1])
+        for each in known:
+            if not each.holds() and each.accepts(mode, self.model):
+                del each.premises[:-OFTEN]
+                return each
+        known.append(mode)
+        del known[:-OFTEN]
         return mode
 
     def _tell_of_constants(self, key: _Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -226,6 +242,19 @@ class Compiler:
                 f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, which "
                 f"is no tensor, differs between the calls ({reprlib.repr(value)} in this one): "
                 "leave out what the model does not need, and give numbers as tensors",
+                stacklevel=2,
+            )
+
+    def _tell_of_attributes(self, before: Premises) -> None:
+        """Say so where attributes that differ make it compile again and again."""
+        names = {module: name for name, module in self.model.named_modules()}
+        for module, attribute in before.broken()[:1]:
+            path = f"{names[module]}.{attribute}".removeprefix(".")
+            value = reprlib.repr(getattr(module, attribute, None))
+            warnings.warn(
+                f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, an "
+                f"attribute that is no tensor, differs between the calls ({value} in this one): "
+                "make it a buffer, or an argument",
                 stacklevel=2,
             )
 
@@ -287,7 +316,7 @@ class Compiler:
             traced_with = with_rows((args, kwargs), dims, batch // chunks)
             varying = [None] * len(dims)
 
-        with self._where_it_runs(tensors):
+        with self._where_it_runs(tensors), attributes_read(self.model) as reads:
             traced, gm, found, observed = self._traced(
                 traced_with, varying, dims, chunks, options.tracer
             )
@@ -304,6 +333,7 @@ class Compiler:
             in_dims=dims,
             out_dims=found,
             example=Example.of(args, kwargs, dims, batch),
+            premises=[Premises(self.model, reads)],
             chunks=chunks,
         )
         for gm in (mode.model_graph, stage_graph, *stages_of(stage_graph)):

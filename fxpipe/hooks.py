@@ -37,7 +37,8 @@ def is_torchs(hook: Any) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody wants to know of the module's calls, or of their backward."""
-    return any(not is_torchs(hook) for hooks in hooks_of(module) for hook in hooks.values())
+    own = hooks_of(module)
+    return any(own) and any(not is_torchs(hook) for hooks in own for hook in hooks.values())
 
 
 def all_are_watched() -> bool:

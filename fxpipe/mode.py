@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxpipe.graph import STAGE, Cost, attribute, cost_of, stage_nodes
+from fxpipe.premises import Premises, are_alike
 from fxpipe.runtime.microbatch import Dims, first_rows
 from fxpipe.runtime.program import Program
 from fxpipe.structure import map_tensors
@@ -36,6 +37,8 @@ class Mode:
     in_dims: list[int | None]
     out_dims: list[Dims]
     example: Example
+    premises: list[Premises]
+    """States of the model's attributes by which it comes to these graphs."""
     chunks: int | None = None
     """Of how many micro-batches, if the graph is for those of one size and no other."""
     bindings: list[Binding] = field(default_factory=list)
@@ -70,6 +73,29 @@ class Mode:
         """Take what the model has now, where its tensors have been exchanged."""
         for binding in self.bindings:
             binding.refresh()
+
+    def holds(self) -> bool:
+        """Whether the graphs are the model's, whose attributes may have changed."""
+        return any(premises.hold() for premises in self.premises)
+
+    def accepts(self, other: Mode, model: nn.Module) -> bool:
+        """Whether what has been compiled for a changed model is the same: then it is known.
+
+        Modules that the graph has as they are do what their attributes say: which of these may
+        change is known from now on. What others have as attributes may make a difference next time.
+        """
+        if (self.in_dims, self.out_dims, self.chunks) != (
+            other.in_dims,
+            other.out_dims,
+            other.chunks,
+        ) or not are_alike(self.stage_graph, other.stage_graph):
+            return False
+        kept = set(model.modules()).intersection(self.stage_graph.modules())
+        free = {each for p in self.premises for each in p.broken() if each[0] in kept}
+        self.premises = [premises.without(free) for premises in self.premises]
+        if not self.holds():
+            self.premises += [premises.without(free) for premises in other.premises]
+        return True
 
     def batch_of(self, values: Sequence[Any]) -> int | None:
         """The size of the mini-batch."""

@@ -99,15 +99,15 @@ def test_a_closed_pipeline_says_so_and_the_model_works_on():
 
 
 def test_what_a_trace_cannot_see_is_seen_after_recompile():
-    class Scaled(MLP):
-        scale = 1.0
+    scale = 1.0
 
+    class Scaled(MLP):
         def forward(self, x):
-            return super().forward(x) * self.scale
+            return super().forward(x) * scale
 
     model, x = Scaled(), torch.randn(4, 12)
     with fxpipe.compile(model, TWO, chunks=2, example_inputs=(x,)) as pipe:
-        model.scale = 2.0
+        scale = 2.0
         pipe.recompile()
         torch.testing.assert_close(pipe(x), model(x))
 

@@ -1,0 +1,224 @@
+"""What a trace has gone by, other than its inputs: attributes of modules, and shapes of parameters.
+
+::
+
+    def forward(self, x):
+        if self.merged:  ──────  read while the model runs: a premise
+            return self.base(x)
+        return self.base(x) + self.scale * self.adapter(x)
+                              ──────────  so is this; the graph has its value as a constant
+
+A graph is that of the model as long as its premises hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import threading
+import types
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+Attribute = tuple[nn.Module, str]
+Reads = dict[Attribute, Any]
+"""What attributes of modules were as they were first read: all that may change of them."""
+
+_EVERY = frozenset(vars(nn.Module()))  # what every module has is looked at elsewhere
+_INHERITED = frozenset(dir(nn.Module))
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
+    *(type, types.ModuleType),
+)
+_MANY = 256  # longer containers are data, which no forward goes by
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def attributes_read(model: nn.Module) -> Iterator[Reads]:
+    """The attributes of its modules, other than tensors and modules, that a model reads meanwhile
+    in this thread."""
+    reads: Reads = {}
+    modules, here = set(model.modules()), threading.get_ident()
+    with _LOCK:
+        outer = vars(nn.Module).get("__getattribute__")
+        look_up = outer or object.__getattribute__
+
+        def watched(self: nn.Module, name: str) -> Any:
+            value = look_up(self, name)
+            if name not in _EVERY and threading.get_ident() == here and self in modules:
+                is_own = name in look_up(self, "__dict__")
+                is_state = not isinstance(value, Tensor | nn.Module)
+                is_inherited = _is_plain(value) and name not in _INHERITED
+                if (is_state if is_own else is_inherited) and (self, name) not in reads:
+                    reads[self, name] = _state(value)
+            return value
+
+        nn.Module.__getattribute__ = watched  # type: ignore[method-assign,assignment]
+        try:
+            yield reads
+        finally:
+            if outer is None:
+                del nn.Module.__getattribute__
+            else:
+                nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
+
+
+class Premises:
+    """The state of a model that a graph has been made by.
+
+    What the forward itself has assigned ahead of reading it, in ``reads``, is none.
+    """
+
+    def __init__(self, model: nn.Module, reads: Reads) -> None:
+        self._parameters = [m._parameters for m in model.modules() if m._parameters]
+        self._shapes = self._shapes_now()
+        states: dict[nn.Module, dict[str, Any]] = {}
+        for (module, name), state in reads.items():
+            if _state(_now(module, name)) == state:
+                states.setdefault(module, {})[name] = state
+        self._watch([_Owner(module, own) for module, own in states.items()])
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
+        return (
+            self._shapes_now() == self._shapes
+            and all(owner.has_the_same() for owner in self._owners)
+            and all(_state(value) == state for value, state in self._contents)
+        )
+
+    def broken(self) -> list[Attribute]:
+        """The attributes that have changed."""
+        return [(owner.module, name) for owner in self._owners for name in owner.changed()]
+
+    def without(self, attributes: Collection[Attribute]) -> Premises:
+        """The others."""
+        found = copy.copy(self)
+        found._watch([owner.without(attributes) for owner in self._owners])
+        return found
+
+    def _watch(self, owners: list[_Owner]) -> None:
+        self._owners = owners
+        contents: dict[int, tuple[Any, Any]] = {}  # many modules may have one configuration
+        for owner in owners:
+            contents |= owner.contents()
+        self._contents = list(contents.values())
+
+    def _shapes_now(self) -> list[Any]:
+        return [
+            t if t is None else (t.shape, t.dtype) for d in self._parameters for t in d.values()
+        ]
+
+
+class _Owner:
+    """A module, and what some of its attributes were."""
+
+    def __init__(self, module: nn.Module, states: dict[str, Any]) -> None:
+        self.module, self.states = module, states
+        own = vars(module)
+        self._get = own.get
+        self._own = [name for name in states if name in own]
+        self._values = [own[name] for name in self._own]
+        self._inherited = [name for name in states if name not in own]
+
+    def contents(self) -> dict[int, tuple[Any, Any]]:
+        """By their ids, the values that may change and be the same objects, with their states."""
+        pairs = zip(self._own, self._values, strict=True)
+        return {id(v): (v, self.states[name]) for name, v in pairs if not _is_constant(v)}
+
+    def has_the_same(self) -> bool:
+        """Whether all are the objects that they were, as is usual, or others of the same state."""
+        is_same = all(map(operator.is_, map(self._get, self._own), self._values))
+        unsure = self._inherited if is_same else self.states
+        return not unsure or not any(self._changed(unsure))
+
+    def changed(self) -> Iterator[str]:
+        """The attributes that have."""
+        return self._changed(self.states)
+
+    def without(self, attributes: Collection[Attribute]) -> _Owner:
+        """All but these."""
+        kept = {n: s for n, s in self.states.items() if (self.module, n) not in attributes}
+        return _Owner(self.module, kept)
+
+    def _changed(self, names: Iterable[str]) -> Iterator[str]:
+        return (name for name in names if _state(_now(self.module, name)) != self.states[name])
+
+
+def _now(module: nn.Module, name: str) -> Any:
+    """An attribute, be it the class's; a property stands for itself."""
+    own = vars(module)
+    return own[name] if name in own else getattr(type(module), name, None)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether nothing of it can change."""
+    return _is_plain(value) or (type(value) is tuple and all(map(_is_constant, value)))
+
+
+class _Is:
+    """Equal to the very same object only."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and self.value is other.value
+
+    __hash__ = object.__hash__
+
+
+def _state(value: Any, depth: int = 2) -> Any:
+    """All that may change of a value, to be compared: of a configuration, its attributes."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if depth:
+        if isinstance(value, set | frozenset):
+            return type(value), frozenset(value)
+        if isinstance(value, list | tuple) and len(value) <= _MANY:
+            return type(value), [_state(each, depth - 1) for each in value]
+        if isinstance(value, Mapping) and len(value) <= _MANY:
+            return type(value), [(key, _state(each, depth - 1)) for key, each in value.items()]
+        if not callable(value) and len(parts := getattr(value, "__dict__", ())) <= _MANY:
+            return _Is(value), [(key, _state(parts[key], depth - 1)) for key in parts]
+    return _Is(value)
+
+
+# ---------------------------------------------------------------------------------- what came of it
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether two graph modules, or parts of them, compute the same, with the same parameters."""
+    if one is other:
+        return True
+    if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):
+        kinds = ("_parameters", "_buffers", "_modules")
+        return (
+            one.code == other.code
+            and _functions(one) == _functions(other)
+            and all(are_alike(vars(one)[kind], vars(other)[kind]) for kind in kinds)
+        )
+    if type(one) is not type(other) or isinstance(one, nn.Parameter):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, nn.Module):
+        return are_alike(vars(one), vars(other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_alike, one, other))
+    return isinstance(one, (*_PLAIN, set)) and bool(one == other)
+
+
+def _functions(gm: fx.GraphModule) -> list[Any]:
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
