@@ -204,7 +204,7 @@ class Pipeline(Views, nn.Module):
         *args: Any,
         target: Any = None,
         scaler: torch.amp.GradScaler | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """A training step in the order of the schedule: forward, loss, and backward.
@@ -218,10 +218,10 @@ class Pipeline(Views, nn.Module):
                 as the batch. Those without dimensions, and all else, every micro-batch is given.
                 Without a ``loss_fn`` the model's own argument of that name.
             scaler: its scale is multiplied into the gradients; unscale and step with it afterwards.
-            optimizer: steps each stage's parameters as soon as their gradients are done, while
-                other stages are still at work, and what no stage has at the end. One that is not of
-                ``torch.optim``, or has hooks on its step (which may clip gradients together, say),
-                steps once, at the end. Not LBFGS.
+            optimizer: one, or several, that step each stage's parameters as soon as their gradients
+                are done, while other stages are still at work, and what no stage has at the end.
+                One that is not of ``torch.optim``, or has hooks on its step (which may clip
+                gradients together, say), steps once, at the end. Not LBFGS.
 
         Returns:
             The loss of the mini-batch, without history and not scaled.
@@ -233,11 +233,12 @@ class Pipeline(Views, nn.Module):
             TypeError: for a target with arrays that are no tensors.
             RuntimeError: in inference mode, where there are no gradients.
         """
-        _check(scaler, optimizer)
+        optimizers = _listed(optimizer)
+        _check(scaler, optimizers)
         unrolled, values = self._ready_to_step(args, kwargs, target)
         last = self._options.devices[-1]
         scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
-        stepping = None if optimizer is None else Stepping(optimizer)
+        stepping = Stepping(optimizers) if optimizers else None
         with torch.no_grad():  # each forward records for itself
             total, losses = self._run(unrolled, [*values, scale, stepping])
         if stepping is not None:
@@ -437,19 +438,26 @@ class Pipeline(Views, nn.Module):
         return f"devices=[{', '.join(self._options.names)}]"
 
 
-def _check(scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer | None) -> None:
+def _listed(optimizer: Any) -> list[Any]:
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+
+
+def _check(scaler: torch.amp.GradScaler | None, optimizers: Sequence[Any]) -> None:
     """Whether a step can do with these."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler is a {type(scaler).__name__}: give a torch.amp.GradScaler")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}: give one of torch.optim, or call its "
-            "step() afterwards"
-        )
-    if scaler is not None and optimizer is not None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}: give one of torch.optim, or call its "
+                "step() afterwards"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS needs all gradients at once: call its step() afterwards")
+    if scaler is not None and optimizers:
         raise ValueError(
             "a scaler and an optimizer are given: gradients are unscaled after the step, so "
             "call scaler.step(optimizer) then"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS needs all gradients at once: call its step() afterwards")

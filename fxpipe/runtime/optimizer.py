@@ -1,4 +1,4 @@
-"""One step of an optimizer, in parts.
+"""One step of optimizers, in parts.
 
 ::
 
@@ -14,7 +14,7 @@ and all parameters after it, once: then the whole step is taken at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -27,8 +27,23 @@ from torch.optim.optimizer import (
 
 
 class Stepping:
-    """One step of an optimizer: :meth:`part` in the lanes, :meth:`finish` after them."""
+    """One step of some optimizers: :meth:`part` in the lanes, :meth:`finish` after them."""
 
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._each = [_One(optimizer) for optimizer in optimizers]
+
+    def part(self, parameters: Collection[Tensor]) -> None:
+        """Step these, as far as the optimizers have them."""
+        for each in self._each:
+            each.part(parameters)
+
+    def finish(self) -> None:
+        """Step all that have not been, one optimizer after the other."""
+        for each in self._each:
+            each.finish()
+
+
+class _One:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._in_parts = _has_plain_step(optimizer)
@@ -36,13 +51,11 @@ class Stepping:
         self._done: set[int] = set()
 
     def part(self, parameters: Collection[Tensor]) -> None:
-        """Step these, as far as the optimizer has them."""
         if self._in_parts:
             own = {id(parameter) for parameter in parameters}
             self._step(lambda parameter: id(parameter) in own)
 
     def finish(self) -> None:
-        """Step all that have not been."""
         if not self._done:
             self.optimizer.step()
             return
@@ -78,6 +91,8 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _has_plain_step(optimizer: Optimizer) -> bool:
     """Whether its step does the same to each parameter, and nothing besides."""
     kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        return False
     own: Any = vars(optimizer).get("step")  # by a learning rate scheduler, around the class's
     hooks = (
         optimizer._optimizer_step_pre_hooks,
@@ -85,8 +100,4 @@ def _has_plain_step(optimizer: Optimizer) -> bool:
         _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,
     )
-    return (
-        kind.__module__.startswith("torch.optim.")
-        and (own is None or getattr(own, "__wrapped__", None) is kind.step)
-        and not any(hooks)
-    )
+    return (own is None or getattr(own, "__wrapped__", None) is kind.step) and not any(hooks)
