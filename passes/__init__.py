@@ -67,7 +67,7 @@ class Pass(Protocol):
 
     @property
     def name(self) -> str:
-        """Under which it is listed."""
+        """The name it is listed under."""
 
     def __call__(self, gm: fx.GraphModule, /) -> fx.GraphModule:
         """Rewrite. The module given may be changed in place and returned."""
@@ -82,7 +82,7 @@ def default_passes(
     checkpoint: str = "never",
     checkpoint_segments: int = 1,
 ) -> list[Pass]:
-    """From the stage graph to the pipeline graph, for so many micro-batches."""
+    """The passes from the stage graph to the pipeline graph of ``chunks`` micro-batches."""
     names = tuple(devices)
     return [
         Microbatch(chunks, tuple(in_dims), tuple(out_dims)),

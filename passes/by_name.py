@@ -72,7 +72,7 @@ def labels_of_mapping(
 
 
 def check_names(names: Iterable[object]) -> None:
-    """Raises :class:`PartitionError` for what is no text."""
+    """Raises :class:`PartitionError` for names that are not strings."""
     for name in names:
         if not isinstance(name, str):
             raise PartitionError(
@@ -82,7 +82,7 @@ def check_names(names: Iterable[object]) -> None:
 
 
 def check_stage(what: str, name: str, stage: object, stages: int) -> int:
-    """The stage that a name is put into by what the user says; any integer will do.
+    """The stage that the user puts a name into; any integer will do.
 
     Raises :class:`PartitionError` where there is no such stage.
     """

@@ -1,4 +1,4 @@
-"""Copies: what a stage uses is copied to its device, all values from one place at once.
+"""Copies: what a stage uses is copied to its device, all values from one source at once.
 
 ::
 

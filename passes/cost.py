@@ -63,7 +63,7 @@ class AnalyticCost:
     parameter's size the optimizer keeps for it: 2 for Adam, 1 for SGD with momentum.
 
     A cost is that of a mini-batch of ``chunks`` micro-batches. Each of them launches every
-    operator; what each has in full (pass "rows") is computed and kept so many times.
+    operator; what each has in full (pass "rows") is computed and kept once for each.
     """
 
     name: ClassVar[str] = "cost"
@@ -109,7 +109,7 @@ class Load:
     is_half: bool = False  # whether it computes in 16 bits
 
     def times(self, count: int, launches: int | None = None) -> Load:
-        """So many times as much; launched ``launches`` times, if that is another number."""
+        """``count`` times as much, launched ``launches`` times if that differs."""
         operators = self.operators * (count if launches is None else launches)
         return Load(self.flops * count, self.bytes * count, operators, self.is_half)
 
@@ -134,7 +134,7 @@ class Work:
     edges: tuple[int, ...] = ()
 
     def repeated(self, count: int, chunks: int) -> Work:
-        """Done so many times in a mini-batch of so many micro-batches."""
+        """Done ``count`` times in a mini-batch of ``chunks`` micro-batches."""
         if chunks == 1:
             return self
         forward, backward = (load.times(count, chunks) for load in (self.forward, self.backward))
@@ -146,7 +146,7 @@ class Work:
 
 
 def relative_time(node: fx.Node, device: DeviceSpec, reference: DeviceSpec) -> float:
-    """How many times as long a node takes on a device as on another."""
+    """How many times as long a node takes on ``device`` as on ``reference``."""
     work: Work | None = node.meta.get(WORK)
     seconds = 0.0 if work is None else work.seconds(reference)
     return 1.0 if work is None or not seconds else work.seconds(device) / seconds
@@ -155,7 +155,7 @@ def relative_time(node: fx.Node, device: DeviceSpec, reference: DeviceSpec) -> f
 def edges_to(node: fx.Node) -> Counter[fx.Node]:
     """How many edges of the autograd graph lead from a node to each of those that it uses.
 
-    To what pass "shared" makes parameters of a module to: two, which stands for any number.
+    For a module's parameters that pass "shared" has made values: two, which stands for any number.
     """
     work: Work | None = node.meta.get(WORK)
     places = iter(() if work is None else work.edges)
@@ -172,7 +172,7 @@ def edges_to(node: fx.Node) -> Counter[fx.Node]:
 
 
 class _Runs:
-    """Runs nodes on fake tensors, equal ones once. ``chunks``: there are so many micro-batches."""
+    """Runs nodes on fake tensors, equal ones once. ``chunks``: the number of micro-batches."""
 
     def __init__(self, gm: fx.GraphModule, chunks: int) -> None:
         self.gm, self.chunks = gm, chunks

@@ -36,8 +36,8 @@ def cost_pass(
 ) -> AnalyticCost | MeasuredCost | GivenCost:
     """The pass for these costs.
 
-    ``inputs`` and ``device`` are what measuring needs; ``spec`` describes the device, and there
-    are so many micro-batches, for the rest.
+    ``inputs`` and ``device`` are for measuring only; ``spec`` describes the device, ``chunks`` is
+    the number of micro-batches.
     """
     if isinstance(costs, str) and costs == "analytic":
         return AnalyticCost(spec, optimizer_states, chunks)
@@ -55,8 +55,8 @@ def cost_pass(
 
 
 def of_all_micro_batches(graph: fx.Graph, chunks: int) -> None:
-    """Where nodes have been run on one of so many micro-batches: what they cost, and how much they
-    give, for all of them."""
+    """Scale what nodes cost and give from one micro-batch, on which they were run, to all
+    ``chunks`` of them."""
     for node in stage_nodes(graph):
         node.meta[COST] = node.meta[COST].times(chunks)
         if SAVED in node.meta:

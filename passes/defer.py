@@ -7,9 +7,9 @@
     after      x ─ defer (linear) ─ relu ─ y       backward in two halves: the gradient of x,
                                                    and later that of linear's weight
 
-Linear, convolution and embedding modules, and the functions and operators of that name and of
-matrix products, where a parameter is among their arguments. All else does its whole backward in the
-first half; so does a module that has hooks, whose backward would come by them twice.
+This is for linear, convolution and embedding modules, and for the functions of that name and matrix
+products where a parameter is among their arguments. All else does its whole backward in the first
+half; so does a module with hooks, which would fire twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils import _pytree as pytree
 
 from fxpipe import ops
 from fxpipe.graph import attribute
@@ -84,12 +83,11 @@ class Defer:
                 "call_function", ops.defer, (module, *args), kwargs, name=node.name
             )
             own[node].meta = dict(node.meta)
-        result = fx.GraphModule(_with(gm, modules), graph, class_name=type(gm).__name__)
-        return result
+        return fx.GraphModule(_with(gm, modules), graph, class_name=type(gm).__name__)
 
 
 def _with(gm: fx.GraphModule, modules: dict[str, nn.Module]) -> dict[str, Any]:
-    """What the new graph's nodes refer to, by path."""
+    """The modules and attributes that the new graph refers to, by path."""
     paths = {str(n.target) for n in gm.graph.nodes if n.op in ("get_attr", "call_module")}
     return {path: attribute(gm, path) for path in paths} | dict(modules)
 
@@ -101,12 +99,9 @@ def _is_deferrable(gm: fx.GraphModule, node: fx.Node) -> bool:
         return is_known and not any(map(has_hooks, module.modules()))
     if node.op != "call_function" or node.target not in FUNCTIONS:
         return False
-    sources = (arg for arg in pytree.tree_leaves((node.args, node.kwargs)))
     return any(
-        isinstance(source, fx.Node)
-        and source.op == "get_attr"
-        and isinstance(attribute(gm, str(source.target)), nn.Parameter)
-        for source in sources
+        source.op == "get_attr" and isinstance(attribute(gm, str(source.target)), nn.Parameter)
+        for source in node.all_input_nodes
     )
 
 

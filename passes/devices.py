@@ -5,8 +5,7 @@
     traced on the CPU                       stage 1, on "cuda:1"
     arange(8, device=cpu)                   arange(8, device=cuda:1)
 
-A trace has fixed the device of whatever the model makes by itself (positions, masks): the one that
-the example was on.
+A trace fixes the device of what the model makes itself (positions, masks) to that of the example.
 """
 
 from __future__ import annotations

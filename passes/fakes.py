@@ -25,11 +25,10 @@ CPU = torch.device("cpu")
 
 
 class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fakes, of which those of tensors on "meta" are on the CPU.
+    """A mode whose fakes of tensors on "meta" are on the CPU.
 
-    A graph that is on no device is to be looked at as one that will be on some. The CPU, as others,
-    has kernels of which "meta" has none, such as the attention that never has all of its weights in
-    memory, and its results lie in memory as theirs do.
+    A graph without a device is examined as if it had one: real devices have kernels that "meta" has
+    not, such as the attention that never holds all of its weights, and lay out results alike.
     """
 
     def __init__(self) -> None:
@@ -121,10 +120,10 @@ def _without_values(call: Callable[..., Any], target: Any, args: Any, kwargs: An
 
 @contextmanager
 def _numbers(buffers: Mapping[str, Tensor], fakes: Mapping[str, FakeTensor]) -> Iterator[None]:
-    """Let a module read the numbers among its buffers, of which it makes no shapes: a batch norm
-    without momentum divides by how many batches there were.
+    """Let a module read its scalar buffers, which do not decide shapes: a batch norm without
+    momentum divides by the number of batches so far.
 
-    One on the meta device has none, and any will do.
+    On "meta" they have no values, and any will do.
     """
     numbers = [name for name, buffer in buffers.items() if buffer.dim() == 0]
     with _disable_current_modes():  # which may count what is done here
@@ -148,7 +147,7 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
 
 
 def backward_edges(values: Any) -> Iterator[Any]:
-    """The autograd nodes that a backward from these values comes by, each once for every edge that
+    """The autograd nodes that a backward from these values visits, each once for every edge that
     leads to it."""
     front = [tensor.grad_fn for tensor in tensors_of(values) if tensor.grad_fn is not None]
     yield from front
@@ -163,7 +162,7 @@ def backward_edges(values: Any) -> Iterator[Any]:
 
 
 def forget_history(graph: fx.Graph) -> None:
-    """Cut the fake values of a graph off from what has made them, once nobody asks any more.
+    """Cut the fake values of a graph off from their autograd history, once nobody needs it.
 
     From the last to the first: freed in one piece, a history as long as a deep model's would be
     freed recursively, by way of the tensors that its nodes have saved, and overflow the stack.

@@ -6,9 +6,8 @@
     round 2                conv 4.2 ms   bn 0.7 ms   relu 0.2 ms ...   the median of these is the
     round 3                conv 4.1 ms   bn 0.7 ms   relu 0.2 ms ...   cost; equal nodes share one
 
-All forwards, then all backwards, as in training, so that caches are as cold as they will be. What
-the model holds is as it was afterwards: gradients are not accumulated, buffers and random states
-are put back.
+All forwards, then all backwards, as in training, so that caches are as cold as they will be. The
+model is left as it was: gradients are not accumulated, buffers and random states are put back.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ class MeasuredCost:
     Args:
         inputs: the model's, real ones, one for each placeholder.
         device: where to run; None: where the model is. What is elsewhere is copied, node by node.
-        budget_s: no round is begun after so many seconds. The first one, which warms up, is always
-            run to its end, and counts if there is no other.
+        budget_s: no round begins after this many seconds. The first one, a warm-up, always runs to
+            its end, and counts if it is the only one.
 
-    Raises ValueError on "meta", where nothing is computed.
+    Raises ValueError for a model on "meta", which computes nothing.
     """
 
     name: ClassVar[str] = "cost"
@@ -168,7 +167,7 @@ class _Stopwatch(fx.Interpreter):
         return [tensor for tensor in moved.values() if tensor.requires_grad]
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """As ever, but with what has been moved in."""
+        """With the tensors that have been moved in."""
         if not self.moved:
             return super().call_module(target, args, kwargs)
         return torch.func.functional_call(self.fetch_attr(target), self.moved, args, kwargs)
@@ -205,7 +204,7 @@ class _Stopwatch(fx.Interpreter):
         return result, time.perf_counter() - start
 
     def _wait(self) -> None:
-        """Until the accelerator has done all that it has been given."""
+        """Until the accelerator has done all its work."""
         if self.device is not None and self.device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(self.device)
 

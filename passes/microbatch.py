@@ -60,8 +60,7 @@ class Microbatch:
     def _scatter(
         self, old: fx.Graph, new: fx.Graph, copies: list[dict[fx.Node, fx.Node]]
     ) -> tuple[dict[fx.Node, fx.Node], tuple[Any, ...]]:
-        """The inputs in parts. Returns the inputs in one, and what tells ``gather`` the parts'
-        sizes."""
+        """Scatter the inputs. Returns them whole, and what tells ``gather`` the parts' sizes."""
         inputs = [node for node in old.nodes if node.op in ("placeholder", "get_attr")]
         own = {node: new.node_copy(node) for node in inputs if SEED not in node.meta}
         weights: tuple[Any, ...] = ()
@@ -143,7 +142,7 @@ def _once(
     copies: list[dict[fx.Node, fx.Node]],
     inputs: dict[fx.Node, fx.Node],
 ) -> None:
-    """What is done once: its last argument, one part of the mini-batch, becomes all parts."""
+    """Copy a node that runs once: its last argument, of one micro-batch, becomes that of all."""
     parts: Any
     *own, parts = node.args
     args = fx.map_arg(own, inputs.__getitem__)

@@ -6,9 +6,9 @@
     0   0   0   0   1   1          slowest stage 5; also 1 1 2 | 1 3 1: the one that sends less
 
 The automatic cut makes the slowest stage as fast as it can be, over all cuts by which no stage
-needs a later one, and among those that are as fast sends least (:mod:`passes.cut`). What is within
-``slack``, if any is given, is as fast. A cut that is contiguous in the program is easier to read,
-and is taken where it is as good, by the same measure, in time and in bytes.
+needs a later one, and among those that are as fast sends least (:mod:`passes.cut`). Cuts within
+``slack`` of the fastest count as equally fast. A cut that is contiguous in the program is easier to
+read, and is taken where it is as good, by the same measure, in time and in bytes.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Auto:
         objective: what the stages are to have equally: "time", "memory" (what is held for it in
             all, for a mini-batch), "activations" (what is kept for the backward), "params" or
             "flops".
-        slack: a cut may be so much slower than the fastest, as a fraction, if it sends less. Costs
-            are estimates, and 0.02 may halve what is sent; what a copy takes is hidden, mostly.
+        slack: by which fraction a cut may be slower than the fastest if it sends less. Costs are
+            estimates, and 0.02 may halve what is sent; but most copies are hidden anyway.
         pins: names of modules or nodes, and the stages that they go to.
         together: groups of such names; each stays in one stage.
         devices: descriptions, or names of known ones ("h100"), one a stage, where the devices

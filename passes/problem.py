@@ -65,7 +65,7 @@ class PartitionError(ValueError):
 class Problem:
     """A model graph as a DAG of what may be in different stages.
 
-    ``home`` says which node of ``dag`` each node of ``whole``, or of ``work``, is in.
+    ``home`` says which node of ``dag`` each node of ``whole`` (and of ``work``) belongs to.
     """
 
     work: list[fx.Node]
@@ -185,7 +185,7 @@ def _values(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[Value]
 
 
 def reads_before_writes(work: Iterable[fx.Node]) -> Iterable[tuple[fx.Node, fx.Node]]:
-    """Who reads memory before it is written to, and who writes to it."""
+    """Pairs of a node that reads memory and one that writes to it later."""
     position = {node: i for i, node in enumerate(work)}
     by_name = {node.name: node for node in position}
     for writer in position:
@@ -196,17 +196,17 @@ def reads_before_writes(work: Iterable[fx.Node]) -> Iterable[tuple[fx.Node, fx.N
 
 
 def _sums(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]]:
-    """The order in which gradients are summed.
+    """The order in which gradients are summed, as edges between users.
 
-    That of an output's own user, the caller, is always the first. What comes in may be used
-    elsewhere too: where a stage is cut in segments, by the stages that it goes on to. A node that
-    gives a tensor on as it came brings all gradients of what it gives.
+    The gradient that the caller gives for an output always comes first. An input may have users
+    that are not seen here: where a stage is cut in segments, other stages. A node that returns a
+    tensor as it came passes on all gradients of what it returns.
     """
     edges = {node: edges_to(node) for node in position}
     received: dict[fx.Node, int] = {}  # how many gradients what a node gives gets
 
     def given(user: fx.Node, node: fx.Node) -> int:
-        """How many gradients a node gets from a user."""
+        """The number of gradients that a node gets from a user."""
         count = edges[user][node]
         if node.name not in user.meta.get(SAME_AS, ()):
             return count

@@ -76,11 +76,11 @@ class GivenCost:
 
     Args:
         costs: seconds of nodes or modules, forward and backward together, by name: a third is the
-            forward's, where there is a backward. What has no name here takes no time. Bytes and
+            forward's, where there is a backward. Nodes that are not named take no time. Bytes and
             FLOPs are those of :class:`AnalyticCost`, unless a whole :class:`Cost` is given. Or a
             :class:`Profile`, which has to name every node.
 
-    Raises :class:`ProfileError` for names that the model has not, and for what is no time.
+    Raises :class:`ProfileError` for names that the model does not have, and for what is no time.
     """
 
     name: ClassVar[str] = "cost"
@@ -123,7 +123,7 @@ def _timed(estimate: Cost, seconds: float) -> Cost:
 
 
 def _shares(nodes: list[fx.Node], estimates: Mapping[fx.Node, Cost]) -> dict[fx.Node, float]:
-    """Of what a module takes, what each of its nodes does, as estimated."""
+    """The share of a module's time that each of its nodes takes, as estimated."""
     total = sum(estimates[node].seconds for node in nodes)
     return {node: estimates[node].seconds / total if total else 1 / len(nodes) for node in nodes}
 

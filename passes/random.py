@@ -1,4 +1,4 @@
-"""Random: who draws random numbers is given a seed.
+"""Random: nodes that draw random numbers are given a seed.
 
 ::
 
@@ -7,9 +7,9 @@
     after      seed ───┬──────────────────┐
                    x ─ dropout ─ linear ─ dropout_1
 
-The seed is an input of the graph (None: draw as ever), which pass "microbatch" draws for every
-micro-batch. So what a stage draws depends on nothing that other lanes do, and is drawn again, the
-same, when a checkpointed stage is recomputed.
+The seed is an input of the graph (None: use the global generator), which pass "microbatch" draws
+for every micro-batch. So what a stage draws does not depend on other lanes, and is the same again
+when a checkpointed stage is recomputed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fxpipe.runtime.random import Method, Seeded
 
 @dataclass(frozen=True)
 class Random:
-    """Model graph with ``meta["random"]`` (pass "alias") → the same with an input ``seed``, if
-    anybody needs it."""
+    """Model graph with ``meta["random"]`` (pass "alias") → the same with an input ``seed``, if any
+    node needs it."""
 
     name: ClassVar[str] = "random"
 

@@ -6,9 +6,8 @@
     ── a ─ b ─ c ─ d ──       ── segment_0 ── segment_1 ── segment_2 ──
                                   (a, b)         (c)          (d)
 
-While one segment is run again, the others keep nothing but what they have received: the memory for
-activations is that of the largest segment (Chen et al., "Training Deep Nets with Sublinear Memory
-Cost", 2016).
+While one segment is run again, the others keep only their inputs: the memory for activations is
+that of the largest segment (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def segmented(stage: fx.GraphModule, count: int) -> fx.GraphModule:
 
 
 def _copied(stage: fx.GraphModule) -> fx.GraphModule:
-    """A copy to be labelled; what the stage has added to the model's nodes costs nothing."""
+    """A copy to be labelled; nodes that are not the model's cost nothing."""
     graph = fx.Graph()
     own: dict[fx.Node, Any] = {}
     for node in stage.graph.nodes:
@@ -51,7 +50,7 @@ def _copied(stage: fx.GraphModule) -> fx.GraphModule:
 
 
 def opened(gm: fx.GraphModule, count: int) -> tuple[fx.GraphModule, list[int]]:
-    """A stage graph whose stages are the segments of its stages; and of which stage each is."""
+    """The stage graph with segments as its stages, and the stage that each segment is of."""
     calls = gm.graph.find_nodes(op="call_module")
     parts = {call: segmented(attribute(gm, str(call.target)), count) for call in calls}
     stage_of: list[int] = []

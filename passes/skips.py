@@ -29,8 +29,8 @@ from fxpipe.graph import HOME, MICROBATCH, ONCE, ORIGIN, STAGE, batch_bytes
 class Hop:
     """One value on its way from one stage to another that uses it.
 
-    ``source`` is None where the caller gives the value: it goes straight to its first user. What
-    goes ``once`` is brought ahead of all micro-batches, else a part goes with each of them.
+    ``source`` is None where the caller gives the value: it goes straight to its first user. A value
+    that goes ``once`` is brought ahead of all micro-batches; of others a part goes with each.
     """
 
     value: str

@@ -1,4 +1,4 @@
-"""Streams: say on which stream each node runs, and let one wait for the other at each crossing.
+"""Streams: say on which stream each node runs, and make streams wait for each other at crossings.
 
 ::
 

@@ -10,13 +10,13 @@ micro-batches.
                weight ─ bring ────────────────── share ─ head
                         (once)
 
-Without it the value would travel as any value does, with each micro-batch, and its gradient too.
-What is brought is nobody's micro-batch's, as an input without a batch dimension; the gradients of
-all micro-batches are summed where they arise, and their sum goes back once. So a sum over all uses
-is made in another order than the model's own: on one device, where nothing travels, all stays as it
-is, and bitwise.
+Without it the value would travel with each micro-batch, as any value does, and so would its
+gradient. A brought value belongs to no micro-batch, like an input without a batch dimension; the
+gradients of all micro-batches are summed on its device, and their sum goes back once. So the sum
+over all uses is formed in another order than the model's. On one device nothing is brought, and the
+bits are the model's.
 
-What is brought takes memory where it is brought to, and so does its gradient.
+A brought value takes memory on the device that it is brought to, and so does its gradient.
 """
 
 from __future__ import annotations

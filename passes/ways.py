@@ -1,4 +1,4 @@
-"""Not a pass: what would make a model fit that does not, the smallest changes first.
+"""Not a pass: what would make a model fit that does not fit, the smallest changes first.
 
 ::
 
@@ -22,7 +22,7 @@ MORE = 4  # times as many devices are tried at most
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that are others than they were, and how many devices, if not as many as before."""
+    """Changed settings, and the number of devices if it has changed."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     devices: int | None = None
@@ -69,7 +69,7 @@ def _kinds(settings: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
 def _of_settings(
     fits: Callable[[Change], bool], settings: Mapping[str, Sequence[Any]]
 ) -> list[Change]:
-    """With as many devices as there are. What is more than another way is none of its own."""
+    """With as many devices as there are. A way that contains another one is left out."""
     found: list[Change] = []
     for chosen in _kinds(settings)[1:]:
         if not any(way.settings.keys() <= set(chosen) for way in found):
