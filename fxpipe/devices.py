@@ -17,7 +17,7 @@ class DeviceSpec:
 
     A node takes the longer of its FLOPs over the peak rate and its bytes over the bandwidth (the
     roofline: Williams et al., "Roofline: an insightful visual performance model", 2009). No program
-    reaches the figures of a data sheet, so times are short of the truth; their proportions, on
+    reaches the figures of a data sheet, so predicted times are too short; their proportions, on
     which a cut depends, suffer less.
 
     Args:
@@ -28,7 +28,7 @@ class DeviceSpec:
         memory: bytes that the model may use of it; None: no limit.
         link_bytes_per_s: of the link to other devices, one way.
         link_latency_s: of one tensor, from call to arrival.
-        launch_s: what an operator costs that does nothing.
+        launch_s: seconds that any operator costs, even if it computes nothing.
     """
 
     name: str = "cpu core"

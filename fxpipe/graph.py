@@ -26,9 +26,7 @@ SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backw
 ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
 ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph is
 VALUE = "val"  #: fx's key: the fake (or example) value of a node
-COPIES = (
-    "copies"  #: tuple[int, ...]: how many there are of each tensor of the value in a mini-batch
-)
+COPIES = "copies"  #: tuple[int, ...]: how many of each tensor of the value a mini-batch has
 LARGER = "larger"  #: the fake value for a larger batch, as long as it is looked at
 HOME = "home"  #: int: the stage in which a parameter lives, at what brings it to another
 ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage
@@ -50,7 +48,7 @@ class OuterModule(fx.GraphModule):
 
 
 FIXED = "param_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"
-"""What of a cost is there however small the batch."""
+"""The parts of a cost that do not depend on the batch."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,11 @@ class Cost:
 
     @property
     def fixed_bytes(self) -> int:
-        """What is there however small the batch: parameters and all that is kept for them."""
+        """What does not depend on the batch: parameters and all that is kept for them."""
         return sum(getattr(self, name) for name in FIXED)
 
     def times(self, count: int) -> Cost:
-        """Of so many micro-batches, if this is of one. What is fixed is there once."""
+        """That of ``count`` micro-batches, if this is that of one. What is fixed counts once."""
         names = {f.name for f in fields(self)}.difference(FIXED)
         return replace(self, **{name: getattr(self, name) * count for name in names})
 
@@ -88,7 +86,7 @@ class Cost:
 
 
 def cost_of(nodes: Iterable[fx.Node]) -> Cost:
-    """What nodes cost that are in one stage: memory that several of them keep is there once."""
+    """What the nodes of one stage cost together: memory that several of them keep counts once."""
     total, kept, sizes = Cost(), 0, dict[int, int]()
     for node in nodes:
         cost = node.meta.get(COST, Cost())
@@ -140,7 +138,7 @@ def batch_bytes(node: fx.Node, trained: bool = False) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number of the tensor's memory, the same for all its views."""
+    """A number that stands for the tensor's memory, the same for all its views."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
@@ -150,14 +148,14 @@ def attribute(gm: fx.GraphModule, target: str) -> Any:
 
 
 def add_input(graph: fx.Graph, name: str, *default: Any) -> fx.Node:
-    """An input beside the model's own; of another name if the model has that."""
+    """A further input, renamed if the model has one of that name."""
     node = graph.create_node("placeholder", name, default, name=name)
     node.target = node.name  # which fx has made unique
     return node
 
 
 def rename_in_meta(graph: fx.Graph, names: dict[str, str]) -> None:
-    """Nodes have been replaced by others, of other names: let the metadata of others say so."""
+    """Let the metadata of nodes name those that have replaced others."""
     for node in graph.nodes if names else ():
         for key in (WRITES, SAME_AS):
             if key in node.meta:

@@ -58,13 +58,6 @@ class MeasuredCost:
     chunks: int = 1
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        gm = AnalyticCost(self.spec, self.optimizer_states, self.chunks)(gm)
-        work = list(stage_nodes(gm.graph))
-        keys = {node: signature(gm, node) or node for node in work}
-        rounds: list[dict[fx.Node, _Seconds]] = []
-        end = time.perf_counter() + self.budget_s
-        console = Console(stderr=True)  # what is printed may be meant for a file
-        progress = Progress(console=console, transient=True, disable=not console.is_terminal)
         device = self.device or next(
             (t.device for t in tensors_of([*gm.parameters(), *self.inputs])), None
         )
@@ -73,15 +66,11 @@ class MeasuredCost:
                 'costs="measured" runs the model, which is on "meta" or is to be: give a model and '
                 'inputs with values, or costs="analytic"'
             )
-        with _as_it_was(gm, device), progress:
-            for _ in progress.track(range(1 + ROUNDS), description="measuring"):
-                if rounds and time.perf_counter() > end:
-                    break
-                stopwatch = _Stopwatch(gm, device)
-                stopwatch.run(*self.inputs)
-                rounds.append(stopwatch.finish())
+        gm = AnalyticCost(self.spec, self.optimizer_states, self.chunks)(gm)
+        work = list(stage_nodes(gm.graph))
+        keys = {node: signature(gm, node) or node for node in work}
         found: dict[Any, list[_Seconds]] = {}
-        for timed in rounds[1:] or rounds:
+        for timed in self._rounds(gm, device):
             for node in work:
                 found.setdefault(keys[node], []).append(timed[node])
         for node in work:
@@ -92,6 +81,23 @@ class MeasuredCost:
                 backward_s=statistics.median(backward) * times_done(node),
             )
         return gm
+
+    def _rounds(
+        self, gm: fx.GraphModule, device: torch.device | None
+    ) -> list[dict[fx.Node, _Seconds]]:
+        """What each node takes in each round; the warm-up counts if there is no other."""
+        rounds: list[dict[fx.Node, _Seconds]] = []
+        end = time.perf_counter() + self.budget_s
+        console = Console(stderr=True)  # what is printed may be meant for a file
+        progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+        with _as_it_was(gm, device), progress:
+            for _ in progress.track(range(1 + ROUNDS), description="measuring"):
+                if rounds and time.perf_counter() > end:
+                    break
+                stopwatch = _Stopwatch(gm, device)
+                stopwatch.run(*self.inputs)
+                rounds.append(stopwatch.finish())
+        return rounds[1:] or rounds
 
 
 _Seconds = tuple[float, float]  # forward and backward

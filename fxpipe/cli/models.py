@@ -87,7 +87,7 @@ def compile_(
     dump: Path | None,
     **options: Any,
 ) -> None:
-    """Compile a model, and say what came out.
+    """Compile a model, and report what came out.
 
     FACTORY is a function or class without arguments in MODULE that gives a model, or a tuple of a
     model and its example inputs: a tensor, a tuple, or a dict of keyword arguments.

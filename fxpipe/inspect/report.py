@@ -33,7 +33,7 @@ class Report:
     Args:
         devices, costs, placement: one for each stage; a placement is a lane.
         was_chosen: the number of micro-batches was not the user's.
-        step: the predicted training step of so many micro-batches; None if there is no such step.
+        step: the predicted training step for a number of micro-batches; None if it cannot run.
         rows_given: of the mini-batch; None if that is not known.
     """
 
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def lines(self) -> list[str]:
-        """What is said of the whole, and what might be done."""
+        """What is said of the whole, and advice."""
         chosen = " (chosen: give chunks= to change it)" * self.was_chosen
         said = "no training step: its schedule cannot run"
         if self.timeline is not None:
@@ -169,7 +169,7 @@ def _seconds(nodes: Sequence[fx.Node]) -> float:
 
 
 def of_the_bubble(now: float, then: float, more: int) -> list[str]:
-    """Whether so many more micro-batches are worth it."""
+    """Whether ``more`` micro-batches are worth it, by the bubble now and then."""
     if now - then < WORTH:
         return []
     return [f"with chunks={more} the bubble would be {then:.0%}, in place of {now:.0%}"]

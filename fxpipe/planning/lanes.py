@@ -1,4 +1,4 @@
-"""What stages run on, and in which order: a cut, and what it takes, by the simulator's word."""
+"""The lanes of a plan: how a model is cut for them, and what a step takes in the simulator."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Lanes:
     checkpoint: str
 
     def planned(self, gm: fx.GraphModule, partition: Spec, part: int) -> Plan:
-        """The plan, each stage given one of so many parts of its device's memory."""
+        """The plan, each stage given ``1 / part`` of its device's memory."""
         devices = self._devices(part)
         stages = len(devices)
         began("partition")
@@ -94,14 +94,14 @@ class Lanes:
         )
 
     def _devices(self, part: int) -> tuple[DeviceSpec, ...]:
-        """Of the stages, each with one of so many parts of the memory."""
+        """The device of each stage, with ``1 / part`` of its memory."""
         return tuple(
             spec if spec.memory is None else spec.with_memory(spec.memory / part)
             for spec in (self.specs[lane] for lane in self.placement)
         )
 
     def cut(self, partition: Spec, part: int) -> default.Partition:
-        """The pass that cuts, each stage given one of so many parts of its device's memory."""
+        """The pass that cuts, each stage given ``1 / part`` of its device's memory."""
         return default.Partition(
             len(self.placement),
             partition,
@@ -114,7 +114,7 @@ class Lanes:
         )
 
     def _alive(self, stages: int) -> Sequence[float] | None:
-        """How many micro-batches are alive at once at each of so many stages; None: all."""
+        """The micro-batches alive at once at each of ``stages`` stages; None: all of them."""
         schedule, lanes = self.schedule, len(self.specs)
         if isinstance(schedule, Schedule):
             return live(schedule).stages if schedule.stages == stages else None
@@ -184,8 +184,8 @@ class Lanes:
     def _costs(
         self, found: Problem, stage: Sequence[int], devices: Sequence[DeviceSpec]
     ) -> list[StageCost]:
-        """Of a micro-batch at each stage. Half a backward is for the inputs, as in a product of
-        matrices; where a stage is run again for it, it is done at once."""
+        """What a micro-batch costs at each stage. Half a backward is for the inputs, as in a matrix
+        product; where a stage is recomputed for it, it is not divided."""
         forward, backward = [0.0] * len(devices), [0.0] * len(devices)
         for node, s in zip(found.work, stage, strict=True):
             is_another = devices[s] != devices[0]

@@ -46,7 +46,7 @@ def sketch(
 
 @dataclass(frozen=True)
 class Prices:
-    """The model graph, with what its nodes cost in so many micro-batches."""
+    """The model graph, with what its nodes cost for a number of micro-batches."""
 
     model: nn.Module
     sketched: fx.GraphModule
@@ -58,7 +58,7 @@ class Prices:
     known: dict[int, fx.GraphModule] = field(default_factory=dict)
 
     def of(self, chunks: int) -> fx.GraphModule:
-        """The graph, which may be changed."""
+        """A copy of the graph, with costs for ``chunks`` micro-batches."""
         if chunks not in self.known:
             began("cost")
             rows = default.Rows(self.inputs, self.in_dims, chunks)
@@ -76,7 +76,7 @@ class Prices:
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph once more, with the same tensors and metadata."""
+    """A copy of the graph, with the same tensors and metadata."""
     return fx.GraphModule(gm, copy.deepcopy(gm.graph))
 
 

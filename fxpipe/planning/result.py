@@ -23,10 +23,10 @@ ROUNDING = 1e-9  # bytes are sums of fractions
 class PlannedStage:
     """A stage, and what it is expected to take for one mini-batch.
 
-    ``lane`` says on which of the devices it is; ``seconds`` are those of computing, and of what its
-    links cannot hide; ``state_bytes`` are parameters, gradients, optimizer and buffers, and what
-    other stages share with this one; ``activation_bytes`` what is kept for the backward of as many
-    micro-batches as are under way.
+    ``lane`` says on which of the devices it is; ``seconds`` are those of computing, and what of its
+    links computing cannot hide; ``state_bytes`` are parameters, gradients, optimizer states and
+    buffers, and what other stages share with this one; ``activation_bytes`` what is kept for the
+    backward of all micro-batches under way.
     """
 
     index: int

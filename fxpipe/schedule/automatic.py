@@ -1,7 +1,7 @@
 """``schedule="auto"``: the search for the schedule with the smallest makespan.
 
 It starts from the named schedules and from list scheduling by many rules, looks through all
-schedules where they are few, and mends the best one by moving actions into idle time.
+schedules where they are few, and improves the best one by moving actions into idle time.
 
 Micro-batches are alike. So among the best schedules there is one in which every stage takes them in
 their order: forwards, backwards, and weight gradients. What is searched for is only, for each lane,
@@ -81,7 +81,7 @@ def search(
     max_bytes: Bound | None = None,
     effort: int = 200,
 ) -> Found:
-    """Search for the schedule with the smallest makespan, by the simulator's word.
+    """Search for the schedule with the smallest makespan in the simulator.
 
     Of equal ones it takes that with the least idle time within the lanes' own spans, which is what
     a long run of steps pays, and then that which keeps least. It is never longer than a named
@@ -94,7 +94,7 @@ def search(
         links: see :func:`fxpipe.schedule.simulate`.
         memory: what stages keep; needed for ``max_bytes`` only.
         max_bytes: how much a lane may hold, ``memory.fixed`` with it, for all or for each.
-        effort: how many schedules to simulate in mending the best one. Where there are few
+        effort: how many schedules to simulate in improving the best one. Where there are few
             actions, about as much time goes into a search through all schedules.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Schedules by name, each from the paper that brought it up.
+"""Schedules by name, each from the paper that introduced it.
 
 The pictures are what the schedules print: a row a lane, a column an action, ``1F0`` the forward of
 stage 1 for micro-batch 0, ``B`` a whole backward, ``I`` and ``W`` its input and weight halves.
@@ -20,8 +20,8 @@ def named(name: str, *, lanes: int, microbatches: int, stages: int | None = None
         stages: how many; None: as many on each lane as is usual, see :func:`stages_per_lane`.
 
     Raises:
-        ValueError: for a name that there is not, or numbers for which the schedule does not exist,
-            saying which it does.
+        ValueError: for an unknown name, or numbers for which the schedule does not exist, saying
+            for which it does.
     """
     usual = stages_per_lane(name)
     for what, count in (("lanes", lanes), ("microbatches", microbatches)):
@@ -50,14 +50,14 @@ def named(name: str, *, lanes: int, microbatches: int, stages: int | None = None
 
 
 def stages_per_lane(name: str) -> int:
-    """How many stages of a named schedule a lane has, unless told otherwise."""
+    """The number of stages that a named schedule gives each lane by default."""
     if name not in _NAMED:
         raise ValueError(f"schedule is {name!r}: give one of {', '.join(NAMES)}")
     return _NAMED[name][1]
 
 
 def least_microbatches(name: str, lanes: int) -> int:
-    """How many a named schedule needs."""
+    """The fewest micro-batches that a named schedule takes."""
     return 2 * lanes if name == "dualpipe_v" else 1
 
 

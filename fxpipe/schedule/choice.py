@@ -42,7 +42,7 @@ def placement_of(schedule: str | Schedule, lanes: int, stages: int | None) -> tu
 
 
 def microbatches_of(schedule: str | Schedule, chunks: int | None, stages: int) -> int:
-    """How many there are in a batch that is large enough; ``chunks`` is what the user says.
+    """The number of micro-batches of a large enough batch; ``chunks`` is what the user says.
 
     None: as many as the schedule has, if that is one of the user's own, else four for each stage.
 
@@ -69,14 +69,13 @@ def schedule_of(
     memory: Memory | None = None,
     max_bytes: Bound | None = None,
 ) -> Schedule:
-    """The order of a training step of so many micro-batches.
+    """The order of a training step of ``microbatches`` micro-batches.
 
-    ``costs``, of the stages, are asked for only by the search for one, "auto"; as are links, memory
-    and bounds (see :func:`fxpipe.schedule.auto`).
+    ``costs`` (of the stages), links, memory and bounds are used by the search, "auto", only (see
+    :func:`fxpipe.schedule.auto`).
 
-    ``whole``: how many there are in a whole mini-batch, if this may be a smaller one, such as the
-    last of an epoch. A schedule that is for no less is taken for the whole, and from it the first
-    ones.
+    ``whole``: the number in a whole mini-batch, if this may be a smaller one, such as the last of
+    an epoch. A schedule that needs as many is made for the whole, and its first ones are taken.
 
     Raises ValueError for a schedule of another number of micro-batches.
     """

@@ -4,7 +4,7 @@ Active schedules are those in which nothing can be done earlier without delaying
 one of them is best (Giffler and Thompson 1960): of all that can be done next, take what can end
 first; on its lane, one of those that could begin before that end is next. A forward takes room, so
 where that is bounded it may also be put off until the lane has done something else. Branches that
-cannot get better than the best known, or that have been reached no later in another way, are left.
+cannot beat the best known schedule, or that were reached no later in another way, are cut off.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shorter(problem: Problem, than: float, nodes: int) -> tuple[Schedule | None,
     Copies are taken to have the links for themselves.
 
     Args:
-        nodes: how many beginnings of schedules to look at; then it is given up.
+        nodes: how many beginnings of schedules to look at before giving up.
     """
     search = _Search(problem, than, nodes)
     search.go(_beginning(problem))

@@ -65,7 +65,7 @@ class Link:
     bandwidth: float = math.inf
 
     def seconds(self, size: float) -> float:
-        """How long so many bytes take."""
+        """How long ``size`` bytes take."""
         return self.latency + size / self.bandwidth
 
 
@@ -99,8 +99,8 @@ class Memory:
         activations: what each stage keeps of a micro-batch until its backward.
         fixed: what each lane holds all the time, for all or for each: parameters, their gradients.
         released_by_input: the part of the activations that is free after a backward's input half.
-        checkpointed: so many micro-batches, the first ones, keep no more than ``inputs`` until
-            their backward, which begins with making their activations again.
+        checkpointed: the number of micro-batches, the first ones, that keep only ``inputs`` until
+            their backward, which begins by computing their activations again.
         inputs: what a stage keeps of those, for all or for each.
     """
 

@@ -102,9 +102,9 @@ def validate(
         edges: of the stage graph; None: each stage passes on to the next.
 
     Raises:
-        ScheduleError: if an action lacks, comes twice, or is of no such stage or micro-batch; if a
-            stage is in two lanes; if lanes wait for each other in a circle; if a bound is exceeded.
-            It says where, by lane and position, both from 0.
+        ScheduleError: if an action is missing, comes twice, or is of no such stage or micro-batch;
+            if a stage is in two lanes; if lanes wait for each other in a circle; if a bound is
+            exceeded. It says where, by lane and position, both from 0.
     """
     _check_complete(schedule, _places(schedule))
     _check_runs(schedule, Needs(schedule, edges))
@@ -163,7 +163,7 @@ def _check_complete(schedule: Schedule, places: dict[Action, _Place]) -> None:
             forward, whole, first, second = (Action(stage, kind, microbatch) for kind in Kind)
             where = f"stage {stage}, micro-batch {microbatch}"
             if forward not in places:
-                raise ScheduleError(f"{where}: the forward {forward} lacks")
+                raise ScheduleError(f"{where}: the forward {forward} is missing")
             if whole in places:
                 for half in (first, second):
                     if half in places:
@@ -173,7 +173,7 @@ def _check_complete(schedule: Schedule, places: dict[Action, _Place]) -> None:
                         )
             elif first not in places and second not in places:
                 raise ScheduleError(
-                    f"{where}: the backward lacks, either whole {whole} or halves {first}, {second}"
+                    f"{where}: the backward is missing, {whole} or its halves {first}, {second}"
                 )
             for half, other in ((first, second), (second, first)):
                 if half in places and other not in places:

@@ -60,7 +60,7 @@ class Box:
 
 
 def fold(nodes: Sequence[fx.Node], limit: int, place: Callable[[fx.Node], Hashable]) -> list[Box]:
-    """At most so many boxes, if nodes have modules that can be folded.
+    """At most ``limit`` boxes, if nodes have modules that can be folded.
 
     Where none has to be, only the parts of results that have many are.
 
@@ -94,7 +94,7 @@ def _taken_apart(nodes: Sequence[fx.Node]) -> list[Box]:
 
 
 def _maker(node: fx.Node) -> fx.Node | None:
-    """Of what a node is a part."""
+    """The node whose result this one is a part of."""
     return node.all_input_nodes[0] if node.target is operator.getitem else None
 
 
@@ -106,7 +106,7 @@ def _at(depth: int, nodes: Sequence[fx.Node], place: Callable[[fx.Node], Hashabl
 
 
 def _packed(boxes: Sequence[Box], wanted: int, place: Callable[[fx.Node], Hashable]) -> list[Box]:
-    """Neighbours of one module and place together, evenly, so that about so many are left."""
+    """Join neighbours of one module and place, evenly, so that about ``wanted`` boxes are left."""
 
     def parent(box: Box) -> tuple[Hashable, Path]:
         return place(box.nodes[0]), box.paths[0][:-1]

@@ -20,11 +20,11 @@ def test_a_good_schedule_passes():
     [
         (
             GOOD.replace("1F1", ""),
-            "stage 1, micro-batch 1: the forward 1F1 lacks",
+            "stage 1, micro-batch 1: the forward 1F1 is missing",
         ),
         (
             GOOD.replace("0B1", ""),
-            "stage 0, micro-batch 1: the backward lacks, either whole 0B1 or halves 0I1, 0W1",
+            "stage 0, micro-batch 1: the backward is missing, 0B1 or its halves 0I1, 0W1",
         ),
         (
             GOOD.replace("0B1", "0I1"),
@@ -50,7 +50,7 @@ def test_a_good_schedule_passes():
         ),
     ],
 )
-def test_what_lacks_or_is_too_much(text, message):
+def test_what_is_missing_or_too_much(text, message):
     assert refused(text) == message
 
 
@@ -60,7 +60,7 @@ def test_stages_and_microbatches_are_counted():
         validate(Schedule("", 1, 2, schedule.lanes))
     with pytest.raises(ScheduleError, match=r"0F1, .* is of micro-batch 1: the schedule has 1"):
         validate(Schedule("", 2, 1, schedule.lanes))
-    with pytest.raises(ScheduleError, match="stage 2, micro-batch 0: the forward 2F0 lacks"):
+    with pytest.raises(ScheduleError, match="stage 2, micro-batch 0: the forward 2F0 is missing"):
         validate(Schedule("", 3, 2, schedule.lanes))
 
 
