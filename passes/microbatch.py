@@ -45,7 +45,10 @@ class Microbatch:
             if STAGE in node.meta and not {ONCE, FIRST} & node.meta.keys():
                 cells.setdefault(node.meta[STAGE], []).append(node)
         copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.chunks)]
-        inputs, weights = self._scatter(gm.graph, graph, copies)
+        inputs = {node: graph.node_copy(node) for node in gm.graph.nodes if _is_given(node)}
+        weights = self._scatter(inputs, copies)
+        self._draw_seeds(gm.graph, graph, copies)
+        _share(gm.graph, graph, inputs, copies)
         for clock in range(self.chunks + len(cells) - 1):
             for stage, nodes in sorted(cells.items()):
                 if 0 <= (i := clock - stage) < self.chunks:
@@ -58,36 +61,31 @@ class Microbatch:
         return OuterModule(gm, graph)
 
     def _scatter(
-        self, old: fx.Graph, new: fx.Graph, copies: list[dict[fx.Node, fx.Node]]
-    ) -> tuple[dict[fx.Node, fx.Node], tuple[Any, ...]]:
-        """Scatter the inputs. Returns them whole, and what tells ``gather`` the parts' sizes."""
-        inputs = [node for node in old.nodes if node.op in ("placeholder", "get_attr")]
-        own = {node: new.node_copy(node) for node in inputs if SEED not in node.meta}
+        self, inputs: dict[fx.Node, fx.Node], copies: list[dict[fx.Node, fx.Node]]
+    ) -> tuple[Any, ...]:
+        """Cut the inputs into parts. Returns what tells ``gather`` the sizes of the parts."""
         weights: tuple[Any, ...] = ()
-        placeholders = [n for n in old.find_nodes(op="placeholder") if SEED not in n.meta]
+        placeholders = [node for node in inputs if node.op == "placeholder"]
         for node, dim in _with_dims(placeholders, self.in_dims, "in_dims"):
             if node.users:
-                args: tuple[Any, ...] = (own[node], dim, self.chunks)
+                args: tuple[Any, ...] = (inputs[node], dim, self.chunks)
                 if WRITTEN in node.meta:
                     args = (*args, True)
-                parts = new.create_node("call_function", ops.scatter, args, name=f"{node}_parts")
+                graph, name = inputs[node].graph, f"{node}_parts"
+                parts = graph.create_node("call_function", ops.scatter, args, name=name)
                 if dim is not None and not weights:
                     weights = (parts, dim)
                 self._parts(node, parts, copies)
-        for node in inputs:
+        return weights
+
+    def _draw_seeds(
+        self, old: fx.Graph, new: fx.Graph, copies: list[dict[fx.Node, fx.Node]]
+    ) -> None:
+        """In place of the input for a seed, one for each micro-batch."""
+        for node in old.find_nodes(op="placeholder"):
             if SEED in node.meta and node.users:
                 seeds = new.create_node("call_function", ops.seeds, (self.chunks,), name="seeds")
                 self._parts(node, seeds, copies)
-        for node in inputs:
-            if node.op == "get_attr":
-                for copied in copies:
-                    copied[node] = own[node]
-        for node in old.nodes:
-            if FIRST in node.meta:
-                once = new.node_copy(node, own.__getitem__)
-                for copied in copies:
-                    copied[node] = once
-        return own, weights
 
     @staticmethod
     def _parts(node: fx.Node, parts: fx.Node, copies: list[dict[fx.Node, fx.Node]]) -> None:
@@ -117,6 +115,26 @@ class Microbatch:
             if stages:
                 gathered[node].meta = {STAGE: max(stages)}
         new.node_copy(output, gathered.__getitem__)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether it is an input of both graphs, or a parameter."""
+    return node.op in ("placeholder", "get_attr") and SEED not in node.meta
+
+
+def _share(
+    old: fx.Graph,
+    new: fx.Graph,
+    inputs: dict[fx.Node, fx.Node],
+    copies: list[dict[fx.Node, fx.Node]],
+) -> None:
+    """Parameters, and what is made of them once, are the same for all micro-batches."""
+    shared = {node: own for node, own in inputs.items() if node.op == "get_attr"}
+    for node in old.nodes:
+        if FIRST in node.meta:
+            shared[node] = new.node_copy(node, inputs.__getitem__)
+    for copied in copies:
+        copied.update(shared)
 
 
 def _with_dims(nodes: Sequence[fx.Node], dims: Sequence[Dims], what: str) -> Any:
