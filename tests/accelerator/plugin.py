@@ -1,0 +1,24 @@
+"""For pytest: tests run with the simulated accelerator, and none may leave a race behind.
+
+    python -m pytest -p tests.accelerator.plugin tests/accelerator/pipelines.py
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from tests.accelerator import sim
+
+sim.load()
+
+
+@pytest.fixture(autouse=True)
+def no_races() -> Iterator[None]:
+    sim.clear()
+    yield
+    gc.collect()
+    found = sim.races()
+    assert not found, f"{len(found)} races, the first ones:\n\n" + "\n".join(found[:3])

@@ -1,0 +1,294 @@
+"""The detector finds what is wrong, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.accelerator import sim
+
+HERE = torch.device("sim:0")
+
+
+def found() -> list[str]:
+    """What has been found so far, which the test then knows about."""
+    races = sim.races()
+    sim.clear()
+    return races
+
+
+def other(device="sim:0"):
+    return torch.Stream(torch.device(device))
+
+
+def test_a_stream_does_one_thing_after_the_other():
+    x = torch.ones(4, device=HERE)
+    with other():
+        y = torch.ones(4, device=HERE) * 2
+        y += 1
+    del x, y
+
+
+def test_a_read_without_a_wait_is_found_with_both_its_ends():
+    x = torch.ones(4, device=HERE) * 2
+    stream = other()
+    with stream:
+        x + 1
+    (race,) = found()
+    assert race.startswith("aten::add.Tensor\n  on sim:0 stream")
+    assert "reads 16 bytes that sim:0 stream 0 may still write" in race
+    assert "aten::mul.Tensor" in race
+    assert f"{__file__}:" in race and "test_a_read_without_a_wait_is_found" in race
+
+
+def test_with_stacks_kept_the_other_end_says_where_it_was_called():
+    def written():
+        return torch.ones(4, device=HERE) * 2
+
+    sim.keep_stacks(True)
+    try:
+        x = written()
+        with other():
+            x + 1
+    finally:
+        sim.keep_stacks(False)
+    (race,) = found()
+    assert "in written" in race.split("aten::mul.Tensor")[1]
+
+
+@pytest.mark.parametrize("way", ["stream", "event", "event.wait"])
+def test_a_read_after_a_wait_is_right(way):
+    x = torch.ones(4, device=HERE)
+    before = torch.accelerator.current_stream(HERE)
+    stream = other()
+    if way == "stream":
+        stream.wait_stream(before)
+    elif way == "event":
+        stream.wait_event(before.record_event())
+    else:
+        event = torch.Event(HERE)
+        event.record(before)
+        event.wait(stream)
+    with stream:
+        x + 1
+
+
+def test_a_wait_counts_for_what_was_there_when_the_event_was_recorded():
+    x = torch.ones(4, device=HERE)
+    event = torch.accelerator.current_stream(HERE).record_event()
+    x += 1
+    stream = other()
+    stream.wait_event(event)
+    with stream:
+        x + 1
+    (race,) = found()
+    assert "aten::add_" in race
+
+
+def test_waits_are_handed_on():
+    x = torch.ones(4, device=HERE)
+    first, second = other(), other()
+    first.wait_stream(torch.accelerator.current_stream(HERE))
+    second.wait_stream(first)
+    with second:
+        x + 1
+
+
+def test_a_write_while_another_stream_reads_is_found_and_two_reads_are_right():
+    x = torch.ones(4, device=HERE)
+    stream = other()
+    stream.wait_stream(torch.accelerator.current_stream(HERE))
+    with stream:
+        x + 1
+    x + 1
+    assert not sim.races()
+    x.zero_()
+    (race,) = found()
+    assert race.startswith("aten::zero_") and "writes 16 bytes" in race and "may still read" in race
+
+
+def test_a_view_is_no_access_and_its_memory_is_that_of_its_base():
+    x = torch.ones(4, 4, device=HERE)
+    with other():
+        view = x.t()[1:]
+        assert not sim.races()
+        view.add_(1)
+    (race,) = found()
+    assert "writes 64 bytes" in race
+
+
+def test_what_a_batch_norm_writes_to_is_written():
+    norm = torch.nn.BatchNorm1d(4).to(HERE)
+    norm.num_batches_tracked = None
+    with other():
+        norm(torch.ones(8, 4, device=HERE))
+    texts = "\n".join(found())
+    assert "native_batch_norm" in texts and "writes 16 bytes" in texts
+
+
+# ------------------------------------------------------------------------------------- memory
+
+
+def test_memory_that_another_stream_reads_is_given_away_without_record_stream():
+    x = torch.ones(4, device=HERE)
+    stream = other()
+    stream.wait_stream(torch.accelerator.current_stream(HERE))
+    with stream:
+        x + 1
+    del x
+    assert not sim.races()
+    torch.zeros(4, device=HERE)  # which may have got the memory of x
+    (race,) = found()
+    assert "writes" in race and "without record_stream" in race
+
+
+def test_with_record_stream_it_is_not():
+    x = torch.ones(4, device=HERE)
+    stream = other()
+    stream.wait_stream(torch.accelerator.current_stream(HERE))
+    with stream:
+        x + 1
+    x.record_stream(stream)
+    del x
+    torch.zeros(4, device=HERE)
+
+
+def test_record_stream_is_for_the_one_that_it_names():
+    x = torch.ones(4, device=HERE)
+    stream = other()
+    stream.wait_stream(torch.accelerator.current_stream(HERE))
+    with stream:
+        x + 1
+    x.record_stream(other())
+    del x
+    torch.zeros(4, device=HERE)
+    assert len(found()) == 1
+
+
+def test_memory_may_be_given_away_when_its_stream_has_waited():
+    x = torch.ones(4, device=HERE)
+    before = torch.accelerator.current_stream(HERE)
+    stream = other()
+    stream.wait_stream(before)
+    with stream:
+        x + 1
+    del x
+    before.wait_stream(stream)
+    torch.zeros(4, device=HERE)
+
+
+# ------------------------------------------------------------------------------------- copies
+
+
+def test_a_copy_between_devices_is_waited_for_on_both_sides():
+    x = torch.ones(4, device="sim:0")
+    y = x.to("sim:1", non_blocking=True)
+    x.zero_()
+    assert (y + 1).tolist() == [2.0] * 4
+
+
+def test_a_copy_read_too_early_is_found():
+    x = torch.ones(4, device="sim:0")
+    near, far = other("sim:0"), other("sim:1")
+    near.wait_stream(torch.accelerator.current_stream("sim:0"))
+    with near, far:
+        y = x.to("sim:1", non_blocking=True)
+    x.record_stream(near)
+    y + 1
+    (race,) = found()
+    assert "aten::copy_ from sim:0 to sim:1" in race
+    y.record_stream(torch.accelerator.current_stream("sim:1"))
+
+
+def test_a_source_that_is_written_to_too_early_is_found():
+    x = torch.ones(4, device="sim:0")
+    near = other("sim:0")
+    near.wait_stream(torch.accelerator.current_stream("sim:0"))
+    with near:
+        x.to("sim:1", non_blocking=True)
+    x.zero_()
+    (race,) = found()
+    assert "may still read" in race
+
+
+def test_on_the_host_there_is_nonsense_before_it_has_waited():
+    x = torch.arange(4, device=HERE)
+    y = torch.ones(4, device=HERE)
+    on_host, other_on_host = x.to("cpu", non_blocking=True), y.to("cpu", non_blocking=True)
+    assert on_host.tolist() != [0, 1, 2, 3] and other_on_host.isnan().all()
+    on_host.to(HERE)
+    (race,) = found()
+    assert "nobody has waited for it" in race
+    torch.accelerator.synchronize(HERE)
+    assert on_host.tolist() == [0, 1, 2, 3] and other_on_host.tolist() == [1.0] * 4
+    assert x.cpu().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.accelerator.synchronize(HERE),
+        lambda x: torch.accelerator.current_stream(HERE).synchronize(),
+        lambda x: torch.accelerator.current_stream(HERE).record_event().synchronize(),
+    ],
+)
+def test_after_the_host_has_waited_everybody_has(wait):
+    x = torch.ones(4, device=HERE)
+    wait(x)
+    with other():
+        x + 1
+
+
+def test_the_host_of_one_stream_has_not_waited_for_another():
+    x = torch.ones(4, device=HERE)
+    stream = other()
+    stream.synchronize()
+    with stream:
+        x + 1
+    assert len(found()) == 1
+
+
+# ------------------------------------------------------------------------------------- threads
+
+
+def test_current_streams_are_those_of_a_thread():
+    stream = other()
+    here = []
+    with stream:
+        thread = threading.Thread(
+            target=lambda: here.append(torch.accelerator.current_stream(HERE))
+        )
+        thread.start()
+        thread.join()
+        assert torch.accelerator.current_stream(HERE) == stream
+    assert here[0].stream_id == 0
+
+
+def test_autograd_runs_on_the_streams_of_the_forward():
+    x = torch.ones(4, device=HERE, requires_grad=True)
+    stream = other()
+    stream.wait_stream(torch.accelerator.current_stream(HERE))
+    with stream:
+        y = (x * 2).sum()
+    where = []
+    y.grad_fn.register_prehook(lambda _: where.append(torch.accelerator.current_stream(HERE)))
+    with stream:
+        y.backward()
+    assert where == [stream]
+    torch.accelerator.current_stream(HERE).wait_stream(stream)
+    assert x.grad.tolist() == [2.0] * 4
+
+
+def test_each_device_has_a_thread_of_the_autograd_engine():
+    threads = {}
+    for name in "sim:0", "sim:1":
+        x = torch.ones(1, device=name, requires_grad=True)
+        y = x * 2
+        y.grad_fn.register_hook(lambda *_, name=name: threads.update({name: threading.get_ident()}))
+        y.backward()
+    assert len({threading.get_ident(), *threads.values()}) == 3

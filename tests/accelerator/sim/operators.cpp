@@ -1,0 +1,548 @@
+// Operators: those of the CPU, on the same memory.
+//
+//     sim tensors ── tensors of the CPU over their memory ── operator of the CPU ──┬── sim tensors
+//                                                                                 │
+//     what it has done to which block, on which stream ─────────────────────────── detector
+//
+// No data is copied, so values and layouts are bit by bit those of the CPU.
+#include "device.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/bitwise_not.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full_like.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/StreamGuard.h>
+#include <torch/library.h>
+
+#include <limits>
+#include <optional>
+#include <unordered_set>
+
+namespace sim {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using torch::jit::Stack;
+
+bool is_here(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == TYPE;
+}
+
+// What an operator of the CPU calls is none of autograd's or autocast's business.
+struct OnHost {
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard without_autocast{c10::autocast_dispatch_keyset};
+};
+
+// The tensors of one call, each with a tensor of the CPU over its memory.
+class Aliases {
+ public:
+  at::Tensor of(const at::Tensor& tensor) {
+    for (auto& [own, alias] : tensors_) {
+      if (own.is_same(tensor)) return alias;
+    }
+    auto storage = of(tensor.storage());
+    auto alias = at::detail::make_tensor<c10::TensorImpl>(
+        std::move(storage), DispatchKeySet(DispatchKey::CPU), tensor.dtype());
+    alias.unsafeGetTensorImpl()->set_sizes_and_strides(
+        tensor.sizes(), tensor.strides(), tensor.storage_offset());
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+      alias.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+    tensors_.emplace_back(tensor, alias);
+    return alias;
+  }
+
+  // A tensor of the CPU as one of the device: one that was given, a view of one, or a new one.
+  at::Tensor back(const at::Tensor& alias, c10::Device device, std::vector<Block*>& fresh) {
+    for (auto& [own, known] : tensors_) {
+      if (known.is_same(alias)) return own;
+    }
+    for (auto& [own, known] : storages_) {
+      if (known.is_alias_of(alias.storage())) return tensor_on(own, alias);
+    }
+    auto memory = std::make_shared<c10::Storage>(alias.storage());
+    auto data = memory->data() == nullptr
+        ? c10::DataPtr(nullptr, device)
+        : adopted(memory->mutable_data(), memory->nbytes(), memory, device);
+    c10::Storage storage(
+        c10::Storage::use_byte_size_t(), memory->nbytes(), std::move(data), allocator(), true);
+    storages_.emplace_back(storage, alias.storage()); // another output may be a view of it
+    if (auto* block = block_of(storage)) fresh.push_back(block);
+    return tensor_on(storage, alias);
+  }
+
+  // Sizes and memory that the operator has changed.
+  void write_back(c10::Device device, std::vector<Block*>& fresh) {
+    for (auto& [own, alias] : storages_) {
+      if (own.data() != alias.data()) {
+        auto memory = std::make_shared<c10::Storage>(alias);
+        own.set_data_ptr_noswap(adopted(alias.mutable_data(), alias.nbytes(), memory, device));
+        own.set_nbytes(alias.nbytes());
+        fresh.push_back(block_of(own));
+      }
+    }
+    for (auto& [own, alias] : tensors_) {
+      if (own.sizes() != alias.sizes() || own.strides() != alias.strides() ||
+          own.storage_offset() != alias.storage_offset()) {
+        own.unsafeGetTensorImpl()->set_sizes_and_strides(
+            alias.sizes(), alias.strides(), alias.storage_offset());
+      }
+    }
+  }
+
+ private:
+  c10::Storage of(const c10::Storage& storage) {
+    for (auto& [own, alias] : storages_) {
+      if (own.is_alias_of(storage)) return alias;
+    }
+    auto* keep = new c10::Storage(storage);
+    c10::DataPtr data(
+        storage.mutable_data(),
+        keep,
+        [](void* kept) { delete static_cast<c10::Storage*>(kept); },
+        c10::kCPU);
+    c10::Storage alias(
+        c10::Storage::use_byte_size_t(),
+        storage.nbytes(),
+        std::move(data),
+        c10::GetCPUAllocator(),
+        true);
+    storages_.emplace_back(storage, alias);
+    return alias;
+  }
+
+  static at::Tensor tensor_on(const c10::Storage& storage, const at::Tensor& like) {
+    auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(storage), DispatchKeySet(DispatchKey::PrivateUse1), like.dtype());
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(
+        like.sizes(), like.strides(), like.storage_offset());
+    return tensor;
+  }
+
+  std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
+  std::vector<std::pair<c10::Storage, c10::Storage>> storages_;
+};
+
+bool is_generator(const c10::Argument& argument) {
+  const auto& type = argument.type();
+  if (type->kind() == c10::TypeKind::GeneratorType) return true;
+  const auto optional = type->cast<c10::OptionalType>();
+  return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
+}
+
+// Sizes and strides are asked for or changed, and no data.
+bool is_about_layout(const std::string& name) {
+  static const std::unordered_set<std::string> all{"aten::resize_", "aten::is_set_to"};
+  return all.count(name) > 0;
+}
+
+// On a device with streams, too, indices may be of the CPU.
+bool takes_indices_of_the_cpu(const std::string& name) {
+  static const std::unordered_set<std::string> all{
+      "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"};
+  return all.count(name) > 0;
+}
+
+// Statistics that a batch norm writes to, though its schema does not say so.
+bool is_running_statistic(const std::string& name, const std::string& argument) {
+  return name == "aten::native_batch_norm" &&
+      (argument == "running_mean" || argument == "running_var");
+}
+
+// One call of an operator.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, Stack* stack)
+      : op_(op), schema_(op.schema()), stack_(*stack),
+        first_(stack->size() - schema_.arguments().size()) {}
+
+  void run(const c10::OperatorHandle& on_host) {
+    find_device();
+    const auto name = schema_.operator_name();
+    // The current stream is asked for once: it is the thread's.
+    const auto stream = current_stream(*device_);
+    take_arguments();
+    auto& detector = Detector::get();
+    const auto what = toString(name);
+    if (!uses_.empty()) detector.act(stream, what, uses_);
+    {
+      OnHost guard;
+      on_host.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack_);
+    }
+    std::vector<Block*> fresh;
+    aliases_.write_back(*device_, fresh);
+    bool gives_tensors = false;
+    for (size_t i = stack_.size() - schema_.returns().size(); i < stack_.size(); ++i) {
+      gives_tensors |= give(stack_[i], fresh);
+    }
+    detector.made(stream, what, fresh);
+    const bool tells_the_host = (!gives_tensors && !schema_.returns().empty()) ||
+        op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output);
+    if (tells_the_host) {
+      detector.host_waits(stream);
+      land_copies();
+    }
+  }
+
+ private:
+  IValue& argument(size_t i) {
+    return stack_[first_ + i];
+  }
+
+  template <typename F>
+  void each_tensor(const IValue& value, F&& visit) {
+    if (value.isTensor()) {
+      visit(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) visit(tensor);
+    } else if (value.isList() && value.toListRef().size() && !value.isIntList()) {
+      for (const auto& each : value.toListRef()) {
+        if (each.isTensor()) visit(each.toTensor());
+      }
+    }
+  }
+
+  void find_device() {
+    for (size_t i = 0; i < schema_.arguments().size(); ++i) {
+      each_tensor(argument(i), [&](const at::Tensor& tensor) {
+        if (is_here(tensor) && !device_) device_ = tensor.device();
+      });
+    }
+    for (size_t i = 0; i < schema_.arguments().size(); ++i) {
+      each_tensor(argument(i), [&](const at::Tensor& tensor) { check_device(tensor, i); });
+      const auto& value = argument(i);
+      if (!device_ && value.isDevice() && value.toDevice().type() == TYPE) {
+        const auto index = value.toDevice().index();
+        device_ = index < 0 ? current_device() : value.toDevice();
+      }
+    }
+    if (!device_) device_ = current_device();
+  }
+
+  void check_device(const at::Tensor& tensor, size_t i) {
+    if (!tensor.defined() || tensor.device() == *device_) return;
+    const bool is_number = tensor.device().is_cpu() && tensor.dim() == 0;
+    const bool is_index = tensor.device().is_cpu() &&
+        schema_.arguments()[i].name() == "indices" && takes_indices_of_the_cpu(schema_.name());
+    TORCH_CHECK(
+        is_number || is_index,
+        "Expected all tensors to be on the same device, but found at least two devices, ",
+        *device_, " and ", tensor.device(), "! (", schema_.name(), ", argument ",
+        schema_.arguments()[i].name(), ")");
+  }
+
+  void take_arguments() {
+    bool draws = op_.hasTag(at::Tag::nondeterministic_seeded);
+    for (size_t i = 0; i < schema_.arguments().size(); ++i) {
+      const auto& described = schema_.arguments()[i];
+      auto& value = argument(i);
+      if (is_generator(described)) {
+        const auto& own =
+            value.isNone() ? default_generator(device_->index()) : value.toGenerator();
+        value = host_generator(own);
+        draws = false;
+        continue;
+      }
+      if (value.isDevice()) {
+        value = c10::Device(c10::kCPU);
+        continue;
+      }
+      each_tensor(value, [&](const at::Tensor& tensor) { used(tensor, described); });
+      value = on_host(value);
+    }
+    TORCH_CHECK(!draws, schema_.name(), " draws random numbers and takes no generator: not simulated");
+  }
+
+  void used(const at::Tensor& tensor, const c10::Argument& described) {
+    if (!is_here(tensor) || is_about_layout(schema_.name())) return;
+    const auto* alias = described.alias_info();
+    const bool is_view = alias != nullptr && !alias->isWrite();
+    auto* block = block_of(tensor.storage());
+    if (is_view || block == nullptr || tensor.numel() == 0) return;
+    const bool is_write = alias != nullptr || is_running_statistic(schema_.name(), described.name());
+    uses_.push_back({block, is_write});
+  }
+
+  IValue on_host(const IValue& value) {
+    const auto alias = [&](const at::Tensor& tensor) {
+      return is_here(tensor) ? aliases_.of(tensor) : tensor;
+    };
+    if (value.isTensor()) return alias(value.toTensor());
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorList()) list.push_back(alias(tensor));
+      return list;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+        list.push_back(tensor.has_value() ? std::optional(alias(*tensor)) : std::nullopt);
+      }
+      return list;
+    }
+    return value;
+  }
+
+  bool give(IValue& value, std::vector<Block*>& fresh) {
+    const auto device = *device_;
+    if (value.isTensor()) {
+      if (value.toTensor().defined()) value = aliases_.back(value.toTensor(), device, fresh);
+      return true;
+    }
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorList()) {
+        list.push_back(tensor.defined() ? aliases_.back(tensor, device, fresh) : tensor);
+      }
+      value = list;
+      return true;
+    }
+    return false;
+  }
+
+  const c10::OperatorHandle& op_;
+  const c10::FunctionSchema& schema_;
+  Stack& stack_;
+  size_t first_;
+  std::optional<c10::Device> device_;
+  Aliases aliases_;
+  std::vector<Use> uses_;
+};
+
+void on_host(const c10::OperatorHandle& op, Stack* stack) {
+  Call(op, stack).run(op);
+}
+
+// ------------------------------------------------------------------------------------ by hand
+
+c10::Device wanted(std::optional<c10::Device> device) {
+  return device && device->index() >= 0 ? *device : current_device();
+}
+
+at::Tensor empty(
+    at::IntArrayRef size,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<at::Device> device,
+    std::optional<bool>,
+    std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(wanted(device));
+  return at::detail::empty_generic(
+      size, allocator(), DispatchKeySet(DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(
+    at::IntArrayRef size,
+    at::IntArrayRef stride,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<at::Device> device,
+    std::optional<bool>) {
+  const c10::DeviceGuard guard(wanted(device));
+  return at::detail::empty_strided_generic(
+      size, stride, allocator(), DispatchKeySet(DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+}
+
+at::Tensor& set_storage(
+    at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  if (stride.empty() && !size.empty()) {
+    impl->set_storage_offset(offset);
+    impl->set_sizes_contiguous(size);
+  } else {
+    impl->set_sizes_and_strides(size, stride, offset);
+  }
+  return self;
+}
+
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
+  const int64_t size = source.nbytes() / self.itemsize();
+  return set_storage(self, std::move(source), 0, {size}, {1});
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return set_storage(
+      self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  if (auto* block = block_of(self.storage())) Detector::get().record_stream(*block, stream);
+}
+
+// ------------------------------------------------------------------------------------ copies
+
+// On its way to the host, which has not waited for it yet, and finds something else there.
+struct OnItsWay {
+  Clock until;
+  at::Tensor target;
+  at::Tensor value;
+};
+
+std::mutex copies_mutex;
+auto& copies = *new std::vector<OnItsWay>();
+
+at::Tensor nonsense(const at::Tensor& like) {
+  if (like.is_floating_point() || like.is_complex()) {
+    return at::full_like(like, std::numeric_limits<double>::quiet_NaN());
+  }
+  return at::bitwise_not(like); // no value is its own
+}
+
+bool is_on_its_way(const at::Tensor& tensor) {
+  std::lock_guard lock(copies_mutex);
+  for (const auto& each : copies) {
+    if (each.target.storage().is_alias_of(tensor.storage())) return true;
+  }
+  return false;
+}
+
+void use(std::vector<Use>& uses, const at::Tensor& tensor, bool is_write) {
+  auto* block = is_here(tensor) ? block_of(tensor.storage()) : nullptr;
+  if (block != nullptr && tensor.numel() > 0) uses.push_back({block, is_write});
+}
+
+// As CUDA's: between devices it is done on the source's stream, and the streams wait for each
+// other; from the host and to it, on the device's. To the host without non_blocking it is waited for.
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  auto& detector = Detector::get();
+  const bool to_host = !is_here(target);
+  const bool from_host = !is_here(source);
+  const auto stream = current_stream(from_host ? target.device() : source.device());
+  const bool between = !to_host && !from_host && source.device() != target.device();
+  const auto there = current_stream(to_host ? source.device() : target.device());
+  const std::string what = "aten::copy_ from " + source.device().str() + " to " + target.device().str();
+  if (from_host && is_on_its_way(source)) {
+    detector.report(what + "\n  reads on the host what is still copied there: nobody has waited for it\n");
+  }
+  if (between) detector.wait(stream, detector.record(there));
+  std::vector<Use> uses;
+  use(uses, source, false);
+  use(uses, target, true);
+  if (!uses.empty()) detector.act(stream, what, uses);
+  if (between) detector.wait(there, detector.record(stream));
+
+  OnHost guard;
+  Aliases aliases;
+  const auto from = from_host ? source : aliases.of(source);
+  const auto to = to_host ? target : aliases.of(target);
+  if (!to_host || !non_blocking) {
+    to.copy_(from);
+  } else if (to.numel() > 0) {
+    auto value = at::empty_like(to).copy_(from);
+    to.copy_(nonsense(value));
+    std::lock_guard lock(copies_mutex);
+    copies.push_back({detector.record(stream), to, value});
+  }
+  if (to_host && !non_blocking) {
+    detector.host_waits(stream);
+    land_copies();
+  }
+  return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+// A parameter may be moved to another device in place, as between devices that PyTorch knows.
+bool has_compatible_shallow_copy_type(const at::Tensor&, const at::Tensor& from) {
+  return from.layout() == at::kStrided;
+}
+
+int64_t fused_sdp_choice(
+    const at::Tensor&,
+    const at::Tensor&,
+    const at::Tensor&,
+    const std::optional<at::Tensor>&,
+    double,
+    bool,
+    std::optional<double>,
+    bool) {
+  return static_cast<int64_t>(sdp::SDPBackend::math);
+}
+
+} // namespace
+
+void land_copies() {
+  std::lock_guard lock(copies_mutex);
+  auto still = std::vector<OnItsWay>();
+  for (auto& each : copies) {
+    if (Detector::get().host_knows(each.until)) {
+      OnHost guard;
+      each.target.copy_(each.value);
+    } else {
+      still.push_back(std::move(each));
+    }
+  }
+  copies = std::move(still);
+}
+
+// -------------------------------------------------------------------------------- registration
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  const std::unordered_set<std::string> by_hand{
+      "aten::empty.memory_format", "aten::empty_strided", "aten::set_.source_Storage",
+      "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor", "aten::record_stream",
+      "aten::_copy_from", "aten::_copy_from_and_resize", "aten::_fused_sdp_choice",
+      "aten::_has_compatible_shallow_copy_type"};
+  // What the CPU has its own way of doing is done in that way, and not taken apart.
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto full = toString(name);
+    const auto op = dispatcher.findOp(name);
+    const bool is_whole = name.name == "aten::convolution" || name.name == "aten::convolution_backward";
+    if (name.name.rfind("aten::", 0) == 0 && op && op->hasSchema() && by_hand.count(full) == 0 &&
+        (is_whole || op->hasKernelForDispatchKey(DispatchKey::CPU))) {
+      m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&on_host>());
+    }
+  }
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("set_.source_Storage", set_whole_storage);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("record_stream", record_stream);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_fused_sdp_choice", fused_sdp_choice);
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
+}
+
+TORCH_LIBRARY_IMPL(aten, CPU, m) {
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY(sim, m) {
+  m.def("reports() -> str[]", [] { return Detector::get().reports(); });
+  m.def("device_count() -> int", [] { return int64_t{DEVICES}; });
+  m.def("default_generator(int device) -> Generator?", [](int64_t device) {
+    return default_generator(static_cast<c10::DeviceIndex>(device));
+  });
+  m.def("clear() -> ()", [] { Detector::get().clear(); });
+  m.def("keep_stacks(bool whether) -> ()", [](bool whether) { Detector::get().keep_stacks(whether); });
+}
+
+} // namespace sim
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::fused_sdp_choice)
+} // namespace at::native
