@@ -38,7 +38,7 @@ from fxpipe.progress import began
 from fxpipe.runtime.ambient import compiling, transforms
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.program import lower
-from fxpipe.structure import Structure
+from fxpipe.structure import Structure, map_tensors
 from fxpipe.trace import (
     CustomTracer,
     InputKey,
@@ -208,7 +208,7 @@ class Compiler:
             )
         some, named = canonical(self.model, args, kwargs)
         with compiling():
-            some, named = usual((some, named))
+            some, named = self._to_the_model(usual((some, named)))
             mode = self._compile(some, named, dims)
         if sum(map(len, self._modes.values())) > MANY:
             self._modes.clear()
@@ -229,6 +229,27 @@ class Compiler:
         known.append(mode)
         del known[:-OFTEN]
         return mode
+
+    def _to_the_model(
+        self, inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs on the device of the model, which runs there as it is.
+
+        Once its stages have been placed it is the model that comes to the inputs.
+        """
+        own = (*self.model.parameters(), *self.model.buffers())
+        homes = {tensor.device for tensor in own}
+        if self.layout.labels or len(homes) != 1 or torch.device("meta") in homes:
+            return inputs
+        (home,) = homes
+
+        def brought(tensor: Tensor) -> Tensor:
+            if tensor.device == home or tensor.is_meta:
+                return tensor
+            return tensor.detach().to(home).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = map_tensors(brought, inputs)
+        return args, kwargs
 
     def _tell_of_constants(self, key: _Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Say so, once, where calls that differ in constants only are compiled again and again."""
