@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import carries_gradient
 from fxpipe.runtime.engine import first
-from fxpipe.runtime.streams import device_of
+from fxpipe.runtime.streams import COMPUTE, device_of, keep, stream, stream_name
 
 
 class PortalError(RuntimeError):
@@ -101,7 +101,9 @@ class _Blue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, Tensor | None]:
-        return None, ctx.hidden.take_grad()
+        grad = ctx.hidden.take_grad()
+        _keep_here(grad)
+        return None, grad
 
 
 class _PortalCopy(torch.autograd.Function):
@@ -127,12 +129,19 @@ class _Orange(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.hidden = hidden
         tensor: Tensor = hidden.take()  # nothing else has a phony that carries gradient
+        _keep_here(tensor)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
         ctx.hidden.put_grad(grads[0])
         return None, None
+
+
+def _keep_here(value: Any) -> None:
+    """The waits along the way have kept the phony's memory, and could not see what was hidden."""
+    if isinstance(value, Tensor):
+        keep(stream(stream_name(value.device, COMPUTE)), value)
 
 
 def portal_blue(tensor: Any, life: int = 1) -> Portal:
@@ -168,6 +177,8 @@ def portal_copy(portal: Portal, source: str, target: str, life: int = 1) -> Port
 def portal_orange(portal: Portal) -> Any:
     """Bring the tensor back into the graph; its gradient goes through the portal to the source."""
     if not carries_gradient(portal.phony):
-        return portal.hidden.take()
+        value = portal.hidden.take()
+        _keep_here(value)
+        return value
     tensor: Tensor = _Orange.apply(portal.hidden, portal.phony)  # type: ignore[no-untyped-call]
     return tensor
