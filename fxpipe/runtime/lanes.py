@@ -5,7 +5,8 @@ run gives every lane its instructions, and values travel through the lanes' inbo
 
     caller ──x──> inbox 0: lane 0 ──b──> inbox 1: lane 1 ──y──> inbox of the caller
 
-What PyTorch keeps per thread (grad mode, inference mode, autocast) is the caller's in every lane.
+What PyTorch keeps per thread (grad mode, inference mode, autocast, current streams) is the caller's
+in every lane.
 When one lane fails, or the caller is interrupted, every lane drops the run, and the first exception
 is raised at the caller.
 """
@@ -15,19 +16,20 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.clock import Record, Stopwatch
 from fxpipe.runtime.program import CALLER, Env, Instruction, Program
-from fxpipe.runtime.streams import COMPUTE, COPY, make_wait, stream, stream_name
+from fxpipe.runtime.streams import COPY, current, make_wait, on, stream, stream_name
 
 Message = tuple[fx.Node | None, Any]
 Job = Callable[[], None]
@@ -119,15 +121,13 @@ class _Run:
         hand_over: _HandOver,
     ) -> None:
         try:
-            with ambient.applied():
-                hand_over.begin()
+            with ambient.applied(), hand_over.taken():
                 if self.record is None:
                     self.execute(lane, instructions, {})
                 else:
                     stopwatch = self.record.stopwatch(lane, hand_over.device)
                     self.execute(lane, instructions, {}, stopwatch)
                     self.record.marks += stopwatch.marks()
-                hand_over.end()
         except _Dropped:
             pass
         except BaseException as error:
@@ -137,24 +137,24 @@ class _Run:
 
 
 class _HandOver:
-    """Between the caller's stream and a lane's, on the device of the lane."""
+    """Between the streams of the caller, on which a lane computes too, and those that are the
+    lane's own."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: Sequence[torch.Stream]) -> None:
         self.device = device
-        self.names = [stream_name(device, role) for role in (COMPUTE, COPY)]
-        self.caller = stream(self.names[0])
-        self.finished: list[torch.Stream | None] = []
+        self.streams = streams  # of the caller, on all devices that have to do with the run
+        (self.compute,) = current([device]) or [None]
+        self.copy = stream(stream_name(device, COPY))
 
-    def begin(self) -> None:
-        for name in self.names:
-            make_wait(stream(name), self.caller, ())
-
-    def end(self) -> None:
-        self.finished = [stream(name) for name in self.names]
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """The lane's part of the run."""
+        with on(*self.streams):
+            make_wait(self.copy, self.compute, ())
+            yield
 
     def finish(self, output: Any) -> None:
-        for own in self.finished:
-            make_wait(self.caller, own, output)
+        make_wait(self.compute, self.copy, output)
 
 
 def run_inline(program: Program, values: Sequence[Any], record: Record | None = None) -> Any:
@@ -197,7 +197,9 @@ class Lanes:
         self._start()
         run = _Run(list(program.lanes), record)
         ambient = Ambient.here()
-        hand_overs = [_HandOver(device) for device in self._devices]
+        given = [value.device for value in values if isinstance(value, Tensor)]
+        streams = current([*self._devices, *given])
+        hand_overs = [_HandOver(device, streams) for device in self._devices]
         lanes = [lane for lane in program.lanes if lane != CALLER]
         with self._lock:  # all lanes get their runs in one order, so that none waits for another
             for lane in lanes:

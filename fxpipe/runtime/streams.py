@@ -8,7 +8,7 @@ streams: a thread does one thing after the other, and hand-over between threads 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -49,15 +49,21 @@ def stream(name: str) -> torch.Stream | None:
     return torch.accelerator.current_stream(device)
 
 
+def current(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """The streams on which the running thread computes, as far as the devices have any."""
+    found = (stream(stream_name(device, COMPUTE)) for device in dict.fromkeys(devices))
+    return [each for each in found if each is not None]
+
+
 @contextmanager
 def on(*streams: torch.Stream | None) -> Iterator[None]:
     """Run on these streams, each current on its device; the current device stays as it is."""
     real = [s for s in streams if s is not None]
-    if not real:
+    before = current(s.device for s in real)
+    if before == real:
         yield
         return
     device = torch.accelerator.current_device_index()
-    before = [torch.accelerator.current_stream(s.device) for s in real]
     try:
         for s in real:
             torch.accelerator.set_stream(s)
