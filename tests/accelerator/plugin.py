@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from tests.accelerator import sim
 
 sim.load()
+if os.environ.get("SIM_STACKS"):
+    sim.keep_stacks(True)
 
 
 @pytest.fixture(autouse=True)
