@@ -102,7 +102,7 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
     with borrowed(devices) as state:
         torch.default_generator.manual_seed(seed)
         for backend, device, _ in state.others:
-            with torch.device(device):
+            with torch.accelerator.device_index(device.index):  # it seeds the current device's
                 backend.manual_seed(seed)
         yield
 
