@@ -4,6 +4,7 @@ stream makes for another is waited for (``plugin.py`` looks for races after each
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -89,3 +90,230 @@ def test_a_step_gives_the_gradients_of_the_loop_in_that_order(name, schedule, st
         torch.testing.assert_close(loss.cpu(), wanted[0], rtol=1e-6, atol=1e-6)
         check(name, gradients(model), wanted[1])
         assert same(here(model.buffers()), list(reference.buffers()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv"])
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
+@pytest.mark.parametrize("segments", [1, 2])
+def test_a_checkpointed_step(schedule, checkpoint, segments, streams):
+    make, inputs = MODELS["unet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    twin, devices = copy.deepcopy(model), FOUR[:2]
+    how = {"chunks": 4, "schedule": schedule, "loss_fn": mean_loss}
+    with fxpipe.compile(twin, ["cpu"] * 2, **how) as pipe:
+        wanted = pipe.step(*x, target=target)
+    how |= {"checkpoint": checkpoint, "checkpoint_segments": segments}
+    with fxpipe.compile(model, devices, **how) as pipe:
+        loss = pipe.step(*(t.to("sim:0") for t in x), target=target.to("sim:1"))
+    assert same(loss.cpu(), wanted)
+    assert same(here(gradients(model)), gradients(twin))
+
+
+@pytest.mark.parametrize("home", ["cpu", "sim:0", "sim:5"])
+def test_a_batch_may_be_anywhere(home, streams):
+    make, inputs = MODELS["unet"]
+    model, x = make(), inputs(BATCH)
+    expected = loop(copy.deepcopy(model), x, 3)
+    with fxpipe.compile(model, FOUR, chunks=3, loss_fn=mean_loss) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            output = pipe(*(t.to(home) for t in x))
+            loss_of(output).backward()
+            assert same(output.detach().cpu(), expected[0])
+            assert same(here(gradients(model)), expected[1])
+        pipe.step(*(t.to(home) for t in x), target=torch.randn(BATCH).to(home))
+
+
+def test_the_gradient_of_a_batch_comes_back_to_it(streams):
+    make, inputs = MODELS["unet"]
+    model, (x,) = make(), inputs(5)
+    a, b = x.clone().requires_grad_(), x.to("sim:0").requires_grad_()
+    loop(copy.deepcopy(model), (a,), 2)
+    with fxpipe.compile(model, FOUR, chunks=2) as pipe:
+        loss_of(pipe(b)).backward()
+    assert b.grad.device == b.device and same(a.grad, b.grad.cpu())
+
+
+def test_stages_may_share_a_device(streams):
+    make, inputs = MODELS["unet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    twin = copy.deepcopy(model)
+    devices = ["sim:0", "sim:1", "sim:0", "sim:1"]
+    how = {"chunks": 4, "schedule": "1f1b", "loss_fn": mean_loss}
+    with (
+        fxpipe.compile(model, devices, **how) as pipe,
+        fxpipe.compile(twin, ["cpu"] * 4, **how) as cpu,
+    ):
+        loss_of(pipe(*(t.to("sim:0") for t in x))).backward()
+        loss_of(cpu(*x)).backward()
+        pipe.step(*(t.to("sim:0") for t in x), target=target.to("sim:1"))
+        cpu.step(*x, target=target)
+    assert same(here(gradients(model)), gradients(twin))
+
+
+def test_lanes_of_the_cpu_and_of_devices_work_together(streams):
+    make, inputs = MODELS["unet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    twin = copy.deepcopy(model)
+    how = {"chunks": 4, "schedule": "1f1b", "loss_fn": mean_loss}
+    with (
+        fxpipe.compile(model, ["cpu", "sim:1", "cpu", "sim:2"], **how) as pipe,
+        fxpipe.compile(twin, ["cpu"] * 4, **how) as cpu,
+    ):
+        loss_of(pipe(*x)).backward()
+        loss_of(cpu(*x)).backward()
+        pipe.step(*x, target=target)
+        cpu.step(*x, target=target)
+    assert same(here(gradients(model)), gradients(twin))
+
+
+class Noisy(nn.Module):
+    """Draws random numbers in every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4), nn.Tanh()) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_dropout_depends_on_the_seed_and_on_nothing_else(checkpoint, streams):
+    def run(devices, home):
+        torch.manual_seed(1)
+        model, x = Noisy(), torch.randn(BATCH, 8)
+        target = torch.randn(BATCH)
+        found = []
+        how = {"chunks": 3, "checkpoint": checkpoint, "loss_fn": mean_loss, "schedule": "1f1b"}
+        with fxpipe.compile(model, devices, **how) as pipe:
+            torch.manual_seed(2)
+            output = pipe(x.to(home))
+            loss_of(output).backward()
+            found += [output, *gradients(model)]
+            model.zero_grad()
+            found += [pipe.step(x.to(home), target=target.to(home)), *gradients(model)]
+        torch.manual_seed(2)
+        states = [torch.sim.get_rng_state(device) for device in FOUR]
+        return here(found), states
+
+    wanted, _ = run(["cpu"] * 4, "cpu")
+    first, states = run(FOUR, "sim:0")
+    second, _ = run(FOUR, "sim:0")
+    assert same(first, second) and same(first, wanted)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_steps_each_stage_on_its_device(kind, streams):
+    make, inputs = MODELS["unet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    twin, how = copy.deepcopy(model), {"chunks": 4, "schedule": "1f1b", "loss_fn": mean_loss}
+    optimizer = kind(model.parameters(), lr=0.1, foreach=False)
+    twins = kind(twin.parameters(), lr=0.1, foreach=False)
+    with (
+        fxpipe.compile(model, FOUR, **how) as pipe,
+        fxpipe.compile(twin, ["cpu"] * 4, **how) as cpu,
+    ):
+        for _ in range(3):
+            pipe.step(*(t.to("sim:0") for t in x), target=target.to("sim:3"), optimizer=optimizer)
+            cpu.step(*x, target=target, optimizer=twins)
+            assert same(here(model.parameters()), list(twin.parameters()))
+            optimizer.zero_grad()
+            twins.zero_grad()
+
+
+def test_training_by_hand(streams):
+    make, inputs = MODELS["resnet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    twins = torch.optim.AdamW(twin.parameters(), lr=0.1, foreach=True)
+    with (
+        fxpipe.compile(model, FOUR, chunks=3) as pipe,
+        fxpipe.compile(twin, ["cpu"] * 4, chunks=3) as cpu,
+    ):
+        for _ in range(3):
+            mean_loss(pipe(*(t.to("sim:0") for t in x)), target.to("sim:3")).backward()
+            mean_loss(cpu(*x), target).backward()
+            for each in optimizer, twins:
+                each.step()
+                each.zero_grad()
+        assert same(here(model.parameters()), list(twin.parameters()))
+        assert same(here(model.buffers()), list(twin.buffers()))
+        model.eval(), twin.eval()
+        for off in torch.no_grad, torch.inference_mode:
+            with off():
+                assert same(pipe(*(t.to("sim:0") for t in x)).cpu(), cpu(*x))
+
+
+def test_gradients_may_be_scaled(streams):
+    make, inputs = MODELS["unet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    twin, how = copy.deepcopy(model), {"chunks": 4, "schedule": "1f1b", "loss_fn": mean_loss}
+    results = []
+    for net, devices, kind in (model, FOUR, "sim"), (twin, ["cpu"] * 4, "cpu"):
+        scaler = torch.amp.GradScaler(kind, init_scale=64.0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with fxpipe.compile(net, devices, **how) as pipe:
+            loss = pipe.step(
+                *(t.to(devices[0]) for t in x), target=target.to(devices[-1]), scaler=scaler
+            )
+            scaler.step(optimizer)
+            scaler.update()
+        results.append([loss.cpu(), *here(net.parameters())])
+    assert same(*results)
+
+
+def test_batch_norm_may_be_deferred(streams):
+    make, inputs = MODELS["resnet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    twin = copy.deepcopy(model)
+    how = {"chunks": 3, "deferred_batch_norm": True, "loss_fn": mean_loss}
+    with (
+        fxpipe.compile(model, FOUR, **how) as pipe,
+        fxpipe.compile(twin, ["cpu"] * 4, **how) as cpu,
+    ):
+        loss_of(pipe(*(t.to("sim:0") for t in x))).backward()
+        loss_of(cpu(*x)).backward()
+        pipe.step(*(t.to("sim:0") for t in x), target=target.to("sim:3"))
+        cpu.step(*x, target=target)
+    assert same(here(gradients(model)), gradients(twin))
+    assert same(here(model.buffers()), list(twin.buffers()))
+
+
+def test_a_step_can_be_measured_and_costs_too(streams):
+    make, inputs = MODELS["unet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    x = tuple(t.to("sim:0") for t in x)
+    how = {"chunks": 3, "loss_fn": mean_loss, "schedule": "1f1b", "costs": "measured"}
+    with fxpipe.compile(model, FOUR, example_inputs=x, **how) as pipe:
+        timeline = pipe.measure(*x, target=target.to("sim:3"), rounds=2)
+        lanes = {span.lane for span in timeline.spans}
+        assert len(lanes) == 4 and timeline.makespan > 0
+        assert all(span.start <= span.end for span in timeline.spans)
+        assert "sim:3" in pipe.report()
+
+
+def test_without_devices_all_that_there_are_are_taken():
+    model = MLP(depth=9)
+    with fxpipe.compile(model, chunks=2) as pipe:
+        pipe(torch.randn(4, 12))
+        assert [str(s.device) for s in pipe.stages] == [f"sim:{i}" for i in range(8)]
+
+
+def test_memory_is_free_again_and_checkpoints_need_less_of_it():
+    def peak(checkpoint):
+        torch.manual_seed(0)
+        torch.accelerator.reset_peak_memory_stats(0)
+        model, x = MLP(depth=16), torch.randn(256, 12)
+        before = torch.accelerator.memory_allocated(0)
+        with fxpipe.compile(model, FOUR[:2], chunks=8, checkpoint=checkpoint) as pipe:
+            loss_of(pipe(x)).backward()
+        del pipe, model
+        gc.collect()
+        assert torch.accelerator.memory_allocated(0) == before
+        return torch.accelerator.max_memory_allocated(0) - before
+
+    gc.collect()
+    assert 0 < peak("always") < 0.7 * peak("never")

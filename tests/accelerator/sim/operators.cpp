@@ -15,6 +15,7 @@
 #include <ATen/ops/bitwise_not.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/ones_like.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/StreamGuard.h>
@@ -22,6 +23,7 @@
 
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <unordered_set>
 
 namespace sim {
@@ -49,7 +51,7 @@ class Aliases {
     for (auto& [own, alias] : tensors_) {
       if (own.is_same(tensor)) return alias;
     }
-    auto storage = of(tensor.storage());
+    auto storage = storage_of(tensor);
     auto alias = at::detail::make_tensor<c10::TensorImpl>(
         std::move(storage), DispatchKeySet(DispatchKey::CPU), tensor.dtype());
     alias.unsafeGetTensorImpl()->set_sizes_and_strides(
@@ -66,8 +68,13 @@ class Aliases {
     for (auto& [own, known] : tensors_) {
       if (known.is_same(alias)) return own;
     }
-    for (auto& [own, known] : storages_) {
-      if (known.is_alias_of(alias.storage())) return tensor_on(own, alias);
+    for (auto& [own, known, keys] : storages_) {
+      if (known.is_alias_of(alias.storage())) {
+        return with_sizes_of(
+            alias,
+            at::detail::make_tensor<c10::TensorImpl>(
+                c10::TensorImpl::VIEW, c10::Storage(own), keys, alias.dtype()));
+      }
     }
     auto memory = std::make_shared<c10::Storage>(alias.storage());
     auto data = memory->data() == nullptr
@@ -75,14 +82,17 @@ class Aliases {
         : adopted(memory->mutable_data(), memory->nbytes(), memory, device);
     c10::Storage storage(
         c10::Storage::use_byte_size_t(), memory->nbytes(), std::move(data), allocator(), true);
-    storages_.emplace_back(storage, alias.storage()); // another output may be a view of it
     if (auto* block = block_of(storage)) fresh.push_back(block);
-    return tensor_on(storage, alias);
+    auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(storage), DispatchKeySet(DispatchKey::PrivateUse1), alias.dtype());
+    // Another output may be a view of it.
+    storages_.emplace_back(storage, alias.storage(), tensor.key_set());
+    return with_sizes_of(alias, std::move(tensor));
   }
 
   // Sizes and memory that the operator has changed.
   void write_back(c10::Device device, std::vector<Block*>& fresh) {
-    for (auto& [own, alias] : storages_) {
+    for (auto& [own, alias, _] : storages_) {
       if (own.data() != alias.data()) {
         auto memory = std::make_shared<c10::Storage>(alias);
         own.set_data_ptr_noswap(adopted(alias.mutable_data(), alias.nbytes(), memory, device));
@@ -100,8 +110,9 @@ class Aliases {
   }
 
  private:
-  c10::Storage of(const c10::Storage& storage) {
-    for (auto& [own, alias] : storages_) {
+  c10::Storage storage_of(const at::Tensor& tensor) {
+    const auto& storage = tensor.storage();
+    for (auto& [own, alias, _] : storages_) {
       if (own.is_alias_of(storage)) return alias;
     }
     auto* keep = new c10::Storage(storage);
@@ -116,20 +127,19 @@ class Aliases {
         std::move(data),
         c10::GetCPUAllocator(),
         true);
-    storages_.emplace_back(storage, alias);
+    storages_.emplace_back(storage, alias, tensor.key_set());
     return alias;
   }
 
-  static at::Tensor tensor_on(const c10::Storage& storage, const at::Tensor& like) {
-    auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(storage), DispatchKeySet(DispatchKey::PrivateUse1), like.dtype());
+  static at::Tensor with_sizes_of(const at::Tensor& like, at::Tensor tensor) {
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(
         like.sizes(), like.strides(), like.storage_offset());
     return tensor;
   }
 
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
-  std::vector<std::pair<c10::Storage, c10::Storage>> storages_;
+  // With the keys of a tensor on it, which its views have too.
+  std::vector<std::tuple<c10::Storage, c10::Storage, DispatchKeySet>> storages_;
 };
 
 bool is_generator(const c10::Argument& argument) {
@@ -375,6 +385,14 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
       self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
+// The CPU's takes no generator, and would draw from that of the CPU.
+std::tuple<at::Tensor, at::Tensor> native_dropout(
+    const at::Tensor& input, double p, std::optional<bool> train) {
+  if (!train.value_or(true)) return {input.clone(), at::ones_like(input, at::kBool)};
+  auto mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {input.mul(mask).mul_(p == 1 ? 0 : 1 / (1 - p)), mask};
+}
+
 void record_stream(at::Tensor& self, c10::Stream stream) {
   if (auto* block = block_of(self.storage())) Detector::get().record_stream(*block, stream);
 }
@@ -499,7 +517,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
       "aten::empty.memory_format", "aten::empty_strided", "aten::set_.source_Storage",
       "aten::set_.source_Storage_storage_offset", "aten::set_.source_Tensor", "aten::record_stream",
       "aten::_copy_from", "aten::_copy_from_and_resize", "aten::_fused_sdp_choice",
-      "aten::_has_compatible_shallow_copy_type"};
+      "aten::_has_compatible_shallow_copy_type", "aten::native_dropout"};
   // What the CPU has its own way of doing is done in that way, and not taken apart.
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
@@ -516,6 +534,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Tensor", set_tensor);
+  m.impl("native_dropout", native_dropout);
   m.impl("record_stream", record_stream);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
