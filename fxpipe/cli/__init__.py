@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from fxpipe.cli.schedule import schedule
 
 class _Main(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
+        if not ctx.params["traceback"]:  # what a fake operator refuses is logged with one
+            logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
             return super().invoke(ctx)
         except UserError as error:

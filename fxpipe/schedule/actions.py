@@ -56,7 +56,7 @@ Entry = Action | Overlap
 """What a lane is a list of. ``entry.parts`` are its actions."""
 
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
-_OTHER = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB])\d*")
+_OTHER = re.compile(r"\d+((?:WAIT_)?(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]))\d*")
 _PAIR = re.compile(rf"\(([^()]*)\){_OVERLAP}")
 
 

@@ -16,7 +16,9 @@ from fxpipe.schedule import NAMES, named
 from tests.accelerator import sim
 from tests.zoo import MODELS, MLP, Tied, gradients, loop, loss_of, same, step_of_loop
 
-MODELS = {k: v for k, v in MODELS.items() if k != "transformer"} | {"tied": (Tied, lambda batch: (torch.randint(11, (batch, 4)),))}
+MODELS = {k: v for k, v in MODELS.items() if k != "transformer"} | {
+    "tied": (Tied, lambda batch: (torch.randint(11, (batch, 4)),))
+}
 FOUR = ["sim:0", "sim:1", "sim:2", "sim:3"]
 BATCH = 7  # divided by no number of micro-batches here
 

@@ -1,6 +1,6 @@
 """For pytest: tests run with the simulated accelerator, and none may leave a race behind.
 
-    python -m pytest -p tests.accelerator.plugin tests/accelerator/pipelines.py
+python -m pytest -p tests.accelerator.plugin tests/accelerator/pipelines.py
 """
 
 from __future__ import annotations

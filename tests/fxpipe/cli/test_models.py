@@ -72,7 +72,8 @@ def test_on_a_terminal_a_plan_and_a_measurement_say_what_they_are_at(models, mon
 def test_inputs_that_the_model_does_not_take_are_said_to_be_so(models, command):
     devices = ["--devices", "h100,h100" if command == "plan" else "cpu,cpu"]
     message = refused(command, "own_models:build", *devices, "--input", "8,9")
-    assert message.startswith("Named cannot be called with float32 [8, 9]: mat1 and mat2 shapes")
+    assert message.startswith("Named cannot be called with float32 [8, 9]: ")
+    assert "mat1 and mat2 shapes" in message or "same reduction dim" in message  # on meta
     assert "Give other inputs with --input" in message
 
 

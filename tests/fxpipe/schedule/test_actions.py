@@ -31,6 +31,7 @@ def test_an_action_and_an_overlap_have_parts():
     "text, kind",
     [
         ("1SEND_F2", "SEND_F"),
+        ("1WAIT_SEND_F2", "WAIT_SEND_F"),
         ("1RECV_B0", "RECV_B"),
         ("0UNSHARD", "UNSHARD"),
         ("0RESHARD", "RESHARD"),
