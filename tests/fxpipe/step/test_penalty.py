@@ -28,65 +28,63 @@ def penalised(model: nn.Module, own: Tensor | None = None):
     return loss_fn
 
 
+def stepped(model, x, schedule, chunks, own=None, reference=None, **options):
+    """The gradients of a step, of the next one, and those of the loop in that order."""
+    target, twin = torch.randn(len(x[0])), copy.deepcopy(model)
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        chunks=chunks,
+        schedule=schedule,
+        loss_fn=penalised(model, own),
+        **options,
+    ) as pipe:
+        found = []
+        for _ in range(2):
+            model.zero_grad()
+            pipe.step(*x, target=target)
+            found.append(gradients(model))
+        order = named(schedule, lanes=2, microbatches=chunks, stages=len(pipe.stages))
+        loss_fn = penalised(twin, reference)
+        _, wanted = step_of_loop(twin, x, target, pipe, order, chunks, loss_fn)
+    return *found, wanted
+
+
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("name", MODELS)
-def test_its_gradients_are_those_of_the_loop(name, schedule):
+def test_its_gradients_are_those_of_the_loop_and_the_same_in_every_run(name, schedule):
     make, inputs = MODELS[name]
-    model, x, target = make(), inputs(7), torch.randn(7)
-    reference = copy.deepcopy(model)
-    with fxpipe.compile(
-        model, ["cpu"] * 2, chunks=4, schedule=schedule, loss_fn=penalised(model)
-    ) as pipe:
-        pipe.step(*x, target=target)
-        order = named(schedule, lanes=2, microbatches=4, stages=len(pipe.stages))
-        _, wanted = step_of_loop(reference, x, target, pipe, order, 4, penalised(reference))
-        once = gradients(model)
-        if name == "tied":  # the loop adds a penalty's gradient to that of the first use
-            torch.testing.assert_close(once, wanted)
-        else:
-            assert same(once, wanted)
-        model.zero_grad()
-        pipe.step(*x, target=target)
-        assert same(gradients(model), once)
-        pipe.step(*x, target=target)  # they are added
-        torch.testing.assert_close(gradients(model), [2 * grad for grad in once])
+    first, second, wanted = stepped(make(), inputs(7), schedule, 4)
+    assert same(first, second)
+    if name == "tied":  # the loop adds a penalty's gradient to that of the first use
+        torch.testing.assert_close(first, wanted)
+    else:
+        assert same(first, wanted)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
 @pytest.mark.parametrize("segments", [1, 2])
 def test_of_a_checkpointed_stage_too(schedule, segments):
-    model, x, target = MLP(depth=8), torch.randn(6, 12), torch.randn(6)
-    reference = copy.deepcopy(model)
-    with fxpipe.compile(
-        model,
-        ["cpu"] * 2,
-        chunks=3,
-        schedule=schedule,
-        checkpoint="always",
-        checkpoint_segments=segments,
-        loss_fn=penalised(model),
-    ) as pipe:
-        pipe.step(x, target=target)
-        order = named(schedule, lanes=2, microbatches=3, stages=len(pipe.stages))
-        _, wanted = step_of_loop(reference, (x,), target, pipe, order, 3, penalised(reference))
-    assert same(gradients(model), wanted)
+    model, x = MLP(depth=8), (torch.randn(6, 12),)
+    first, _, wanted = stepped(
+        model, x, schedule, 3, checkpoint="always", checkpoint_segments=segments
+    )
+    assert same(first, wanted)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
-def test_in_lanes_as_in_one_thread_with_what_is_the_losss_own(schedule):
+def test_parameters_of_the_loss_have_theirs_too(schedule):
+    own, other = (nn.Parameter(torch.tensor(0.5)) for _ in range(2))
     model, x, target = MLP(), torch.randn(8, 12), torch.randn(8)
-    reference = copy.deepcopy(model)
-    own, others = (nn.Parameter(torch.tensor(0.5)) for _ in range(2))
+    first, _, wanted = stepped(model, (x,), schedule, 4, own, other)
+    assert same(first, wanted)
+    own.grad = None
     with fxpipe.compile(
         model, ["cpu"] * 2, chunks=4, schedule=schedule, loss_fn=penalised(model, own)
     ) as pipe:
         pipe.step(x, target=target)
-        order = named(schedule, lanes=2, microbatches=4, stages=len(pipe.stages))
-        loss_fn = penalised(reference, others)
-        _, wanted = step_of_loop(reference, (x,), target, pipe, order, 4, loss_fn)
-        assert same(gradients(model), wanted)
-        full = loss_fn(reference(x), target)
-        torch.testing.assert_close(own.grad, torch.autograd.grad(full, others)[0])
+    full = penalised(model, other)(model(x), target)
+    torch.testing.assert_close(own.grad, torch.autograd.grad(full, other)[0])
 
 
 class Masked(nn.Module):
@@ -102,35 +100,18 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_of_parameters_that_get_a_gradient_from_nothing_else(schedule):
-    model, x, target = Masked(), torch.randn(8, 12), torch.randn(8)
-    reference = copy.deepcopy(model)
-    with fxpipe.compile(
-        model,
-        ["cpu"] * 2,
-        chunks=4,
-        schedule=schedule,
-        loss_fn=penalised(model),
-        partition=["mul"],
-    ) as pipe:
-        pipe.step(x, target=target)
-        order = named(schedule, lanes=2, microbatches=4, stages=2)
-        _, wanted = step_of_loop(reference, (x,), target, pipe, order, 4, penalised(reference))
-    assert same(gradients(model), wanted)
+    x = (torch.randn(8, 12),)
+    first, _, wanted = stepped(Masked(), x, schedule, 4, partition=["mul"])
+    assert same(first, wanted)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 def test_of_frozen_parameters_there_are_none(schedule):
-    model, x, target = MLP(), torch.randn(6, 12), torch.randn(6)
+    model = MLP()
     for parameter in model.layers[0].parameters():
         parameter.requires_grad_(False)
-    reference = copy.deepcopy(model)
-    with fxpipe.compile(
-        model, ["cpu"] * 2, chunks=3, schedule=schedule, loss_fn=penalised(model)
-    ) as pipe:
-        pipe.step(x, target=target)
-        order = named(schedule, lanes=2, microbatches=3, stages=2)
-        _, wanted = step_of_loop(reference, (x,), target, pipe, order, 3, penalised(reference))
-    assert same(gradients(model), wanted)
+    first, _, wanted = stepped(model, (torch.randn(6, 12),), schedule, 3)
+    assert same(first, wanted) and first[0] is None
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
