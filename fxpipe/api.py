@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import threading
@@ -155,6 +156,24 @@ def _opaque(function: F) -> F:
     return torch.compiler.disable(function, reason=why)  # type: ignore[no-untyped-call,no-any-return]
 
 
+class _Bound(functools.partial[Any]):
+    """A pipeline's ``forward``: it takes what the model's takes."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.args[0].module.forward)
+
+
+class _LikeTheModels:
+    """A method that has the signature of the model's, for those who look what may be given."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __get__(self, pipe: Pipeline | None, owner: type | None = None) -> Callable[..., Any]:
+        return self.function if pipe is None else _Bound(self.function, pipe)
+
+
 class Pipeline(Views, nn.Module):
     """A model that runs as a pipeline. Made by :func:`compile`.
 
@@ -192,6 +211,7 @@ class Pipeline(Views, nn.Module):
 
     # ------------------------------------------------------------------------------------- running
 
+    @_LikeTheModels
     @_opaque
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these arguments, computed micro-batch by micro-batch."""
@@ -376,14 +396,28 @@ class Pipeline(Views, nn.Module):
             self.module._is_full_backward_hook = value
 
     def __getattr__(self, name: str) -> Any:
+        """What the model has besides: its configuration, say. Not its methods, which would run the
+        model itself, stage by stage on several devices."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if hasattr(self.__dict__.get("module"), name):
+            value = getattr(self.__dict__.get("module"), name, error)
+            if value is error:
+                raise
+            if callable(value):
                 raise AttributeError(
                     f"{error}, but its model has: take pipe.module.{name}"
                 ) from None
-            raise
+            return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Where the model has it, the model's."""
+        model = self.__dict__.get("module")
+        is_own = name in self.__dict__ or hasattr(type(self), name)
+        if model is not None and not is_own and name in vars(model):
+            setattr(model, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import threading
@@ -76,15 +77,43 @@ def test_own_passes_take_the_place_of_the_default_ones():
         assert seen == [len(pipe.graph.nodes)]
 
 
-def test_what_only_the_model_has_is_said_to_be_there():
-    model = MLP()
-    model.config = {"hidden": 12}
+def test_what_the_model_has_the_pipeline_has_but_for_methods():
+    class Configured(MLP):
+        def __init__(self):
+            super().__init__()
+            self.config = {"hidden": 12}
+
+        @property
+        def dtype(self):
+            return self.layers[0].weight.dtype
+
+        def generate(self):
+            return self(torch.ones(1, 12))
+
+    model = Configured()
     pipe = fxpipe.compile(model, TWO)
     assert pipe.layers is model.layers
-    with pytest.raises(AttributeError, match=r"no attribute 'config'.*: take pipe.module.config"):
-        _ = pipe.config
+    assert pipe.config is model.config
+    assert pipe.dtype == torch.float32
+    pipe.config = {"hidden": 13}
+    assert model.config == {"hidden": 13}
+    pipe.note = "mine"
+    assert not hasattr(model, "note")
+    with pytest.raises(AttributeError, match=r"no attribute 'generate'.*take pipe.module.generate"):
+        _ = pipe.generate
     with pytest.raises(AttributeError, match=r"no attribute 'confic'$"):
         _ = pipe.confic
+
+
+def test_it_takes_what_the_model_takes_for_those_who_ask():
+    class Named(MLP):
+        def forward(self, x, *, scale: float = 1.0):
+            return super().forward(x) * scale
+
+    pipe = fxpipe.compile(Named(), TWO)
+    assert str(inspect.signature(pipe.forward)) == "(x, *, scale: 'float' = 1.0)"
+    assert str(inspect.signature(type(pipe).forward)).startswith("(self, *args")
+    torch.testing.assert_close(pipe.forward(torch.ones(4, 12), scale=0.0), torch.zeros(4, 12))
 
 
 def test_a_closed_pipeline_says_so_and_the_model_works_on():
