@@ -61,8 +61,8 @@ def _check_crossing(node: fx.Node, source: fx.Node) -> None:
     if there is not None and node.target is ops.join and here[1] == there[1]:
         return  # the phony, from the same stage
     if node.target not in CARRIERS:
-        is_the_caller_s = source.op in ("placeholder", "get_attr") or source.target is ops.bring
-        if there is not None or not is_the_caller_s:
+        is_from_caller = source.op in ("placeholder", "get_attr") or source.target is ops.bring
+        if there is not None or not is_from_caller:
             _fail(node, f"{source.name} comes from elsewhere, and only a copy may bring it")
         return
     if STREAM in node.meta and not all(_is_awaited(user) for user in _taken(node)):

@@ -133,6 +133,40 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+class Tied(nn.Module):
+    """A weight that two modules share, and a module that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.other, self.head = nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.mix(self.embed(tokens))
+        return self.head(self.mix(torch.tanh(self.other(torch.tanh(x)))))
+
+
+class Chain(nn.Module):
+    """Linears a, b, c, ... in a row; ``skips``: after which others the output of one is added."""
+
+    def __init__(self, depth: int, skips: dict[int, tuple[int, ...]] | None = None) -> None:
+        super().__init__()
+        for i in range(depth):
+            self.add_module("abcdefgh"[i], nn.Linear(3, 3))
+        self.depth, self.skips = depth, skips or {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        for i in range(self.depth):
+            x = getattr(self, "abcdefgh"[i])(x)
+            for source, targets in self.skips.items():
+                if i in targets:
+                    x = x + made[source]
+            made.append(x)
+        return x
+
+
 def images(batch: int) -> tuple[Tensor, ...]:
     return (torch.randn(batch, 3, 8, 8),)
 
@@ -182,40 +216,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return list(a) == list(b) and same([*a.values()], [*b.values()])
     return bool(a == b)
-
-
-class Tied(nn.Module):
-    """A weight that two modules share, and a module that is called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
-        self.other, self.head = nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.mix(self.embed(tokens))
-        return self.head(self.mix(torch.tanh(self.other(torch.tanh(x)))))
-
-
-class Chain(nn.Module):
-    """Linears a, b, c, ... in a row; ``skips``: after which others the output of one is added."""
-
-    def __init__(self, depth: int, skips: dict[int, tuple[int, ...]] | None = None) -> None:
-        super().__init__()
-        for i in range(depth):
-            self.add_module("abcdefgh"[i], nn.Linear(3, 3))
-        self.depth, self.skips = depth, skips or {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: list[Tensor] = []
-        for i in range(self.depth):
-            x = getattr(self, "abcdefgh"[i])(x)
-            for source, targets in self.skips.items():
-                if i in targets:
-                    x = x + made[source]
-            made.append(x)
-        return x
 
 
 def labelled(model: nn.Module, inputs: tuple[Tensor, ...], starts: list[str]) -> fx.GraphModule:
