@@ -127,8 +127,6 @@ class Machine:
         held: ``[k]``: which part of a mini-batch's saved bytes is alive at once.
         received: ``[k]``: which part of what a stage receives is kept (under checkpoint).
         apart: ``[k, k]``: 1 where two stages are on different devices, else 0. None: all are.
-        overlap: which part of its computation a stage can send and receive beside: with 1 a stage
-            takes the longer of the two, with 0 their sum.
     """
 
     stages: int
@@ -138,7 +136,6 @@ class Machine:
     held: Floats | None = None
     received: Floats | None = None
     apart: Floats | None = None
-    overlap: float = 1.0
 
     def __post_init__(self) -> None:
         k = self.stages
@@ -162,11 +159,6 @@ class Machine:
         assert self.bandwidth is not None and self.latency is not None
         return float(volume / self.bandwidth[source, target] + count * self.latency[source, target])
 
-    def taken(self, compute: Floats, link: Floats) -> Floats:
-        """The time of a stage: what it computes, and what of its links that cannot hide."""
-        total: Floats = compute + np.maximum(0.0, link - self.overlap * compute)
-        return total
-
 
 @dataclass(frozen=True, eq=False)
 class Prices:
@@ -174,7 +166,7 @@ class Prices:
 
     compute: Floats  # seconds
     link: Floats  # seconds that its hops take, both directions
-    times: Floats  # compute, and the part of link that it cannot hide
+    times: Floats  # the longer of the two: copies run beside computation
     memory: Floats  # bytes
     sent: float  # bytes over all hops, one way
 
@@ -226,7 +218,7 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
             else:
                 taken_in[target] += value.size
     memory = fixed + machine.held * saved + machine.received * taken_in
-    return Prices(compute, link, machine.taken(compute, link), memory, sent)
+    return Prices(compute, link, np.maximum(compute, link), memory, sent)
 
 
 # -------------------------------------------------------------------------------------- contracting

@@ -174,7 +174,7 @@ class Search:
         times = compute
         if len(self.column) and self._links_matter(stage):
             link = self._link(stage, first, then)
-            times = self.machine.taken(compute, link)
+            times = np.maximum(compute, link)
         times = np.where(can, np.maximum(times, 0.0), np.inf)
         return times, can & (times <= limit * (1 + EQUAL))
 

@@ -34,7 +34,7 @@ def main() -> None:
         kind = rng.choice(sorted(worse))
         machine = Machine(k)
         if kind != "free links":
-            machine = Machine(k, bandwidth=np.full((k, k), 4.0), overlap=rng.choice([0.0, 1.0]))
+            machine = Machine(k, bandwidth=np.full((k, k), 4.0))
         start = time.process_time()
         exact = solve(dag, machine, effort=PATIENT)
         middle = time.process_time()

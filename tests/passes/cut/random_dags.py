@@ -67,7 +67,6 @@ def random_case(rng: random.Random) -> Case:
             for i, j in itertools.product(range(k), repeat=2):
                 options["bandwidth"][i, j] = rng.choice([0.5, 1, 4])
                 options["latency"][i, j] = rng.choice([0, 1])
-        options["overlap"] = rng.choice([0.0, 0.5, 1.0])
     if rng.random() < 0.3:
         share = (dag.fixed.sum() + dag.saved.sum()) / k
         options["memory"] = np.array([share * rng.choice([1, 1.5, 2]) for _ in range(k)])
@@ -118,6 +117,6 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
                 link[target] += time
                 sent += value.size
             at = target
-    times = [c + max(0.0, x - m.overlap * c) for c, x in zip(compute, link, strict=True)]
+    times = [max(c, x) for c, x in zip(compute, link, strict=True)]
     fits = all(a <= b * (1 + 1e-9) for a, b in zip(memory, m.memory, strict=True))
     return max(times), sent, fits

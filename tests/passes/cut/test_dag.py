@@ -31,7 +31,6 @@ def test_links_that_are_hidden_behind_computation_cost_nothing():
     slow = np.ones((2, 2))
     assert prices(dag, Machine(2, bandwidth=slow), [0, 1]).slowest == 4
     assert prices(dag, Machine(2, bandwidth=slow / 2), [0, 1]).slowest == 6, "links are the limit"
-    assert prices(dag, Machine(2, bandwidth=slow, overlap=0.0), [0, 1]).slowest == 7, "4 + 3"
 
 
 def test_latency_is_for_each_tensor():

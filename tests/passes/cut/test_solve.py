@@ -42,7 +42,7 @@ def alike(stages: int, rng: random.Random) -> Machine:
     """With links that cost nothing, or that do."""
     if rng.random() < 0.5:
         return Machine(stages)
-    return Machine(stages, bandwidth=np.full((stages, stages), 2.0), overlap=rng.choice([0.0, 1.0]))
+    return Machine(stages, bandwidth=np.full((stages, stages), 2.0))
 
 
 @pytest.mark.parametrize("seed", range(25))
