@@ -74,7 +74,7 @@ _PIPELINE = (
         help="The order of a training step.",
     ),
     click.option(
-        "--stages", type=click.IntRange(min=1), help="How many. Default: as the schedule takes."
+        "--stages", type=click.IntRange(min=1), help="Stages in all. Default: by the schedule."
     ),
     click.option(
         "--partition",
