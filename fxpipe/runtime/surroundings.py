@@ -82,8 +82,9 @@ class _Tensors:
     def __init__(self, module: nn.Module | None) -> None:
         modules = [] if module is None else list(module.modules())
         self.parameters = [p for m in modules for p in m._parameters.values() if p is not None]
-        owners: list[dict[str, Any]] = [m._parameters for m in modules]
-        owners += [m._buffers for m in modules]
+        open_ones = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        owners: list[dict[str, Any]] = [m._parameters for m in open_ones]
+        owners += [m._buffers for m in open_ones]
         self.own = [(own, key, tensor) for own in owners for key, tensor in own.items()]
 
     @contextmanager

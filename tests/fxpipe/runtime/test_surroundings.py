@@ -165,3 +165,10 @@ def test_parameters_and_buffers_that_were_lent_are_those_of_the_forward_again():
         out = torch.func.functional_call(model, lent, (x,))
         results.append(torch.autograd.grad(out.sum(), wanted))
     assert same(*results) and model.inner[0].weight is own
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_part_may_be_compiled_to_torchscript():
+    model, x = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))), torch.randn(3, 4)
+    expected = grads(model(x).sum(), *model.parameters())
+    assert same(grads(checkpoint(model, x).sum(), *model.parameters()), expected)
