@@ -318,7 +318,7 @@ def more(
 
 
 def _culprit(error: BaseException, names: dict[nn.Module, str]) -> nn.Module | None:
-    found = error.module if isinstance(error, Blamed) else None
+    found = error.module if isinstance(error, Blamed) and error.module in names else None
     frame = error.__traceback__
     while frame is not None:
         owner = frame.tb_frame.f_locals.get("self")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,8 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
                 del hooks[key]
         for parameter, _ in gradients:  # a backward of the model's own may add to them
             parameter.grad = None
-        yield drew_random_numbers
+        with _eagerly():
+            yield drew_random_numbers
     finally:
         for owner, saved in saved_attributes:
             if owner.keys() != saved.keys() or any(owner[k] is not saved[k] for k in saved):
@@ -72,6 +74,15 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
                     tensor.copy_(value)
         state.put_back()
         random.setstate(python_state)
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """With what is given to ``torch.compile`` run as it is: a trace cannot see into it otherwise,
+    and it does not always run while we watch."""
+    if "torch._dynamo" not in sys.modules:  # whose import takes long
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _hooks_on(parameter: nn.Parameter) -> list[dict[int, Any]]:
@@ -109,7 +120,8 @@ def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Where a traced model puts another tensor in the place of a buffer, ``self.mean = new``, the
     buffer is written to instead, at the end: a graph cannot exchange tensors of a model."""
-    before = [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    before = [(m, name, b) for m in modules for name, b in m._buffers.items()]
     yield
     for module, name, buffer in before:
         new = module._buffers.get(name)

@@ -14,6 +14,8 @@ from fxpipe.source import is_of_a_model
 
 DEPENDS_ON_VALUES = "which way it goes depends on the values of tensors"
 
+GRADIENTS = "it computes gradients within its forward, of what might be in several stages"
+
 
 class TraceError(RuntimeError):
     """No front end can turn the model into a graph; the message says why, for each of them."""

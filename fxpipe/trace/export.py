@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import io
-import logging
 import operator
 import re
 import sys
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import skip, whole
 from fxpipe.hooks import has_hooks
 from fxpipe.structure import Structure
 from fxpipe.trace.care import buffers_kept, parameters_put_back, untouched
+from fxpipe.trace.eased import data_used, eased, functions_called, silent
 from fxpipe.trace.errors import Refused, at
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
+from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps
 
 
 def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
@@ -52,15 +49,16 @@ def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
     structures: list[Structure] = []
     paths: dict[nn.Module, str] = {}  # of the modules that are kept whole
     first_error: Exception | None = None
+    last_resort = False  # what is of an unknown size becomes one node, and data is in sight
     # With gradients: under no_grad, modules may choose kernels that have no backward.
     with (
         untouched(example.model),
         torch.inference_mode(False),
         torch.enable_grad(),
-        _silent(),
-        _conversions_only_where_needed(),
-        _unvalidated_distributions(),
-        _functions(refused=functions_whole) as functions,
+        silent(),
+        eased(),
+        data_used() as data,
+        functions_called(refused=functions_whole) as functions,
         values_read(example.model) as read,
     ):
         while True:
@@ -75,14 +73,22 @@ def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
                     )
                 exported = program.module(check_guards=False)
                 graph_module = _on_the_model(exported, example, calls)
+                if last_resort:
+                    fill = structures[-1].fill
+                    traced = Traced(graph_module, "export", example.binder(), fill)
+                    enclose_unknown_sizes(graph_module, _runs(example, traced))
                 _refuse_sizes_by_value(graph_module, example.model)
                 break
             except Exception as raised:
                 error = blamed_on_the_reader(raised, read)
                 first_error = first_error or error
                 paths = whole.more(example.model, paths, error) or {}
-                if not paths:  # it is the model itself, or what cannot be kept whole
+                if paths:
+                    continue
+                # It is the model itself, or what cannot be kept whole.
+                if last_resort or not (isinstance(first_error, _UnknownSize) or data.is_used):
                     raise first_error if isinstance(error, whole.NotWhole) else error from None
+                last_resort = data.in_sight = True
     largest = _largest_batch(program, example.batch or 0)
     warning = _fixed_batch(program)
     traced = Traced(graph_module, "export", example.binder(), structures[-1].fill, largest, warning)
@@ -118,97 +124,22 @@ _GUARDS = {
 }
 
 
-def _runs(example: Example) -> Iterator[Callable[[], Any]]:
-    """Runs of the model at the batch sizes that it takes, of a few."""
+def _runs(example: Example, traced: Traced | None = None) -> Iterator[Callable[[], Any]]:
+    """Runs of the model, or of its graph, at the batch sizes that it takes, of a few."""
     batch = example.batch
     for size in [2] if batch is None else sorted({max(batch, 2), batch + 1, batch + 3}):
         tensors = example.resized(size)
         try:
             with untouched(example.model):
-                _call(example, tensors)
+                _call(example, tensors, traced)
         except Exception:  # it does not take this one
             continue
-        yield partial(_call, example, tensors)
+        yield partial(_call, example, tensors, traced)
 
 
-def _call(example: Example, tensors: Sequence[Tensor]) -> Any:
+def _call(example: Example, tensors: Sequence[Tensor], traced: Traced | None) -> Any:
     with parameters_put_back(example.model):
-        return example.call([tensor.clone() for tensor in tensors])
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """What stands in export's way comes as an exception; it is not to be logged and printed too."""
-    names = [n for n in logging.root.manager.loggerDict if n.split(".")[0] == "torch"]
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
-
-
-@contextmanager
-def _conversions_only_where_needed() -> Iterator[None]:
-    """A module that is converted to the dtype and device that it has is left alone.
-
-    Otherwise its parameters, which export has replaced by fakes, would be replaced again.
-    """
-    original = nn.Module._apply
-
-    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        tensors = (*self.parameters(recurse), *self.buffers(recurse))
-        kinds = {
-            (t.dtype, t.device): fn(torch.empty(0, dtype=t.dtype, device=t.device)) for t in tensors
-        }
-        if all((t.dtype, t.device) == kind for kind, t in kinds.items()):
-            return self
-        return original(self, fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
-
-    nn.Module._apply = _apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _unvalidated_distributions() -> Iterator[None]:
-    """Distributions look at the values of their parameters, to refuse what makes no sense."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
-
-
-@contextmanager
-def _functions(*, refused: bool) -> Iterator[list[type]]:
-    """Yields the autograd Functions that the model calls, which grows, or refuses them."""
-    original = vars(torch.autograd.Function)["apply"]
-    found: list[type] = []
-    thread = threading.get_ident()  # others may train meanwhile
-
-    def apply(function: type, *args: Any, **kwargs: Any) -> Any:
-        is_users = not function.__module__.startswith("torch.")
-        is_ours = threading.get_ident() == thread
-        # Modules that are kept whole are run besides, to see what they give.
-        if is_ours and is_users and torch.compiler.is_exporting():
-            found.append(function)
-            if refused:
-                raise Refused(f"{function.__name__} has a backward of its own, which export loses")
-        return original.__get__(None, function)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield found
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        return example.call([tensor.clone() for tensor in tensors], traced)
 
 
 def _largest_batch(program: torch.export.ExportedProgram, batch: int) -> int:
@@ -264,10 +195,25 @@ def _on_the_model(
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = _without_wrapper(node.meta)
+    enclose_vmaps(graph, attributes)
     # What guards looked at, and all but one name of tied parameters.
-    graph.eliminate_dead_code(lambda node: node.is_impure() or _updates_statistics(node))
+    graph.eliminate_dead_code(partial(_is_needed, attributes))
     attributes |= whole.as_modules(graph, calls)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
+
+
+def _is_needed(attributes: Mapping[str, Any], node: fx.Node) -> bool:
+    """Whether it does something, be it within the graph of a region without gradients."""
+    if node.op == "call_module" or node.is_impure() or _updates_statistics(node):
+        return True
+    within = (attributes[str(n.target)] for n in node.all_input_nodes if n.op == "get_attr")
+    return any(
+        inner.op != "output" and _is_needed(vars(part) | vars(part)["_modules"], inner)
+        for part in within
+        if isinstance(part, fx.GraphModule)
+        for inner in part.graph.nodes
+        if inner.op != "placeholder"
+    )
 
 
 _NORMS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
@@ -281,16 +227,20 @@ def _updates_statistics(node: fx.Node) -> bool:
     return mean is not None and training is True
 
 
+class _UnknownSize(whole.Blamed):
+    """A module makes what is of a size that follows from values."""
+
+
 def _refuse_sizes_by_value(graph_module: fx.GraphModule, model: nn.Module) -> None:
-    """Raise ``Blamed`` where numbers or sizes follow from the values of tensors: all else here has
-    to know them ahead."""
+    """Raise ``_UnknownSize`` where numbers or sizes follow from the values of tensors: all else
+    here has to know them ahead."""
     for node in graph_module.graph.nodes:
         if free_unbacked_symbols(node.meta.get("val")):
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
             owner = model.get_submodule(paths[-1]) if paths else model
             frame = _LAST_FRAME.search(node.stack_trace or "")
             where = f" (at {frame['file']}:{frame['line']}: {frame['code']})" if frame else ""
-            raise whole.Blamed(
+            raise _UnknownSize(
                 owner, f"how large a tensor is, or a number, follows from values of tensors{where}"
             )
 

@@ -24,7 +24,7 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.source import is_of_a_model
 from fxpipe.structure import Structure
 from fxpipe.trace.care import buffers_kept, untouched
-from fxpipe.trace.errors import Refused
+from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
 
 
@@ -97,9 +97,7 @@ class _SymbolicTracer(fx.Tracer):
             )
         node = super().create_node(*args, **kwargs)
         if node.target in _BACKWARDS:
-            raise Refused(
-                "it computes gradients within its forward, of what might be in several stages"
-            )
+            raise Refused(GRADIENTS)
         node.stack_trace = _stack_trace()
         return node
 

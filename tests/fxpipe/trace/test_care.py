@@ -67,6 +67,43 @@ def test_a_buffer_that_the_model_puts_another_in_place_of_is_written_to(tracer: 
     assert not own.requires_grad
 
 
+class Queue(nn.Module):
+    """The last rows that came by, of which no gradient is wanted."""
+
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.layers, self.by_data = MLP(), by_data
+        self.register_buffer("rows", torch.zeros(12, 8))
+        self.register_buffer("next", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        scores = y @ self.rows.clone().t() if x.shape[1] > 2 else y
+        places = (self.next + torch.arange(y.shape[0])) % 12
+        if self.by_data:
+            self.rows.data.index_copy_(0, places, y.detach())
+            self.next.data.add_(y.shape[0])
+            return scores
+        with torch.no_grad():
+            self.rows[places] = y
+            self.next += y.shape[0]
+        return scores
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+def test_what_an_exported_graph_writes_to_buffers_only_is_not_left_out(by_data: bool) -> None:
+    model, plain = Queue(by_data), Queue(by_data)
+    plain.load_state_dict(model.state_dict())
+    traced = trace(model, (x(),))
+    assert traced.front_end == "export"
+    assert not model.rows.any() and not model.next.any()
+    for batch in 5, 3, 6:
+        torch.testing.assert_close(run(traced, x(batch)), plain(x(batch)))
+        torch.testing.assert_close(model.rows, plain.rows)
+        assert model.next == plain.next
+    assert "data" not in vars(Tensor), "it is as it was"
+
+
 def test_a_lazy_model_is_refused() -> None:
     with pytest.raises(TraceError, match="run it once"):
         trace(nn.LazyLinear(4), (x(),))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.trace import TraceError, trace
-from tests.fxpipe.trace.small import MLP, run, x
+from tests.fxpipe.trace.small import BOTH, MLP, run, x
 
 
 def test_frozen_random_numbers_are_refused() -> None:
@@ -65,3 +65,16 @@ def test_a_custom_tracer_is_used_and_checked() -> None:
         trace(model, (x(),), tracer=lambda m, args, kwargs: m)
     with pytest.raises(ValueError, match="tracer is 'dynamo'"):
         trace(model, (x(),), tracer="dynamo")
+
+
+class Slope(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
+
+
+@BOTH
+def test_a_model_that_computes_gradients_is_refused_with_the_line(tracer: str) -> None:
+    match = rf"{tracer}: it computes gradients within its forward.*\(at .*test_checks.py.*grad\("
+    with pytest.raises(TraceError, match=match):
+        trace(Slope(), (x(),), tracer=tracer)

@@ -192,3 +192,17 @@ def test_the_code_says_nothing_of_a_type_that_the_model_did_not():
     """fx takes the annotation of the function that it traces, which is the tracer's own."""
     traced = trace(MLP(), (x(),), tracer="symbolic")
     assert "->" not in traced.graph_module.code
+
+
+def test_a_part_that_torch_compile_has_been_given_is_looked_into() -> None:
+    class Compiled(MLP):
+        @torch.compile(backend="eager", fullgraph=True)
+        def end(self, x: Tensor) -> Tensor:
+            return x.relu() * 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.end(super().forward(x))
+
+    model = Compiled()
+    traced = trace(model, (x(),))
+    assert torch.equal(run(traced, x(3)), torch.relu(MLP.forward(model, x(3))) * 2)

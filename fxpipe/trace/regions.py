@@ -1,0 +1,183 @@
+"""Parts of an exported graph that become one node: what is within cannot stand by itself.
+
+::
+
+    rows = nonzero(x > 0)        how many rows there are, follows from values: all that is made of
+    y = linear(x[rows])          them, up to what is of a known size again, is one call
+    x.index_add(0, rows, y)
+
+    _vmap_increment_nesting      what is between is for one row of many: these are one call
+    _vmap_decrement_nesting
+
+Such a part is made a module, which is given all tensors that it needs, parameters too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, getitem
+from typing import Any
+
+import networkx as nx
+from torch import Tensor, fx, nn
+from torch._functorch import predispatch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxpipe import whole
+
+_KEPT = "stack_trace", "nn_module_stack"
+
+Attributes = dict[str, Any]
+"""What a graph's nodes call and get, by target."""
+
+
+def enclose_vmaps(graph: fx.Graph, attributes: Attributes) -> None:
+    """Make one node of what is between two nodes that open and close a ``torch.vmap``."""
+    depth = 0
+    regions: list[list[fx.Node]] = []
+    for node in graph.nodes:
+        if node.target is predispatch._vmap_increment_nesting:
+            if not depth:
+                regions.append([])
+            depth += 1
+        if depth and node.op != "get_attr":
+            regions[-1].append(node)
+        if node.target is predispatch._vmap_decrement_nesting:
+            depth -= 1
+    for number, nodes in enumerate(regions):
+        _enclose(graph, attributes, nodes, f"vmap_{number}")
+
+
+def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[[], Any]]) -> None:
+    """Make one node of all that is of a size which follows from values, with what makes it and
+    what makes of it something of a known size.
+
+    ``runs``: of the graph, at several batch sizes. Raises ``whole.NotWhole`` if sizes of results do
+    not follow from those of what is given.
+    """
+    graph = graph_module.graph
+    attributes = {
+        n.target: attrgetter(n.target)(graph_module)
+        for n in graph.nodes
+        if n.op in ("get_attr", "call_module")
+    }
+    parts: dict[nn.Module, str] = {}
+    for number, nodes in enumerate(_of_unknown_sizes(graph)):
+        name = f"values_{number}"
+        part = _enclose(graph, attributes, nodes, name)
+        graph_module.add_submodule(name, part)
+        parts[part] = name
+    graph_module.recompile()
+    for name, call in whole.seen(parts, runs).items():
+        graph_module.add_submodule(name, whole.Whole(call))
+
+
+def _of_unknown_sizes(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The nodes that give or are given what is of an unknown size, in groups; with those between,
+    so that what is outside of a group comes before it or after."""
+    unknown = {n for n in graph.nodes if free_unbacked_symbols(n.meta.get("val"))}
+    together: nx.Graph[fx.Node] = nx.Graph()
+    flow: nx.DiGraph[fx.Node] = nx.DiGraph()
+    for node in graph.nodes:
+        flow.add_edges_from((source, node) for source in node.all_input_nodes)
+        if node.op == "output":
+            continue
+        if node in unknown:
+            together.add_node(node)
+            # In place: who has made it has to be there as well.
+            together.add_edges_from((s, node) for s in _written(node) if s.op == "call_function")
+        together.add_edges_from((s, node) for s in node.all_input_nodes if s in unknown)
+    for node in list(together):
+        together.add_edges_from((s, node) for s in _written(node) if s.op == "call_function")
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    while True:
+        groups = [set(group) for group in nx.connected_components(together)]
+        for group in groups:
+            after = set().union(*(nx.descendants(flow, node) for node in group))
+            before = set().union(*(nx.ancestors(flow, node) for node in group))
+            nx.add_path(together, [*group, *((after & before) - group)])
+        if nx.number_connected_components(together) == len(groups) and sum(map(len, groups)) == len(
+            together
+        ):
+            return sorted(
+                (sorted(group, key=position.__getitem__) for group in groups),
+                key=lambda group: position[group[0]],
+            )
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operator writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    named = {a.name: a for a in schema.arguments}
+    given = {**dict(zip(named, node.args, strict=False)), **node.kwargs}
+    return [
+        value
+        for name, value in given.items()
+        if isinstance(value, fx.Node) and (info := named[name].alias_info) and info.is_write
+    ]
+
+
+def _enclose(
+    graph: fx.Graph, attributes: Attributes, nodes: Sequence[fx.Node], name: str
+) -> nn.Module:
+    """Replace nodes by one, which calls a module of this name; return the module.
+
+    Sizes are not handed over but computed again: it is given tensors, and gives a list of some.
+    """
+    own, inside = set(nodes), fx.Graph()
+    inputs: list[fx.Node] = []
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def find_inputs(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in own or source in copies:
+                continue
+            if isinstance(source.meta.get("val"), Tensor):
+                inputs.append(source)
+                copies[source] = inside.placeholder(source.name)
+            else:
+                find_inputs(source)
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            for source in node.all_input_nodes:
+                copied(source)
+            copies[node] = inside.node_copy(node, copies.__getitem__)
+        return copies[node]
+
+    for node in nodes:
+        find_inputs(node)
+    results = [node for node in nodes if not own.issuperset(node.users)]
+    made = [copied(node) for node in nodes]
+    inside.output([copy for copy, node in zip(made, nodes, strict=True) if node in results])
+    module = attributes[name] = fx.GraphModule(attributes, inside, name)
+
+    last = nodes[-1]
+    _move_behind(last, nodes)
+    with graph.inserting_after(last):
+        call = graph.create_node("call_module", name, tuple(inputs), name=name)
+    call.meta = {key: last.meta[key] for key in _KEPT if key in last.meta}
+    at = call
+    for i, node in enumerate(results):
+        with graph.inserting_after(at):
+            at = graph.call_function(getitem, (call, i))
+        at.meta = dict(node.meta)
+        node.replace_all_uses_with(at, delete_user_cb=lambda user: user not in own)
+    for node in reversed(nodes):
+        graph.erase_node(node)
+    return module
+
+
+def _move_behind(last: fx.Node, nodes: Sequence[fx.Node]) -> None:
+    """Move what needs any of the nodes, and stands between them, behind the last."""
+    needing, between = set(nodes), []
+    node = nodes[0]
+    while node is not last:
+        if node not in needing and not needing.isdisjoint(node.all_input_nodes):
+            needing.add(node)
+            between.append(node)
+        node = node.next
+    for node in reversed(between):
+        last.append(node)

@@ -1,0 +1,148 @@
+"""What cannot stand by itself in a graph is one call: sizes that follow from values, and vmap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, fx, nn
+
+import fxpipe
+from fxpipe.graph import format_graph
+from fxpipe.trace import TraceError, trace
+from fxpipe.whole import Whole
+from tests.zoo import gradients, loop, loss_of
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(6, 6) for _ in range(3))
+        self.drop = nn.Dropout(0.0)
+
+
+class Masked(Layers):
+    """Works on the words that are there, as many as there are, of all rows together."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        y = torch.zeros_like(x)
+        scale = x.mean()  # of a known size, and needed in between
+        y[mask] = self.drop(self.inner(x[mask])) * scale
+        return self.last(y) + x.shape[0]
+
+
+class Loss(Layers):
+    """As language models compute it of the words that have a label."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.inner(torch.tanh(self.first(x)))
+        logits = self.last(y)
+        return y + F.cross_entropy(logits[mask], mask.long()[mask])
+
+
+class Routed(Layers):
+    """A mixture of experts: each has another number of words."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.first(x)
+        y = torch.zeros_like(x)
+        for expert, chosen in (self.inner, mask), (self.last, ~mask):
+            row, word = torch.where(chosen)
+            y.index_put_((row, word), expert(x[row, word]), accumulate=True)
+        return y
+
+
+def inputs(batch: int = 6) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(batch)
+    return torch.randn(batch, 4, 6), torch.rand(batch, 4) > 0.4
+
+
+def calls(gm: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in gm.graph.nodes if node.op == "call_module"]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", [Masked, Loss, Routed])
+def test_sizes_may_follow_from_values_within_a_model(kind: type[nn.Module], checkpoint: str):
+    model, given = kind(), inputs()
+    expected = loop(model, given, 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        output = pipe(*given)
+        loss_of(output).backward()
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+
+
+def test_what_is_of_unknown_size_is_one_call_with_all_that_it_needs():
+    gm = trace(Masked(), inputs()).graph_module
+    assert calls(gm) == ["values_0"]
+    part = gm.get_submodule("values_0")
+    assert isinstance(part, Whole)
+    assert_expected_inline(
+        format_graph(part.module),
+        """\
+tanh: input
+mask: input
+inner_weight: input
+inner_bias: input
+mean: input
+zeros_like = aten.zeros_like.default(tanh, pin_memory=False)
+index = aten.index.Tensor(tanh, [mask])
+linear_1 = aten.linear.default(index, inner_weight, inner_bias)
+dropout = aten.dropout.default(linear_1, 0.0, True)
+mul = aten.mul.Tensor(dropout, mean)
+index_put_ = aten.index_put_.default(zeros_like, [mask], mul)
+return [index_put_]
+""",
+    )
+    assert not list(part.parameters()), "it is given them"
+
+
+def test_all_values_that_a_result_needs_may_be_none():
+    model, (x, mask) = Masked(), inputs()
+    graph = trace(model, (x, mask))
+    none = torch.zeros_like(mask)
+    torch.testing.assert_close(graph.rebuild(graph.graph_module(x, none)), model(x, none))
+
+
+class Kept(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x[mask] * 2
+
+
+def test_a_result_whose_size_follows_from_values_is_refused_with_the_line():
+    with pytest.raises(TraceError, match=r"(?s)export: how large .*test_regions.py.*x\[mask\]"):
+        fxpipe.compile(Kept(), ["cpu"]).prepare(*inputs())
+
+
+class Each(Layers):
+    """A function of one row, of all rows, for several weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+
+        def of_one(weight: Tensor) -> Tensor:
+            return torch.vmap(lambda row: self.inner(row @ weight))(x)
+
+        y = torch.vmap(of_one)(self.weights).mean(0)
+        return self.last(y) + torch.func.vmap(torch.trace)(y.mT @ y)[:, None, None]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_vmap_is_one_call_whatever_is_within(checkpoint: str):
+    model, (x, _) = Each(), inputs()
+    assert calls(trace(model, (x,)).graph_module) == ["vmap_0", "vmap_1"]
+    expected = loop(model, (x,), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
