@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxpipe.runtime.dependency import flattened, gate
 from fxpipe.runtime.engine import first
-from fxpipe.runtime.streams import device_of, keep, make_wait, on, stream
+from fxpipe.runtime.streams import CALLER, current, device_of, keep, make_wait, on, stream
 
 
 def moved(tensor: Tensor, device: torch.device | None, source: str, target: str) -> Tensor:
@@ -40,6 +40,8 @@ class _Copy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.source, ctx.target = source, target
         ctx.homes = [t.device for t in tensors]
+        # The caller's streams are the running thread's now. In the backward they will not be.
+        ctx.callers = current(ctx.homes) if source == CALLER else []
         device = device_of(target)
         copies = (moved(t, device, source, target) for t in tensors)
         return tuple(c.view_as(c) for c in copies)
@@ -47,7 +49,10 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         homes = zip(grads, ctx.homes, strict=True)
-        back = (None if g is None else moved(g, home, ctx.target, ctx.source) for g, home in homes)
+        with on(*ctx.callers):
+            back = [
+                None if g is None else moved(g, home, ctx.target, ctx.source) for g, home in homes
+            ]
         return (None, None, *back)
 
 
