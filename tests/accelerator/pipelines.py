@@ -54,15 +54,16 @@ def own_streams(devices=FOUR):
         torch.accelerator.synchronize(torch.device(device))
 
 
-@pytest.fixture(params=["default streams", "own streams"])
-def streams(request):
-    with own_streams() if request.param == "own streams" else ExitStack():
+@pytest.fixture(autouse=True)
+def streams():
+    """Those of the caller are no default ones, where more can go wrong; but see below."""
+    with own_streams():
         yield
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 @pytest.mark.parametrize("name", MODELS)
-def test_outputs_gradients_and_buffers_are_those_of_the_loop(name, checkpoint, streams):
+def test_outputs_gradients_and_buffers_are_those_of_the_loop(name, checkpoint):
     make, inputs = MODELS[name]
     model, x = make(), inputs(BATCH)
     reference = copy.deepcopy(model)
@@ -79,9 +80,12 @@ def test_outputs_gradients_and_buffers_are_those_of_the_loop(name, checkpoint, s
             assert {t.device for t in own} <= {stage.device} or name == "tied"
 
 
-@pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.parametrize("name", ["unet", "tied", "resnet"])
-def test_a_step_gives_the_gradients_of_the_loop_in_that_order(name, schedule, streams):
+STEPS = [("unet", schedule) for schedule in NAMES]
+STEPS += [(name, schedule) for name in ("tied", "resnet") for schedule in ("1f1b", "zbv")]
+
+
+@pytest.mark.parametrize(("name", "schedule"), STEPS)
+def test_a_step_gives_the_gradients_of_the_loop_in_that_order(name, schedule):
     make, inputs = MODELS[name]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
     reference, devices = copy.deepcopy(model), FOUR[:2]
@@ -94,10 +98,11 @@ def test_a_step_gives_the_gradients_of_the_loop_in_that_order(name, schedule, st
         assert same(here(model.buffers()), list(reference.buffers()))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv"])
-@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
-@pytest.mark.parametrize("segments", [1, 2])
-def test_a_checkpointed_step(schedule, checkpoint, segments, streams):
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint", "segments"),
+    [("1f1b", "except_last", 1), ("1f1b", "always", 2), ("zb_h1", "always", 2), ("zbv", "always", 1)],
+)
+def test_a_checkpointed_step(schedule, checkpoint, segments):
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
     twin, devices = copy.deepcopy(model), FOUR[:2]
@@ -112,7 +117,7 @@ def test_a_checkpointed_step(schedule, checkpoint, segments, streams):
 
 
 @pytest.mark.parametrize("home", ["cpu", "sim:0", "sim:5"])
-def test_a_batch_may_be_anywhere(home, streams):
+def test_a_batch_may_be_anywhere(home):
     make, inputs = MODELS["unet"]
     model, x = make(), inputs(BATCH)
     expected = loop(copy.deepcopy(model), x, 3)
@@ -126,7 +131,7 @@ def test_a_batch_may_be_anywhere(home, streams):
         pipe.step(*(t.to(home) for t in x), target=torch.randn(BATCH).to(home))
 
 
-def test_the_gradient_of_a_batch_comes_back_to_it(streams):
+def test_the_gradient_of_a_batch_comes_back_to_it():
     make, inputs = MODELS["unet"]
     model, (x,) = make(), inputs(5)
     a, b = x.clone().requires_grad_(), x.to("sim:0").requires_grad_()
@@ -136,7 +141,27 @@ def test_the_gradient_of_a_batch_comes_back_to_it(streams):
     assert b.grad.device == b.device and same(a.grad, b.grad.cpu())
 
 
-def test_stages_may_share_a_device(streams):
+@pytest.mark.parametrize("name", ["unet", "tied"])
+def test_the_callers_streams_may_be_the_default_ones(name):
+    make, inputs = MODELS[name]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    twin, how = copy.deepcopy(model), {"chunks": 4, "schedule": "1f1b", "loss_fn": mean_loss}
+    default = [torch.Stream(stream_id=0, device_index=i, device_type=20) for i in range(4)]
+    with ExitStack() as stack:
+        for stream in default:
+            stack.enter_context(stream)
+        with (
+            fxpipe.compile(model, FOUR, **how) as pipe,
+            fxpipe.compile(twin, ["cpu"] * 4, **how) as cpu,
+        ):
+            loss_of(pipe(*(t.to("sim:0") for t in x))).backward()
+            loss_of(cpu(*x)).backward()
+            pipe.step(*(t.to("sim:0") for t in x), target=target.to("sim:3"))
+            cpu.step(*x, target=target)
+        check(name, gradients(model), gradients(twin))
+
+
+def test_stages_may_share_a_device():
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
     twin = copy.deepcopy(model)
@@ -153,7 +178,7 @@ def test_stages_may_share_a_device(streams):
     assert same(here(gradients(model)), gradients(twin))
 
 
-def test_lanes_of_the_cpu_and_of_devices_work_together(streams):
+def test_lanes_of_the_cpu_and_of_devices_work_together():
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
     twin = copy.deepcopy(model)
@@ -182,7 +207,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_dropout_depends_on_the_seed_and_on_nothing_else(checkpoint, streams):
+def test_dropout_depends_on_the_seed_and_on_nothing_else(checkpoint):
     def run(devices, home):
         torch.manual_seed(1)
         model, x = Noisy(), torch.randn(BATCH, 8)
@@ -207,7 +232,7 @@ def test_dropout_depends_on_the_seed_and_on_nothing_else(checkpoint, streams):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_an_optimizer_steps_each_stage_on_its_device(kind, streams):
+def test_an_optimizer_steps_each_stage_on_its_device(kind):
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
     twin, how = copy.deepcopy(model), {"chunks": 4, "schedule": "1f1b", "loss_fn": mean_loss}
@@ -225,7 +250,7 @@ def test_an_optimizer_steps_each_stage_on_its_device(kind, streams):
             twins.zero_grad()
 
 
-def test_training_by_hand(streams):
+def test_training_by_hand():
     make, inputs = MODELS["resnet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
     twin = copy.deepcopy(model)
@@ -249,7 +274,7 @@ def test_training_by_hand(streams):
                 assert same(pipe(*(t.to("sim:0") for t in x)).cpu(), cpu(*x))
 
 
-def test_gradients_may_be_scaled(streams):
+def test_gradients_may_be_scaled():
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
     twin, how = copy.deepcopy(model), {"chunks": 4, "schedule": "1f1b", "loss_fn": mean_loss}
@@ -267,7 +292,7 @@ def test_gradients_may_be_scaled(streams):
     assert same(*results)
 
 
-def test_batch_norm_may_be_deferred(streams):
+def test_batch_norm_may_be_deferred():
     make, inputs = MODELS["resnet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
     twin = copy.deepcopy(model)
@@ -284,7 +309,7 @@ def test_batch_norm_may_be_deferred(streams):
     assert same(here(model.buffers()), list(twin.buffers()))
 
 
-def test_a_step_can_be_measured_and_costs_too(streams):
+def test_a_step_can_be_measured_and_costs_too():
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
     x = tuple(t.to("sim:0") for t in x)

@@ -546,10 +546,6 @@ TORCH_LIBRARY_IMPL(aten, CPU, m) {
   m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
 }
 
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFallthrough());
-}
-
 TORCH_LIBRARY(sim, m) {
   m.def("reports() -> str[]", [] { return Detector::get().reports(); });
   m.def("device_count() -> int", [] { return int64_t{DEVICES}; });

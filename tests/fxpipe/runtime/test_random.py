@@ -94,15 +94,29 @@ def test_who_asks_for_the_state_does_not_get_one_that_another_thread_has_borrowe
     assert torch.equal(found[0].cpu, before.cpu)
 
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_accelerator = pytest.mark.skipif(
+    not torch.accelerator.is_available(), reason="needs an accelerator"
+)
 
 
-@NEEDS_CUDA
+@needs_accelerator
 def test_the_state_of_a_device_is_its_own():
-    device = torch.device("cuda:0")
+    device = torch.device(torch.accelerator.current_accelerator().type, 0)
     state = RandomState({device})
     first = torch.rand(3, device=device)
     assert state.has_changed and not RandomState({device}).has_changed
     with state.restored():
         assert torch.equal(torch.rand(3, device=device), first)
     assert state.has_changed
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
+def test_a_seed_is_for_the_device_that_is_named_and_not_for_the_current_one():
+    device = torch.device(torch.accelerator.current_accelerator().type, 1)
+    states = [RandomState({torch.device(device.type, i)}) for i in (0, 1)]
+    with seeded(5, {device}):
+        assert states[1].has_changed
+        first = torch.rand(3, device=device)
+    with seeded(5, {device}):
+        assert torch.equal(torch.rand(3, device=device), first)
+    assert not any(state.has_changed for state in states)

@@ -38,10 +38,10 @@ def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on_undistur
     assert torch.equal(torch.rand(1), after)
 
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ACCELERATOR = torch.accelerator.current_accelerator()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+@pytest.mark.parametrize("device", ["cpu", *([ACCELERATOR.type] if ACCELERATOR else [])])
 def test_autocast_is_that_of_the_forward(device):
     model, x = net().to(device), torch.randn(3, 4, device=device, requires_grad=True)
     with torch.autocast(device, dtype=torch.bfloat16):

@@ -1,0 +1,38 @@
+"""What needs an accelerator, on the simulated one.
+
+In processes of its own: where there is an accelerator, it is there for all of a process, and ahead
+of the first backward.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator.sim.build import built, compiler
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(
+    compiler() is None, reason="the simulated accelerator needs a C++ compiler: g++, or CXX=..."
+)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "tests/accelerator/races.py",
+        "tests/accelerator/pipelines.py",
+        "tests/fxpipe/runtime",
+    ],
+)
+def test_on_the_simulated_accelerator(tests):
+    built()  # what a compiler says is said once, and here
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.accelerator.plugin", tests]
+    without_workers = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=ROOT, env=without_workers, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
