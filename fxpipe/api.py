@@ -91,7 +91,8 @@ def compile(
             model returns its loss, as its output, the first of a tuple, or under the name "loss".
         in_dims, out_dims: the batch dimension of inputs and outputs, where it cannot be inferred:
             an int or None for all, or nested like the arguments, or the output. An output without
-            one (None) is averaged, weighted by the sizes of the micro-batches.
+            one (None) is averaged, weighted by the sizes of the micro-batches; where "sum" is said,
+            or it is found to be a sum over the rows, it is added up.
         deferred_batch_norm: update the running statistics of batch norms once for each mini-batch,
             as without a pipeline. Each micro-batch is normalised by its own statistics either way.
         tracer: "auto", "symbolic", "export", or ``(model, args, kwargs) -> fx.GraphModule``.

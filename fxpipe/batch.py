@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.graph import ALIAS, LARGER, RANDOM, VALUE
-from fxpipe.runtime.microbatch import ANY, Dims, first_rows
+from fxpipe.runtime.microbatch import ANY, SUM, Dims, first_rows
 from fxpipe.structure import Structure, children, leaves, map_tensors
 from fxpipe.trace import bound_arguments, called, canonical, parameters_put_back, untouched
 from fxpipe.trace.care import on_one_device
@@ -265,7 +266,7 @@ def broadcast(dims: Any, value: Any, path: str = "") -> Iterator[tuple[str, Any,
         return
     for key, part in parts.items():
         below = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
-        if dims is None or dims is INFER or isinstance(dims, int):
+        if dims is None or dims is INFER or dims == SUM or isinstance(dims, int):
             yield from broadcast(dims, part, below)
         elif isinstance(dims, Mapping) and dims.keys() <= parts.keys():
             yield from broadcast(dims.get(key, INFER), part, below)
@@ -299,12 +300,14 @@ def output_dims(
     out_dims: Any,
     rebuild: Any,
     larger: Any = None,
+    run: Callable[[int], Any] | None = None,
 ) -> list[Dims]:
     """For each node that a graph returns, the batch dimension of every tensor in its value.
 
     Found out by running the graph on fake tensors at two batch sizes. ``out_dims`` overrides; it is
     a prefix of what ``rebuild`` makes of the graph's output, the model's own structure. Where the
-    graph is for one size only, ``larger`` is what the model gives for a row more.
+    graph is for one size only, ``larger`` is what the model gives for a row more. Which outputs
+    without a batch are sums over the rows is found out by ``run``, the model for so many rows.
 
     Raises:
         BatchError: for an output whose shape does not depend on the batch and ``out_dims`` does not
@@ -329,13 +332,15 @@ def output_dims(
     _say(INFER if out_dims is None else out_dims, structure, "output")
     has_batch = any(dim is not None for dim in in_dims)  # else there is one micro-batch
     varying = _varying(gm.graph, in_dims)
+    batch = next((v.shape[d] for v, d in zip(inputs, in_dims, strict=True) if d is not None), 0)
+    summed = functools.cache(lambda: _sums(run, batch) if run is not None and batch else set())
     found: list[Dims] = []
     for node in output.all_input_nodes:
         parts = [pytree.tree_leaves(values[node]) for values in (slots, one, other)]
         dims = tuple(
             ANY
             if node not in varying and leaf[0].said is INFER
-            else _output_dim(*leaf, has_batch=has_batch)
+            else _output_dim(*leaf, summed=summed, has_batch=has_batch)
             for leaf in zip(*parts, strict=True)
         )
         found.append(dims[0] if len(dims) == 1 else dims)
@@ -362,7 +367,36 @@ def _varying(graph: fx.Graph, in_dims: Sequence[int | None]) -> set[fx.Node]:
     return varying
 
 
-def _output_dim(slot: _Slot, one: Any, other: Any, *, has_batch: bool) -> int | str | None:
+FEW = 8  # rows to run a model with
+
+
+def _sums(run: Callable[[int], Any], batch: int) -> set[str]:
+    """The outputs, by their paths, that are sums over the rows: of the same rows several times
+    they are several times as large.
+
+    Random numbers may blur that, within limits. What else grows with the rows grows by less, such
+    as contrastive losses by the logarithm of their number; the fewer rows, the more of them it
+    takes to tell.
+    """
+    rows = min(batch, FEW)
+    times = 2 if rows > 2 else 4
+    try:
+        some, more = run(rows), run(times * rows)
+    except Exception:  # whatever the model says of sizes that do not fit
+        return set()
+    pairs = zip(leaves(some, "output"), leaves(more, "output"), strict=False)
+    return {path for (path, one), (_, other) in pairs if _is_multiple(one, other, times)}
+
+
+def _is_multiple(one: Any, other: Any, times: int) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.ndim or other.ndim:
+        return False
+    return bool(one != 0) and bool((other / one - times).abs() < 0.15 * times)
+
+
+def _output_dim(
+    slot: _Slot, one: Any, other: Any, *, summed: Callable[[], set[str]], has_batch: bool
+) -> int | str | None:
     if not isinstance(one, Tensor):
         if any(isinstance(each, Tensor) for each in getattr(one, "__dict__", {}).values()):
             raise BatchError(
@@ -375,8 +409,12 @@ def _output_dim(slot: _Slot, one: Any, other: Any, *, has_batch: bool) -> int | 
                 "micro-batch: give out_dims with None for it if it does not matter, or chunks=1"
             )
         return None
+    if slot.said == SUM:
+        return SUM
     if slot.said is not INFER:
         return _from_the_front("out_dims", slot.said, slot.path, one)
+    if one.ndim == 0 and slot.path in summed():
+        return SUM
     if one.ndim == 0 or not has_batch:
         return None
     differing = [i for i in range(one.ndim) if one.shape[i] != other.shape[i]]
@@ -394,5 +432,5 @@ def _output_dim(slot: _Slot, one: Any, other: Any, *, has_batch: bool) -> int | 
     raise BatchError(
         f"{slot.path} has shape {shape} whatever the batch size, so it is not clear what to make "
         "of the micro-batches' outputs: give out_dims, with None for it to be averaged over the "
-        "micro-batches, or the dimension along which they are joined"
+        'micro-batches, "sum" for it to be added up, or the dimension along which they are joined'
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 import threading
 import warnings
@@ -405,12 +406,13 @@ class Compiler:
             gm = observed(passes.WrittenInputs(tuple(dims), options.chunks), gm)
             if any(ONCE in node.meta for node in gm.graph.nodes):
                 gm = observed(passes.Alias(tuple(values)), gm)
+            run = functools.partial(self._with_rows, inputs, dims)
             larger = None if chunks is None else self._with_more_rows(inputs, dims)
             several = 1
             if chunks is None:
                 several = options.chunks_for(batch_size(values, dims))
                 gm = observed(passes.Rows(tuple(values), tuple(dims), several), gm)
-            found = output_dims(gm, values, dims, options.out_dims, traced.rebuild, larger)
+            found = output_dims(gm, values, dims, options.out_dims, traced.rebuild, larger, run)
             costs = "analytic" if self.layout.labels else options.costs  # it has been cut
             price = cost_pass(costs, tuple(values), device=options.devices[0], chunks=several)
             gm = observed(price, gm)
@@ -428,13 +430,16 @@ class Compiler:
         in pairs, say, only."""
         rows = batch_size(Structure.of(inputs)[0], dims) or 0
         try:
-            return self._output(*with_rows(inputs, dims, rows + 1))
+            return self._with_rows(inputs, dims, rows + 1)
         except Exception:
-            return self._output(*with_rows(inputs, dims, 2 * rows))
+            return self._with_rows(inputs, dims, 2 * rows)
 
-    def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_rows(
+        self, inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: list[int | None], rows: int
+    ) -> Any:
+        """The model's own output for a batch of so many rows."""
         with parameters_put_back(self.model), torch.no_grad():
-            return called(self.model, args, kwargs)
+            return called(self.model, *with_rows(inputs, dims, rows))
 
     def _label(self, gm: fx.GraphModule, observed: RunPass) -> None:
         """Cut as asked for; once it has been cut, what is traced later is cut alike."""

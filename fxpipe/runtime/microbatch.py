@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 ANY = "any"
 """In place of a dimension: what all micro-batches have alike, since nothing in it is of a batch."""
+
+SUM = "sum"
+"""In place of a dimension: a sum over rows, of which the mini-batch's is the sum of all."""
 
 Dim = int | None | str
 Dims = Dim | tuple[Dim, ...]
@@ -51,7 +55,7 @@ def gather(
         dims: the batch dimension of the tensors in a value, one for all or one for each leaf.
             Those without one (None) are averaged, each weighted by its micro-batch's size, if they
             are floating point. Anything else without one must be the same in all micro-batches.
-            What is known to be (ANY) is given as the first has it.
+            What is known to be (ANY) is given as the first has it, and sums (SUM) are added up.
         parts: the micro-batches, whose sizes along ``parts_dim`` are the weights.
     """
     if len(values) == 1:
@@ -71,6 +75,8 @@ def _gathered(leaves: Sequence[Any], dim: Dim, sizes: Sequence[int]) -> Any:
     first = leaves[0]
     if dim == ANY:
         return first
+    if dim == SUM:
+        return functools.reduce(operator.add, leaves)
     if isinstance(first, Tensor):
         if isinstance(dim, int):
             return torch.cat(list(leaves), dim)
@@ -85,6 +91,6 @@ def _gathered(leaves: Sequence[Any], dim: Dim, sizes: Sequence[int]) -> Any:
         raise ValueError(
             f"an output without batch dimension differs between micro-batches ({first} and "
             f"{others[0]}, say), and only floating point tensors are averaged; give its "
-            "dimension in out_dims, or chunks=1"
+            'dimension in out_dims, "sum" for it to be added up, or chunks=1'
         )
     return first
