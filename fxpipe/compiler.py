@@ -159,6 +159,7 @@ class Compiler:
             targets=target.has_batch,
             checkpoint=options.checkpoint,
             checkpoint_segments=options.checkpoint_segments,
+            summed=options.loss_fn is None and mode.returns_a_sum,
         )
         observed = self._observed(f"step of {chunks}", mode.stage_graph)
         return self._unrolled(mode, observed(rewrite, mode.stage_graph), chunks)

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.graph import STAGE, Cost, attribute, cost_of, stage_nodes
+from fxpipe.loss import own_loss
 from fxpipe.premises import Premises, are_alike
-from fxpipe.runtime.microbatch import Dims, first_rows
+from fxpipe.runtime.microbatch import SUM, Dims, first_rows
 from fxpipe.runtime.program import Program
 from fxpipe.structure import map_tensors
 from fxpipe.trace import Traced
@@ -64,6 +67,17 @@ class Mode:
         for node in stage_nodes(self.model_graph.graph):
             members.setdefault(node.meta[STAGE], []).append(node)
         return [cost_of(members[stage]) for stage in sorted(members)]
+
+    @property
+    def returns_a_sum(self) -> bool:
+        """Whether the loss, if the model returns one, is a sum over the rows."""
+        output = self.stage_graph.graph.output_node()
+        marks = {
+            node: pytree.tree_map(lambda dim: torch.tensor(dim == SUM), dims)
+            for node, dims in zip(output.all_input_nodes, self.out_dims, strict=True)
+        }
+        mark = own_loss(self.traced.rebuild(fx.map_arg(output.args[0], marks.__getitem__)))
+        return isinstance(mark, Tensor) and bool(mark)
 
     def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The size of the mini-batch of a call."""

@@ -446,9 +446,10 @@ def optimize(optimizer: Stepping | None, stage: nn.Module, shared: Sequence[str]
 
 
 @_op
-def weights(parts: Sequence[Tensor], dim: int | None) -> tuple[float, ...]:
-    """Each micro-batch's part of the mini-batch, by which its loss counts."""
-    return _step.weights(parts, dim)
+def weights(parts: Sequence[Tensor], dim: int | None, summed: bool = False) -> tuple[float, ...]:
+    """Each micro-batch's part of the mini-batch, by which its loss counts; one where it is
+    ``summed`` over the rows."""
+    return _step.weights(parts, dim, summed)
 
 
 @_op

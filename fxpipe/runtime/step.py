@@ -321,8 +321,10 @@ def optimize(stepping: Stepping | None, stage: nn.Module, shared: Sequence[str])
         stepping.part([p for p in stage.parameters() if id(p) not in others])
 
 
-def weights(parts: Sequence[Tensor], dim: int | None) -> tuple[float, ...]:
-    """Each micro-batch's part of the mini-batch."""
+def weights(parts: Sequence[Tensor], dim: int | None, summed: bool = False) -> tuple[float, ...]:
+    """Each micro-batch's part of the mini-batch; of a loss that is a sum all of it."""
+    if summed:
+        return (1.0,) * len(parts)
     if dim is None:
         return (1 / len(parts),) * len(parts)
     total = sum(part.shape[dim] for part in parts)

@@ -49,6 +49,7 @@ class Step:
         in_dims: as for pass "microbatch".
         targets: for each tensor of the target, whether it has a batch dimension (the first).
         checkpoint, checkpoint_segments: as for pass "checkpoint".
+        summed: the loss is a sum over the rows, and that of the mini-batch the sum of all.
 
     Raises :class:`StepError` or :class:`fxpipe.schedule.ScheduleError` if the schedule does not
     fit.
@@ -62,6 +63,7 @@ class Step:
     targets: tuple[bool, ...] = ()
     checkpoint: str = "never"
     checkpoint_segments: int = 1
+    summed: bool = False
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         stages = len(gm.graph.find_nodes(op="call_module"))

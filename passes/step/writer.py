@@ -106,6 +106,7 @@ class Writer:
             self.targets.append(self.nodes.whole(ops.scatter, args, f"target_{i}_parts"))
         self.scale = add_input(graph, "scale", None)
         self.optimizer = add_input(graph, "optimizer", None)
+        size = (*size, True) if self.step.summed else size
         self.weights = self.nodes.whole(ops.weights, size, "weights")
 
     def _value(self, value: Any, stage: int, microbatch: int) -> Any:

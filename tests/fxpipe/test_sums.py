@@ -102,3 +102,31 @@ def test_an_input_is_no_sum():
         pytest.raises(BatchError, match="in_dims"),
     ):
         pipe(*batch())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_step_adds_up_a_models_loss_that_is_a_sum(schedule):
+    model, inputs = Classifier(), batch()
+    twin, count = copy.deepcopy(model), torch.tensor(20.0)
+    with fxpipe.compile(model, TWO, chunks=3, schedule=schedule) as pipe:
+        for given in ({"count": count}, {}):
+            loss = pipe.step(*inputs, **given)
+            expected = twin(*inputs, **given)["loss"]
+            expected.backward()
+            torch.testing.assert_close(loss, expected.detach())
+            torch.testing.assert_close(gradients(model), gradients(twin))
+            assert len(pipe.losses) == 3
+
+
+def test_the_loss_may_be_a_part_of_an_object():
+    class Result:
+        def __init__(self, loss):
+            self.loss = loss
+
+    class Boxed(Classifier):
+        def forward(self, x, labels):
+            return Result(super().forward(x, labels)["sum"])
+
+    model, inputs = Boxed(), batch()
+    with fxpipe.compile(model, TWO, chunks=3) as pipe:
+        torch.testing.assert_close(pipe.step(*inputs), model(*inputs).loss.detach())
