@@ -22,12 +22,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
 
 from fxpipe import ops
 from fxpipe.devices import CPU_CORE, DeviceSpec
@@ -47,7 +41,9 @@ from fxpipe.graph import (
     tensors_of,
 )
 from passes.fakes import FakeInterpreter, backward_edges, fake_mode
+from passes.load import Counting, Load
 from passes.rows import times_done
+from passes.signature import signature
 
 WORK = "work"  # of a node's meta: its :class:`Work`
 BACKWARD = 2  # times the work of a forward, where it cannot be counted
@@ -97,27 +93,6 @@ class AnalyticCost:
                 buffer_bytes=tensor_bytes(list(tensors.values())) - tensor_bytes(parameters),
             )
         return gm
-
-
-@dataclass
-class Load:
-    """What operators compute and move."""
-
-    flops: int = 0
-    bytes: int = 0
-    operators: int = 0
-    is_half: bool = False  # whether it computes in 16 bits
-
-    def times(self, count: int, launches: int | None = None) -> Load:
-        """``count`` times as much, launched ``launches`` times if that differs."""
-        operators = self.operators * (count if launches is None else launches)
-        return Load(self.flops * count, self.bytes * count, operators, self.is_half)
-
-    def seconds(self, device: DeviceSpec) -> float:
-        """By the roofline."""
-        rate = device.half_flops_per_s if self.is_half else None
-        computing = self.flops / (rate or device.flops_per_s)
-        return max(computing, self.bytes / device.bytes_per_s) + self.operators * device.launch_s
 
 
 @dataclass
@@ -259,7 +234,7 @@ class _Runs:
 
         load = Load()
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, _Counting(load):
+        with hooks, Counting(load):
             result = getattr(interpreter, node.op)(node.target, args, kwargs)
         parameters = [interpreter.fake(t) for t in _state(self.gm, node)]
         for parameter in parameters:
@@ -305,98 +280,8 @@ def _run_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor], load: Loa
     wanted = list({id(t): t for t in inputs if t.requires_grad}.values())
     if given and wanted:
         gradients = [torch.empty_like(t) for t in given]
-        with _Counting(load):
+        with Counting(load):
             torch.autograd.grad(given, wanted, gradients, allow_unused=True)
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-    heads = query[1]
-    count: Any = sdpa_flop_count
-    return count(query, _of_heads(key, heads), _of_heads(value, heads))
-
-
-def _attention_backward_flops(
-    gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
-) -> Any:
-    heads = query[1]
-    count: Any = sdpa_backward_flop_count
-    return count(gradient, query, _of_heads(key, heads), _of_heads(value, heads))
-
-
-def _of_heads(shape: Any, heads: int) -> Any:
-    """With as many heads as the queries, of which several may share one."""
-    return (shape[0], heads, *shape[2:])
-
-
-ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
-"""What torch's counter knows of other devices' kernels, for the CPU's."""
-
-
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, and the bytes that they read and write. Views move nothing."""
-
-    def __init__(self, load: Load) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.load = load
-        self.flops = FlopCounterMode(display=False, custom_mapping=ATTENTION)
-
-    def __enter__(self) -> Any:
-        self.flops.__enter__()  # type: ignore[no-untyped-call]
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.flops.__exit__(*error)  # type: ignore[no-untyped-call]
-        self.load.flops = self.flops.get_total_flops()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        moves = not func.is_view and func is not torch.ops.aten._unsafe_view.default
-        if moves and tensors_of(result):  # queries, such as prim.device, give no tensor
-            self.load.operators += 1
-            self.load.bytes += tensor_bytes((args, kwargs, result))
-            self.load.is_half |= any(t.dtype.itemsize == 2 for t in tensors_of(result))
-        return result
-
-
-# ----------------------------------------------------------------------------------- what is equal
-
-
-def signature(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """What decides how much a node costs; None where that is not known to be all there is."""
-    target: Any = node.target
-    if node.op == "call_module":
-        module = gm.get_submodule(str(node.target))
-        if not all(type(m).__module__.startswith("torch.nn.") for m in module.modules()):
-            return None
-        state = tuple(_look(t) for t in (*module.parameters(), *module.buffers()))
-        target = type(module), repr(module), module.training, state
-    values = pytree.tree_leaves(
-        fx.map_arg((node.args, node.kwargs), lambda n: (_is_state(n), n.meta[VALUE]))
-    )
-    memories: dict[int, int] = {}  # which inputs share memory
-    look = []
-    for value in values:
-        if isinstance(value, Tensor):
-            look.append((_look(value), memories.setdefault(memory_of(value), len(memories))))
-        else:
-            look.append((repr(value), -1))
-    _, structure = pytree.tree_flatten((node.args, node.kwargs))
-    given = node.meta.get(VALUE)
-    wants_gradient = tuple(t.requires_grad for t in tensors_of(given))
-    return node.op, target, tuple(look), str(structure), wants_gradient
-
-
-def _look(tensor: Tensor) -> Any:
-    layout = tensor.stride() if tensor.layout == torch.strided else tensor.layout
-    return tuple(tensor.shape), layout, tensor.dtype, tensor.requires_grad, type(tensor)
-
-
-def _is_state(node: fx.Node) -> bool:
-    return node.op == "get_attr"
 
 
 def _fresh(tensor: Tensor, leaves: list[Tensor], wants_gradient: bool) -> Tensor:

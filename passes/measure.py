@@ -28,8 +28,9 @@ from torch.utils import _pytree as pytree
 from fxpipe.devices import CPU_CORE, DeviceSpec
 from fxpipe.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, stage_nodes, tensors_of
 from fxpipe.runtime.random import RandomState
-from passes.cost import ADAM, BACKWARD, AnalyticCost, signature
+from passes.cost import ADAM, BACKWARD, AnalyticCost
 from passes.rows import times_done
+from passes.signature import signature
 
 ROUNDS = 25  # at most
 

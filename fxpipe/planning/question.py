@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ from fxpipe.planning.result import Plan
 from fxpipe.progress import began
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
-from fxpipe.trace import CustomTracer, Traced, TraceError, trace, untouched
+from fxpipe.trace import CustomTracer, trace, untouched
 from passes.costs import Costs, cost_pass
 from passes.modes import milder
 from passes.partition import Auto, DoesNotFit, Spec
@@ -31,17 +32,18 @@ def sketch(
     tracer: str | CustomTracer,
 ) -> tuple[fx.GraphModule, list[Any]]:
     """The model graph with fake values, and the inputs; nothing of the model is run or compared."""
-    tracers = ["symbolic", "export"] if tracer == "auto" else [tracer]
-    for one in tracers:
-        try:
-            traced: Traced = trace(model, args, kwargs, tracer=one, batch_dims=dims, check=False)
-            values = traced.bind(args, kwargs)
-            with untouched(model):
-                return default.Alias(tuple(values))(traced.graph_module), values
-        except Exception:
-            if one == tracers[-1]:
-                raise
-    raise TraceError("no tracer")  # for mypy: the loop returns or raises
+
+    def sketched(tracer: str | CustomTracer) -> tuple[fx.GraphModule, list[Any]]:
+        traced = trace(model, args, kwargs, tracer=tracer, batch_dims=dims, check=False)
+        values = traced.bind(args, kwargs)
+        with untouched(model):
+            return default.Alias(tuple(values))(traced.graph_module), values
+
+    if tracer != "auto":
+        return sketched(tracer)
+    with suppress(Exception):  # whatever stops fx may not stop export, which says why if it does
+        return sketched("symbolic")
+    return sketched("export")
 
 
 @dataclass(frozen=True)
