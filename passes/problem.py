@@ -45,7 +45,8 @@ from fxpipe.graph import (
     tensors_of,
 )
 from passes.cost import edges_to, relative_time
-from passes.cut.dag import OUTSIDE, Dag, Kept, Machine, Value, contracted, grouped
+from passes.cut.contract import contracted, grouped
+from passes.cut.dag import OUTSIDE, Dag, Kept, Machine, Value
 
 OBJECTIVES: Mapping[str, Callable[[Cost], float]] = {
     "time": lambda cost: cost.seconds,

@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from passes.cut.dag import OUTSIDE, Dag, contracted, topological
+from passes.cut.contract import contracted, topological
+from passes.cut.dag import OUTSIDE, Dag
 
 
 def orders(dag: Dag) -> list[list[int]]:

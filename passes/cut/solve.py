@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from passes.cut.bounds import gap, lower_bound
 from passes.cut.coarsen import around, coarsened, depth_first, orders, rows, without_pendants
-from passes.cut.dag import Dag, Machine, Prices, contracted, prices
+from passes.cut.contract import contracted
+from passes.cut.dag import Dag, Machine, Prices, prices
 from passes.cut.downsets import Family, all_downsets, downsets_near, members, prefixes, united
 from passes.cut.search import EQUAL, Search, TooMuch
 

@@ -120,3 +120,8 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
     times = [max(c, x) for c, x in zip(compute, link, strict=True)]
     fits = all(a <= b * (1 + 1e-9) for a, b in zip(memory, m.memory, strict=True))
     return max(times), sent, fits
+
+
+def row(*seconds: float, **options) -> Dag:
+    """Nodes that take these seconds."""
+    return Dag(np.array([seconds], dtype=float), **options)

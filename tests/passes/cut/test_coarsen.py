@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from passes.cut.coarsen import around, coarsened, depth_first, orders, rows, without_pendants
-from passes.cut.dag import Dag, Value, contracted
+from passes.cut.contract import contracted
+from passes.cut.dag import Dag, Value
 from tests.passes.cut.random_dags import random_dag
 
 
