@@ -10,7 +10,7 @@ from fxpipe.trace import TraceError, trace
 from tests.fxpipe.trace.small import BOTH, MLP, run, x
 
 
-def test_frozen_random_numbers_are_refused() -> None:
+def test_random_numbers_that_fx_would_freeze_go_to_export() -> None:
     class Jitter(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.rand(8)
