@@ -10,7 +10,7 @@ and the random number generators as they were.
 
     example   the call, taken apart        care     the model, run without a trace
     symbolic, export   the front ends      checks   their graphs beside the model
-    reads     who reads values             errors   what to say
+    eased, reads, regions   what export needs besides       errors   what to say
 
 All graphs are called alike: with a value for each tensor among the inputs, in the order in which
 pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are part of the trace.

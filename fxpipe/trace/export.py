@@ -49,7 +49,6 @@ def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
     structures: list[Structure] = []
     paths: dict[nn.Module, str] = {}  # of the modules that are kept whole
     first_error: Exception | None = None
-    last_resort = False  # what is of an unknown size becomes one node, and data is in sight
     # With gradients: under no_grad, modules may choose kernels that have no backward.
     with (
         untouched(example.model),
@@ -73,11 +72,10 @@ def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
                     )
                 exported = program.module(check_guards=False)
                 graph_module = _on_the_model(exported, example, calls)
-                if last_resort:
-                    fill = structures[-1].fill
-                    traced = Traced(graph_module, "export", example.binder(), fill)
-                    enclose_unknown_sizes(graph_module, _runs(example, traced))
-                _refuse_sizes_by_value(graph_module, example.model)
+                traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
+                unknown = _size_by_value(graph_module, example.model)
+                if unknown is not None:
+                    _enclosed(traced, example, unknown)
                 break
             except Exception as raised:
                 error = blamed_on_the_reader(raised, read)
@@ -86,12 +84,11 @@ def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
                 if paths:
                     continue
                 # It is the model itself, or what cannot be kept whole.
-                if last_resort or not (isinstance(first_error, _UnknownSize) or data.is_used):
+                if data.in_sight or not data.is_used:
                     raise first_error if isinstance(error, whole.NotWhole) else error from None
-                last_resort = data.in_sight = True
-    largest = _largest_batch(program, example.batch or 0)
-    warning = _fixed_batch(program)
-    traced = Traced(graph_module, "export", example.binder(), structures[-1].fill, largest, warning)
+                data.in_sight = True
+    traced.largest_batch = _largest_batch(program, example.batch or 0)
+    traced.warning = _fixed_batch(program)
     if functions and not functions_whole:
         traced.otherwise = partial(front_end, functions_whole=True)
     return traced
@@ -227,22 +224,27 @@ def _updates_statistics(node: fx.Node) -> bool:
     return mean is not None and training is True
 
 
-class _UnknownSize(whole.Blamed):
-    """A module makes what is of a size that follows from values."""
-
-
-def _refuse_sizes_by_value(graph_module: fx.GraphModule, model: nn.Module) -> None:
-    """Raise ``_UnknownSize`` where numbers or sizes follow from the values of tensors: all else
-    here has to know them ahead."""
+def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blamed | None:
+    """What to blame where numbers or sizes follow from the values of tensors: all else here has to
+    know them ahead."""
     for node in graph_module.graph.nodes:
         if free_unbacked_symbols(node.meta.get("val")):
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
             owner = model.get_submodule(paths[-1]) if paths else model
             frame = _LAST_FRAME.search(node.stack_trace or "")
             where = f" (at {frame['file']}:{frame['line']}: {frame['code']})" if frame else ""
-            raise _UnknownSize(
+            return whole.Blamed(
                 owner, f"how large a tensor is, or a number, follows from values of tensors{where}"
             )
+    return None
+
+
+def _enclosed(traced: Traced, example: Example, unknown: whole.Blamed) -> None:
+    """Make one node of what is of such a size; where that cannot be, its module is to blame."""
+    try:
+        enclose_unknown_sizes(traced.graph_module, _runs(example, traced))
+    except Exception:  # whatever stands in the way, or the graph says of a batch size
+        raise unknown from None
 
 
 _LAST_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n +(?P<code>.*)\s*\Z')

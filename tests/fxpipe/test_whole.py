@@ -198,7 +198,7 @@ def test_sizes_within_it_may_follow_from_values(checkpoint: str) -> None:
     with fxpipe.compile(model, ["cpu"] * 3, chunks=3, checkpoint=checkpoint) as pipe:
         output = pipe(x)
         loss_of(output).backward()
-        assert wholes(pipe._last()[0].traced) == {"1": Positive}
+        assert list(wholes(pipe._last()[0].traced)) == ["values_0"], "a part of it is"
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
 
