@@ -69,7 +69,7 @@ def compare(entry: Entry, training: bool, checkpoint: str) -> Result:
     """
     with one_thread():
         torch.manual_seed(0)
-        inputs = entry.inputs(BATCH)
+        inputs = batch_for(entry)
         model = build(entry, training)
         pipe = fxpipe.compile(
             model, ["cpu"] * STAGES, chunks=CHUNKS, checkpoint=checkpoint, **entry.options
@@ -95,10 +95,22 @@ def build(entry: Entry, training: bool) -> nn.Module:
     """The model; the same weights every time."""
     torch.manual_seed(1)
     model = entry.build().train(training)
+    if entry.double:
+        model.double()
     if entry.warm:
         with torch.no_grad():
-            model(**entry.inputs(BATCH))
+            model(**batch_for(entry))
     return model
+
+
+def batch_for(entry: Entry, batch: int = BATCH) -> dict[str, Any]:
+    """A batch for the model, as precise as it is."""
+    inputs = entry.inputs(batch)
+    if not entry.double:
+        return inputs
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs
+    )
 
 
 def micro_batches(inputs: dict[str, Any], batch: int = BATCH) -> Iterator[dict[str, Any]]:
@@ -189,6 +201,7 @@ def difference(expected: Step, actual: Step) -> float:
             assert type(other) is type(value), f"{name}: {type(other)} in place of {type(value)}"
             if isinstance(value, Tensor):
                 assert other.dtype == value.dtype and other.shape == value.shape, name
+                assert other.layout == value.layout, name
                 worst = max(worst, _apart(value, other, max(_largest(value), SMALL * scale)))
             else:
                 assert other == value, f"{name}: {other!r} in place of {value!r}"
@@ -198,10 +211,11 @@ def difference(expected: Step, actual: Step) -> float:
 def _largest(tensor: Tensor) -> float:
     if not tensor.numel():
         return 0.0
-    return float(tensor.detach().to(torch.complex128).abs().nan_to_num(posinf=0.0).max())
+    return float(tensor.detach().to_dense().to(torch.complex128).abs().nan_to_num(posinf=0.0).max())
 
 
 def _apart(expected: Tensor, actual: Tensor, scale: float) -> float:
+    expected, actual = expected.to_dense(), actual.to_dense()
     if torch.equal(expected, actual) or not expected.numel():
         return 0.0
     apart = (expected.detach().to(torch.complex128) - actual.detach().to(torch.complex128)).abs()

@@ -29,6 +29,8 @@ class Entry:
     """Whether it is compiled in every test run."""
     warm: bool = False
     """Whether it has to be called once in either mode ahead of being compiled."""
+    double: bool = False
+    """Whether it is compared in double precision: sums that cancel leave few digits of single."""
 
 
 ENTRIES: list[Entry] = []
@@ -110,6 +112,7 @@ def transformer(
     fast: bool = False,
     options: dict[str, Any] | None = None,
     warm: bool = False,
+    double: bool = False,
     **sizes: Any,
 ) -> None:
     """A model from transformers, by the name of its class."""
@@ -120,7 +123,9 @@ def transformer(
         without_dropout(config)
         return kind(config)
 
-    ENTRIES.append(Entry(name, "transformers", family, build, inputs, options or {}, fast, warm))
+    ENTRIES.append(
+        Entry(name, "transformers", family, build, inputs, options or {}, fast, warm, double)
+    )
 
 
 def of(

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from tests.models.registry.entry import VOCABULARY, ids, labelled, tokens, transformer, translated
+from tests.models.registry.entry import (
+    VOCABULARY,
+    ids,
+    labelled,
+    tensors,
+    tokens,
+    transformer,
+    translated,
+)
 
 # --------------------------------------------------------------------------- transformers: encoders
 
@@ -51,6 +59,34 @@ transformer(
     "encoder", "XLNetLMHeadModel", labelled, vocab_size=VOCABULARY, d_model=32, n_layer=4, n_head=4
 )
 
+transformer("encoder", "ConvBertForMaskedLM", labelled, **TEXT, embedding_size=32)
+transformer(
+    "encoder",
+    "FunnelForMaskedLM",
+    labelled,
+    vocab_size=VOCABULARY,
+    block_sizes=[2, 2],
+    d_model=32,
+    n_head=4,
+    d_head=8,
+    d_inner=64,
+    num_decoder_layers=1,
+)
+transformer("encoder", "SqueezeBertForMaskedLM", labelled, **TEXT, embedding_size=32)
+transformer("encoder", "YosoForMaskedLM", labelled, **TEXT)
+transformer(
+    "encoder",
+    "PerceiverModel",
+    tensors(inputs=(8, 16)),
+    d_model=16,
+    num_latents=4,
+    d_latents=16,
+    num_blocks=1,
+    num_self_attends_per_block=2,
+    num_self_attention_heads=2,
+    num_cross_attention_heads=2,
+)
+
 # --------------------------------------------------------------------------- transformers: decoders
 
 CAUSAL = TEXT | {"num_key_value_heads": 2}
@@ -91,6 +127,42 @@ transformer("decoder", "GraniteForCausalLM", labelled, **CAUSAL)
 transformer("decoder", "CohereForCausalLM", labelled, **CAUSAL)
 transformer("decoder", "Starcoder2ForCausalLM", labelled, **CAUSAL)
 transformer("decoder", "SmolLM3ForCausalLM", labelled, **CAUSAL)
+
+transformer(
+    "decoder",
+    "DiffLlamaForCausalLM",
+    labelled,
+    double=True,  # the gradient of a difference of attentions by its scale is a sum of all of them
+    **CAUSAL,
+)
+transformer(
+    "decoder",
+    "CTRLLMHeadModel",
+    labelled,
+    vocab_size=VOCABULARY,
+    n_positions=32,
+    n_embd=32,
+    dff=64,
+    n_layer=3,
+    n_head=4,
+)
+transformer(
+    "decoder",
+    "MptForCausalLM",
+    labelled,
+    vocab_size=VOCABULARY,
+    d_model=32,
+    n_heads=4,
+    n_layers=3,
+    max_seq_len=32,
+)
+transformer(
+    "decoder",
+    "Lfm2ForCausalLM",
+    labelled,
+    **CAUSAL,
+    layer_types=["conv", "full_attention", "conv", "full_attention"],
+)
 
 # -------------------------------------------------------------------- transformers: encoder-decoder
 
@@ -147,6 +219,24 @@ transformer(
         "num_decoder_attention_heads": 4,
         "max_position_embeddings": 32,
     },
+)
+
+transformer(
+    "encoder-decoder",
+    "LongT5ForConditionalGeneration",
+    translated,
+    **T5,
+    local_radius=4,
+)
+transformer("encoder-decoder", "UMT5ForConditionalGeneration", translated, **T5)
+transformer(
+    "encoder-decoder",
+    "FSMTForConditionalGeneration",
+    translated,
+    **{key: value for key, value in PAIR.items() if key != "vocab_size"},
+    langs=["en", "de"],
+    src_vocab_size=VOCABULARY,
+    tgt_vocab_size=VOCABULARY,
 )
 
 # -------------------------------------------------------- transformers: mixtures, and state spaces
@@ -209,6 +299,40 @@ transformer(
     n_group=2,
     topk_group=1,
 )
+transformer(
+    "mixture of experts",
+    "DeepseekV2ForCausalLM",
+    labelled,
+    **EXPERTS | {"num_key_value_heads": 4},
+    kv_lora_rank=8,
+    q_lora_rank=8,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    n_routed_experts=4,
+    moe_intermediate_size=16,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+)
+transformer(
+    "mixture of experts",
+    "Llama4ForCausalLM",
+    labelled,
+    **CAUSAL,
+    head_dim=8,
+    num_local_experts=4,
+    intermediate_size_mlp=32,
+)
+transformer(
+    "mixture of experts",
+    "NllbMoeForConditionalGeneration",
+    translated,
+    **PAIR,
+    num_experts=4,
+    encoder_sparse_step=2,
+    decoder_sparse_step=2,
+)
 transformer("state space", "MambaForCausalLM", ids, **TEXT, state_size=4)
 transformer(
     "state space",
@@ -244,4 +368,30 @@ transformer(
     mamba_d_state=4,
     mamba_dt_rank=4,
     use_mamba_kernels=False,
+)
+SSM = {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+transformer(
+    "state space",
+    "BambaForCausalLM",
+    labelled,
+    **CAUSAL,
+    **SSM,
+    attn_layer_indices=[1],
+    mamba_n_heads=8,
+    mamba_d_head=8,
+)
+transformer(
+    "state space",
+    "Qwen3NextForCausalLM",  # linear attention, and a mixture of experts
+    labelled,
+    **EXPERTS | {"num_hidden_layers": 2},
+    layer_types=["linear_attention", "full_attention"],
+    num_experts=4,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+    head_dim=16,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
 )
