@@ -30,7 +30,6 @@ def moved(tensor: Tensor, device: torch.device | None, source: str, target: str)
         # To the CPU the host has to wait: there is no stream there that could.
         result = tensor.to(device, non_blocking=device.type != "cpu")
     keep(ends[0], tensor)
-    keep(ends[1], result)
     return result
 
 
