@@ -274,6 +274,25 @@ def test_training_by_hand():
                 assert same(pipe(*(t.to("sim:0") for t in x)).cpu(), cpu(*x))
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_autocast_is_the_callers(checkpoint):
+    make, inputs = MODELS["unet"]
+    model, (x,) = make(), inputs(BATCH)
+    twin, how = copy.deepcopy(model), {"chunks": 3, "checkpoint": checkpoint}
+    with (
+        fxpipe.compile(model, FOUR, **how) as pipe,
+        fxpipe.compile(twin, ["cpu"] * 4, **how) as cpu,
+    ):
+        with torch.autocast("sim", torch.bfloat16):
+            output = pipe(x.to("sim:0"))
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = cpu(x)
+        assert output.dtype == torch.bfloat16 and same(output.detach().cpu(), expected.detach())
+        loss_of(output).backward()
+        loss_of(expected).backward()
+    assert same(here(gradients(model)), gradients(twin))
+
+
 def test_gradients_may_be_scaled():
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)

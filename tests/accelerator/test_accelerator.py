@@ -25,14 +25,15 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "tests",
     [
-        "tests/accelerator/races.py",
-        "tests/accelerator/pipelines.py",
-        "tests/fxpipe/runtime",
+        ["tests/accelerator/races.py"],
+        ["tests/accelerator/pipelines.py"],
+        [f"tests/fxpipe/runtime/test_{what}.py" for what in ("streams", "random", "surroundings")],
     ],
+    ids=lambda tests: Path(tests[0]).stem,
 )
 def test_on_the_simulated_accelerator(tests):
     built()  # what a compiler says is said once, and here
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.accelerator.plugin", tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.accelerator.plugin", *tests]
     without_workers = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(command, cwd=ROOT, env=without_workers, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
