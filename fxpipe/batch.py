@@ -300,14 +300,15 @@ def output_dims(
     out_dims: Any,
     rebuild: Any,
     larger: Any = None,
-    run: Callable[[int], Any] | None = None,
+    run: Callable[[int, int], Any] | None = None,
 ) -> list[Dims]:
     """For each node that a graph returns, the batch dimension of every tensor in its value.
 
     Found out by running the graph on fake tensors at two batch sizes. ``out_dims`` overrides; it is
     a prefix of what ``rebuild`` makes of the graph's output, the model's own structure. Where the
     graph is for one size only, ``larger`` is what the model gives for a row more. Which outputs
-    without a batch are sums over the rows is found out by ``run``, the model for so many rows.
+    without a batch are sums over the rows is found out by ``run``: the model for so many rows, so
+    many times over.
 
     Raises:
         BatchError: for an output whose shape does not depend on the batch and ``out_dims`` does not
@@ -333,7 +334,7 @@ def output_dims(
     has_batch = any(dim is not None for dim in in_dims)  # else there is one micro-batch
     varying = _varying(gm.graph, in_dims)
     batch = next((v.shape[d] for v, d in zip(inputs, in_dims, strict=True) if d is not None), 0)
-    summed = functools.cache(lambda: _sums(run, batch) if run is not None and batch else set())
+    summed = functools.cache(lambda: sums(run, batch) if run is not None and batch else set())
     found: list[Dims] = []
     for node in output.all_input_nodes:
         parts = [pytree.tree_leaves(values[node]) for values in (slots, one, other)]
@@ -370,28 +371,31 @@ def _varying(graph: fx.Graph, in_dims: Sequence[int | None]) -> set[fx.Node]:
 FEW = 8  # rows to run a model with
 
 
-def _sums(run: Callable[[int], Any], batch: int) -> set[str]:
+def sums(run: Callable[[int, int], Any], batch: int) -> set[str]:
     """The outputs, by their paths, that are sums over the rows: of the same rows several times
-    they are several times as large.
+    they are several times as large, to the precision of their dtype.
 
-    Random numbers may blur that, within limits. What else grows with the rows grows by less, such
-    as contrastive losses by the logarithm of their number; the fewer rows, the more of them it
-    takes to tell.
+    What else grows with the rows grows by less, such as contrastive losses by the logarithm of
+    their number; the fewer rows, the more of them it takes to tell. Of what is random there is no
+    telling: a loss near zero may be twice another one by chance.
     """
     rows = min(batch, FEW)
     times = 2 if rows > 2 else 4
     try:
-        some, more = run(rows), run(times * rows)
+        runs = [list(leaves(run(rows, count), "output")) for count in (1, 1, times)]
     except Exception:  # whatever the model says of sizes that do not fit
         return set()
-    pairs = zip(leaves(some, "output"), leaves(more, "output"), strict=False)
-    return {path for (path, one), (_, other) in pairs if _is_multiple(one, other, times)}
+    return {
+        path
+        for (path, one), (_, again), (_, more) in zip(*runs, strict=False)
+        if all(isinstance(each, Tensor) and each.ndim == 0 for each in (one, again, more))
+        if bool(one != 0) and torch.equal(one, again) and _is_multiple(more, one, times)
+    }
 
 
-def _is_multiple(one: Any, other: Any, times: int) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.ndim or other.ndim:
-        return False
-    return bool(one != 0) and bool((other / one - times).abs() < 0.15 * times)
+def _is_multiple(more: Tensor, one: Tensor, times: int) -> bool:
+    rounding = torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0.0
+    return bool((more / one - times).abs() <= times * max(4 * rounding, 1e-3))
 
 
 def _output_dim(

@@ -55,7 +55,7 @@ from fxpipe.trace import (
     untouched,
     varying_constant,
 )
-from fxpipe.trace.care import on_one_device
+from fxpipe.trace.care import evaluating, on_one_device
 from passes.costs import cost_pass, of_all_micro_batches
 from passes.fakes import forget_history
 from passes.partition import PartitionError
@@ -407,7 +407,7 @@ class Compiler:
             gm = observed(passes.WrittenInputs(tuple(dims), options.chunks), gm)
             if any(ONCE in node.meta for node in gm.graph.nodes):
                 gm = observed(passes.Alias(tuple(values)), gm)
-            run = functools.partial(self._with_rows, inputs, dims)
+            run = functools.partial(self._repeated, inputs, dims)
             larger = None if chunks is None else self._with_more_rows(inputs, dims)
             several = 1
             if chunks is None:
@@ -441,6 +441,17 @@ class Compiler:
         """The model's own output for a batch of so many rows."""
         with parameters_put_back(self.model), torch.no_grad():
             return called(self.model, *with_rows(inputs, dims, rows))
+
+    def _repeated(
+        self,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        dims: list[int | None],
+        rows: int,
+        times: int,
+    ) -> Any:
+        """The model's own output for some rows several times over; nothing is dropped."""
+        with evaluating(self.model):
+            return self._with_rows(with_rows(inputs, dims, rows), dims, times * rows)
 
     def _label(self, gm: fx.GraphModule, observed: RunPass) -> None:
         """Cut as asked for; once it has been cut, what is traced later is cut alike."""

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.clock import Record, Stopwatch
 from fxpipe.runtime.program import CALLER, Env, Instruction, Program
-from fxpipe.runtime.streams import COPY, current, make_wait, on, stream, stream_name
+from fxpipe.runtime.streams import COMPUTE, COPY, current, make_wait, on, stream, stream_name
 
 Message = tuple[fx.Node | None, Any]
 Job = Callable[[], None]
@@ -143,7 +143,7 @@ class _HandOver:
     def __init__(self, device: torch.device, streams: Sequence[torch.Stream]) -> None:
         self.device = device
         self.streams = streams  # of the caller, on all devices that have to do with the run
-        (self.compute,) = current([device]) or [None]
+        self.compute = stream(stream_name(device, COMPUTE))
         self.copy = stream(stream_name(device, COPY))
 
     @contextmanager

@@ -117,6 +117,19 @@ def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """All its modules are in evaluation mode meanwhile."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Where a traced model puts another tensor in the place of a buffer, ``self.mean = new``, the
     buffer is written to instead, at the end: a graph cannot exchange tensors of a model."""

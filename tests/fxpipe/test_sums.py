@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.batch import BatchError
+from fxpipe.batch import BatchError, sums
 from tests.zoo import gradients
 
 TWO = ["cpu", "cpu"]
@@ -130,3 +130,10 @@ def test_the_loss_may_be_a_part_of_an_object():
     model, inputs = Boxed(), batch()
     with fxpipe.compile(model, TWO, chunks=3) as pipe:
         torch.testing.assert_close(pipe.step(*inputs), model(*inputs).loss.detach())
+
+
+def test_of_what_is_random_nothing_is_concluded():
+    """Near zero one draw may well be twice another."""
+    draws = iter([1.0, 3.0, 2.0])
+    assert sums(lambda rows, times: torch.tensor(next(draws)), 8) == set()
+    assert sums(lambda rows, times: torch.tensor(float(rows * times)), 8) == {"output"}
