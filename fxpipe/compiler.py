@@ -82,14 +82,24 @@ class _Key(NamedTuple):
         return self._replace(inputs=self.inputs._replace(constants=()))
 
 
-def _shortcut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What decides, the model being as it was, which program a call runs; None if that takes more.
+def _shortcut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """What decides, the model being as it was, which program a call runs, and the tensors in it;
+    None if it takes more to decide.
 
-    For the usual call, tensors by position, so that a small model is not held up by ours.
+    For the usual call, of tensors, numbers and names, so that a small model is not held up by ours.
     """
-    if kwargs or not all(type(arg) is Tensor for arg in args):
-        return None
-    return autocast_of(args), *((arg.shape, arg.dtype) for arg in args)
+    parts = [*args, *kwargs.values()]
+    tensors = [part for part in parts if type(part) is Tensor]
+    if not all(isinstance(part, _CONSTANTS) or type(part) is Tensor for part in parts):
+        return None, tensors
+    kinds = [
+        (part.shape, part.dtype) if isinstance(part, Tensor) else (type(part), part)
+        for part in parts
+    ]
+    return (autocast_of(tensors), len(args), *kwargs, *kinds), tensors
+
+
+_CONSTANTS = (type(None), bool, int, float, str)
 
 
 class _Structure:
@@ -120,7 +130,7 @@ class Compiler:
         self.options = options
         self.layout = Layout(len(options.devices), labels)
         self._modes: dict[_Key, list[Mode]] = {}
-        self._shortcuts: dict[Any, Mode] = {}
+        self._shortcuts: dict[Any, tuple[Mode, list[int]]] = {}
         self._structure = _Structure(model)
         self._lock = threading.RLock()
 
@@ -183,17 +193,22 @@ class Compiler:
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
         """The mode for a call, and the values of its inputs."""
-        shortcut = _shortcut(args, kwargs)
+        shortcut, tensors = _shortcut(args, kwargs)
         if not self._structure.holds() or len(self._shortcuts) > MANY:
             self._shortcuts.clear()
             self._structure = _Structure(self.model)
-        known = None if shortcut is None else self._shortcuts.get(shortcut)
-        if known is not None and known.holds():
-            return known, list(args)
+        if shortcut is not None and shortcut in self._shortcuts:
+            mode, order = self._shortcuts[shortcut]
+            if mode.holds():
+                return mode, [tensors[i] for i in order]
         mode = self._mode(args, kwargs)
-        if shortcut is not None:
-            self._shortcuts[shortcut] = mode
-        return mode, mode.traced.bind(args, kwargs)
+        values = mode.traced.bind(args, kwargs)
+        places = {id(tensor): i for i, tensor in enumerate(tensors)}
+        if shortcut is not None and len(places) == len(
+            tensors
+        ):  # else it is not clear which is which
+            self._shortcuts[shortcut] = mode, [places[id(value)] for value in values]
+        return mode, values
 
     def _mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
         """What has been compiled for calls like this one; compiled now, if it has not been."""

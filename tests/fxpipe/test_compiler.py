@@ -63,6 +63,32 @@ def test_what_has_been_compiled_is_used_again():
     assert fewer is mode and made.pipeline(mode, other_chunks) is not unrolled
 
 
+class Weighted(MLP):
+    def forward(self, x, *, weight, bias, scale=1.0):
+        return super().forward(x) * weight * scale + bias
+
+
+def test_what_is_given_by_name_finds_its_place_also_the_second_time():
+    model, x = Weighted(), torch.randn(8, 12)
+    made = compiler(model)
+    one, other = torch.randn(8, 1), torch.randn(8, 1)
+
+    def values(**named):
+        mode, found, _ = made.ready((x,), named)
+        return mode, [id(value) for value in found]
+
+    first, found = values(weight=one, bias=one)
+    assert found == [id(x), id(one), id(one)]
+    for _ in range(3):
+        mode, found = values(weight=one, bias=other)
+        assert mode is first and found == [id(x), id(one), id(other)]
+        mode, found = values(bias=other, weight=one, scale=1.0)
+        assert found == [id(x), id(one), id(other)]
+    assert len(made._shortcuts) == 2
+    assert values(weight=one, bias=other, scale=2.0)[0] is not first
+    assert values(weight=one, bias=other, scale=1)[0] is not mode
+
+
 def test_another_training_flag_module_or_dtype_of_autocast_is_another_mode():
     model = MLP()
     made = compiler(model)
