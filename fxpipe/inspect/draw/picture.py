@@ -161,11 +161,11 @@ def label(*lines: str) -> str:
 NAMED = 3  # of many
 
 
-def several(names: Sequence[str], most: int = NAMED + 1) -> list[str]:
+def several(names: Sequence[str]) -> list[str]:
     """The first of many names, and how many more there are."""
-    if len(names) <= most:
+    if len(names) <= NAMED + 1:
         return list(names)
-    return [*names[: most - 1], f"and {len(names) - most + 1} more"]
+    return [*names[:NAMED], f"and {len(names) - NAMED} more"]
 
 
 def numbers(*values: float) -> str:
