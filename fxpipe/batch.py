@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,10 +50,10 @@ def input_dims(
     guesses = _guesses(model, args, kwargs, inputs, sizes)
     if len(guesses) == 1 and _agree(inputs, guesses[0]):
         return guesses[0]
-    rows: dict[int, str] = {}
+    rows: dict[int, _Input] = {}
     for each, dim in zip(inputs, _dims(inputs, sizes), strict=True):
         if dim is not None and (each.tensor.shape[dim] != 1 or each.said is not INFER):
-            rows.setdefault(each.tensor.shape[dim], f"{each.name} {tuple(each.tensor.shape)}")
+            rows.setdefault(each.tensor.shape[dim], each)
     (one, first), (two, second), *_ = rows.items()
     tried = {0: ", and the model takes no other size of either", 1: ""}.get(
         len(guesses), ", and the model takes other sizes of both"
@@ -60,7 +61,19 @@ def input_dims(
     raise BatchError(
         f"the batch size differs between inputs: {one} in {first}, {two} in {second}{tried}; give "
         "in_dims, with the batch dimension of each input, or None for one that all micro-batches "
-        "share"
+        f"share{_packed(rows)}"
+    )
+
+
+def _packed(rows: dict[int, _Input]) -> str:
+    """What to do if several rows of an input belong to each of another."""
+    (few, _), (many, packed) = sorted(list(rows.items())[:2], key=itemgetter(0))
+    if not few or many % few:
+        return ""
+    shape = ", ".join(map(str, (few, many // few, *packed.tensor.shape[1:])))
+    return (
+        f"; or, if {many // few} rows of {packed.name} belong together, give it as ({shape}) to a "
+        f"module that calls the model with {packed.name}.flatten(0, 1)"
     )
 
 
@@ -110,6 +123,9 @@ class _Input:
     name: str
     tensor: Tensor
     said: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} {tuple(self.tensor.shape)}"
 
     @property
     def dim(self) -> int | None:

@@ -98,6 +98,11 @@ def test_in_dims_say_otherwise():
             r"batch size differs between inputs: 4 in x \(4, 3\), 5 in y \(5, 3\), and the "
             "model takes no other size of either; give in_dims",
         ),
+        (
+            lambda: input_dims(Adds(), (t(4, 3), t(8, 3)), {}),
+            r"share; or, if 2 rows of y belong together, give it as \(4, 2, 3\) to a module that "
+            r"calls the model with y.flatten\(0, 1\)$",
+        ),
         (lambda: dims(t(4), t(4), in_dims=(0,)), r"1 entries for 2 arguments \(x, y\)"),
         (lambda: dims(t(4), in_dims={"z": 0}), "names 'z', but the arguments are x"),
         (lambda: dims(t(4), in_dims=1), r"dimension 1 of x is the batch, but its shape is \(4,\)"),
