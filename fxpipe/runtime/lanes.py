@@ -143,8 +143,7 @@ class _HandOver:
     def __init__(self, device: torch.device, streams: Sequence[torch.Stream]) -> None:
         self.device = device
         self.streams = streams  # of the caller, on all devices that have to do with the run
-        self.compute = stream(stream_name(device, COMPUTE))
-        self.copy = stream(stream_name(device, COPY))
+        self.compute, self.copy = (stream(stream_name(device, role)) for role in (COMPUTE, COPY))
 
     @contextmanager
     def taken(self) -> Iterator[None]:
