@@ -374,8 +374,10 @@ class Compiler:
             premises=[Premises(self.model, reads)],
             chunks=chunks,
         )
-        for gm in (mode.model_graph, stage_graph, *stages_of(stage_graph)):
+        for gm in (mode.model_graph, stage_graph):
             mode.bindings += bindings(gm, self.model)
+        for gm, device in zip(stages_of(stage_graph), options.devices, strict=True):
+            mode.bindings += bindings(gm, self.model, device)
         return mode
 
     def _traced(

@@ -36,9 +36,43 @@ def test_every_parameter_and_buffer_lives_on_the_device_of_its_stage():
     assert where["gain"] == where["shift"] == where["norm.running_mean"] == "cuda:0"
 
 
-def test_a_buffer_of_two_devices_is_refused():
+# Another name of the one device that there is: tensors are never there, and are brought.
+TWO = ["cpu", "cpu:0"]
+
+
+def test_a_buffer_that_stages_on_two_devices_read_is_on_both_and_remains_the_models():
     model = MODELS["transformer"][0]()
-    with pytest.raises(PartitionError, match="the buffer mask is used by stage 0 on cpu and by"):
-        fxpipe.compile(
-            model, ["cpu", "cpu:0"], example_inputs=(torch.zeros(2, 6, dtype=torch.long),)
-        )
+    x = torch.randint(11, (2, 6))
+    with fxpipe.compile(model, TWO, chunks=2) as pipe, torch.no_grad():
+        pipe(x)
+        own = [dict(stage.module.named_buffers()) for stage in pipe.stages]
+        assert model.mask is own[0]["mask"] and model.mask is not own[1]["mask"]
+        assert torch.equal(own[0]["mask"], own[1]["mask"])
+        again = dict(pipe.stages[1].module.named_buffers())["mask"]
+        pipe(x)
+        assert again is dict(pipe.stages[1].module.named_buffers())["mask"], "brought once"
+        assert torch.equal(pipe(x), model(x))
+        for change in (
+            lambda: model.mask.fill_(0.5),
+            lambda: setattr(model, "mask", torch.zeros_like(model.mask)),
+            lambda: model.load_state_dict(model.state_dict() | {"mask": model.mask + 0.25}),
+        ):
+            before = pipe(x)
+            change()
+            assert torch.equal(pipe(x), model(x)) and not torch.equal(pipe(x), before)
+
+
+def test_a_module_with_buffers_that_is_called_on_two_devices_is_refused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4, affine=False).eval()
+
+        def forward(self, x):
+            return self.norm(self.b(self.norm(self.a(x))))
+
+    with pytest.raises(
+        PartitionError, match=r"norm\.running_mean is of a module that is called by"
+    ):
+        fxpipe.compile(Model().eval(), TWO, partition=["b"], example_inputs=(torch.ones(4, 4),))
