@@ -1,10 +1,10 @@
 """A device type "sim", to test what needs streams and several devices, and to prove its order.
 
-Memory is the host's, and all is done at once and by the operators of the CPU, so that values are bit
-by bit those of the CPU. But each operator is charged to the stream that is current, and a detector
-(``races.h``) sees to it that whatever is used has been waited for, and that memory is not given
-away while another stream uses it: what a device would do wrong in one run of a thousand is found in
-every one. :func:`races` says what it has found.
+Memory is the host's, and all is done at once and by the operators of the CPU, so that values are
+bit by bit those of the CPU. But each operator is charged to the stream that is current, and a
+detector (``races.h``) sees to it that whatever is used has been waited for, and that memory is not
+given away while another stream uses it: what a device would do wrong in one run of a thousand is
+found in every one. :func:`races` says what it has found.
 
 It has to be loaded ahead of the first backward of a process: then the autograd engine starts its
 threads, one for each device that there is.
@@ -44,8 +44,8 @@ def clear() -> None:
 
 
 def keep_stacks(whether: bool) -> None:
-    """Whether the Python stack of every operator is kept, so that a race says where both of its ends
-    were called. It takes time."""
+    """Whether the Python stack of every operator is kept, so that a race says where both of its
+    ends were called. It takes time."""
     torch.ops.sim.keep_stacks(whether)
 
 
@@ -64,6 +64,12 @@ def _module() -> types.ModuleType:
         for each in module.default_generators:
             each.manual_seed(seed)
 
+    def default_stream(device: Any) -> torch.Stream:
+        like = accelerator.current_stream(torch.device(device))
+        return torch.Stream(
+            stream_id=0, device_index=like.device_index, device_type=like.device_type
+        )
+
     module.default_generators = tuple(
         torch.ops.sim.default_generator(index) for index in range(torch.ops.sim.device_count())
     )
@@ -76,6 +82,7 @@ def _module() -> types.ModuleType:
     module.set_device = accelerator.set_device_index
     module.synchronize = accelerator.synchronize
     module.current_stream = accelerator.current_stream
+    module.default_stream = default_stream
     module.Stream, module.Event = torch.Stream, torch.Event
     module.manual_seed = lambda seed: generator().manual_seed(seed)
     module.manual_seed_all = manual_seed_all
