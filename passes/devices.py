@@ -10,11 +10,13 @@ A trace fixes the device of what the model makes itself (positions, masks) to th
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch._higher_order_ops.wrap import wrap_with_autocast
 
 from fxpipe.graph import VALUE, attribute
 
@@ -33,7 +35,8 @@ class Devices:
             self._move(attribute(gm, str(call.target)), device)
         return gm
 
-    def _move(self, stage: fx.GraphModule, device: torch.device) -> None:
+    def _move(self, stage: fx.GraphModule, device: torch.device) -> bool:
+        """Whether there was anything to move."""
         moved: list[torch.device] = []
 
         def own(value: Any) -> Any:
@@ -49,7 +52,26 @@ class Devices:
         for node in stage.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), own)
+                if node.target is wrap_with_autocast and args[0] == self.traced.type:
+                    moved.append(device)
+                    args = (device.type, *args[1:])
                 if moved:
                     node.args, node.kwargs = args, kwargs
+            if node.op == "get_attr" and self._move_inner(stage, str(node.target), device):
+                moved.append(device)
         if moved:
             stage.recompile()
+        return bool(moved)
+
+    def _move_inner(self, stage: fx.GraphModule, path: str, device: torch.device) -> bool:
+        """The body of an operator of higher order, such as autocast. It is the model graph's too,
+        which stays as it is."""
+        body = attribute(stage, path)
+        if not isinstance(body, fx.GraphModule):
+            return False
+        copied = fx.GraphModule(body, copy.deepcopy(body.graph))
+        if not self._move(copied, device):
+            return False
+        parent, _, name = path.rpartition(".")
+        setattr(stage.get_submodule(parent), name, copied)
+        return True

@@ -55,3 +55,35 @@ def devices_of(stage: fx.GraphModule, inputs):
 
     Watch(stage).run(*inputs)
     return seen
+
+
+class Rotated(nn.Module):
+    """Turns autocast off for a part, as rotary embeddings do, which an export keeps as a graph of
+    its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.b(self.a(x))
+        with torch.autocast(x.device.type, enabled=False):
+            return y + torch.arange(3, device=x.device).float()
+
+
+def test_what_is_done_without_autocast_is_on_the_stages_device_too():
+    model, x = Rotated(), torch.randn(4, 3)
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=2, example_inputs=(x,), tracer="export", partition=["linear_1"]
+    ) as pipe:
+        stage_graph, before = pipe.stage_graph, inner(pipe.model_graph).code
+        Devices(CPU, (CPU, META))(stage_graph)
+        _, second = stages_of(stage_graph)
+        assert "device(type='meta')" in inner(second).code and "'cpu'" not in inner(second).code
+        assert "wrap_with_autocast('meta'" in second.code
+        assert inner(pipe.model_graph).code == before, "the model graph stays as it is"
+
+
+def inner(gm):
+    (body,) = (m for m in gm.modules() if isinstance(m, fx.GraphModule) and m is not gm)
+    return body
