@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from fxpipe.schedule import Schedule, ScheduleError, simulate
     from fxpipe.trace import TraceError
     from fxpipe.views import Stage
-    from passes.partition import Auto, DoesNotFit, PartitionError
+    from passes.automatic import Auto, DoesNotFit
+    from passes.partition import PartitionError
     from passes.profile import Profile
 
 __all__ = [
@@ -51,8 +52,8 @@ _HOMES = {
     "BatchError": "fxpipe.batch",
     "TraceError": "fxpipe.trace",
     "PartitionError": "passes.partition",
-    "Auto": "passes.partition",
-    "DoesNotFit": "passes.partition",
+    "Auto": "passes.automatic",
+    "DoesNotFit": "passes.automatic",
     "DeviceSpec": "fxpipe.devices",
     "Plan": "fxpipe.planning",
     "plan": "fxpipe.planning",

@@ -17,7 +17,8 @@ from typing import Any
 from torch import fx
 
 from fxpipe.graph import COST, STAGE, Cost, OuterModule, attribute, is_work
-from passes.partition import Auto, Partition, PartitionError
+from passes.automatic import Auto
+from passes.partition import Partition, PartitionError
 from passes.split import Split
 
 EVEN = Auto(objective="activations")

@@ -18,9 +18,10 @@ from fxpipe.progress import began
 from fxpipe.runtime.ambient import compiling
 from fxpipe.schedule import Schedule, microbatches_of, placement_of
 from fxpipe.trace import CustomTracer, canonical
+from passes.automatic import DoesNotFit
 from passes.cost import ADAM
 from passes.costs import Costs
-from passes.partition import DoesNotFit, Spec
+from passes.partition import Spec
 
 __all__ = ["Plan", "PlannedStage", "plan"]
 

@@ -18,9 +18,10 @@ from fxpipe.progress import began
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
 from fxpipe.trace import CustomTracer, trace, untouched
+from passes.automatic import Auto, DoesNotFit
 from passes.costs import Costs, cost_pass
 from passes.modes import milder
-from passes.partition import Auto, DoesNotFit, Spec
+from passes.partition import Spec
 from passes.ways import Change, ways_out
 
 

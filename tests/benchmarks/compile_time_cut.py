@@ -19,9 +19,9 @@ from torch import fx
 
 from fxpipe.graph import COST, VALUE, Cost
 from passes import Alias, AnalyticCost
+from passes.automatic import Auto, automatic
 from passes.cut.dag import Machine
 from passes.cut.solve import solve
-from passes.partition import Auto, automatic
 from passes.problem import problem
 from tests.benchmarks.timing import show
 

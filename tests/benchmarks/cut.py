@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from fxpipe.batch import input_dims
 from fxpipe.planning.question import sketch
+from passes.automatic import Auto, automatic
 from passes.cut.dag import Dag, Machine, prices
 from passes.cut.solve import solve_in_order
 from passes.measure import MeasuredCost
-from passes.partition import Auto, automatic
 from passes.problem import Problem, problem
 from tests.benchmarks.nets import AmoebaNet, DenseNet, UNet, resnet, vgg16
 from tests.benchmarks.timing import show

@@ -9,7 +9,7 @@ from torch import fx, nn
 from fxpipe import ops
 from fxpipe.graph import COST, STAGE, Cost, stage_nodes
 from passes import Alias, AnalyticCost, Partition, PartitionError, Shared
-from passes.partition import Auto
+from passes.automatic import Auto
 from tests.zoo import Chain
 
 
