@@ -177,6 +177,7 @@ def _refuse_what_has_no_values(model: nn.Module, example: Example) -> None:
             )
 
 
+_TAKEN = {*dir(fx.GraphModule(nn.Module(), fx.Graph()))} - {*dir(nn.Module())}
 _COMPRESSED = torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc
 
 
@@ -191,6 +192,13 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
             f"{model.original_name} is compiled to TorchScript, which nothing can look into: "
             "compile the nn.Module that it has been made of"
         )
+    for name in (*model._modules, *model._parameters, *model._buffers):
+        if name in _TAKEN:
+            raise TraceError(
+                f"{type(model).__name__} has a part that is called {name!r}, which is what every "
+                "fx.GraphModule has of its own; give it another name, or compile the model as a "
+                "part of another module, nn.Sequential(model) for one"
+            )
     for name, tensor in zip(example.names, example.tensors, strict=True):
         if tensor.layout in _COMPRESSED:
             raise TraceError(

@@ -109,6 +109,18 @@ def test_a_lazy_model_is_refused() -> None:
         trace(nn.LazyLinear(4), (x(),))
 
 
+@pytest.mark.parametrize("name", ["graph", "code", "meta"])
+def test_a_part_that_is_called_what_graph_modules_have_is_refused_but_further_down(
+    name: str,
+) -> None:
+    model = nn.Module()
+    model.add_module(name, nn.Linear(8, 8))
+    model.forward = lambda x: getattr(model, name)(x)  # type: ignore[assignment]
+    with pytest.raises(TraceError, match=rf"a part that is called '{name}'.* nn.Sequential\("):
+        trace(model, (x(),))
+    assert torch.equal(run(trace(nn.Sequential(model), (x(),)), x(3)), model(x(3)))
+
+
 def test_distributions_may_look_at_their_parameters(monkeypatch) -> None:
     # Dynamo, where it has been at work, has left them as lenient as it needs them.
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
