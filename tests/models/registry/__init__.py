@@ -14,7 +14,7 @@ from tests.models.registry.entry import ENTRIES, Entry
 
 __all__ = ["Entry", "entries"]
 
-for name in "text", "perception", "diffusion", "medical":  # as they stand in the table
+for name in "text", "perception", "diffusion", "medical", "plain":  # as they stand in the table
     importlib.import_module(f"{__name__}.{name}")
 
 
