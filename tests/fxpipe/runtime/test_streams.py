@@ -2,7 +2,16 @@ import pytest
 import torch
 
 from fxpipe.runtime import streams
-from fxpipe.runtime.streams import CALLER, COMPUTE, COPY, device_of, on, stream, stream_name
+from fxpipe.runtime.streams import (
+    CALLER,
+    COMPUTE,
+    COPY,
+    current,
+    device_of,
+    on,
+    stream,
+    stream_name,
+)
 
 
 def test_a_name_says_device_and_role():
@@ -31,8 +40,10 @@ def test_computation_is_on_the_current_stream_and_copies_are_on_another():
     compute, copy = (stream(stream_name(device, role)) for role in (COMPUTE, COPY))
     assert compute == torch.accelerator.current_stream(device)
     assert copy != compute and copy == stream(stream_name(device, COPY))
+    assert current([device, torch.device("cpu"), device]) == [compute]
     with on(copy):
         assert torch.accelerator.current_stream(device) == copy
+        assert current([device]) == [copy]
     assert torch.accelerator.current_stream(device) == compute
     x = torch.ones(1000, device=device)
     with on(copy):
