@@ -163,6 +163,36 @@ def test_the_callers_streams_may_be_the_default_ones(name):
         check(name, gradients(model), gradients(twin))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_emitted_graph_module_runs_by_itself(name):
+    make, inputs = MODELS[name]
+    model, x = make(), inputs(BATCH)
+    expected = loop(copy.deepcopy(model), x, 3)
+    with fxpipe.compile(model, FOUR, chunks=3, example_inputs=x, checkpoint="except_last") as pipe:
+        output = pipe.graph_module(*(t.to("sim:0") for t in x))
+        loss_of(output).backward()
+    assert same(output.detach().cpu(), expected[0])
+    check(name, gradients(model), expected[1])
+
+
+def test_what_goes_wrong_in_a_lane_leaves_all_streams_as_they_were():
+    make, inputs = MODELS["unet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    expected = loop(copy.deepcopy(model), x, 3)
+    with fxpipe.compile(model, FOUR, chunks=3, loss_fn=mean_loss) as pipe:
+        pipe.step(*x, target=target)
+        before = [torch.accelerator.current_stream(device) for device in FOUR]
+        for run in (pipe, lambda wrong: pipe.step(wrong, target=target)):
+            with pytest.raises(RuntimeError, match="to have 3 channels, but got 1"):
+                run(x[0][:, :1])
+        assert before == [torch.accelerator.current_stream(device) for device in FOUR]
+        model.zero_grad()
+        output = pipe(*x)
+        loss_of(output).backward()
+    assert same(output.detach().cpu(), expected[0])
+    assert same(here(gradients(model)), expected[1])
+
+
 def test_stages_may_share_a_device():
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)

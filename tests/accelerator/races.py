@@ -119,13 +119,19 @@ def test_a_view_is_no_access_and_its_memory_is_that_of_its_base():
     assert "writes 64 bytes" in race
 
 
-def test_what_a_batch_norm_writes_to_is_written():
-    norm = torch.nn.BatchNorm1d(4).to(HERE)
+def test_what_a_batch_norm_writes_to_is_written_when_it_trains():
+    norm = torch.nn.BatchNorm1d(4, affine=False).to(HERE)
     norm.num_batches_tracked = None
-    with other():
-        norm(torch.ones(8, 4, device=HERE))
-    texts = "\n".join(found())
-    assert "native_batch_norm" in texts and "writes 16 bytes" in texts
+    stream = other()
+    stream.wait_stream(torch.accelerator.current_stream(HERE))
+    with stream:
+        norm.eval()(torch.ones(8, 4, device=HERE))
+    norm(torch.ones(8, 4, device=HERE))
+    assert not sim.races(), "both read"
+    norm.train()(torch.ones(8, 4, device=HERE))
+    statistics = found()
+    assert len(statistics) == 2 and all("writes 16 bytes" in each for each in statistics)
+    assert all(each.startswith("aten::native_batch_norm") for each in statistics)
 
 
 # ------------------------------------------------------------------------------------- memory

@@ -19,7 +19,9 @@ thread_local c10::DeviceIndex device_here = 0;
 thread_local std::array<c10::StreamId, DEVICES> streams_here{};
 
 c10::Device device_at(c10::DeviceIndex index) {
-  TORCH_CHECK(index >= -1 && index < DEVICES, "sim has ", int(DEVICES), " devices, not ", int(index), "+1");
+  TORCH_CHECK(
+      index >= -1 && index < DEVICES,
+      "there is no device sim:", int(index), ": the last one is sim:", int(DEVICES) - 1);
   return {TYPE, index < 0 ? device_here : index};
 }
 
@@ -30,13 +32,17 @@ c10::Stream stream_at(c10::Device device, c10::StreamId id) {
 // ------------------------------------------------------------------------------------- memory
 
 std::mutex statistics_mutex;
-auto& statistics = *new std::array<c10::CachingDeviceAllocator::DeviceStats, DEVICES>(); // to the very end
+using Statistics = c10::CachingDeviceAllocator::DeviceStats;
+auto& statistics = *new std::array<Statistics, DEVICES>(); // until the process has ended
+
+auto in_bytes(Statistics& of) {
+  return std::array{&of.allocated_bytes, &of.active_bytes, &of.reserved_bytes, &of.requested_bytes};
+}
 
 void count(const Block& block, bool is_new) {
   std::lock_guard lock(statistics_mutex);
   auto& of_device = statistics[block.device.index()];
-  for (auto* stat : {&of_device.allocated_bytes, &of_device.active_bytes, &of_device.reserved_bytes,
-                     &of_device.requested_bytes}) {
+  for (auto* stat : in_bytes(of_device)) {
     is_new ? (*stat)[0].increase(block.bytes) : (*stat)[0].decrease(block.bytes);
   }
   is_new ? of_device.allocation[0].increase(1) : of_device.allocation[0].decrease(1);
@@ -70,21 +76,17 @@ struct Allocator final : c10::DeviceAllocator {
     if (data.get_deleter() != &release) return;
     Detector::get().record_stream(*static_cast<Block*>(data.get_context()), stream);
   }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+  Statistics getDeviceStats(c10::DeviceIndex device) override {
     std::lock_guard lock(statistics_mutex);
     return statistics[device_at(device).index()];
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
     std::lock_guard lock(statistics_mutex);
-    auto& own = statistics[device_at(device).index()];
-    for (auto* stat : {&own.allocated_bytes, &own.active_bytes, &own.reserved_bytes, &own.allocation})
-      (*stat)[0].reset_accumulated();
+    for (auto* stat : in_bytes(statistics[device_at(device).index()])) (*stat)[0].reset_accumulated();
   }
   void resetPeakStats(c10::DeviceIndex device) override {
     std::lock_guard lock(statistics_mutex);
-    auto& own = statistics[device_at(device).index()];
-    for (auto* stat : {&own.allocated_bytes, &own.active_bytes, &own.reserved_bytes, &own.allocation})
-      (*stat)[0].reset_peak();
+    for (auto* stat : in_bytes(statistics[device_at(device).index()])) (*stat)[0].reset_peak();
   }
 };
 
@@ -152,13 +154,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     land_copies();
   }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex index, const c10::EventFlag)
-      const override {
+  void record(
+      void** event,
+      const c10::Stream& stream,
+      const c10::DeviceIndex index,
+      const c10::EventFlag) const override {
     TORCH_CHECK(
         index == -1 || index == stream.device_index(),
         "an event of sim:", int(index), " cannot be recorded on a stream of ", stream.device());
     if (*event == nullptr) *event = new Event();
-    *static_cast<Event*>(*event) = {Detector::get().record(stream), std::chrono::steady_clock::now()};
+    const auto now = std::chrono::steady_clock::now();
+    *static_cast<Event*>(*event) = {Detector::get().record(stream), now};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) Detector::get().wait(stream, static_cast<Event*>(event)->clock);
@@ -190,7 +196,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 // Draws what a generator of the CPU draws from the same seed.
 struct DeviceGenerator final : c10::GeneratorImpl {
-  explicit DeviceGenerator(c10::DeviceIndex index, at::Generator host = at::detail::createCPUGenerator())
+  explicit DeviceGenerator(
+      c10::DeviceIndex index, at::Generator host = at::detail::createCPUGenerator())
       : GeneratorImpl({TYPE, index}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         host(std::move(host)) {}
 
@@ -310,7 +317,9 @@ at::Generator host_generator(const at::Generator& of_device) {
 const at::Generator& default_generator(c10::DeviceIndex index) {
   static const auto* all = [] {
     auto* made = new std::vector<at::Generator>();
-    for (c10::DeviceIndex i = 0; i < DEVICES; ++i) made->push_back(at::make_generator<DeviceGenerator>(i));
+    for (c10::DeviceIndex i = 0; i < DEVICES; ++i) {
+      made->push_back(at::make_generator<DeviceGenerator>(i));
+    }
     return made;
   }();
   return all->at(device_at(index).index());

@@ -1,8 +1,7 @@
 // Operators: those of the CPU, on the same memory.
 //
-//     sim tensors ── tensors of the CPU over their memory ── operator of the CPU ──┬── sim tensors
-//                                                                                 │
-//     what it has done to which block, on which stream ─────────────────────────── detector
+//     sim tensors ── CPU tensors over their memory ── operator of the CPU ──┬── sim tensors
+//                                                                           `── detector
 //
 // No data is copied, so values and layouts are bit by bit those of the CPU.
 #include "device.h"
@@ -17,8 +16,8 @@
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/ones_like.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/StreamGuard.h>
 #include <torch/library.h>
 
 #include <limits>
@@ -162,12 +161,6 @@ bool takes_indices_of_the_cpu(const std::string& name) {
   return all.count(name) > 0;
 }
 
-// Statistics that a batch norm writes to, though its schema does not say so.
-bool is_running_statistic(const std::string& name, const std::string& argument) {
-  return name == "aten::native_batch_norm" &&
-      (argument == "running_mean" || argument == "running_var");
-}
-
 // One call of an operator.
 class Call {
  public:
@@ -269,7 +262,7 @@ class Call {
       each_tensor(value, [&](const at::Tensor& tensor) { used(tensor, described); });
       value = on_host(value);
     }
-    TORCH_CHECK(!draws, schema_.name(), " draws random numbers and takes no generator: not simulated");
+    TORCH_CHECK(!draws, schema_.name(), " draws from a generator that it does not take");
   }
 
   void used(const at::Tensor& tensor, const c10::Argument& described) {
@@ -278,8 +271,14 @@ class Call {
     const bool is_view = alias != nullptr && !alias->isWrite();
     auto* block = block_of(tensor.storage());
     if (is_view || block == nullptr || tensor.numel() == 0) return;
-    const bool is_write = alias != nullptr || is_running_statistic(schema_.name(), described.name());
-    uses_.push_back({block, is_write});
+    uses_.push_back({block, alias != nullptr || is_updated_statistic(described.name())});
+  }
+
+  // A batch norm writes to its statistics, though its schema does not say so.
+  bool is_updated_statistic(const std::string& name) {
+    return schema_.name() == "aten::native_batch_norm" &&
+        (name == "running_mean" || name == "running_var") &&
+        argument(*schema_.argumentIndexWithName("training")).toBool();
   }
 
   IValue on_host(const IValue& value) {
