@@ -161,8 +161,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether nothing of it can change."""
-    return _is_plain(value) or (type(value) is tuple and all(map(_is_constant, value)))
+    """Whether nothing of it can change that is looked at."""
+    is_tuple = type(value) is tuple
+    return _is_plain(value) or callable(value) or (is_tuple and all(map(_is_constant, value)))
 
 
 class _Is:
