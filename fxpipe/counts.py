@@ -11,13 +11,13 @@ def count(name: str, value: SupportsIndex, what: str) -> int:
 
     Raises ValueError, which says that ``name`` was given as ``value``, and should be ``what``.
     """
-    number = whole(value)
+    number = integer(value)
     if number is None or number < 1:
         raise ValueError(f"{name} is {value!r}: give {what}, 1 or more")
     return number
 
 
-def whole(value: object) -> int | None:
+def integer(value: object) -> int | None:
     """The int that a value is; None if it is no integer."""
     try:
         return operator.index(value)  # type: ignore[arg-type]

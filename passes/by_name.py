@@ -16,7 +16,7 @@ import networkx as nx
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.counts import whole
+from fxpipe.counts import integer
 from fxpipe.graph import stage_nodes
 from passes.problem import PartitionError, reads_before_writes, together
 
@@ -86,7 +86,7 @@ def check_stage(what: str, name: str, stage: object, stages: int) -> int:
 
     Raises :class:`PartitionError` where there is no such stage.
     """
-    number = whole(stage)
+    number = integer(stage)
     if number is None or not 0 <= number < stages:
         raise PartitionError(
             f"{what} puts {name!r} into stage {stage!r}: with {stages} devices there are stages 0 "
