@@ -20,7 +20,15 @@ from tests.models.compare import (
 from tests.models.registry import entries
 
 
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration", "UNet2DModel"])
+T5 = pytest.param(
+    "T5ForConditionalGeneration",
+    marks=pytest.mark.skipif(
+        torch.__version__ < "2.12", reason="Dynamo 2.11 cannot trace T5, which copies a config"
+    ),
+)
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", T5, "UNet2DModel"])
 def test_outputs_gradients_and_buffers_are_those_of_the_loop(name):
     entry = entries()[name]
     pytest.importorskip(entry.library)
