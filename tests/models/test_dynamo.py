@@ -19,7 +19,6 @@ from tests.models.compare import (
 )
 from tests.models.registry import entries
 
-
 T5 = pytest.param(
     "T5ForConditionalGeneration",
     marks=pytest.mark.skipif(
