@@ -130,17 +130,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
+def buffers_kept(model: nn.Module) -> Iterator[list[Any]]:
     """Where a traced model puts another tensor in the place of a buffer, ``self.mean = new``, the
-    buffer is written to instead, at the end: a graph cannot exchange tensors of a model."""
+    buffer is written to instead, at the end: a graph cannot exchange tensors of a model.
+
+    Yields what these writes give, once they are made.
+    """
+    written: list[Any] = []
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     before = [(m, name, b) for m in modules for name, b in m._buffers.items()]
-    yield
+    yield written
     for module, name, buffer in before:
         new = module._buffers.get(name)
         if new is not buffer and new is not None and buffer is not None:
             module._buffers[name] = buffer
-            getattr(module, name).copy_(new.detach())
+            written.append(getattr(module, name).copy_(new.detach()))
 
 
 def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:

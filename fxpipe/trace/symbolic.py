@@ -108,8 +108,11 @@ class _SymbolicTracer(fx.Tracer):
         args, kwargs = self.example.arguments(proxies)
 
         def forward() -> Any:
-            with buffers_kept(self.example.model):
+            with buffers_kept(self.example.model) as written:
                 output = self.example.model.forward(*args, **kwargs)
+            for write in written:
+                if isinstance(write, fx.Proxy):
+                    _move_ahead(write.node)
             tensors, structure = Structure.of(output)
             if not structure.opens_objects:  # what it is made of is part of the graph
                 return output
@@ -117,6 +120,19 @@ class _SymbolicTracer(fx.Tracer):
             return tensors
 
         return forward, []
+
+
+def _move_ahead(write: fx.Node) -> None:
+    """Put a write to a buffer behind what is written and what has read the buffer: so that a stage
+    may end there."""
+    buffer, value = write.all_input_nodes
+    graph, moved = write.graph, [write, value]
+    needed = {buffer, *value.all_input_nodes}
+    for read in graph.find_nodes(op="get_attr", target=buffer.target):
+        needed |= {read, *read.users}
+    last = next(n for n in reversed(graph.nodes) if n in needed and n not in moved)
+    for node in moved:
+        last.append(node)
 
 
 def _stack_trace() -> str:

@@ -54,6 +54,14 @@ class Routed(Layers):
         return y
 
 
+class Scaled(Layers):
+    """By a number, which is read from a tensor."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(self.inner(x) * mask[..., None] / x.abs().max().item())
+
+
 def inputs(batch: int = 6) -> tuple[Tensor, Tensor]:
     torch.manual_seed(batch)
     return torch.randn(batch, 4, 6), torch.rand(batch, 4) > 0.4
@@ -64,7 +72,7 @@ def calls(gm: fx.GraphModule) -> list[str]:
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-@pytest.mark.parametrize("kind", [Masked, Loss, Routed])
+@pytest.mark.parametrize("kind", [Masked, Loss, Routed, Scaled])
 def test_sizes_may_follow_from_values_within_a_model(kind: type[nn.Module], checkpoint: str):
     model, given = kind(), inputs()
     expected = loop(model, given, 3)
