@@ -29,7 +29,7 @@ from fxpipe.runtime.random import is_alone
 from fxpipe.schedule import Schedule, Timeline
 from fxpipe.timelines import measured
 from fxpipe.trace import CustomTracer, untouched
-from fxpipe.views import Views
+from fxpipe.views import NotYet, Views
 from passes import default_passes
 from passes.costs import Costs
 from passes.partition import Spec
@@ -369,7 +369,7 @@ class Pipeline(Views, nn.Module):
             args, kwargs = self._example.repeated()
             self.prepare(*args, **kwargs)
         if self._shown is None:
-            raise RuntimeError(
+            raise NotYet(
                 "this pipeline is not compiled yet: call it, or give example_inputs to compile()"
             )
         return self._shown
@@ -399,6 +399,9 @@ class Pipeline(Views, nn.Module):
     def __getattr__(self, name: str) -> Any:
         """What the model has besides: its configuration, say. Not its methods, which would run the
         model itself, stage by stage on several devices."""
+        own = getattr(type(self), name, None)
+        if isinstance(own, property):  # there is nothing to see yet: it says so itself
+            return own.__get__(self)
         try:
             return super().__getattr__(name)
         except AttributeError as error:

@@ -52,6 +52,13 @@ class Stage:
             return None
 
 
+class NotYet(RuntimeError, AttributeError):
+    """What there is to see comes with a call that has not been made.
+
+    To those who ask whether a pipeline has such an attribute, it has not.
+    """
+
+
 class Views:
     """The part of a :class:`fxpipe.Pipeline` that shows it: as of its last call, or its example."""
 
@@ -81,7 +88,7 @@ class Views:
     def step_graph(self) -> fx.GraphModule:
         """The training step of the last call of :meth:`step`."""
         if self._step is None:
-            raise RuntimeError("there has been no training step yet: call step()")
+            raise NotYet("there has been no training step yet: call step()")
         return self._step.graph_module
 
     @property

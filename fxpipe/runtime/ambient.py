@@ -84,10 +84,12 @@ def is_intercepted() -> bool:
 
 
 def is_traced(values: Iterable[Any]) -> bool:
-    """Whether fx or torch.export traces what is done with these values.
+    """Whether fx, torch.export or TorchScript traces what is done with these values.
 
     The values say so: what PyTorch says, ``is_exporting()``, it says to all threads.
     """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        return True
     if torch.compiler.is_exporting():
         leaves = pytree.tree_leaves(list(values))
         return any(isinstance(leaf, FakeTensor | FunctionalTensor) for leaf in leaves)

@@ -175,6 +175,8 @@ def test_a_pipeline_is_not_traced():
         torch.export.export(pipe, (data,))
     with pytest.raises(RuntimeError, match=r"cannot be traced: .* the model itself, pipe.module"):
         torch.fx.symbolic_trace(nn.Sequential(pipe))
+    with pytest.raises(RuntimeError, match=r"cannot be traced: .* the model itself, pipe.module"):
+        torch.jit.trace(pipe, data)
 
 
 def test_functional_transforms():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -89,3 +90,13 @@ def test_a_step_is_drawn_before_there_has_been_one():
     assert "1F0" in before and "0B1" in before
     with pytest.raises(RuntimeError, match="no training step yet"):
         pipe.step_graph  # noqa: B018
+
+
+def test_who_asks_for_all_there_is_gets_what_there_is():
+    """As debuggers and completions do."""
+    with fxpipe.compile(MLP(), ["cpu"] * 2, chunks=2) as pipe:
+        assert not hasattr(pipe, "stages") and not hasattr(pipe, "step_graph")
+        assert "stages" not in dict(inspect.getmembers(pipe))
+        pipe(torch.ones(4, 12))
+        assert "stages" in dict(inspect.getmembers(pipe))
+        assert getattr(pipe, "step_graph", None) is None
