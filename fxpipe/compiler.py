@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import reprlib
 import threading
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,13 +14,10 @@ from torch import Tensor, fx, nn
 import passes
 from fxpipe.batch import input_dims, other_input_dims, output_dims
 from fxpipe.graph import ONCE, STAGE
-from fxpipe.hooks import has_hooks
+from fxpipe.known import Known
 from fxpipe.layout import Layout
 from fxpipe.loss import Loss, Target
 from fxpipe.mode import (
-    ANY_SHAPES,
-    KINDS,
-    ONE_SIZE,
     Example,
     Mode,
     Unrolled,
@@ -42,18 +37,14 @@ from fxpipe.runtime.program import lower
 from fxpipe.structure import Structure, map_tensors
 from fxpipe.trace import (
     CustomTracer,
-    InputKey,
     NeedsValues,
     Traced,
     TraceError,
-    autocast_of,
     called,
     canonical,
-    input_key,
     parameters_put_back,
     trace,
     untouched,
-    varying_constant,
 )
 from fxpipe.trace.care import evaluating, on_one_device
 from passes.costs import cost_pass, of_all_micro_batches
@@ -66,60 +57,6 @@ def run_pass(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
     return rewrite(gm)
 
 
-MANY = 100  # kinds of calls to remember a shortcut for
-OFTEN = 8  # times that a model is compiled for other constants before that is said
-
-
-class _Key(NamedTuple):
-    """What one mode serves."""
-
-    kind: str
-    inputs: InputKey
-    dims: tuple[int | None, ...]
-
-    @property
-    def but_for_constants(self) -> _Key:
-        return self._replace(inputs=self.inputs._replace(constants=()))
-
-
-def _shortcut(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """What decides, the model being as it was, which program a call runs, and the tensors in it;
-    None if it takes more to decide.
-
-    For the usual call, of tensors, numbers and names, so that a small model is not held up by ours.
-    """
-    parts = [*args, *kwargs.values()]
-    tensors = [part for part in parts if type(part) is Tensor]
-    if not all(isinstance(part, _CONSTANTS) or type(part) is Tensor for part in parts):
-        return None, tensors
-    kinds = [
-        (part.shape, part.dtype) if isinstance(part, Tensor) else (type(part), part)
-        for part in parts
-    ]
-    return (autocast_of(tensors), len(args), *kwargs, *kinds), tensors
-
-
-_CONSTANTS = (type(None), bool, int, float, str)
-
-
-class _Structure:
-    """The modules of a model, their training flags and whether they have hooks, as they were."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [(m, m.training, has_hooks(m)) for m in model.modules()]
-        self.children = [
-            (module._modules, list(module._modules.values()))
-            for module, _, _ in self.modules
-            if module._modules
-        ]
-
-    def holds(self) -> bool:
-        """Whether they still are."""
-        return all(m.training is t and has_hooks(m) is h for m, t, h in self.modules) and all(
-            [*now.values()] == then for now, then in self.children
-        )
-
-
 class Compiler:
     """Compiles a model for the calls that come, and remembers what it has compiled."""
 
@@ -129,9 +66,7 @@ class Compiler:
         self.model = model
         self.options = options
         self.layout = Layout(len(options.devices), labels)
-        self._modes: dict[_Key, list[Mode]] = {}
-        self._shortcuts: dict[Any, tuple[Mode, list[int]]] = {}
-        self._structure = _Structure(model)
+        self._known = Known(model)
         self._lock = threading.RLock()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any], int]:
@@ -188,36 +123,20 @@ class Compiler:
     def forget(self) -> None:
         """All that has been compiled, but for where the model is cut."""
         with self._lock:
-            self._modes.clear()
-            self._shortcuts.clear()
+            self._known.forget()
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
-        """The mode for a call, and the values of its inputs."""
-        shortcut, tensors = _shortcut(args, kwargs)
-        if not self._structure.holds() or len(self._shortcuts) > MANY:
-            self._shortcuts.clear()
-            self._structure = _Structure(self.model)
-        if shortcut is not None and shortcut in self._shortcuts:
-            mode, order = self._shortcuts[shortcut]
-            if mode.holds():
-                return mode, [tensors[i] for i in order]
-        mode = self._mode(args, kwargs)
+        """The mode for a call, compiled now if it has not been, and the values of its inputs."""
+        found = self._known.at_once(args, kwargs)
+        if found is not None:
+            return found
+        dims = input_dims(self.model, args, kwargs, self.options.in_dims)
+        mode = self._known.mode(args, kwargs, dims) or self._new(args, kwargs, dims)
         values = mode.traced.bind(args, kwargs)
-        places = {id(tensor): i for i, tensor in enumerate(tensors)}
-        if shortcut is not None and len(places) == len(
-            tensors
-        ):  # else it is not clear which is which
-            self._shortcuts[shortcut] = mode, [places[id(value)] for value in values]
+        self._known.remember(args, kwargs, mode, values)
         return mode, values
 
-    def _mode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
-        """What has been compiled for calls like this one; compiled now, if it has not been."""
-        dims = input_dims(self.model, args, kwargs, self.options.in_dims)
-        for kind in KINDS:
-            for mode in self._modes.get(self._key(kind, args, kwargs, dims), ()):
-                batch = mode.batch_in(args, kwargs) or 0
-                if batch <= mode.traced.largest_batch and mode.holds():
-                    return mode
+    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]) -> Mode:
         if transforms():
             raise RuntimeError(
                 "a pipeline cannot be compiled inside of a torch.func transform: call it once "
@@ -227,25 +146,7 @@ class Compiler:
         with compiling():
             some, named = self._to_the_model(usual((some, named)))
             mode = self._compile(some, named, dims)
-        if sum(map(len, self._modes.values())) > MANY:
-            self._modes.clear()
-        key = self._key(mode.kind, args, kwargs, mode.in_dims)
-        self._tell_of_constants(key, args, kwargs)
-        return self._learnt(key, mode)
-
-    def _learnt(self, key: _Key, mode: Mode) -> Mode:
-        """The mode, or one that there was already, if what has changed makes no difference."""
-        known = self._modes.setdefault(key, [])
-        changed = [premises for each in known for premises in each.premises]
-        if len(changed) == OFTEN - 1:
-            self._tell_of_attributes(changed[-1])
-        for each in known:
-            if not each.holds() and each.accepts(mode, self.model):
-                del each.premises[:-OFTEN]
-                return each
-        known.append(mode)
-        del known[:-OFTEN]
-        return mode
+        return self._known.learn(args, kwargs, mode)
 
     def _to_the_model(
         self, inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -267,43 +168,6 @@ class Compiler:
 
         args, kwargs = map_tensors(brought, inputs)
         return args, kwargs
-
-    def _tell_of_constants(self, key: _Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Say so, once, where calls that differ in constants only are compiled again and again."""
-        alike = [other for other in self._modes if other.but_for_constants == key.but_for_constants]
-        if len(alike) + 1 != OFTEN:
-            return
-        varying = varying_constant(self.model, args, kwargs, alike[-1].inputs)
-        if varying is not None:
-            path, value = varying
-            warnings.warn(
-                f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, which "
-                f"is no tensor, differs between the calls ({reprlib.repr(value)} in this one): "
-                "leave out what the model does not need, and give numbers as tensors",
-                stacklevel=2,
-            )
-
-    def _tell_of_attributes(self, before: Premises) -> None:
-        """Say so where attributes that differ make it compile again and again."""
-        names = {module: name for name, module in self.model.named_modules()}
-        for module, attribute in before.broken()[:1]:
-            path = f"{names[module]}.{attribute}".removeprefix(".")
-            value = reprlib.repr(getattr(module, attribute, None))
-            warnings.warn(
-                f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, an "
-                f"attribute that is no tensor, differs between the calls ({value} in this one): "
-                "make it a buffer, or an argument",
-                stacklevel=2,
-            )
-
-    def _key(
-        self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]
-    ) -> _Key:
-        """What calls have in common that one mode of a kind serves."""
-        varying = [None] * len(dims) if kind == ONE_SIZE else dims
-        shapes = kind != ANY_SHAPES
-        inputs = input_key(self.model, args, kwargs, batch_dims=varying, shapes=shapes)
-        return _Key(kind, inputs, tuple(dims))
 
     def _compile(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]

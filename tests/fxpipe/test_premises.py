@@ -41,7 +41,7 @@ def compiled(model, **options):
 
 
 def modes(pipe):
-    return [mode for alike in pipe._compiler._modes.values() for mode in alike]
+    return [mode for alike in pipe._compiler._known._modes.values() for mode in alike]
 
 
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
