@@ -77,32 +77,34 @@ def _of_unknown_sizes(graph: fx.Graph) -> list[list[fx.Node]]:
     so that what is outside of a group comes before it or after."""
     unknown = {n for n in graph.nodes if free_unbacked_symbols(n.meta.get("val"))}
     together: nx.Graph[fx.Node] = nx.Graph()
-    flow: nx.DiGraph[fx.Node] = nx.DiGraph()
+    together.add_nodes_from(n for n in graph.nodes if n in unknown)
     for node in graph.nodes:
-        flow.add_edges_from((source, node) for source in node.all_input_nodes)
-        if node.op == "output":
-            continue
-        if node in unknown:
-            together.add_node(node)
-            # In place: who has made it has to be there as well.
-            together.add_edges_from((s, node) for s in _written(node) if s.op == "call_function")
-        together.add_edges_from((s, node) for s in node.all_input_nodes if s in unknown)
-    for node in list(together):
+        if node.op != "output":
+            together.add_edges_from((s, node) for s in node.all_input_nodes if s in unknown)
+    for node in list(together):  # what is written to in place has to be made there as well
         together.add_edges_from((s, node) for s in _written(node) if s.op == "call_function")
-    position = {node: i for i, node in enumerate(graph.nodes)}
     while True:
         groups = [set(group) for group in nx.connected_components(together)]
         for group in groups:
-            after = set().union(*(nx.descendants(flow, node) for node in group))
-            before = set().union(*(nx.ancestors(flow, node) for node in group))
-            nx.add_path(together, [*group, *((after & before) - group)])
-        if nx.number_connected_components(together) == len(groups) and sum(map(len, groups)) == len(
-            together
-        ):
-            return sorted(
-                (sorted(group, key=position.__getitem__) for group in groups),
-                key=lambda group: position[group[0]],
-            )
+            nx.add_path(together, [*group, *(_between(graph, group) - group)])
+        is_same = nx.number_connected_components(together) == len(groups)
+        if is_same and sum(map(len, groups)) == len(together):
+            break
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    ordered = (sorted(group, key=position.__getitem__) for group in groups)
+    return sorted(ordered, key=lambda group: position[group[0]])
+
+
+def _between(graph: fx.Graph, group: set[fx.Node]) -> set[fx.Node]:
+    """The nodes of a group, and all on a way from one to another."""
+    after, before = set(group), set(group)
+    for node in graph.nodes:
+        if not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    for node in reversed(graph.nodes):
+        if not before.isdisjoint(node.users):
+            before.add(node)
+    return after & before
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
