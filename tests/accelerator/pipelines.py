@@ -95,6 +95,30 @@ def test_a_step_gives_the_gradients_of_the_loop_in_that_order(name, schedule):
         assert same(here(model.buffers()), list(reference.buffers()))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_penalty_on_parameters_is_computed_where_they_are(schedule):
+    """And its gradients are waited for by the stages that they are given to."""
+
+    def penalised(model):
+        def loss_fn(output, target):
+            squares = [(p * p).sum().to(output.device) for p in model.parameters()]
+            return mean_loss(output, target) + 0.1 * sum(squares)
+
+        return loss_fn
+
+    make, inputs = MODELS["unet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    reference, devices = copy.deepcopy(model), FOUR[:2]
+    with fxpipe.compile(
+        model, devices, chunks=4, schedule=schedule, loss_fn=penalised(model)
+    ) as pipe:
+        pipe.step(*(t.to("sim:0") for t in x), target=target.to("sim:1"))
+        order = named(schedule, lanes=2, microbatches=4, stages=len(pipe.stages))
+        loss_fn = penalised(reference)
+        _, wanted = step_of_loop(reference, x, target, pipe, order, 4, loss_fn)
+    assert same(here(gradients(model)), wanted)
+
+
 @pytest.mark.parametrize(
     ("schedule", "checkpoint", "segments"),
     [
