@@ -15,27 +15,14 @@ in other lanes, the order of the sum would be that in which the threads come by.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.runtime.streams import COMPUTE, make_wait, stream, stream_name
-
-
-@dataclass
-class Penalty:
-    """A parameter's gradient, that comes from the loss by itself."""
-
-    parameter: Tensor
-    grad: Tensor
-    made_on: torch.Stream | None
-
-    def arrived(self) -> Tensor:
-        """The gradient, for use in this thread."""
-        make_wait(_current(self.grad), self.made_on, self.grad)
-        return self.grad
+Penalty = tuple[Tensor, Tensor]
+"""A parameter, and its gradient that comes from the loss by itself. It is where the parameter is,
+and made on the stream that all lanes have there."""
 
 
 def leaves_of(values: Iterable[Any]) -> list[Tensor]:
@@ -71,10 +58,4 @@ def homes_of(leaves: Iterable[Tensor], stages: Sequence[nn.Module | None]) -> di
 def penalties(value: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> list[Penalty]:
     """What the backward of a loss brings to these parameters. The loss's graph is kept."""
     found = torch.autograd.grad(value, parameters, grad, retain_graph=True, allow_unused=True)
-    pairs = zip(parameters, found, strict=True)
-    return [Penalty(p, g, _current(g)) for p, g in pairs if g is not None]
-
-
-def _current(tensor: Tensor) -> torch.Stream | None:
-    """The stream on which this thread computes on the tensor's device."""
-    return stream(stream_name(tensor.device, COMPUTE))
+    return [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]

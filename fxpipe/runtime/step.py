@@ -95,8 +95,7 @@ class Tape:
         """Make what the loss has brought a part of the backward that comes by its parameters: this
         one, or the second half."""
         reached = set(leaves_of(roots))
-        for penalty in self.penalties:
-            parameter, grad = penalty.parameter, penalty.arrived()
+        for parameter, grad in self.penalties:
             if parameter._backward_hooks:  # they have seen it when it was made
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             elif parameter in reached:
@@ -228,7 +227,7 @@ def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
     inputs, homes = None, tape.homes
     if homes:
         for penalty in penalties(value, grad, list(homes)):
-            homes[penalty.parameter].penalties.append(penalty)
+            homes[penalty[0]].penalties.append(penalty)
         inputs = [leaf for leaf in leaves_of([value]) if leaf not in homes]
         tape.homes = {}
     (found,) = tape.backward((grad,), inputs)

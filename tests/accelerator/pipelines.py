@@ -97,7 +97,6 @@ def test_a_step_gives_the_gradients_of_the_loop_in_that_order(name, schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_penalty_on_parameters_is_computed_where_they_are(schedule):
-    """And its gradients are waited for by the stages that they are given to."""
 
     def penalised(model):
         def loss_fn(output, target):
