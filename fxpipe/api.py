@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._C._functorch import TransformType
 
 from fxpipe.compiler import Compiler
+from fxpipe.counts import count
 from fxpipe.graph import WRITTEN
 from fxpipe.hooks import HOOKS
 from fxpipe.inspect.dump import dump_of
@@ -277,8 +278,7 @@ class Pipeline(Views, nn.Module):
             target: as for :meth:`step`.
             rounds: how many steps, after one to warm up.
         """
-        if rounds < 1:
-            raise ValueError(f"rounds is {rounds}: give the number of steps to measure, 1 or more")
+        rounds = count("rounds", rounds, "the number of steps to measure")
         unrolled, values = self._ready_to_step(args, kwargs, target)
         inputs = unrolled.graph_module.graph.find_nodes(op="placeholder")
         written = {i for i, node in enumerate(inputs) if WRITTEN in node.meta}
