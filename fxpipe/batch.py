@@ -384,19 +384,16 @@ def _varying(graph: fx.Graph, in_dims: Sequence[int | None]) -> set[fx.Node]:
     return varying
 
 
-FEW = 8  # rows to run a model with
-
-
 def sums(run: Callable[[int, int], Any], batch: int) -> set[str]:
     """The outputs, by their paths, that are sums over the rows: of the same rows several times
     they are several times as large, to the precision of their dtype.
 
     What else grows with the rows grows by less, such as contrastive losses by the logarithm of
-    their number; the fewer rows, the more of them it takes to tell. Of what is random there is no
-    telling: a loss near zero may be twice another one by chance.
+    their number: of two rows that of four would be twice as large as well, and that of eight is
+    three times as large, where a sum is four times. Of what is random there is no telling: a loss
+    near zero may be four times another one by chance.
     """
-    rows = min(batch, FEW)
-    times = 2 if rows > 2 else 4
+    rows, times = min(batch, 2), 4
     try:
         runs = [list(leaves(run(rows, count), "output")) for count in (1, 1, times)]
     except Exception:  # whatever the model says of sizes that do not fit

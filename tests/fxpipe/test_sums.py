@@ -134,6 +134,7 @@ def test_the_loss_may_be_a_part_of_an_object():
 
 def test_of_what_is_random_nothing_is_concluded():
     """Near zero one draw may well be twice another."""
-    draws = iter([1.0, 3.0, 2.0])
+    draws = iter([1.0, 3.0, 4.0])
     assert sums(lambda rows, times: torch.tensor(next(draws)), 8) == set()
     assert sums(lambda rows, times: torch.tensor(float(rows * times)), 8) == {"output"}
+    assert sums(lambda rows, times: torch.tensor(float(rows * times)).log(), 8) == set()
