@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpipe import skip
-    from fxpipe.api import Pipeline, compile
-    from fxpipe.batch import BatchError
-    from fxpipe.devices import DeviceSpec
+    from fxpipe.api import compile
     from fxpipe.dynamo import BackendError, backend
+    from fxpipe.inspect.views import Stage
+    from fxpipe.ir.devices import DeviceSpec
+    from fxpipe.meaning.batch import BatchError
+    from fxpipe.pipeline import Pipeline
     from fxpipe.planning import Plan, plan
     from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
     from fxpipe.schedule import Schedule, ScheduleError, simulate
     from fxpipe.trace import TraceError
-    from fxpipe.views import Stage
-    from passes.automatic import Auto, DoesNotFit
-    from passes.partition import PartitionError
-    from passes.profile import Profile
+    from passes.cost.given import Profile
+    from passes.partition.automatic import Auto, DoesNotFit
+    from passes.partition.partition import PartitionError
 
 __all__ = [
     "Auto",
@@ -44,22 +45,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Pipeline": "fxpipe.api",
-    "Stage": "fxpipe.views",
+    "Pipeline": "fxpipe.pipeline",
+    "Stage": "fxpipe.inspect.views",
     "compile": "fxpipe.api",
     "checkpoint": "fxpipe.runtime.checkpoint",
     "CheckpointError": "fxpipe.runtime.checkpoint",
-    "BatchError": "fxpipe.batch",
+    "BatchError": "fxpipe.meaning.batch",
     "TraceError": "fxpipe.trace",
-    "PartitionError": "passes.partition",
-    "Auto": "passes.automatic",
-    "DoesNotFit": "passes.automatic",
-    "DeviceSpec": "fxpipe.devices",
+    "PartitionError": "passes.partition.partition",
+    "Auto": "passes.partition.automatic",
+    "DoesNotFit": "passes.partition.automatic",
+    "DeviceSpec": "fxpipe.ir.devices",
     "Plan": "fxpipe.planning",
     "plan": "fxpipe.planning",
     "backend": "fxpipe.dynamo",
     "BackendError": "fxpipe.dynamo",
-    "Profile": "passes.profile",
+    "Profile": "passes.cost.given",
     "Schedule": "fxpipe.schedule",
     "ScheduleError": "fxpipe.schedule",
     "simulate": "fxpipe.schedule",
@@ -67,7 +68,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # At first use: the passes need fxpipe.graph, and so this file, before the front door, which
+    # At first use: the passes need fxpipe.ir, and so this file, before the front door, which
     # needs the passes, can be opened.
     if name == "skip":
         return importlib.import_module("fxpipe.skip")

@@ -24,8 +24,9 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 
-from fxpipe.api import Pipeline, compile
-from fxpipe.graph import is_work
+from fxpipe.api import compile
+from fxpipe.ir.graph import is_work
+from fxpipe.pipeline import Pipeline
 
 
 class BackendError(RuntimeError):

@@ -8,27 +8,27 @@ from typing import Protocol
 from torch import fx
 
 from fxpipe.runtime.microbatch import Dims
-from passes.alias import Alias
-from passes.batch_norm import DeferredBatchNorm
-from passes.checkpoint import Checkpoint
-from passes.copies import Copies
-from passes.cost import AnalyticCost
-from passes.defer import Defer
-from passes.dependencies import Dependencies
-from passes.devices import Devices
-from passes.free import Free
-from passes.inputs import InputError, WrittenInputs
-from passes.microbatch import Microbatch
-from passes.partition import Partition, PartitionError
-from passes.portals import Portals
-from passes.random import Random
-from passes.rows import Rows
-from passes.shared import Shared
-from passes.split import Split, SplitError
-from passes.step import Step, StepError
-from passes.streams import Streams
-from passes.tied import Tied
-from passes.verify import Verify, VerifyError
+from passes.cost.analytic import AnalyticCost
+from passes.partition.partition import Partition, PartitionError
+from passes.to_pipeline.checkpoint import Checkpoint
+from passes.to_pipeline.copies import Copies
+from passes.to_pipeline.dependencies import Dependencies
+from passes.to_pipeline.microbatch import Microbatch
+from passes.to_pipeline.portals import Portals
+from passes.to_pipeline.streams import Streams
+from passes.to_pipeline.verify import Verify, VerifyError
+from passes.to_stages.alias import Alias
+from passes.to_stages.batch_norm import DeferredBatchNorm
+from passes.to_stages.devices import Devices
+from passes.to_stages.free import Free
+from passes.to_stages.inputs import InputError, WrittenInputs
+from passes.to_stages.random import Random
+from passes.to_stages.rows import Rows
+from passes.to_stages.shared import Shared
+from passes.to_stages.split import Split, SplitError
+from passes.to_stages.tied import Tied
+from passes.to_step.defer import Defer
+from passes.to_step.step import Step, StepError
 
 __all__ = [
     "Alias",

@@ -32,8 +32,8 @@ from fxpipe.schedule import (
     named,
     stages_per_lane,
 )
-from passes.cut.dag import OUTSIDE
-from passes.problem import problem
+from passes.partition.cut.dag import OUTSIDE
+from passes.partition.problem import problem
 from tests.zoo import gradients, loss_of, same, step_of_loop
 
 EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "300"))

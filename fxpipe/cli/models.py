@@ -20,10 +20,10 @@ from fxpipe.cli.options import (
     writing,
 )
 from fxpipe.cli.passes import chains
-from fxpipe.devices import KNOWN
+from fxpipe.ir.devices import KNOWN
 
 if TYPE_CHECKING:
-    from fxpipe.api import Pipeline
+    from fxpipe.pipeline import Pipeline
 
 PLANNING = 4  # parts: trace, cost, partition, schedule
 

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
-from fxpipe.progress import listening
+from fxpipe.ir.progress import listening
 from fxpipe.schedule.catalogue import NAMES
 
 DRAWINGS = (".svg", ".dot", ".gv")

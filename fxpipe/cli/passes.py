@@ -56,7 +56,7 @@ def chains() -> dict[str, list[type]]:
 
 def about(kind: type) -> str:
     """What the file of a pass says of it, in one sentence."""
-    from fxpipe.inspect.text import summary
+    from fxpipe.ir.text import summary
 
     _, _, said = summary(sys.modules[kind.__module__]).partition(": ")
     return said

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from xml.sax.saxutils import escape
 
-from fxpipe.inspect.text import human_bytes, human_time
+from fxpipe.ir.text import human_bytes, human_time
 from fxpipe.schedule import Timeline
 
 _LEFT, _WIDTH, _ROW, _GAP = 150, 820, 64, 26  # in pixels

@@ -16,9 +16,9 @@ from fxpipe.inspect.html import (
 )
 from fxpipe.inspect.memory import draw_memory
 from fxpipe.inspect.report import Report
-from fxpipe.inspect.text import human_bytes
+from fxpipe.ir.text import human_bytes
 from fxpipe.schedule import Timeline
-from passes.skips import Hop, SkipLayout
+from passes.common.skips import Hop, SkipLayout
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
-from fxpipe.graph import COST, GAP, STAGE, Cost, stage_nodes
-from fxpipe.inspect.text import human_bytes, human_time, optimality
+from fxpipe.ir.graph import COST, GAP, STAGE, Cost, stage_nodes
+from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.schedule import Timeline
-from passes.problem import together
-from passes.skips import SkipLayout
+from passes.common.skips import SkipLayout
+from passes.partition.problem import together
 
 UNEVEN = 1.2  # slowest stage over the mean: above this the report says what limits the cut
 USUAL = 4  # micro-batches for each stage

@@ -8,20 +8,20 @@ from typing import Any
 from torch import nn
 
 import passes as default
-from fxpipe.batch import input_dims
-from fxpipe.counts import count
-from fxpipe.devices import DeviceSpec
-from fxpipe.mode import batch_size, usual
+from fxpipe.ir.counts import count
+from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.progress import began
+from fxpipe.meaning.batch import input_dims
+from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.question import Prices, Question, sketch
 from fxpipe.planning.result import Plan, PlannedStage
-from fxpipe.progress import began
 from fxpipe.runtime.ambient import compiling
 from fxpipe.schedule import Schedule, microbatches_of, placement_of
 from fxpipe.trace import CustomTracer, canonical
-from passes.automatic import DoesNotFit
-from passes.cost import ADAM
-from passes.costs import Costs
-from passes.partition import Spec
+from passes.cost.analytic import ADAM
+from passes.cost.choice import Costs
+from passes.partition.automatic import DoesNotFit
+from passes.partition.partition import Spec
 
 __all__ = ["Plan", "PlannedStage", "plan"]
 
@@ -80,7 +80,7 @@ def plan(
     whole = microbatches_of(schedule, chunks, len(placement))
     args, kwargs = canonical(model, example_inputs, example_kwargs or {})
     with compiling():
-        args, kwargs = usual((args, kwargs))
+        args, kwargs = out_of_inference_mode((args, kwargs))
         dims = input_dims(model, args, kwargs, in_dims)
         began("trace")
         gm, values = sketch(model, args, kwargs, dims, tracer)

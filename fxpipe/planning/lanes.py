@@ -11,10 +11,10 @@ import numpy as np
 from torch import fx
 
 import passes as default
-from fxpipe.devices import DeviceSpec
-from fxpipe.graph import COST, GAP, STAGE, batch_bytes
+from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.graph import COST, GAP, STAGE, batch_bytes
+from fxpipe.ir.progress import began
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
-from fxpipe.progress import began
 from fxpipe.schedule import (
     Edge,
     Link,
@@ -29,13 +29,13 @@ from fxpipe.schedule import (
     simulate,
 )
 from fxpipe.schedule.choice import AUTO
-from passes.cost import relative_time
-from passes.cut.bounds import gap, lower_bound
-from passes.cut.dag import Floats, prices
-from passes.modes import recomputed
-from passes.partition import Spec
-from passes.problem import Problem, machine, problem
-from passes.skips import SkipLayout, skip_layout
+from passes.common.modes import recomputed
+from passes.common.skips import SkipLayout, skip_layout
+from passes.cost.analytic import relative_time
+from passes.partition.cut.bounds import gap, lower_bound
+from passes.partition.cut.dag import Floats, prices
+from passes.partition.partition import Spec
+from passes.partition.problem import Problem, machine, problem
 
 
 @dataclass(frozen=True)

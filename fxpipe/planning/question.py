@@ -11,18 +11,18 @@ from typing import Any
 from torch import fx, nn
 
 import passes as default
-from fxpipe.devices import DeviceSpec
+from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.progress import began
 from fxpipe.planning.lanes import Lanes
 from fxpipe.planning.result import Plan
-from fxpipe.progress import began
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
 from fxpipe.trace import CustomTracer, trace, untouched
-from passes.automatic import Auto, DoesNotFit
-from passes.costs import Costs, cost_pass
-from passes.modes import milder
-from passes.partition import Spec
-from passes.ways import Change, ways_out
+from passes.common.modes import milder
+from passes.cost.choice import Costs, cost_pass
+from passes.partition.automatic import Auto, DoesNotFit
+from passes.partition.partition import Spec
+from passes.partition.ways import Change, ways_out
 
 
 def sketch(

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from rich.console import Console, Group
 from rich.table import Table
 
-from fxpipe.devices import DeviceSpec
-from fxpipe.inspect.text import human_bytes, human_time, optimality
+from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.schedule import (
     Schedule,
     Timeline,
 )
-from passes.skips import SkipLayout
+from passes.common.skips import SkipLayout
 
 ROUNDING = 1e-9  # bytes are sums of fractions
 

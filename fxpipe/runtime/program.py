@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import fx
 
-from fxpipe.graph import MICROBATCH, STAGE, attribute, format_node
-from fxpipe.source import is_of_a_model
+from fxpipe.ir.graph import MICROBATCH, STAGE, attribute, format_node
+from fxpipe.ir.source import is_of_a_model
 
 CALLER = -1
 Env = dict[fx.Node, Any]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from fxpipe.hooks import all_are_watched
+from fxpipe.ir.hooks import all_are_watched
 from fxpipe.runtime.checkpoint import Handle, checkpointed
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.optimizer import Stepping

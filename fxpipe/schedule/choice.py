@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fxpipe.counts import count
+from fxpipe.ir.counts import count
 from fxpipe.schedule.automatic import auto
 from fxpipe.schedule.catalogue import NAMES, least_microbatches, named
 from fxpipe.schedule.schedule import Schedule

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.structure import leaves
+from fxpipe.ir.errors import NeedsValues, TraceError
+from fxpipe.ir.structure import leaves
 from fxpipe.trace import checks, export, symbolic
-from fxpipe.trace.care import Args, Kwargs, called, parameters_put_back, untouched
-from fxpipe.trace.errors import NeedsValues, Refused, TraceError, first_line, sentence
+from fxpipe.trace.errors import Refused, first_line, sentence
 from fxpipe.trace.example import (
     BatchDims,
     Example,
@@ -42,6 +42,7 @@ from fxpipe.trace.example import (
     input_key,
     varying_constant,
 )
+from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
 
 __all__ = [
     "Args",

@@ -13,10 +13,11 @@ from torch import Tensor
 # The pytree that torch.export and Hugging Face register their types with.
 from torch.utils import _pytree as pytree
 
-from fxpipe.structure import is_opened, leaves
-from fxpipe.trace.care import parameters_put_back, untouched
-from fxpipe.trace.errors import Refused, TraceError, first_line
+from fxpipe.ir.errors import TraceError
+from fxpipe.ir.structure import is_opened, leaves
+from fxpipe.trace.errors import Refused, first_line
 from fxpipe.trace.example import Example, Result, Traced
+from fxpipe.trace.isolation import parameters_put_back, untouched
 
 ON_THE_EXAMPLE = "on the example"
 EXPORT_TOLERANCE = 1e-5  # relative: export decomposes some modules into other kernels

@@ -9,20 +9,12 @@ from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxpipe import whole
-from fxpipe.source import is_of_a_model
+from fxpipe.ir.source import is_of_a_model
+from fxpipe.trace import whole
 
 DEPENDS_ON_VALUES = "which way it goes depends on the values of tensors"
 
 GRADIENTS = "it computes gradients within its forward, of what might be in several stages"
-
-
-class TraceError(RuntimeError):
-    """No front end can turn the model into a graph; the message says why, for each of them."""
-
-
-class NeedsValues(TraceError):
-    """A graph cannot be looked at without values, since they decide sizes or numbers in it."""
 
 
 class Refused(Exception):

@@ -20,10 +20,10 @@ from torch.autograd.graph import get_gradient_edge
 # The pytree that torch.export and Hugging Face register their types with.
 from torch.utils import _pytree as pytree
 
-from fxpipe.hooks import has_hooks
+from fxpipe.ir.hooks import has_hooks
+from fxpipe.ir.structure import Structure, leaves
 from fxpipe.runtime.microbatch import first_rows
-from fxpipe.structure import Structure, leaves
-from fxpipe.trace.care import (
+from fxpipe.trace.isolation import (
     Args,
     Kwargs,
     Write,

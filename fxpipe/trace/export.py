@@ -16,13 +16,14 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpipe import skip, whole
-from fxpipe.hooks import has_hooks
-from fxpipe.structure import Structure
-from fxpipe.trace.care import buffers_kept, parameters_put_back, untouched
-from fxpipe.trace.eased import data_used, eased, functions_called, silent
+from fxpipe import skip
+from fxpipe.ir.hooks import has_hooks
+from fxpipe.ir.structure import Structure
+from fxpipe.trace import whole
 from fxpipe.trace.errors import Refused, at
 from fxpipe.trace.example import Example, Traced
+from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
+from fxpipe.trace.patches import data_used, eased, functions_called, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from fxpipe import whole
+from fxpipe.trace import whole
 from fxpipe.trace.errors import DEPENDS_ON_VALUES, at, is_model_line
 
 Symbol = Any  # of sympy

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch._functorch import predispatch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpipe import whole
+from fxpipe.trace import whole
 
 _KEPT = "stack_trace", "nn_module_stack"
 

@@ -19,13 +19,13 @@ import torch
 from torch import fx, nn
 
 from fxpipe import skip
-from fxpipe.hooks import has_hooks
+from fxpipe.ir.hooks import has_hooks
+from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.structure import Structure
 from fxpipe.runtime.ambient import Ambient
-from fxpipe.source import is_of_a_model
-from fxpipe.structure import Structure
-from fxpipe.trace.care import buffers_kept, untouched
 from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
+from fxpipe.trace.isolation import buffers_kept, untouched
 
 
 def front_end(example: Example) -> Traced:

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxpipe.graph import COST, VALUE, Cost
+from fxpipe.ir.graph import COST, VALUE, Cost
 from passes import Alias, AnalyticCost
-from passes.automatic import Auto, automatic
-from passes.cut.dag import Machine
-from passes.cut.solve import solve
-from passes.problem import problem
+from passes.partition.automatic import Auto, automatic
+from passes.partition.cut.dag import Machine
+from passes.partition.cut.solve import solve
+from passes.partition.problem import problem
 from tests.benchmarks.timing import show
 
 STAGES = 4

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxpipe.batch import input_dims
+from fxpipe.meaning.batch import input_dims
 from fxpipe.planning.question import sketch
-from passes.automatic import Auto, automatic
-from passes.cut.dag import Dag, Machine, prices
-from passes.cut.solve import solve_in_order
-from passes.measure import MeasuredCost
-from passes.problem import Problem, problem
+from passes.cost.measured import MeasuredCost
+from passes.partition.automatic import Auto, automatic
+from passes.partition.cut.dag import Dag, Machine, prices
+from passes.partition.cut.solve import solve_in_order
+from passes.partition.problem import Problem, problem
 from tests.benchmarks.nets import AmoebaNet, DenseNet, UNet, resnet, vgg16
 from tests.benchmarks.timing import show
 

@@ -14,10 +14,10 @@ import time
 
 import numpy as np
 
-from passes.cut.dag import Machine
-from passes.cut.solve import DOWNSETS, WORK, Effort, solve
+from passes.partition.cut.dag import Machine
+from passes.partition.cut.solve import DOWNSETS, WORK, Effort, solve
 from tests.benchmarks.timing import show
-from tests.passes.cut.random_dags import random_dag
+from tests.passes.partition.cut.random_dags import random_dag
 
 PATIENT = Effort(downsets=50 * DOWNSETS, work=10 * WORK)
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.graph import COST, STAGE, stage_nodes, tensors_of
+from fxpipe.ir.graph import COST, STAGE, stage_nodes, tensors_of
 from passes import Alias, Partition, Split
-from passes.measure import MeasuredCost
+from passes.cost.measured import MeasuredCost
 from tests.benchmarks.timing import show
 from tests.zoo import ResNet, Transformer, UNet
 

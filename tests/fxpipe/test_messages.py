@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxpipe
-from fxpipe.batch import BatchError
+from fxpipe.meaning.batch import BatchError
 from fxpipe.trace import TraceError
 from passes import PartitionError
 from tests.zoo import MLP, Chain, gradients, same

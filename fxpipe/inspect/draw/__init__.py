@@ -17,13 +17,13 @@ of Okabe and Ito), so that they can be told apart in print and by the colour-bli
 import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
-from fxpipe.graph import ACTION, DEVICE, MICROBATCH, STAGE
 from fxpipe.inspect.draw.model import draw_model
 from fxpipe.inspect.draw.picture import SKIP_COLOURS
 from fxpipe.inspect.draw.pipeline import draw_pipeline
 from fxpipe.inspect.draw.stages import draw_stages
 from fxpipe.inspect.draw.step import draw_step
 from fxpipe.inspect.draw.svg import render_svg
+from fxpipe.ir.graph import ACTION, DEVICE, MICROBATCH, STAGE
 
 __all__ = [
     "SKIP_COLOURS",

@@ -20,7 +20,7 @@ from math import ceil
 
 from torch import fx
 
-from fxpipe.graph import COST, Cost
+from fxpipe.ir.graph import COST, Cost
 
 Path = tuple[str, ...]
 

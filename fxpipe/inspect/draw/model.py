@@ -12,7 +12,6 @@ import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import ACTION, MICROBATCH, VALUE, is_work, operator_name, tensor_bytes
 from fxpipe.inspect.draw.fold import Box, fold
 from fxpipe.inspect.draw.picture import (
     CLUSTER,
@@ -27,8 +26,9 @@ from fxpipe.inspect.draw.picture import (
     sources_of,
     type_text,
 )
-from fxpipe.inspect.text import human_bytes
-from passes.skips import stage_of
+from fxpipe.ir.graph import ACTION, MICROBATCH, VALUE, is_work, operator_name, tensor_bytes
+from fxpipe.ir.text import human_bytes
+from passes.common.skips import stage_of
 
 BOXES = 80  # more than these are folded
 PART_BOXES = 240  # of graphs that have micro-batches, and no modules to fold

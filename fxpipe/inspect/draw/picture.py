@@ -14,9 +14,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe import ops
-from fxpipe.graph import ORIGIN, VALUE, tensor_bytes
 from fxpipe.inspect.draw.svg import Drawing
-from fxpipe.inspect.text import human_bytes
+from fxpipe.ir.graph import ORIGIN, VALUE, tensor_bytes
+from fxpipe.ir.text import human_bytes
 
 SKIP_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _SKIP_STYLES = ("solid", "dashed", "dotted")

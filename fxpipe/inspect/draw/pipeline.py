@@ -10,7 +10,6 @@ import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import MICROBATCH
 from fxpipe.inspect.draw.picture import (
     CALLER,
     CLUSTER,
@@ -25,7 +24,8 @@ from fxpipe.inspect.draw.picture import (
     skip_lines,
     width_of,
 )
-from passes.cells import Cell, cell_of, cells
+from fxpipe.ir.graph import MICROBATCH
+from passes.to_pipeline.cells import Cell, cell_of, cells
 
 _COPY = Line("copy")
 _USE = Line("value, not copied", arrowhead="empty")

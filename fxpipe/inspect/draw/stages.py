@@ -8,7 +8,6 @@ from itertools import pairwise
 import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
-from fxpipe.graph import VALUE, Cost, batch_bytes
 from fxpipe.inspect.draw.model import draw_node
 from fxpipe.inspect.draw.picture import (
     CALLER,
@@ -22,8 +21,9 @@ from fxpipe.inspect.draw.picture import (
     type_text,
     value_text,
 )
-from fxpipe.inspect.text import human_bytes, human_time
-from passes.skips import routes, stage_of
+from fxpipe.ir.graph import VALUE, Cost, batch_bytes
+from fxpipe.ir.text import human_bytes, human_time
+from passes.common.skips import routes, stage_of
 
 MANY = 4  # values that go one way: more than these are one line
 MANY_RESULTS = 2  # of one stage

@@ -15,7 +15,6 @@ import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.graph import ACTION, MICROBATCH, STAGE
 from fxpipe.inspect.draw.picture import (
     CLUSTER,
     SKIP_COLOURS,
@@ -28,6 +27,7 @@ from fxpipe.inspect.draw.picture import (
     sources_of,
     width_of,
 )
+from fxpipe.ir.graph import ACTION, MICROBATCH, STAGE
 from fxpipe.schedule import Action, Kind
 
 _FILL = {

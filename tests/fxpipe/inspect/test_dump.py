@@ -6,7 +6,7 @@ import torch
 
 import fxpipe
 from fxpipe.inspect.dump import diff_html, whole_text
-from fxpipe.inspect.text import summary
+from fxpipe.ir.text import summary
 from passes import Random, Step, default_passes
 from tests.zoo import MLP
 

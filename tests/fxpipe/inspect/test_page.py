@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.inspect.text import human_bytes
+from fxpipe.ir.text import human_bytes
 from tests.fxpipe.inspect.parsed import Page
 from tests.zoo import Chain
 

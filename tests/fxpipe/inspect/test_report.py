@@ -3,9 +3,9 @@ import torch
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.graph import ALIAS, COST, GAP, STAGE, Cost, stage_nodes
 from fxpipe.inspect.report import advice, of_the_bubble
-from fxpipe.inspect.text import human_bytes, human_time, optimality
+from fxpipe.ir.graph import ALIAS, COST, GAP, STAGE, Cost, stage_nodes
+from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.schedule import Schedule, named
 
 

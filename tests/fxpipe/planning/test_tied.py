@@ -9,7 +9,7 @@ from torch import nn
 import fxpipe
 from fxpipe import DeviceSpec
 from fxpipe.schedule import live
-from passes.skips import Hop
+from passes.common.skips import Hop
 from tests.benchmarks.memory import Held
 from tests.fxpipe.planning.plans import FREE_LINKS
 

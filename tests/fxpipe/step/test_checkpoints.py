@@ -9,7 +9,7 @@ import torch
 
 import fxpipe
 from fxpipe import ops
-from fxpipe.graph import STAGE
+from fxpipe.ir.graph import STAGE
 from fxpipe.schedule import Schedule, joined, named
 from tests.zoo import MLP, MODELS, gradients, mean_loss, same, step_of_loop
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.trace import TraceError, trace
-from fxpipe.whole import Whole
+from fxpipe.trace.whole import Whole
 from tests.fxpipe.trace.small import MLP, run, x
 from tests.zoo import same
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.graph import Cost
 from fxpipe.inspect.draw import SKIP_COLOURS, draw_model, draw_pipeline, draw_stages, render_svg
+from fxpipe.ir.graph import Cost
 from tests.zoo import MLP, UNet, images
 
 TWO = ["cuda:0", "cuda:1"]

@@ -1,0 +1,60 @@
+"""Bindings: the graph modules of a pipeline use the tensors that the model has now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.ir.graph import attribute
+
+
+def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
+    """The modules of the stages, in order."""
+    calls = stage_graph.graph.find_nodes(op="call_module")
+    return [attribute(stage_graph, str(call.target)) for call in calls]
+
+
+@dataclass
+class Binding:
+    """A tensor that a graph module holds by name, and where the model has it."""
+
+    name: str
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+    device: torch.device | None = None
+    """Where a buffer has to be that several stages read: one of them has a replica."""
+    _replicated: tuple[Tensor, int] | None = None  # and its version then
+
+    def refresh(self) -> None:
+        """It may be another object by now: assigned, loaded, or exchanged by functional_call."""
+        if self.name not in self.theirs:
+            return
+        theirs = self.theirs[self.name]
+        if theirs is None or self.device is None or theirs.device == self.device:
+            self.ours[self.name] = theirs
+            return
+        now = (theirs, 0 if theirs.is_inference() else theirs._version)
+        known, version = self._replicated or (None, 0)
+        if known is not theirs or version != now[1]:
+            self.ours[self.name], self._replicated = theirs.detach().to(self.device), now
+
+
+def bindings(
+    gm: fx.GraphModule, model: nn.Module, device: torch.device | None = None
+) -> list[Binding]:
+    """Of all tensors that a graph has of a model. ``device``: of the stage that the graph is."""
+    found = []
+    for node in gm.graph.find_nodes(op="get_attr"):
+        path, _, name = str(node.target).rpartition(".")
+        try:
+            source, owner = model.get_submodule(path), gm.get_submodule(path)
+        except AttributeError:  # a constant of the trace
+            continue
+        if name in source._parameters and name in owner._parameters:
+            found.append(Binding(name, owner._parameters, source._parameters))
+        if name in source._buffers and name in owner._buffers:
+            found.append(Binding(name, owner._buffers, source._buffers, device))
+    return found

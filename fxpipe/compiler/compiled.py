@@ -1,0 +1,117 @@
+"""What has been compiled for one kind of call: its graphs, its example, its bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.compiler.bindings import Binding
+from fxpipe.compiler.loss import own_loss
+from fxpipe.ir.graph import STAGE, Cost, cost_of, stage_nodes
+from fxpipe.meaning.sample import Sample, batch_size
+from fxpipe.runtime.microbatch import SUM, Dims
+from fxpipe.runtime.program import Program
+from fxpipe.trace import Traced
+from fxpipe.trace.premises import Premises, are_alike
+
+# For which calls what has been compiled for one serves too. Symbolic graphs have no shapes.
+ANY_SHAPES, ANY_SIZE, ONE_SIZE = KINDS = "any shapes", "any batch size", "one batch size"
+
+
+@dataclass
+class Unrolled:
+    """A pipeline graph for one number of micro-batches, ready to run."""
+
+    graph_module: fx.GraphModule
+    inline: Program
+    lanes: Program | None
+
+
+@dataclass
+class Mode:
+    """The model as traced for one kind of call: one structure of inputs, train or eval, ..."""
+
+    traced: Traced
+    stage_graph: fx.GraphModule
+    in_dims: list[int | None]
+    out_dims: list[Dims]
+    example: Sample
+    premises: list[Premises]
+    """States of the model's attributes by which it comes to these graphs."""
+    chunks: int | None = None
+    """Of how many micro-batches, if the graph is for those of one size and no other."""
+    bindings: list[Binding] = field(default_factory=list)
+    unrolled: dict[int, Unrolled] = field(default_factory=dict)
+    steps: dict[Any, Unrolled] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """For which other calls this serves too."""
+        if self.chunks is not None:
+            return ONE_SIZE
+        return ANY_SHAPES if self.traced.front_end == "symbolic" else ANY_SIZE
+
+    @property
+    def model_graph(self) -> fx.GraphModule:
+        """The traced model."""
+        return self.traced.graph_module
+
+    @property
+    def costs(self) -> list[Cost]:
+        """Of each stage, for the example's mini-batch."""
+        members: dict[int, list[fx.Node]] = {}
+        for node in stage_nodes(self.model_graph.graph):
+            members.setdefault(node.meta[STAGE], []).append(node)
+        return [cost_of(members[stage]) for stage in sorted(members)]
+
+    @property
+    def returns_a_sum(self) -> bool:
+        """Whether the loss, if the model returns one, is a sum over the rows."""
+        output = self.stage_graph.graph.output_node()
+        marks = {
+            node: pytree.tree_map(lambda dim: torch.tensor(dim == SUM), dims)
+            for node, dims in zip(output.all_input_nodes, self.out_dims, strict=True)
+        }
+        mark = own_loss(self.traced.rebuild(fx.map_arg(output.args[0], marks.__getitem__)))
+        return isinstance(mark, Tensor) and bool(mark)
+
+    def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The size of the mini-batch of a call."""
+        return self.batch_of(self.traced.bind(args, kwargs))
+
+    def refresh(self) -> None:
+        """Take what the model has now, where its tensors have been exchanged."""
+        for binding in self.bindings:
+            binding.refresh()
+
+    def holds(self) -> bool:
+        """Whether the graphs are the model's, whose attributes may have changed."""
+        return any(premises.hold() for premises in self.premises)
+
+    def accepts(self, other: Mode, model: nn.Module) -> bool:
+        """Whether what has been compiled for a changed model is the same: then it is known.
+
+        Modules that the graph has as they are do what their attributes say: which of these may
+        change is known from now on. What others have as attributes may make a difference next time.
+        """
+        if (self.in_dims, self.out_dims, self.chunks) != (
+            other.in_dims,
+            other.out_dims,
+            other.chunks,
+        ) or not are_alike(self.stage_graph, other.stage_graph):
+            return False
+        kept = set(model.modules()).intersection(self.stage_graph.modules())
+        free = {each for p in self.premises for each in p.broken() if each[0] in kept}
+        self.premises = [premises.without(free) for premises in self.premises]
+        if not self.holds():
+            self.premises += [premises.without(free) for premises in other.premises]
+        return True
+
+    def batch_of(self, values: Sequence[Any]) -> int | None:
+        """The size of the mini-batch."""
+        return batch_size(values, self.in_dims)

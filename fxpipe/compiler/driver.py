@@ -1,0 +1,367 @@
+"""From a call of the model to a program: trace, cut, place, unroll; and what is kept of it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import passes
+from fxpipe.compiler.bindings import bindings, stages_of
+from fxpipe.compiler.cache import Known
+from fxpipe.compiler.compiled import Mode, Unrolled
+from fxpipe.compiler.layout import Layout
+from fxpipe.compiler.loss import Loss, Target
+from fxpipe.compiler.options import Options, RunPass
+from fxpipe.compiler.placement import place
+from fxpipe.ir.graph import ONCE, STAGE
+from fxpipe.ir.progress import began
+from fxpipe.ir.structure import Structure, map_tensors
+from fxpipe.meaning.batch import input_dims, other_input_dims, output_dims
+from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
+from fxpipe.runtime.ambient import compiling, transforms
+from fxpipe.runtime.microbatch import Dims
+from fxpipe.runtime.program import lower
+from fxpipe.trace import (
+    CustomTracer,
+    NeedsValues,
+    Traced,
+    TraceError,
+    called,
+    canonical,
+    parameters_put_back,
+    trace,
+    untouched,
+)
+from fxpipe.trace.isolation import evaluating, on_one_device
+from fxpipe.trace.premises import Premises, attributes_read
+from passes.common.fakes import forget_history
+from passes.cost.choice import cost_pass, of_all_micro_batches
+from passes.partition.partition import PartitionError
+
+
+def run_pass(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
+    """Run a pass that nobody looks at."""
+    return rewrite(gm)
+
+
+class Compiler:
+    """Compiles a model for the calls that come, and remembers what it has compiled."""
+
+    def __init__(
+        self, model: nn.Module, options: Options, labels: dict[str, int] | None = None
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.layout = Layout(len(options.devices), labels)
+        self._known = Known(model)
+        self._lock = threading.RLock()
+
+    def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any], int]:
+        """The mode for a call, compiled now if it has not been; the values to run it with; and the
+        number of micro-batches."""
+        with self._lock:
+            mode, values = self._found(args, kwargs)
+            mode.refresh()
+            return mode, values, mode.chunks or self.options.chunks_for(mode.batch_of(values))
+
+    def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
+        """The pipeline graph of so many micro-batches."""
+        with self._lock:
+            if chunks not in mode.unrolled:
+                mode.unrolled[chunks] = self._unroll(mode, chunks)
+                mode.refresh()
+            return mode.unrolled[chunks]
+
+    def step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
+        """The step graph of so many micro-batches, and for targets like this one."""
+        key = chunks, target.nesting, target.has_batch
+        with self._lock:
+            if key not in mode.steps:
+                mode.steps[key] = self._unroll_step(mode, chunks, target)
+                mode.refresh()
+            return mode.steps[key]
+
+    def _unroll_step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
+        options = self.options
+        rewrite = passes.Step(
+            loss=Loss(options.loss_fn, mode.traced.rebuild, target.nesting),
+            schedule=options.schedule_for(chunks, mode.costs),
+            devices=options.names,
+            in_dims=tuple(mode.in_dims),
+            targets=target.has_batch,
+            checkpoint=options.checkpoint,
+            checkpoint_segments=options.checkpoint_segments,
+            summed=options.loss_fn is None and mode.returns_a_sum,
+        )
+        observed = self._observed(f"step of {chunks}", mode.stage_graph)
+        return self._unrolled(mode, observed(rewrite, mode.stage_graph), chunks)
+
+    def _observed(self, title: str, gm: fx.GraphModule) -> RunPass:
+        """How to run the passes that begin with this graph."""
+        observer = self.options.observer
+        run = run_pass if observer is None else observer(f"{type(self.model).__name__} {title}", gm)
+
+        def told(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
+            began(str(getattr(rewrite, "name", type(rewrite).__name__)))
+            return run(rewrite, gm)
+
+        return told
+
+    def forget(self) -> None:
+        """All that has been compiled, but for where the model is cut."""
+        with self._lock:
+            self._known.forget()
+
+    def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
+        """The mode for a call, compiled now if it has not been, and the values of its inputs."""
+        found = self._known.at_once(args, kwargs)
+        if found is not None:
+            return found
+        dims = input_dims(self.model, args, kwargs, self.options.in_dims)
+        mode = self._known.mode(args, kwargs, dims) or self._new(args, kwargs, dims)
+        values = mode.traced.bind(args, kwargs)
+        self._known.remember(args, kwargs, mode, values)
+        return mode, values
+
+    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]) -> Mode:
+        if transforms():
+            raise RuntimeError(
+                "a pipeline cannot be compiled inside of a torch.func transform: call it once "
+                "before, or give example_inputs to compile()"
+            )
+        some, named = canonical(self.model, args, kwargs)
+        with compiling():
+            some, named = self._to_the_model(out_of_inference_mode((some, named)))
+            mode = self._compile(some, named, dims)
+        return self._known.learn(args, kwargs, mode)
+
+    def _to_the_model(
+        self, inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs on the device of the model, which runs there as it is.
+
+        Once its stages have been placed it is the model that comes to the inputs.
+        """
+        own = (*self.model.parameters(), *self.model.buffers())
+        homes = {tensor.device for tensor in own}
+        if self.layout.labels or len(homes) != 1 or torch.device("meta") in homes:
+            return inputs
+        (home,) = homes
+
+        def brought(tensor: Tensor) -> Tensor:
+            if tensor.device == home or tensor.is_meta:
+                return tensor
+            return tensor.detach().to(home).requires_grad_(tensor.requires_grad)
+
+        args, kwargs = map_tensors(brought, inputs)
+        return args, kwargs
+
+    def _compile(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]
+    ) -> Mode:
+        """Compiled for any size of the batch; where there is no such graph, with other dimensions
+        as the batch's; at last for micro-batches of the one size that this batch has them in."""
+        try:
+            return self._compiled(args, kwargs, dims)
+        except PartitionError:  # which has nothing to do with the batch
+            raise
+        except Exception as error:
+            # It may be that inputs have been taken for parts of the batch.
+            other = other_input_dims(self.model, args, kwargs, dims, self.options.in_dims)
+            if other is not None:
+                return self._compiled(args, kwargs, other)
+            mode = self._of_one_size(args, kwargs, dims, error)
+            if mode is None:
+                raise
+            return mode
+
+    def _of_one_size(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None], why: Exception
+    ) -> Mode | None:
+        """Compiled for micro-batches of the one size that this batch has them in."""
+        batch = batch_size(Structure.of((args, kwargs))[0], dims)
+        if not batch or not isinstance(why, TraceError):
+            return None
+        try:
+            return self._compiled(args, kwargs, dims, self.options.even_chunks_for(batch))
+        except PartitionError:  # so it can be traced
+            raise
+        except Exception:  # why it cannot be for any size says more
+            return None
+
+    def _compiled(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: list[int | None],
+        chunks: int | None = None,
+    ) -> Mode:
+        """The stages; with ``chunks`` from a trace of the first of so many micro-batches."""
+        options = self.options
+        tensors, _ = Structure.of((args, kwargs))
+        batch = batch_size(tensors, dims)
+        traced_with, varying = (args, kwargs), dims
+        if chunks is not None and batch is not None:
+            traced_with = with_rows((args, kwargs), dims, batch // chunks)
+            varying = [None] * len(dims)
+
+        with self._where_it_runs(tensors), attributes_read(self.model) as reads:
+            traced, gm, found, observed = self._traced(
+                traced_with, varying, dims, chunks, options.tracer
+            )
+        self._label(gm, observed)
+        for rewrite in (passes.Free(), passes.Tied(options.names)):
+            gm = observed(rewrite, gm)
+        stage_graph = observed(passes.Split(), gm)
+        if tensors:
+            stage_graph = observed(passes.Devices(tensors[0].device, options.devices), stage_graph)
+        place(self.model, stage_graph, options.devices)
+        mode = Mode(
+            traced=traced,
+            stage_graph=stage_graph,
+            in_dims=dims,
+            out_dims=found,
+            example=Sample.of(args, kwargs, dims, batch),
+            premises=[Premises(self.model, reads)],
+            chunks=chunks,
+        )
+        for gm in (mode.model_graph, stage_graph):
+            mode.bindings += bindings(gm, self.model)
+        for gm, device in zip(stages_of(stage_graph), options.devices, strict=True):
+            mode.bindings += bindings(gm, self.model, device)
+        return mode
+
+    def _traced(
+        self,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        varying: list[int | None],
+        dims: list[int | None],
+        chunks: int | None,
+        tracer: str | CustomTracer,
+    ) -> tuple[Traced, fx.GraphModule, list[Dims], RunPass]:
+        """The model graph, ready to be cut; and how to run what passes there are to come."""
+        began("trace")
+        traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying)
+        observed = self._observed("stages", traced.graph_module)
+        try:
+            gm, found = self._prepared(traced, inputs, dims, chunks, observed)
+        except NeedsValues:
+            if tracer != "auto":
+                raise
+            # Export keeps modules whole that go by values; fx has looked into them.
+            return self._traced(inputs, varying, dims, chunks, "export")
+        return traced, gm, found, observed
+
+    def _where_it_runs(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """A model whose stages have been placed comes back together to be traced once more."""
+        if not self.layout.labels or not inputs:
+            return nullcontext()
+        return on_one_device(self.model, inputs[0].device)
+
+    def _prepared(
+        self,
+        traced: Traced,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        dims: list[int | None],
+        chunks: int | None,
+        observed: RunPass,
+    ) -> tuple[fx.GraphModule, list[Dims]]:
+        """The model graph with all that a cut has to know, and the outputs' batch dimensions."""
+        options, gm, values = self.options, traced.graph_module, traced.bind(*inputs)
+        if options.deferred_batch_norm:
+            gm = observed(passes.DeferredBatchNorm(), gm)
+        with untouched(self.model):
+            gm = observed(passes.Alias(tuple(values)), gm)
+            gm = observed(passes.WrittenInputs(tuple(dims), options.chunks), gm)
+            if any(ONCE in node.meta for node in gm.graph.nodes):
+                gm = observed(passes.Alias(tuple(values)), gm)
+            run = functools.partial(self._repeated, inputs, dims)
+            larger = None if chunks is None else self._with_more_rows(inputs, dims)
+            several = 1
+            if chunks is None:
+                several = options.chunks_for(batch_size(values, dims))
+                gm = observed(passes.Rows(tuple(values), tuple(dims), several), gm)
+            found = output_dims(gm, values, dims, options.out_dims, traced.rebuild, larger, run)
+            costs = "analytic" if self.layout.labels else options.costs  # it has been cut
+            price = cost_pass(costs, tuple(values), device=options.devices[0], chunks=several)
+            gm = observed(price, gm)
+            if chunks is not None:
+                of_all_micro_batches(gm.graph, chunks)
+            gm = observed(passes.Shared(), gm)
+            forget_history(gm.graph)
+            gm = observed(passes.Random(), gm)
+        return gm, found
+
+    def _with_more_rows(
+        self, inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: list[int | None]
+    ) -> Any:
+        """The model's own output for a batch of one row more; of twice as many, if it takes rows
+        in pairs, say, only."""
+        rows = batch_size(Structure.of(inputs)[0], dims) or 0
+        try:
+            return self._with_rows(inputs, dims, rows + 1)
+        except Exception:
+            return self._with_rows(inputs, dims, 2 * rows)
+
+    def _with_rows(
+        self, inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: list[int | None], rows: int
+    ) -> Any:
+        """The model's own output for a batch of so many rows."""
+        with parameters_put_back(self.model), torch.no_grad():
+            return called(self.model, *with_rows(inputs, dims, rows))
+
+    def _repeated(
+        self,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        dims: list[int | None],
+        rows: int,
+        times: int,
+    ) -> Any:
+        """The model's own output for some rows several times over; nothing is dropped."""
+        with evaluating(self.model):
+            return self._with_rows(with_rows(inputs, dims, rows), dims, times * rows)
+
+    def _label(self, gm: fx.GraphModule, observed: RunPass) -> None:
+        """Cut as asked for; once it has been cut, what is traced later is cut alike."""
+        known = self.layout.known(gm)
+        if known is not None:
+            for node, stage in known.items():
+                node.meta[STAGE] = stage
+        else:
+            if self.layout.labels:  # parameters will move: what has been compiled is of no use
+                self.forget()
+                self.layout.forget()
+            observed(passes.Partition(len(self.options.devices), self.options.partition), gm)
+        self.layout.learn(gm)
+
+    def _unroll(self, mode: Mode, chunks: int) -> Unrolled:
+        options = self.options
+        gm = mode.stage_graph
+        observed = self._observed(f"pipeline of {chunks}", gm)
+        for rewrite in options.passes(
+            devices=options.names,
+            chunks=chunks,
+            in_dims=mode.in_dims,
+            out_dims=mode.out_dims,
+            checkpoint=options.checkpoint,
+            checkpoint_segments=options.checkpoint_segments,
+        ):
+            gm = observed(rewrite, gm)
+        return self._unrolled(mode, gm, chunks)
+
+    def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int) -> Unrolled:
+        """Make a graph ready to run."""
+        stages = stages_of(mode.stage_graph)
+        for made in gm.modules():  # the graph itself, and what passes have added to it
+            if isinstance(made, fx.GraphModule) and made not in stages:
+                mode.bindings += bindings(made, self.model)
+        # One micro-batch has nothing to run beside it.
+        runs_inline = chunks == 1 or len(self.options.lanes) == 1
+        in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
+        return Unrolled(gm, lower(gm), in_lanes)

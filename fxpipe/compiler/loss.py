@@ -1,0 +1,125 @@
+"""The loss of a training step: a function of output and target, or the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.structure import Structure
+from fxpipe.runtime.random import alone
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class Loss(nn.Module):
+    """``loss_fn(output, target)`` for the output of a graph and the leaves of a target.
+
+    Without a function the model returns its loss: as its output, or the first of a tuple, or what
+    is called ``loss`` in it.
+    """
+
+    def __init__(
+        self, loss_fn: LossFunction | None, rebuild: Callable[[Any], Any], nesting: Nesting
+    ) -> None:
+        super().__init__()
+        # A module is no submodule here: whose parameters it has is not for us to decide.
+        self.call = None if loss_fn is None else lambda *args: loss_fn(*args)
+        self.rebuild, self.nesting = rebuild, nesting
+
+    def forward(self, output: Any, target: Sequence[Any]) -> Any:
+        """The loss, a scalar if all is well."""
+        output = self.rebuild(output)
+        if self.call is None:
+            return own_loss(output)
+        whole = self.nesting.fill(target)
+        try:
+            with alone():
+                return self.call(output, whole)
+        except Exception as error:
+            if whole is None:
+                error.add_note("step() was given no target=, so that loss_fn was called with None")
+            raise
+
+
+def own_loss(output: Any) -> Any:
+    """What a model returns as its loss."""
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if isinstance(getattr(output, "loss", None), Tensor):
+        return output.loss
+    if isinstance(output, tuple | list) and output:
+        return output[0]
+    return output
+
+
+@dataclass(frozen=True)
+class Nesting:
+    """Of which leaves a target is made.
+
+    An object that pytree does not know is opened: its leaves are what it is without its tensors,
+    and these.
+    """
+
+    spec: pytree.TreeSpec
+    tensors: tuple[int | None, ...]
+    """For each leaf of the spec, how many tensors have been taken out of it; None: it is whole."""
+
+    def fill(self, leaves: Sequence[Any]) -> Any:
+        """A target of such leaves."""
+        remaining = iter(leaves)
+        parts = []
+        for count in self.tensors:
+            first = next(remaining)
+            parts.append(first if count is None else first.fill(list(islice(remaining, count))))
+        return pytree.tree_unflatten(parts, self.spec)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target, leaf by leaf."""
+
+    leaves: list[Any]
+    nesting: Nesting
+    has_batch: tuple[bool, ...]
+
+    @staticmethod
+    def of(target: Any, batch: int | None) -> Target:
+        """The target of a mini-batch of that size.
+
+        Raises:
+            ValueError: if a tensor in it has another number of rows.
+            TypeError: for an array of another library, which would not be split.
+        """
+        parts, spec = pytree.tree_flatten(target)
+        leaves: list[Any] = []
+        counts: list[int | None] = []
+        for part in parts:
+            tensors, structure = Structure.of(part)
+            is_whole = isinstance(part, Tensor) or not tensors
+            leaves += [part] if is_whole else [structure, *tensors]
+            counts.append(None if is_whole else len(tensors))
+        has_batch = tuple(_is_split(leaf, batch) for leaf in leaves)
+        return Target(leaves, Nesting(spec, tuple(counts)), has_batch)
+
+
+def _is_split(leaf: Any, batch: int | None) -> bool:
+    is_array = isinstance(leaf, Tensor) or hasattr(leaf, "__array__")
+    if batch is None or not is_array or len(leaf.shape) == 0:
+        return False
+    if not isinstance(leaf, Tensor):
+        kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+        raise TypeError(
+            f"the target has a {kind} of shape {tuple(leaf.shape)}, which is not split into "
+            "micro-batches: give a tensor, as torch.as_tensor makes it"
+        )
+    if leaf.shape[0] != batch:
+        raise ValueError(
+            f"the target has a tensor of shape {tuple(leaf.shape)}, and the batch has "
+            f"{batch} rows: its first dimension must be as large"
+        )
+    return True

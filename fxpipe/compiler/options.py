@@ -1,0 +1,186 @@
+"""What :func:`fxpipe.compile` has been told, checked: whatever cannot be is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+import passes as default
+from fxpipe.compiler.loss import LossFunction
+from fxpipe.ir.counts import count
+from fxpipe.ir.graph import Cost
+from fxpipe.planning.estimates import estimated_costs
+from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
+from fxpipe.trace import CustomTracer
+from passes.cost.choice import Costs
+from passes.partition.partition import Spec
+
+PassList = Callable[..., Sequence[default.Pass]]
+
+RunPass = Callable[[default.Pass, fx.GraphModule], fx.GraphModule]
+Observer = Callable[[str, fx.GraphModule], RunPass]
+"""Told that a chain of passes begins: its title and its graph. Gives what is to run them."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What :func:`fxpipe.compile` has been told. ``devices``: one for each stage."""
+
+    devices: tuple[torch.device, ...]
+    placement: tuple[int, ...]  # of each stage: its lane
+    schedule: str | Schedule
+    loss_fn: LossFunction | None
+    chunks: int | None
+    partition: Spec
+    checkpoint: str
+    checkpoint_segments: int
+    deferred_batch_norm: bool
+    in_dims: Any
+    out_dims: Any
+    tracer: str | CustomTracer
+    passes: PassList
+    costs: Costs = "analytic"
+    observer: Observer | None = None
+
+    @staticmethod
+    def of(
+        devices: Sequence[str | torch.device] | None,
+        schedule: str | Schedule,
+        stages: int | None,
+        *,
+        chunks: int | None,
+        costs: Costs,
+        can_measure: bool,
+        **others: Any,
+    ) -> Options:
+        """As given to :func:`fxpipe.compile`; ``can_measure``: there are example inputs."""
+        lanes = _devices(devices)
+        if chunks is not None:
+            chunks = count("chunks", chunks, "the number of micro-batches")
+        placement = placement_of(schedule, len(lanes), stages)
+        if isinstance(costs, str) and costs == "auto":
+            costs = "measured" if can_measure and lanes[0].type != "cpu" else "analytic"
+        return Options(
+            devices=tuple(lanes[lane] for lane in placement),
+            placement=placement,
+            schedule=schedule,
+            chunks=chunks,
+            costs=costs,
+            **others,
+        )
+
+    def __post_init__(self) -> None:
+        self._check_fit()
+        default.Checkpoint(self.checkpoint, self.checkpoint_segments)  # which checks them
+        if isinstance(self.loss_fn, type):
+            name = self.loss_fn.__name__
+            raise TypeError(f"loss_fn is the class {name}: give an instance, {name}()")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise TypeError(
+                f"loss_fn is a {type(self.loss_fn).__name__}: give a function of the output and "
+                "the target that returns a scalar tensor"
+            )
+        if not callable(self.passes):
+            raise TypeError(
+                f"passes is a {type(self.passes).__name__}: give a function that takes the "
+                "keyword arguments of passes.default_passes and returns a list of passes"
+            )
+
+    def _check_fit(self) -> None:
+        """Chunks and schedule have to agree."""
+        chunks = self._chunks
+        if isinstance(self.schedule, str) and self.schedule != AUTO and self.chunks is not None:
+            stages, lanes = len(self.devices), len(self.lanes)
+            named(self.schedule, lanes=lanes, stages=stages, microbatches=chunks)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The devices, as text."""
+        return tuple(map(str, self.devices))
+
+    @property
+    def lanes(self) -> tuple[torch.device, ...]:
+        """The device of each lane."""
+        return tuple(self.devices[self.placement.index(i)] for i in range(1 + max(self.placement)))
+
+    def schedule_for(self, chunks: int, costs: Sequence[Cost]) -> Schedule:
+        """The order of a training step of so many micro-batches.
+
+        ``costs``: of the stages, for a mini-batch.
+        """
+        return schedule_of(
+            self.schedule,
+            self.placement,
+            chunks,
+            lambda: estimated_costs(costs, chunks, self.checkpoint),
+            whole=self._chunks,
+        )
+
+    @property
+    def chooses_chunks(self) -> bool:
+        """Whether the number of micro-batches is nobody's wish."""
+        return self.chunks is None and not isinstance(self.schedule, Schedule)
+
+    @property
+    def _chunks(self) -> int:
+        """Micro-batches of a batch that is large enough."""
+        return microbatches_of(self.schedule, self.chunks, len(self.devices))
+
+    def chunks_for(self, batch: int | None) -> int:
+        """Micro-batches for a batch of that size: none is empty."""
+        return max(1, min(self._chunks, 1 if batch is None else batch))
+
+    def even_chunks_for(self, batch: int) -> int:
+        """As many, or as few less as make micro-batches that are all of one size."""
+        return next(n for n in range(self.chunks_for(batch), 0, -1) if batch % n == 0)
+
+
+def _devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
+    if devices is None:
+        count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        kind = torch.accelerator.current_accelerator()
+        if count and kind is not None:
+            return tuple(torch.device(kind.type, i) for i in range(count))
+        return (torch.device("cpu"),) * 2
+    if not isinstance(devices, Sequence) or isinstance(devices, str):
+        raise ValueError(
+            f"devices is {devices!r}: give a list with one device for each lane, such as "
+            '["cuda:0", "cuda:1"]'
+        )
+    if not devices:
+        raise ValueError("devices is empty: give one device for each lane, at least one")
+    return tuple(_device(device, i) for i, device in enumerate(devices))
+
+
+def _device(given: str | torch.device, position: int) -> torch.device:
+    try:
+        device = torch.device(given)
+    except TypeError:
+        raise ValueError(
+            f"devices[{position}] is {given!r}, which is no device: give a string, such as "
+            '"cuda:0", or a torch.device'
+        ) from None
+    except RuntimeError as error:
+        raise ValueError(
+            f"devices[{position}] is {given!r}, which is no device: {error}"
+        ) from error
+    if device.type == "meta":
+        raise ValueError(
+            f"devices[{position}] is meta, where nothing has values: fxpipe.plan says what a "
+            "pipeline would do on devices that are not there"
+        )
+    if device.type == "cpu":
+        return device
+    count = torch.get_device_module(device).device_count()
+    if device.index is None and count:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"devices[{position}] is {device}, but PyTorch sees {count} devices of that type here; "
+            '["cpu", "cpu"] makes two lanes on the CPU'
+        )
+    return device

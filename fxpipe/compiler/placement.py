@@ -1,0 +1,94 @@
+"""Where the parameters and buffers of a model live: each on the device of its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe import ops
+from fxpipe.compiler.bindings import bindings, stages_of
+from fxpipe.ir.graph import FIRST, STAGE, attribute
+from passes.partition.partition import PartitionError
+
+
+def place(model: nn.Module, stage_graph: fx.GraphModule, devices: Sequence[torch.device]) -> None:
+    """Move every stage's parameters and buffers to its device, in place."""
+    stages = stages_of(stage_graph)
+    homes = homes_of(stages, devices)
+    for source in stage_graph.graph.find_nodes(op="get_attr"):
+        tensor = attribute(stage_graph, str(source.target))
+        for user in source.users:  # what is done once, beside a stage
+            if STAGE in user.meta and FIRST not in user.meta:
+                homes[id(tensor)] = devices[user.meta[STAGE]]
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) in homes:
+                device = homes[id(parameter)]
+                parameter.data = parameter.data.to(device)
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) in homes:
+                module._buffers[name] = buffer.to(homes[id(buffer)])
+    for stage, device in zip(stages, devices, strict=True):
+        for binding in bindings(stage, model, device):
+            binding.refresh()
+        for module in stage.modules():  # constants of the trace, which the model has not
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+
+def homes_of(
+    stages: Sequence[fx.GraphModule], devices: Sequence[torch.device]
+) -> dict[int, torch.device]:
+    """The device of each parameter and buffer, by its id.
+
+    A buffer that stages on several devices read is on the first's; the others have replicas. (One
+    that is written to is only used in one stage, see the pass "alias".)
+
+    Raises PartitionError for a buffer of a module that would be on two.
+    """
+    homes: dict[int, torch.device] = {}
+    where: dict[int, int] = {}
+    for i, stage in enumerate(stages):  # a shared parameter lives where its value comes from
+        for share in stage.graph.find_nodes(op="call_function", target=ops.share):
+            if share.args[0].op == "get_attr":
+                parameter = attribute(stage, share.args[0].target)
+                homes[id(parameter)] = devices[i]
+    shared = set(homes)
+    read = [_read_by(stage) for stage in stages]
+    for i, stage in enumerate(stages):
+        for path, tensor in (*stage.named_parameters(), *_buffers(stage)):
+            if path in read[i] and id(tensor) not in shared:
+                continue
+            home = homes.setdefault(id(tensor), devices[i])
+            other = where.setdefault(id(tensor), i)
+            if home != devices[i] and id(tensor) not in shared:
+                raise PartitionError(
+                    f"the buffer {path} is of a module that is called by stage {other} on {home} "
+                    f"and by stage {i} on {devices[i]}: put the calls into one stage, with "
+                    "partition="
+                )
+    # What a stage reads by itself, and does not write to, it may have a replica of.
+    for i, stage in enumerate(stages):
+        for path in read[i]:
+            homes.setdefault(id(attribute(stage, path)), devices[i])
+    return homes
+
+
+def _read_by(stage: fx.GraphModule) -> list[str]:
+    """The tensors that a stage reads by itself, and not a module that it calls."""
+    called = [str(node.target) for node in stage.graph.find_nodes(op="call_module")]
+    tensors: list[str] = []
+    for node in stage.graph.find_nodes(op="get_attr"):
+        is_tensor = isinstance(attribute(stage, str(node.target)), Tensor)
+        (tensors if is_tensor else called).append(str(node.target))
+    within = tuple(f"{module}." for module in called)
+    return [path for path in dict.fromkeys(tensors) if not path.startswith(within)]
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_buffers(remove_duplicate=False)

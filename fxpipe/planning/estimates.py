@@ -1,0 +1,171 @@
+"""Timelines of a training step: as predicted from costs, and as measured on the lanes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import ACTION, Cost, attribute, batch_bytes, cost_of
+from fxpipe.runtime.clock import Mark
+from fxpipe.schedule import (
+    Action,
+    Edge,
+    Kind,
+    Link,
+    Links,
+    Memory,
+    Schedule,
+    Span,
+    StageCost,
+    Timeline,
+    joined,
+    simulate,
+)
+from passes.common.modes import is_checkpointed, recomputed
+from passes.common.skips import SkipLayout
+from passes.to_stages.segments import segmented
+
+LOSS, LOSS_BACKWARD = "loss", "loss backward"  # what spans are called that are no actions
+PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # between devices of which nothing is known
+
+
+def estimated_costs(
+    costs: Sequence[Cost], chunks: int, checkpoint: str = "never"
+) -> list[StageCost]:
+    """For one micro-batch, from what each stage is estimated to cost for a mini-batch.
+
+    Half of a backward is for the inputs, half for the parameters, as in a matrix product. With
+    checkpoints it begins with the forward again: as an average over the micro-batches.
+    """
+    again = recomputed(checkpoint, chunks)
+    found = []
+    for cost in costs:
+        forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
+        found.append(StageCost(forward, half + again * forward, half))
+    return found
+
+
+def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
+    """For one micro-batch, the medians of what was measured; the loss is part of the last stage."""
+    taken: dict[tuple[int, Kind], list[float]] = {}
+    loss: dict[str, list[float]] = {}
+    for span in timeline.spans:
+        if span.action is not None:
+            taken.setdefault((span.action.stage, span.action.kind), []).append(span.seconds)
+        else:
+            loss.setdefault(span.name, []).append(span.seconds)
+
+    def seconds(stage: int, kind: Kind) -> float:
+        own = median(taken.get((stage, kind), [0.0]))
+        if stage == stages - 1 and kind is not Kind.WEIGHT_GRAD:
+            own += median(loss.get(LOSS if kind is Kind.FORWARD else LOSS_BACKWARD, [0.0]))
+        return own
+
+    return [
+        StageCost(
+            seconds(i, Kind.FORWARD),
+            seconds(i, Kind.BACKWARD_INPUT),
+            seconds(i, Kind.WEIGHT_GRAD),
+            seconds(i, Kind.BACKWARD) or None,
+        )
+        for i in range(stages)
+    ]
+
+
+def predicted(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    layout: SkipLayout,
+    devices: Sequence[str],
+    memory: Memory | None = None,
+) -> Timeline:
+    """What the simulator says; ``devices``: one for each stage."""
+    sent: Counter[tuple[int, int]] = Counter()  # all values from one stage to another together
+    once = []
+    for hop in layout.hops:
+        if hop.source is not None and hop.once:
+            once.append(Edge(hop.source, hop.target, hop.bytes))
+        elif hop.source is not None:
+            sent[hop.source, hop.target] += hop.bytes
+    edges = [Edge(*ends, total / schedule.microbatches) for ends, total in sent.items()]
+    lanes = range(len(schedule.lanes))
+    where = {schedule.placement[stage]: device for stage, device in enumerate(devices)}
+    between = {(a, b): PCIE for a in lanes for b in lanes if where[a] != where[b]}
+    links = Links(edges, between=between, once=once)
+    return simulate(joined(schedule, list(sent)), costs, links, memory)
+
+
+def estimated_memory(
+    stages: Sequence[fx.GraphModule],
+    costs: Sequence[Cost],
+    layout: SkipLayout,
+    placement: Sequence[int],
+    chunks: int,
+    checkpoint: str,
+    segments: int,
+) -> Memory:
+    """What lanes hold, from what each stage is estimated to keep of a mini-batch.
+
+    A checkpointed micro-batch keeps what its stage receives, and all activations during its
+    backward only; with segments what each segment receives, and the activations of the largest.
+    """
+    fixed = [0.0] * (1 + max(placement))
+    for lane, cost in zip(placement, costs, strict=True):
+        fixed[lane] += cost.fixed_bytes
+    activations: list[float] = [cost.activation_bytes for cost in costs]
+    inputs: list[float] = [0.0] * len(costs)
+    for hop in layout.hops:
+        inputs[hop.target] += hop.bytes
+    if checkpoint != "never" and segments > 1:
+        sizes = [_of_segments(stage, segments) for stage in stages]
+        inputs, activations = [size for size, _ in sizes], [size for _, size in sizes]
+    return Memory(
+        [size / chunks for size in activations],
+        fixed,
+        checkpointed=sum(is_checkpointed(checkpoint, i, chunks) for i in range(chunks)),
+        inputs=[size / chunks for size in inputs],
+    )
+
+
+def _of_segments(stage: fx.GraphModule, count: int) -> tuple[float, float]:
+    """The inputs of all segments of a stage, and the activations of the largest, in bytes."""
+    parts = segmented(stage, count)
+    received: dict[fx.Node, None] = {}
+    largest = 0
+    for call in parts.graph.find_nodes(op="call_module"):
+        received.update(dict.fromkeys(call.all_input_nodes))
+        nodes = attribute(parts, str(call.target)).graph.nodes
+        largest = max(largest, cost_of(nodes).activation_bytes)
+    return sum(map(batch_bytes, received)), largest
+
+
+def _said(node: fx.Node) -> str:
+    if node.target is ops.loss:
+        return LOSS
+    return LOSS_BACKWARD if node.target is ops.loss_backward else ""
+
+
+def measured(name: str, lanes: Sequence[str], marks: Sequence[Mark]) -> Timeline:
+    """From the marks of a run of a step graph."""
+    spans: list[Span] = []
+    for mark in marks:
+        action: Action | None = mark.node.meta.get(ACTION)
+        said = _said(mark.node)
+        if action is not None and spans and spans[-1].action == action:  # its next segment
+            spans[-1] = replace(spans[-1], end=mark.end)
+        elif action is not None or said:
+            spans.append(Span(mark.lane, mark.start, mark.end, action, said))
+    begin = min((span.start for span in spans), default=0.0)
+    return Timeline(
+        name,
+        tuple(lanes),
+        tuple(
+            Span(span.lane, span.start - begin, span.end - begin, span.action, span.name)
+            for span in sorted(spans, key=lambda span: (span.start, span.lane))
+        ),
+    )

@@ -1,0 +1,353 @@
+"""Modules that are kept whole: what ``torch.export`` cannot look into stays one node of the graph.
+
+A module whose forward goes by the values of its inputs (a mixture of experts that loops over the
+experts that were hit, say) cannot be made a graph of. It need not be: the rest of the model can,
+with a call of that module in it. To go on, export has to know the shapes of what such a call gives;
+they are found by running the model at several batch sizes, beforehand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxpipe.ir.graph import memory_of
+from fxpipe.ir.structure import Structure
+from fxpipe.runtime.random import RandomState
+
+
+class Blamed(Exception):
+    """No graph can be made of what a module does; the message says why."""
+
+    def __init__(self, module: nn.Module, message: str) -> None:
+        super().__init__(message)
+        self.module = module
+
+
+class NotWhole(Blamed):
+    """A module cannot be kept whole; the message says why."""
+
+    def __init__(self, module: nn.Module, why: str) -> None:
+        super().__init__(module, f"{type(module).__name__} cannot be kept whole: {why}")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How an output's sizes follow from those of the inputs."""
+
+    sizes: tuple[Any, ...]  # each a number, or (input, dimension, how many times that)
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def of(self, inputs: Sequence[Tensor]) -> list[Any]:
+        """The sizes, for these inputs."""
+        return [
+            size if isinstance(size, int) else inputs[size[0]].shape[size[1]] * size[2]
+            for size in self.sizes
+        ]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What has been seen of one call at one batch size."""
+
+    inputs: Structure
+    outputs: Structure
+    given: list[torch.Size]
+    made: list[Tensor]  # on "meta"
+    written: tuple[str, ...]
+    draws: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module: what is around its tensors, and the shapes of its outputs."""
+
+    module: nn.Module
+    inputs: Structure
+    outputs: Structure
+    shapes: list[_Shape]
+    written: tuple[str, ...]  # buffers
+    draws: bool  # random numbers
+
+    @staticmethod
+    def of(module: nn.Module, runs: Sequence[_Run]) -> Call:
+        """From the same call at several batch sizes. Raises NotWhole if they are no rule."""
+        first = runs[0]
+        for run in runs[1:]:
+            if not (first.inputs.fits(run.inputs) and first.outputs.fits(run.outputs)):
+                raise NotWhole(
+                    module, "its inputs and outputs are built otherwise for another batch size"
+                )
+        known = first.inputs.constants()
+        for number in _numbers(first.outputs):
+            if number not in known:
+                raise NotWhole(
+                    module, f"{number} is among its outputs, which may depend on values of tensors"
+                )
+        given = [run.given for run in runs]
+        shapes = []
+        for made in zip(*(run.made for run in runs), strict=True):
+            seen = zip(*(tensor.shape for tensor in made), strict=True)
+            sizes = tuple(_size(each, given) for each in seen)
+            if None in sizes:
+                raise NotWhole(module, "the sizes of its outputs do not follow from its inputs'")
+            shapes.append(_Shape(sizes, made[0].dtype, made[0].requires_grad))
+        return Call(module, first.inputs, first.outputs, shapes, first.written, first.draws)
+
+    def like(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Empty outputs."""
+        device = inputs[0].device
+        return [torch.empty(s.of(inputs), dtype=s.dtype, device=device) for s in self.shapes]
+
+
+def _numbers(outputs: Structure) -> list[int | float]:
+    """Numbers in a value: a graph would keep them as they were. Flags are not counted."""
+    return [c for c in outputs.constants() if isinstance(c, int | float) and type(c) is not bool]
+
+
+def _size(seen: Sequence[int], given: Sequence[Sequence[torch.Size]]) -> Any:
+    """A size as a number, or as a multiple of an input's; None if it is neither."""
+    if len(set(seen)) == 1:
+        return seen[0]
+    for i, shape in enumerate(given[0]):
+        for dim in range(len(shape)):
+            times, rest = divmod(seen[0], max(shape[dim], 1))
+            if not rest and all(
+                size == times * shapes[i][dim] for size, shapes in zip(seen, given, strict=True)
+            ):
+                return i, dim, times
+    return None
+
+
+class Whole(nn.Module):
+    """A module as a function of its tensors, which gives a list of tensors.
+
+    On fake tensors it does not run, but gives what is like its outputs: of their shapes, with a
+    history, having written and drawn what the module writes and draws.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.module, self.seen = call.module, call
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return self._pretend(tensors)
+        args, kwargs = self.seen.inputs.fill(tensors)
+        outputs, structure = Structure.of(self.module(*args, **kwargs))
+        if not self.seen.outputs.fits(structure):
+            raise RuntimeError(
+                f"{type(self.module).__name__} gave what is built otherwise than when it was "
+                "traced: what it gives depends on the values of the inputs"
+            )
+        for output, shape in zip(outputs, self.seen.shapes, strict=True):
+            if list(output.shape) != shape.of(tensors):
+                raise RuntimeError(
+                    f"{type(self.module).__name__} gave a tensor of shape {tuple(output.shape)} in "
+                    f"place of {tuple(shape.of(tensors))}: how large it is depends on the values "
+                    "of the inputs, and a graph needs to know it ahead"
+                )
+        memory = {memory_of(tensor) for tensor in tensors}  # a graph knows of none that is shared
+        return [t.clone() if memory_of(t) in memory else t for t in outputs]
+
+    def _pretend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        for name in self.seen.written:
+            buffer = self.module.get_buffer(name)
+            buffer.copy_(buffer.clone())
+        if self.seen.draws:
+            torch.rand(())
+        sources = [t for t in (*tensors, *self.parameters()) if t.requires_grad]
+        outputs = []
+        for shape, output in zip(self.seen.shapes, self.seen.like(tensors), strict=True):
+            if shape.requires_grad:
+                for source in sources:
+                    output = output + source.sum().to(output.dtype)
+            outputs.append(output)
+        return outputs
+
+
+# ---------------------------------------------------------------------------------- while exporting
+
+_CALLS: dict[str, Call] = {}
+"""Of the export that is going on."""
+
+
+@torch.library.custom_op(
+    "fxpipe::whole", mutates_args=(), schema="(Tensor[] inputs, str key) -> Tensor[]"
+)
+def whole(inputs: list[Tensor], key: str) -> list[Tensor]:
+    """In an exported graph: the call of a module that is kept whole."""
+    raise NotImplementedError("stands in a graph for the call of a module, and is never run")
+
+
+@whole.register_fake
+def _(inputs: list[Tensor], key: str) -> list[Tensor]:
+    return _CALLS[key].like(inputs)
+
+
+OP = torch.ops.fxpipe.whole.default
+
+
+@contextmanager
+def _instead(paths: dict[nn.Module, str], stand_in: Callable[..., Any]) -> Iterator[None]:
+    """``stand_in(module, forward, key, args, kwargs)`` in place of the forwards of modules.
+
+    ``forward`` is the module's own. The key is its path and, from the second call on, a number.
+    """
+    counts = dict.fromkeys(paths.values(), 0)
+
+    def replaced(module: nn.Module, path: str) -> Callable[..., Any]:
+        own = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            counts[path] += 1
+            key = path if counts[path] == 1 else f"{path}_{counts[path]}"
+            return stand_in(module, own, key, args, kwargs)
+
+        return forward
+
+    before = {module: vars(module).get("forward") for module in paths}
+    for module, path in paths.items():
+        vars(module)["forward"] = replaced(module, path)
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
+
+
+def seen(paths: dict[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict[str, Call]:
+    """All calls of these modules, as seen in runs of the model at several batch sizes.
+
+    Raises:
+        NotWhole: if a call cannot be told from its inputs, or writes to them.
+    """
+    found: dict[str, list[_Run]] = {}
+    modules: dict[str, nn.Module] = {}
+    count = 0
+
+    def watched(module: nn.Module, forward: Any, key: str, args: Any, kwargs: Any) -> Any:
+        given, inputs = Structure.of((args, kwargs))
+        buffers = dict(module.named_buffers())
+        before = [tensor._version for tensor in (*given, *buffers.values())]
+        tensors = (*given, *module.parameters(), *buffers.values())
+        state = RandomState({tensor.device for tensor in tensors})
+        output = forward(*args, **kwargs)
+        after = [tensor._version for tensor in (*given, *buffers.values())]
+        if after[: len(given)] != before[: len(given)]:
+            raise NotWhole(module, "it writes to its inputs")
+        made, outputs = Structure.of(output)
+        changed = zip(buffers, before[len(given) :], after[len(given) :], strict=True)
+        found.setdefault(key, []).append(
+            _Run(
+                inputs,
+                outputs,
+                [tensor.shape for tensor in given],
+                [t.detach().to("meta").requires_grad_(t.requires_grad) for t in made],
+                tuple(name for name, old, new in changed if old != new),
+                state.has_changed,
+            )
+        )
+        modules[key] = module
+        return output
+
+    for run in runs:
+        count += 1
+        with _instead(paths, watched):
+            run()
+    for key, each in found.items():
+        if len(each) != count:
+            raise NotWhole(modules[key], "how often it is called depends on the batch size")
+    return {key: Call.of(modules[key], each) for key, each in found.items()}
+
+
+@contextmanager
+def kept_whole(paths: dict[nn.Module, str], calls: dict[str, Call]) -> Iterator[None]:
+    """Export sees calls of these modules, and does not look into them."""
+
+    def call(module: nn.Module, _: Any, key: str, args: Any, kwargs: Any) -> Any:
+        tensors, structure = Structure.of((args, kwargs))
+        if key not in calls or not calls[key].inputs.fits(structure):
+            raise NotWhole(module, "it is called otherwise than it was")
+        if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+            raise NotWhole(module, "it is given values that depend on those of tensors")
+        return calls[key].outputs.fill(OP(tensors, key))
+
+    _CALLS.update(calls)
+    try:
+        with _instead(paths, call):
+            yield
+    finally:
+        _CALLS.clear()
+
+
+def more(
+    model: nn.Module, paths: dict[nn.Module, str], error: BaseException
+) -> dict[nn.Module, str] | None:
+    """The modules to keep whole after this error: those of the class that is to blame as well.
+
+    That is the innermost module that was running or, if that is kept whole already, or is a part of
+    one that is (of which another method than its forward is called), the one that calls it. None if
+    that is the model itself.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    module = _culprit(error, names)
+    kept = tuple(f"{path}." for path in paths.values())
+    while module is not None and (f"{names[module]}.".startswith(kept) or _is_container(module)):
+        parent = names[module].rpartition(".")[0]
+        module = model.get_submodule(parent) if parent else None
+    if module is None or module is model:
+        return None
+    chosen = {name for m, name in names.items() if m in paths or type(m) is type(module)}
+    return {
+        m: name
+        for m, name in names.items()
+        if name in chosen and not any(name.startswith(f"{outer}.") for outer in chosen)
+    }
+
+
+def _culprit(error: BaseException, names: dict[nn.Module, str]) -> nn.Module | None:
+    found = error.module if isinstance(error, Blamed) and error.module in names else None
+    frame = error.__traceback__
+    while frame is not None:
+        owner = frame.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and names.get(owner):  # the model's own name is ""
+            found = owner
+        frame = frame.tb_next
+    if found is None and (named := _OWNER.search(str(error))):
+        owners = {name: module for module, name in names.items()}
+        found = owners.get(named["module"])
+    return found
+
+
+# What export says of a tensor that a module makes and that cannot become part of the program.
+_OWNER = re.compile(r"model attribute: model\.(?P<module>[\w.]+)\.\w+\.")
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def as_modules(graph: fx.Graph, calls: dict[str, Call]) -> dict[str, nn.Module]:
+    """Replace the operator in a graph by calls of modules, and return these by name."""
+    used: dict[str, nn.Module] = {}
+    for node in graph.find_nodes(op="call_function", target=OP):
+        inputs, key = node.args
+        used[key] = Whole(calls[key])
+        with graph.inserting_before(node):
+            module = graph.call_module(key, tuple(inputs))
+        module.meta = dict(node.meta)
+        node.replace_all_uses_with(module)
+        graph.erase_node(node)
+    return used

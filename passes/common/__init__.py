@@ -1,0 +1,1 @@
+"""What passes of several levels share: skips, checkpoint modes, runs on fake tensors."""

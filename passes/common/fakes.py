@@ -1,0 +1,181 @@
+"""Not a pass: run graphs on fake tensors, which have shapes, memory and history, but no values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxpipe.ir.errors import NeedsValues
+from fxpipe.ir.graph import LARGER, VALUE, format_node, tensors_of
+
+CPU = torch.device("cpu")
+
+
+class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A mode whose fakes of tensors on "meta" are on the CPU.
+
+    A graph without a device is examined as if it had one: real devices have kernels that "meta" has
+    not, such as the attention that never holds all of its weights, and lay out results alike.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[Tensor, FakeTensor]] = {}
+
+    def from_tensor(self, tensor: Tensor, **options: Any) -> FakeTensor:
+        """The fake of a tensor; the same tensor always gives the same fake."""
+        is_plain = not isinstance(tensor, FakeTensor) and tensor.layout == torch.strided
+        if not (tensor.is_meta and is_plain):
+            return super().from_tensor(tensor, **options)
+        if id(tensor) not in self.known:
+            with self:
+                fake: Any = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU
+                )
+            fake = fake.requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake.detach(), tensor.requires_grad)
+            self.known[id(tensor)] = tensor, fake
+        return self.known[id(tensor)][1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (device := kwargs.get("device")) is not None and device.type == "meta":
+            kwargs = {**kwargs, "device": CPU}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class FakeInterpreter(fx.Interpreter):
+    """Runs nodes with fakes in place of parameters and buffers too: nothing real is written to."""
+
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode | None = None) -> None:
+        super().__init__(gm)
+        self.mode = mode or Somewhere()
+        if any(
+            isinstance(value, torch.ScriptObject)
+            for m in gm.modules()
+            for value in vars(m).values()
+        ):
+            self.mode.cache_enabled = False  # it compares arguments, and these cannot be
+        self.extra_traceback = False  # what has to be said of a node is said below
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node; where that needs values, which fakes do not have, say which node it is."""
+        try:
+            return super().run_node(n)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            where = (n.meta.get("stack_trace") or "").strip().splitlines()
+            raise NeedsValues(
+                f"the model needs the values of tensors to know what to compute: {format_node(n)} "
+                f'({error}); keep it to tensors, or give tracer="export", which keeps '
+                "modules whole that need values" + "".join(f"\n{line}" for line in where[-2:])
+            ) from error
+
+    def fake(self, value: Any) -> Any:
+        """The value, its tensors faked; the same tensor always gives the same fake."""
+        return pytree.tree_map_only(
+            Tensor, lambda t: self.mode.from_tensor(t, static_shapes=True), value
+        )
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.fake(super().get_attr(target, args, kwargs))
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _without_values(super().call_function, target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return _without_values(super().call_method, target, args, kwargs)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        module = self.fetch_attr(target)
+        buffers = dict(module.named_buffers())
+        fakes = self.fake(buffers)
+        with _numbers(buffers, fakes):
+            tensors = {**self.fake(dict(module.named_parameters())), **fakes}
+            return torch.func.functional_call(module, tensors, args, kwargs)
+
+
+def _without_values(call: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
+    """Some kernels look at values, to refuse those that make no sense: that of the inverse of a
+    Fourier transform of windows does. What Python has in their place does not."""
+    try:
+        return call(target, args, kwargs)
+    except DataDependentOutputException:
+        with enable_python_dispatcher():
+            return call(target, args, kwargs)
+
+
+@contextmanager
+def _numbers(buffers: Mapping[str, Tensor], fakes: Mapping[str, FakeTensor]) -> Iterator[None]:
+    """Let a module read its scalar buffers, which do not decide shapes: a batch norm without
+    momentum divides by the number of batches so far.
+
+    On "meta" they have no values, and any will do.
+    """
+    numbers = [name for name, buffer in buffers.items() if buffer.dim() == 0]
+    with _disable_current_modes():  # which may count what is done here
+        for name in numbers:
+            own = buffers[name]
+            known = not own.is_meta and not isinstance(own, FakeTensor)
+            fakes[name].constant = (
+                own.detach().clone() if known else torch.ones((), dtype=own.dtype, device="cpu")
+            )
+    try:
+        yield
+    finally:
+        for name in numbers:
+            fakes[name].constant = None
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
+    """The mode that the fake values of a graph are of; None if there are none."""
+    values = (node.meta.get(VALUE) for node in graph.nodes)
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+
+
+def backward_edges(values: Any) -> Iterator[Any]:
+    """The autograd nodes that a backward from these values visits, each once for every edge that
+    leads to it."""
+    front = [tensor.grad_fn for tensor in tensors_of(values) if tensor.grad_fn is not None]
+    yield from front
+    seen = set(front)
+    while front:
+        for function, _ in front.pop().next_functions:
+            if function is not None:
+                yield function
+                if function not in seen:
+                    seen.add(function)
+                    front.append(function)
+
+
+def forget_history(graph: fx.Graph) -> None:
+    """Cut the fake values of a graph off from their autograd history, once nobody needs it.
+
+    From the last to the first: freed in one piece, a history as long as a deep model's would be
+    freed recursively, by way of the tensors that its nodes have saved, and overflow the stack.
+    """
+    for node in reversed(graph.nodes):
+        node.meta.pop(LARGER, None)
+        if VALUE in node.meta:
+            node.meta[VALUE] = pytree.tree_map_only(Tensor, _cut_off, node.meta[VALUE])
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor
+    # In place, which takes a fiftieth of the time, where that may be.
+    own = tensor.detach() if tensor._is_view() else tensor.detach_()
+    return own.requires_grad_()

@@ -1,0 +1,1 @@
+"""What each node of the model graph costs, in time and memory: computed, measured, or given."""

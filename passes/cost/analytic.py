@@ -1,0 +1,317 @@
+"""Cost: what each node of the model graph takes, in time and memory, by a model of the device.
+
+::
+
+    conv  ──  relu  ──  linear            conv:   4.1 ms, 1.2 MB of parameters, 3 MB kept, 2 MB out
+                                          relu:   0.2 ms, 0, 2 MB, 2 MB ...
+
+Nothing is computed: nodes run on fake tensors, forward and backward, and what they would compute
+and move is counted. Nodes that do the same (operator, shapes, dtypes, settings) are run once.
+
+Measured and given costs, which replace the times of this pass, are in
+:mod:`passes.cost.measured` and :mod:`passes.cost.given`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe import ops
+from fxpipe.ir.devices import CPU_CORE, DeviceSpec
+from fxpipe.ir.graph import (
+    COST,
+    LARGER,
+    NO_BACKWARD,
+    SAVED,
+    VALUE,
+    Cost,
+    attribute,
+    batch_bytes,
+    copies_of,
+    memory_of,
+    stage_nodes,
+    tensor_bytes,
+    tensors_of,
+    times_done,
+)
+from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
+from passes.cost.load import Counting, Load
+from passes.cost.signature import signature
+
+WORK = "work"  # of a node's meta: its :class:`Work`
+BACKWARD = 2  # times the work of a forward, where it cannot be counted
+ADAM = 2  # tensors that the optimizer keeps for each parameter
+
+
+@dataclass(frozen=True)
+class AnalyticCost:
+    """Model graph with fake values (pass "alias") → the same, with a :class:`Cost` at each node.
+
+    ``meta["saved"]`` lists the memories that a node keeps for its backward; one that several nodes
+    keep is in ``activation_bytes`` of the first. ``optimizer_states``: how many tensors of a
+    parameter's size the optimizer keeps for it: 2 for Adam, 1 for SGD with momentum.
+
+    A cost is that of a mini-batch of ``chunks`` micro-batches. Each of them launches every
+    operator; what each has in full (pass "rows") is computed and kept once for each.
+    """
+
+    name: ClassVar[str] = "cost"
+    device: DeviceSpec = CPU_CORE
+    optimizer_states: float = ADAM
+    chunks: int = 1
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        runs = _Runs(gm, self.chunks)
+        counted: set[int] = set()  # of parameters, buffers and memories: where they are used first
+        for node in stage_nodes(gm.graph):
+            work = runs.of(node).repeated(times_done(node), self.chunks)
+            node.meta[WORK] = work
+            node.meta[SAVED] = tuple(runs.saved(node, work).items())
+            tensors = {id(t): t for t in _state(gm, node) if id(t) not in counted}
+            memories = {m: size for m, size in node.meta[SAVED] if m not in counted}
+            counted.update(tensors, memories)
+            trained = {i: t for i, t in tensors.items() if t.requires_grad}
+            parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
+            gradients = tensor_bytes(list(trained.values()))
+            node.meta[COST] = Cost(
+                forward_s=work.forward.seconds(self.device),
+                backward_s=work.backward.seconds(self.device),
+                param_bytes=tensor_bytes(parameters),
+                activation_bytes=sum(memories.values()),
+                output_bytes=batch_bytes(node),
+                flops=work.forward.flops,
+                backward_flops=work.backward.flops,
+                gradient_bytes=gradients,
+                optimizer_bytes=round(gradients * self.optimizer_states),
+                buffer_bytes=tensor_bytes(list(tensors.values())) - tensor_bytes(parameters),
+            )
+        return gm
+
+
+@dataclass
+class Work:
+    """What a node does. ``saved``: which of its inputs and outputs (by place among the tensors) it
+    keeps for the backward, and the sizes of what else it keeps, in a mini-batch. ``edges``: how
+    many edges of the autograd graph lead to each of its inputs."""
+
+    forward: Load
+    backward: Load
+    saved_inputs: tuple[int, ...] = ()
+    saved_outputs: tuple[int, ...] = ()
+    saved_inside: tuple[int, ...] = ()
+    edges: tuple[int, ...] = ()
+
+    def repeated(self, count: int, chunks: int) -> Work:
+        """Done ``count`` times in a mini-batch of ``chunks`` micro-batches."""
+        if chunks == 1:
+            return self
+        forward, backward = (load.times(count, chunks) for load in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
+
+    def seconds(self, device: DeviceSpec) -> float:
+        """Forward and backward, by the roofline."""
+        return self.forward.seconds(device) + self.backward.seconds(device)
+
+
+def relative_time(node: fx.Node, device: DeviceSpec, reference: DeviceSpec) -> float:
+    """How many times as long a node takes on ``device`` as on ``reference``."""
+    work: Work | None = node.meta.get(WORK)
+    seconds = 0.0 if work is None else work.seconds(reference)
+    return 1.0 if work is None or not seconds else work.seconds(device) / seconds
+
+
+def edges_to(node: fx.Node) -> Counter[fx.Node]:
+    """How many edges of the autograd graph lead from a node to each of those that it uses.
+
+    For a module's parameters that pass "shared" has made values: two, which stands for any number.
+    """
+    work: Work | None = node.meta.get(WORK)
+    places = iter(() if work is None else work.edges)
+    args: Any = node.args
+    found: Counter[fx.Node] = Counter()
+    if node.target is ops.call:
+        _, values, *args = args
+        found.update({value: 2 for value in values.values()})
+    for leaf in pytree.tree_leaves((args, node.kwargs)):
+        if isinstance(leaf, fx.Node):
+            for _ in tensors_of(leaf.meta.get(VALUE)):
+                found[leaf] += next(places, 1)
+    return found
+
+
+class _Runs:
+    """Runs nodes on fake tensors, equal ones once. ``chunks``: the number of micro-batches."""
+
+    def __init__(self, gm: fx.GraphModule, chunks: int) -> None:
+        self.gm, self.chunks = gm, chunks
+        self.interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
+        self.known: dict[Any, Work] = {}
+        self.inside = 0  # numbers of memories that no value shows: below zero
+        self.copies: dict[int, int] = {}  # of each memory that a value shows, in a mini-batch
+        for node in gm.graph.nodes:
+            if LARGER in node.meta:
+                self._count(node)
+
+    def _count(self, node: fx.Node) -> None:
+        pairs = zip(tensors_of(node.meta[VALUE]), tensors_of(node.meta[LARGER]), strict=False)
+        for one, larger in pairs:
+            is_divided = _memory_bytes(one) != _memory_bytes(larger)
+            self.copies.setdefault(memory_of(one), 1 if is_divided else self.chunks)
+
+    def of(self, node: fx.Node) -> Work:
+        """What a node does."""
+        key = signature(self.gm, node)
+        if key is None:
+            return self._run(node)
+        key = key, tuple(map(copies_of, node.all_input_nodes))
+        if key not in self.known:
+            self.known[key] = self._run(node)
+        return self.known[key]
+
+    def saved(self, node: fx.Node, work: Work) -> dict[int, int]:
+        """The memories that a node keeps, other than parameters and buffers, and their bytes."""
+        inputs, outputs = _inputs(node), tensors_of(node.meta[VALUE])
+        shown = [inputs[i] for i in work.saved_inputs] + [outputs[i] for i in work.saved_outputs]
+        state = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        own = {memory_of(t) for t in _values(state)}
+        found = {memory_of(t): _memory_bytes(t) for t in shown}
+        found = {memory: size * self.copies.get(memory, 1) for memory, size in found.items()}
+        for size in work.saved_inside:
+            self.inside -= 1
+            found[self.inside] = size
+        return {memory: size for memory, size in found.items() if memory not in own}
+
+    def _run(self, node: fx.Node) -> Work:
+        backward = Load()
+        with self.interpreter.mode, torch.enable_grad():
+            ahead = self._forward(node, VALUE)
+            edges = Counter(
+                id(f.variable) if hasattr(f, "variable") else f
+                for f in backward_edges(ahead.outputs)
+            )
+            if NO_BACKWARD not in node.meta:
+                try:
+                    _run_backward(ahead.outputs, [*ahead.leaves, *ahead.parameters], backward)
+                except Exception:  # anybody's code, which on fakes may fail in any way: it needs
+                    # values, or runs the module again on real tensors. An estimate will do.
+                    backward = ahead.load.times(BACKWARD)
+        where_in = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.inputs)))}
+        where_out = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.outputs)))}
+        return Work(
+            ahead.load,
+            backward,
+            tuple(where_in[m] for m in ahead.kept if m in where_in),
+            tuple(where_out[m] for m in ahead.kept if m not in where_in and m in where_out),
+            self._inside(node, ahead),
+            tuple(edges[end] for end in ahead.ends),
+        )
+
+    def _forward(self, node: fx.Node, values: str) -> _Forward:
+        """Run a node on its inputs' values, or on those for a larger batch."""
+        interpreter = self.interpreter
+        wants = iter([t.requires_grad for t in _inputs(node)])
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: n.meta.get(values, n.meta.get(VALUE))
+        )
+        leaves: list[Tensor] = []
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda tensor: _fresh(tensor, leaves, next(wants, False)), (args, kwargs)
+        )
+        inputs = tensors_of((args, kwargs))
+        ends = [tensor.grad_fn or id(tensor) for tensor in inputs]  # before a write to them
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[memory_of(tensor)] = _memory_bytes(tensor)
+            return tensor
+
+        load = Load()
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, Counting(load):
+            result = getattr(interpreter, node.op)(node.target, args, kwargs)
+        parameters = [interpreter.fake(t) for t in _state(self.gm, node)]
+        for parameter in parameters:
+            kept.pop(memory_of(parameter), None)
+        return _Forward(load, leaves, inputs, ends, tensors_of(result), parameters, kept)
+
+    def _inside(self, node: fx.Node, ahead: _Forward) -> tuple[int, ...]:
+        """The sizes of what a node keeps beside its inputs and outputs, in a mini-batch."""
+        sizes = ahead.inside
+        if not sizes or not any(LARGER in source.meta for source in node.all_input_nodes):
+            return sizes
+        with self.interpreter.mode, torch.enable_grad():
+            others = self._forward(node, LARGER).inside
+        if len(others) != len(sizes):
+            return sizes
+        return tuple(
+            size * self.chunks if size == other else size
+            for size, other in zip(sizes, others, strict=True)
+        )
+
+
+@dataclass
+class _Forward:
+    """A run of a node on fake tensors, with all that its backward needs."""
+
+    load: Load
+    leaves: list[Tensor]
+    inputs: list[Tensor]
+    ends: list[Any]  # what of the autograd graph leads to each input
+    outputs: list[Tensor]
+    parameters: list[Tensor]
+    kept: dict[int, int]  # memory: bytes
+
+    @property
+    def inside(self) -> tuple[int, ...]:
+        """The sizes of what is kept beside inputs and outputs."""
+        shown = {memory_of(t) for t in (*self.inputs, *self.outputs)}
+        return tuple(size for memory, size in self.kept.items() if memory not in shown)
+
+
+def _run_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor], load: Load) -> None:
+    given = [t for t in outputs if t.grad_fn is not None]
+    wanted = list({id(t): t for t in inputs if t.requires_grad}.values())
+    if given and wanted:
+        gradients = [torch.empty_like(t) for t in given]
+        with Counting(load):
+            torch.autograd.grad(given, wanted, gradients, allow_unused=True)
+
+
+def _fresh(tensor: Tensor, leaves: list[Tensor], wants_gradient: bool) -> Tensor:
+    """One like it that may be written to; the leaf that its gradient goes to joins ``leaves``."""
+    if isinstance(tensor, nn.Parameter):
+        leaves.append(tensor)
+        return tensor
+    leaves.append(tensor.detach().requires_grad_(wants_gradient))
+    return leaves[-1].clone()
+
+
+def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:
+    return tensors_of([node.meta.get(VALUE) for node in nodes])
+
+
+def _inputs(node: fx.Node) -> list[Tensor]:
+    return tensors_of(fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE]))
+
+
+def _memory_bytes(tensor: Tensor) -> int:
+    """How large that memory is; of a sparse tensor, the values in it."""
+    if tensor.layout == torch.strided:
+        return tensor.untyped_storage().nbytes()
+    return tensor._nnz() * tensor.element_size()
+
+
+def _state(gm: fx.GraphModule, node: fx.Node) -> list[Tensor]:
+    """The parameters and buffers that a node uses."""
+    if node.op == "call_module":
+        module = gm.get_submodule(str(node.target))
+        return [*module.parameters(), *module.buffers()]
+    attributes = (attribute(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr")
+    return [value for value in attributes if isinstance(value, Tensor)]

@@ -1,0 +1,66 @@
+"""Not a pass: which of the cost passes is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.ir.devices import CPU_CORE, DeviceSpec
+from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE, Cost, stage_nodes, tensors_of
+from passes.cost.analytic import ADAM, AnalyticCost
+from passes.cost.given import GivenCost, Profile
+from passes.cost.measured import MeasuredCost
+
+Costs = str | Path | Profile | Mapping[str, float | Cost]
+"""Where costs come from: "analytic", "measured", a :class:`Profile` or the path of a saved one, or
+seconds by name of node or module."""
+
+KINDS = (
+    'give "analytic", "measured", the path of a saved profile, a Profile, or a dict from names to '
+    "seconds"
+)
+
+
+def cost_pass(
+    costs: Costs,
+    inputs: tuple[Any, ...],
+    *,
+    device: torch.device | None = None,
+    spec: DeviceSpec = CPU_CORE,
+    optimizer_states: float = ADAM,
+    chunks: int = 1,
+) -> AnalyticCost | MeasuredCost | GivenCost:
+    """The pass for these costs.
+
+    ``inputs`` and ``device`` are for measuring only; ``spec`` describes the device, ``chunks`` is
+    the number of micro-batches.
+    """
+    if isinstance(costs, str) and costs == "analytic":
+        return AnalyticCost(spec, optimizer_states, chunks)
+    if isinstance(costs, str) and costs == "measured":
+        return MeasuredCost(
+            inputs, device, spec=spec, optimizer_states=optimizer_states, chunks=chunks
+        )
+    if isinstance(costs, str | Path):
+        if not Path(costs).exists():
+            raise ValueError(f"costs is {str(costs)!r}: {KINDS}")
+        costs = Profile.load(costs)
+    if not isinstance(costs, Profile | Mapping):
+        raise ValueError(f"costs is {costs!r}: {KINDS}")
+    return GivenCost(costs, spec, optimizer_states, chunks)
+
+
+def of_all_micro_batches(graph: fx.Graph, chunks: int) -> None:
+    """Scale what nodes cost and give from one micro-batch, on which they were run, to all
+    ``chunks`` of them."""
+    for node in stage_nodes(graph):
+        node.meta[COST] = node.meta[COST].times(chunks)
+        if SAVED in node.meta:
+            node.meta[SAVED] = tuple((memory, size * chunks) for memory, size in node.meta[SAVED])
+    for node in graph.nodes:
+        if node.op not in ("get_attr", "output"):
+            node.meta[COPIES] = (chunks,) * len(tensors_of(node.meta.get(VALUE)))

@@ -1,0 +1,158 @@
+"""Given cost: from a dict, or from a profile that was saved when costs were measured.
+
+::
+
+    {"conv1": 0.004, "layer1": 0.02}         seconds; a module's are shared among its nodes
+    Profile.of(gm, "h200").save("unet.json") all that is known of each node, to be loaded elsewhere
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxpipe.ir.devices import CPU_CORE, DeviceSpec
+from fxpipe.ir.graph import COST, Cost, stage_nodes
+from passes.common.names import is_within, nothing_named
+from passes.cost.analytic import ADAM, AnalyticCost
+
+FORMAT = 1
+
+
+class ProfileError(ValueError):
+    """Costs that were given are not costs of this model."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of a model's nodes, by name, for one mini-batch on one device."""
+
+    costs: Mapping[str, Cost]
+    device: str = ""
+
+    @staticmethod
+    def of(gm: fx.GraphModule, device: str = "") -> Profile:
+        """What the nodes of a model graph cost."""
+        return Profile({node.name: node.meta[COST] for node in stage_nodes(gm.graph)}, device)
+
+    def save(self, path: str | Path) -> None:
+        """As JSON: seconds and bytes."""
+        costs = {name: asdict(cost) for name, cost in self.costs.items()}
+        data = {"format": FORMAT, "device": self.device, "torch": torch.__version__, "costs": costs}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        """What :meth:`save` has written. Raises :class:`ProfileError` for anything else."""
+        try:
+            data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            if data["format"] != FORMAT:
+                raise ProfileError(
+                    f"{path} is a profile of format {data['format']!r}; this is format {FORMAT}: "
+                    "measure again"
+                )
+            known = {f.name for f in fields(Cost)}
+            costs = {
+                name: Cost(**{k: v for k, v in cost.items() if k in known})
+                for name, cost in data["costs"].items()
+            }
+            return Profile(costs, data["device"])
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ProfileError(
+                f"{path} is not a profile ({error}): give a file that Profile.save has written"
+            ) from error
+
+
+@dataclass(frozen=True)
+class GivenCost:
+    """Model graph with fake values (pass "alias") → the same, with the costs that are given.
+
+    Args:
+        costs: seconds of nodes or modules, forward and backward together, by name: a third is the
+            forward's, where there is a backward. Nodes that are not named take no time. Bytes and
+            FLOPs are those of :class:`AnalyticCost`, unless a whole :class:`Cost` is given. Or a
+            :class:`Profile`, which has to name every node.
+
+    Raises :class:`ProfileError` for names that the model does not have, and for what is no time.
+    """
+
+    name: ClassVar[str] = "cost"
+    costs: Mapping[str, float | Cost] | Profile
+    device: DeviceSpec = CPU_CORE
+    optimizer_states: float = ADAM
+    chunks: int = 1
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        gm = AnalyticCost(self.device, self.optimizer_states, self.chunks)(gm)
+        work = {node.name: node for node in stage_nodes(gm.graph)}
+        if isinstance(self.costs, Profile):
+            _check_whole(self.costs, work)
+        given = self.costs.costs if isinstance(self.costs, Profile) else self.costs
+        _check_times(given)
+        estimates = {node: node.meta[COST] for node in work.values()}
+        for node, cost in estimates.items():
+            node.meta[COST] = replace(cost, forward_s=0.0, backward_s=0.0)
+        # The longer path is the more particular one: {"encoder": 2.0, "encoder.head": 0.5}.
+        for name in sorted(given, key=len):
+            cost, nodes = given[name], _named(name, work)
+            if not isinstance(cost, Cost):
+                shares = _shares(nodes, estimates)
+                timed = {node: _timed(estimates[node], cost * shares[node]) for node in nodes}
+            elif len(nodes) == 1:
+                timed = {nodes[0]: cost}
+            else:
+                raise ProfileError(
+                    f"costs gives a Cost for {name!r}, which is {len(nodes)} nodes: give seconds, "
+                    "which are shared among them, or a Cost for each"
+                )
+            for node, its in timed.items():
+                node.meta[COST] = its
+        return gm
+
+
+def _timed(estimate: Cost, seconds: float) -> Cost:
+    forward = seconds / 3 if estimate.backward_s else seconds
+    return replace(estimate, forward_s=forward, backward_s=seconds - forward)
+
+
+def _shares(nodes: list[fx.Node], estimates: Mapping[fx.Node, Cost]) -> dict[fx.Node, float]:
+    """The share of a module's time that each of its nodes takes, as estimated."""
+    total = sum(estimates[node].seconds for node in nodes)
+    return {node: estimates[node].seconds / total if total else 1 / len(nodes) for node in nodes}
+
+
+def _named(name: str, work: Mapping[str, fx.Node]) -> list[fx.Node]:
+    """The node of that name, else all nodes of that module: calls of one may be timed apart."""
+    if name in work:
+        return [work[name]]
+    found = [node for node in work.values() if is_within(node, name)]
+    if not found:
+        raise ProfileError(f"costs names {name!r}, but {nothing_named([*work.values()], name)}")
+    return found
+
+
+def _check_times(given: Mapping[str, float | Cost]) -> None:
+    for name, cost in given.items():
+        if not isinstance(name, str):
+            raise ProfileError(f"costs names {name!r}: give names of nodes or modules, as strings")
+        times = (cost.forward_s, cost.backward_s) if isinstance(cost, Cost) else (cost,)
+        if not all(isinstance(time, int | float) and 0 <= time < math.inf for time in times):
+            raise ProfileError(
+                f"costs gives {cost!r} for {name!r}: give seconds, 0 or more, or a Cost of such"
+            )
+
+
+def _check_whole(profile: Profile, work: Mapping[str, fx.Node]) -> None:
+    missing = [name for name in work if name not in profile.costs]
+    if missing:
+        raise ProfileError(
+            f"the profile is of another model: it has no cost of {missing[0]!r} ({len(missing)} "
+            f"such node{'s' * (len(missing) != 1)} of {len(work)}); measure this model"
+        )

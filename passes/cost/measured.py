@@ -1,0 +1,238 @@
+"""Measured cost: each node is run on its device, forward and backward, and timed.
+
+::
+
+    round 1 (to warm up)   conv 5.1 ms   bn 0.9 ms   relu 0.3 ms ...
+    round 2                conv 4.2 ms   bn 0.7 ms   relu 0.2 ms ...   the median of these is the
+    round 3                conv 4.1 ms   bn 0.7 ms   relu 0.2 ms ...   cost; equal nodes share one
+
+All forwards, then all backwards, as in training, so that caches are as cold as they will be. The
+model is left as it was: gradients are not accumulated, buffers and random states are put back.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.devices import CPU_CORE, DeviceSpec
+from fxpipe.ir.graph import (
+    COST,
+    NO_BACKWARD,
+    VALUE,
+    WRITES,
+    is_work,
+    stage_nodes,
+    tensors_of,
+    times_done,
+)
+from fxpipe.runtime.random import RandomState
+from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost
+from passes.cost.signature import signature
+
+ROUNDS = 25  # at most
+
+
+@dataclass(frozen=True)
+class MeasuredCost:
+    """Model graph with fake values (pass "alias") → the same, with a :class:`Cost` at each node.
+
+    Times are measured, bytes and FLOPs those of :class:`AnalyticCost`.
+
+    Args:
+        inputs: the model's, real ones, one for each placeholder.
+        device: where to run; None: where the model is. What is elsewhere is copied, node by node.
+        budget_s: no round begins after this many seconds. The first one, a warm-up, always runs to
+            its end, and counts if it is the only one.
+
+    Raises ValueError for a model on "meta", which computes nothing.
+    """
+
+    name: ClassVar[str] = "cost"
+    inputs: tuple[Any, ...]
+    device: torch.device | None = None
+    budget_s: float = 10.0
+    spec: DeviceSpec = CPU_CORE
+    optimizer_states: float = ADAM
+    chunks: int = 1
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        device = self.device or next(
+            (t.device for t in tensors_of([*gm.parameters(), *self.inputs])), None
+        )
+        if device is not None and device.type == "meta":
+            raise ValueError(
+                'costs="measured" runs the model, which is on "meta" or is to be: give a model and '
+                'inputs with values, or costs="analytic"'
+            )
+        gm = AnalyticCost(self.spec, self.optimizer_states, self.chunks)(gm)
+        work = list(stage_nodes(gm.graph))
+        keys = {node: signature(gm, node) or node for node in work}
+        found: dict[Any, list[_Seconds]] = {}
+        for timed in self._rounds(gm, device):
+            for node in work:
+                found.setdefault(keys[node], []).append(timed[node])
+        for node in work:
+            forward, backward = zip(*found[keys[node]], strict=True)
+            node.meta[COST] = replace(
+                node.meta[COST],
+                forward_s=statistics.median(forward) * times_done(node),
+                backward_s=statistics.median(backward) * times_done(node),
+            )
+        return gm
+
+    def _rounds(
+        self, gm: fx.GraphModule, device: torch.device | None
+    ) -> list[dict[fx.Node, _Seconds]]:
+        """What each node takes in each round; the warm-up counts if there is no other."""
+        rounds: list[dict[fx.Node, _Seconds]] = []
+        end = time.perf_counter() + self.budget_s
+        console = Console(stderr=True)  # what is printed may be meant for a file
+        progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+        with _as_it_was(gm, device), progress:
+            for _ in progress.track(range(1 + ROUNDS), description="measuring"):
+                if rounds and time.perf_counter() > end:
+                    break
+                stopwatch = _Stopwatch(gm, device)
+                stopwatch.run(*self.inputs)
+                rounds.append(stopwatch.finish())
+        return rounds[1:] or rounds
+
+
+_Seconds = tuple[float, float]  # forward and backward
+
+
+@dataclass
+class _Tape:
+    """A node's forward, and what its backward needs."""
+
+    node: fx.Node
+    forward_s: float
+    outputs: list[Tensor]
+    inputs: list[Tensor]
+
+
+class _Stopwatch(fx.Interpreter):
+    """Runs the graph once, and then each node's backward, last first; all values are detached."""
+
+    def __init__(self, gm: fx.GraphModule, device: torch.device | None) -> None:
+        super().__init__(gm)
+        self.device = device
+        self.tapes: list[_Tape] = []
+        self.moved: dict[str, Tensor] = {}  # of the module that is next
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run and time it, if it is work."""
+        if not is_work(n):
+            return self._here(super().run_node(n))
+        arguments = fx.map_arg((n.args, n.kwargs), self._argument)
+        parameters: list[Tensor] = []
+        if n.op == "call_module":
+            parameters = self._move_in(str(n.target))
+        leaves = [t for t in tensors_of(arguments) if t.requires_grad]
+        run = getattr(self, n.op)
+        with torch.enable_grad():
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda t: t.clone() if WRITES in n.meta else t, arguments
+            )
+            result, ahead = self._timed(lambda: run(n.target, args, kwargs))
+        given = [t for t in tensors_of(result) if t.grad_fn is not None]
+        wanted = list({id(t): t for t in (*leaves, *parameters)}.values())
+        if NO_BACKWARD in n.meta:
+            given = []
+        self.tapes.append(_Tape(n, ahead, given, wanted))
+        return pytree.tree_map_only(Tensor, lambda t: t.detach(), result)
+
+    def finish(self) -> dict[fx.Node, _Seconds]:
+        """The backwards. Returns the seconds of every node."""
+        seconds = {}
+        while self.tapes:
+            tape = self.tapes.pop()
+            seconds[tape.node] = tape.forward_s, self._backward(tape)
+        return seconds
+
+    def _backward(self, tape: _Tape) -> float:
+        if not tape.outputs or not tape.inputs:
+            return 0.0
+        gradients = [torch.ones_like(t) for t in tape.outputs]
+        try:
+            _, seconds = self._timed(
+                lambda: torch.autograd.grad(tape.outputs, tape.inputs, gradients, allow_unused=True)
+            )
+        except RuntimeError:  # PyTorch's reentrant checkpoint accumulates gradients, or nothing
+            return BACKWARD * tape.forward_s
+        return seconds
+
+    def _move_in(self, path: str) -> list[Tensor]:
+        """Bring a module's tensors to the device, for :meth:`call_module`. Returns parameters."""
+        module = self.fetch_attr(path)
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        moved = {name: self._here(tensor) for name, tensor in state.items()}
+        self.moved = moved if any(moved[name] is not state[name] for name in state) else {}
+        return [tensor for tensor in moved.values() if tensor.requires_grad]
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """With the tensors that have been moved in."""
+        if not self.moved:
+            return super().call_module(target, args, kwargs)
+        return torch.func.functional_call(self.fetch_attr(target), self.moved, args, kwargs)
+
+    def _argument(self, node: fx.Node) -> Any:
+        """The value of a node, its tensors leaves that want gradients where the model's would."""
+        value, shown = self.env[node], node.meta.get(VALUE)
+        if node.op == "get_attr":
+            return value
+        wants = iter([t.requires_grad for t in tensors_of(shown)])
+        return pytree.tree_map_only(
+            Tensor, lambda t: t.detach().requires_grad_(next(wants, False)), value
+        )
+
+    def _here(self, value: Any) -> Any:
+        """The value on the device: its tensors leaves, as they want gradients."""
+        if self.device is None:
+            return value
+        return pytree.tree_map_only(
+            Tensor,
+            lambda t: (
+                t
+                if t.device == self.device
+                else t.detach().to(self.device).requires_grad_(t.requires_grad)
+            ),
+            value,
+        )
+
+    def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        self._wait()
+        start = time.perf_counter()
+        result = run()
+        self._wait()
+        return result, time.perf_counter() - start
+
+    def _wait(self) -> None:
+        """Until the accelerator has done all its work."""
+        if self.device is not None and self.device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(self.device)
+
+
+@contextmanager
+def _as_it_was(gm: fx.GraphModule, device: torch.device | None) -> Iterator[None]:
+    """Puts buffers and random states back."""
+    buffers = [(buffer, buffer.clone()) for buffer in gm.buffers()]
+    state = RandomState(() if device is None else (device,))
+    with torch.no_grad():
+        try:
+            yield
+        finally:
+            state.put_back()
+            for buffer, before in buffers:
+                buffer.copy_(before)

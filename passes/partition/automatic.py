@@ -1,0 +1,186 @@
+"""Not a pass: the automatic cut of a model graph, on the terms of an :class:`Auto`.
+
+::
+
+    a ─ b ─ c ─ d ─ e ─ f          costs 1 1 2 1 3 1, two stages
+    0   0   0   0   1   1          slowest stage 5; also 1 1 2 | 1 3 1: the one that sends less
+
+It makes the slowest stage as fast as it can be, over all cuts by which no stage needs a later one,
+and among those that are as fast sends least (:mod:`passes.partition.cut`). Cuts within ``slack``
+of the fastest count as equally fast. A cut that is contiguous in the program is easier to read, and
+is taken where it is as good, by the same measure, in time and in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.graph import stage_nodes
+from passes.partition.by_name import check_names, check_stage, named
+from passes.partition.cut.dag import Machine, prices
+from passes.partition.cut.search import EQUAL
+from passes.partition.cut.solve import Cut, solve, solve_in_order, tightest
+from passes.partition.problem import OBJECTIVES, PartitionError, Problem, problem
+
+
+@dataclass(frozen=True)
+class Auto:
+    """How the model is to be cut automatically.
+
+    Args:
+        objective: what the stages are to have equally: "time", "memory" (what is held for it in
+            all, for a mini-batch), "activations" (what is kept for the backward), "params" or
+            "flops".
+        slack: by which fraction a cut may be slower than the fastest if it sends less. Costs are
+            estimates, and 0.02 may halve what is sent; but most copies are hidden anyway.
+        pins: names of modules or nodes, and the stages that they go to.
+        together: groups of such names; each stays in one stage.
+        devices: descriptions, or names of known ones ("h100"), one a stage, where the devices
+            differ, have limits, or are far from each other. None: they are alike, and links cost
+            nothing.
+        in_order: only cuts that leave the model's order as it is: easier to read, and no faster.
+    """
+
+    objective: str = "time"
+    slack: float = 0.0
+    pins: Mapping[str, int] = field(default_factory=dict)
+    together: Sequence[Sequence[str]] = ()
+    devices: Sequence[DeviceSpec | str] | None = None
+    in_order: bool = False
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise PartitionError(
+                f"objective is {self.objective!r}: give one of {', '.join(map(repr, OBJECTIVES))}"
+            )
+        if not (isinstance(self.slack, int | float) and self.slack >= 0):
+            raise PartitionError(f"slack is {self.slack!r}: give a fraction, 0 or more")
+        if not isinstance(self.pins, Mapping):
+            raise PartitionError(f"pins is {self.pins!r}: give a dict from names to stages")
+        groups = () if isinstance(self.together, str) else self.together
+        if not groups == self.together or any(isinstance(names, str) for names in groups):
+            raise PartitionError(
+                f"together is {self.together!r}: give a list of lists of names, a list for each "
+                "group that stays in one stage"
+            )
+
+    @property
+    def specs(self) -> tuple[DeviceSpec, ...] | None:
+        """The descriptions of the devices, if they are given."""
+        return None if self.devices is None else tuple(map(DeviceSpec.of, self.devices))
+
+
+class DoesNotFit(PartitionError):
+    """No cut fits the devices' memory; the message says how much is short, and what would help."""
+
+
+def automatic(
+    graph: fx.Graph,
+    target: Machine,
+    spec: Auto,
+    devices: Sequence[DeviceSpec] | None = None,
+    again: float = 0.0,
+) -> tuple[Problem, Cut]:
+    """The best cut of a model graph with costs into the machine's stages.
+
+    ``again`` is the part of the forward that is recomputed. Raises :class:`PartitionError` where
+    there is none, :class:`DoesNotFit` if that is for want of memory, or of room for the pins.
+    """
+    found, target, pins = posed(graph, target, spec, devices, again)
+    best = solve(found.dag, target, slack=spec.slack, pins=pins)
+    if best is None:
+        raise DoesNotFit("the model does not fit into the devices' memory")
+    return found, _easier(found, target, spec.slack, pins, best)
+
+
+def posed(
+    graph: fx.Graph,
+    target: Machine,
+    spec: Auto,
+    devices: Sequence[DeviceSpec] | None,
+    again: float,
+) -> tuple[Problem, Machine, dict[int, int]]:
+    """What is to be solved: the DAG, the machine, and the pins."""
+    work = list(stage_nodes(graph))
+    groups = [[node for name in names for node in named(work, name)] for names in spec.together]
+    found = problem(
+        graph,
+        spec.objective,
+        devices=devices,
+        groups=groups,
+        recomputed=again,
+        in_order=spec.in_order,
+    )
+    if spec.objective != "time":  # the links' seconds are of another kind
+        target = replace(target, bandwidth=None, latency=None)
+    if found.dag.size < target.stages:
+        raise PartitionError(
+            f"{target.stages} stages asked for, but the model can be cut into {found.dag.size}, no "
+            f"more: it has {len(work)} node{'s' * (len(work) != 1)}, of which those that share "
+            "written memory, or are parts of one result, stay together; give as many devices, or "
+            "fewer"
+        )
+    return found, target, _pins(found, work, spec.pins, target.stages)
+
+
+def _easier(
+    found: Problem, target: Machine, slack: float, pins: Mapping[int, int], best: Cut
+) -> Cut:
+    """The cut that is contiguous in the program, if it is as good."""
+    limit = max(best.bound * (1 + slack), best.prices.slowest) * (1 + EQUAL)
+    stage = solve_in_order(found.dag, target, slack=slack, pins=pins, enough=limit)
+    if stage is None:
+        return best
+    contiguous = Cut(stage, prices(found.dag, target, stage), best.bound, best.is_exact)
+    is_as_fast = contiguous.prices.slowest <= limit
+    is_as_small = contiguous.prices.sent <= best.prices.sent * (1 + slack)
+    return contiguous if is_as_fast and is_as_small else best
+
+
+def _pins(
+    found: Problem, work: Sequence[fx.Node], names: Mapping[str, int], stages: int
+) -> dict[int, int]:
+    position = {node: i for i, node in enumerate(work)}
+    told: dict[fx.Node, str] = {}
+    check_names(names)
+    names = {name: check_stage("pins", name, stage, stages) for name, stage in names.items()}
+    for name in sorted(names, key=len):
+        told.update(dict.fromkeys(named(work, name), name))
+    pins: dict[int, str] = {}
+    for node, name in told.items():
+        other = pins.setdefault(found.home[position[node]], name)
+        if names[name] != names[other]:
+            raise PartitionError(
+                f"pins puts {other!r} into stage {names[other]} and {name!r} into stage "
+                f"{names[name]}, but they share written memory, are parts of one result, or are to "
+                "stay together: pin them to one stage"
+            )
+    return {unit: names[name] for unit, name in pins.items()}
+
+
+def shortage(found: Problem, target: Machine, pins: Mapping[int, int]) -> str:
+    """Which devices have too little memory, cut so that the fullest is least full.
+
+    Raises :class:`PartitionError` if there is no cut at all.
+    """
+    assert target.memory is not None
+    stage = tightest(found.dag, target, pins=pins)
+    if stage is None:
+        raise PartitionError(
+            "no cut puts all pins into their stages and something into each of the "
+            f"{target.stages}: give fewer pins, or other ones"
+        )
+    need = prices(found.dag, target, stage).memory
+    short = [
+        f"device {s} needs {n:,.0f} bytes and has {m:,.0f}, {math.ceil(n - m):,} short"
+        for s, (n, m) in enumerate(zip(need, target.memory, strict=True))
+        if n > m
+    ]
+    return "the model does not fit into the devices' memory; cut for memory alone, " + (
+        "; ".join(short) or "it might, but no such cut has been found"
+    )

@@ -1,0 +1,145 @@
+"""Not a pass: stages by the names of modules and nodes, for cuts that the user gives.
+
+::
+
+    ["layer3", "head"]             each begins a stage
+    {"encoder": 0, "decoder": 1}   each goes there, and the rest to the latest stage that it needs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import networkx as nx
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.counts import integer
+from fxpipe.ir.graph import stage_nodes
+from passes.common.names import is_within, nothing_named
+from passes.partition.problem import PartitionError, reads_before_writes, together
+
+
+def labels_of_starts(graph: fx.Graph, starts: list[str], stages: int) -> dict[fx.Node, int]:
+    """Each name begins a stage; the first stage begins at the beginning, named or not."""
+    check_names(starts)
+    work = list(stage_nodes(graph))
+    position = {node: i for i, node in enumerate(work)}
+    first = {name: min(position[node] for node in named(work, name)) for name in starts}
+    starts = [name for name in starts if first[name] > 0]
+    cuts = [first[name] for name in starts]
+    if len(cuts) != stages - 1:
+        raise PartitionError(
+            f"partition names {len(cuts)} places to cut, which makes {len(cuts) + 1} stages, but "
+            f"there are {stages} devices: give one name for each stage but the first"
+        )
+    for (a, b), (i, j) in zip(pairwise(starts), pairwise(cuts), strict=True):
+        if i >= j:
+            raise PartitionError(
+                f"{b!r} begins a stage after {a!r}, but in the model it comes no later: stages "
+                "would need each other in a circle; give the names in the model's order"
+            )
+    labels = {node: sum(position[node] >= cut for cut in cuts) for node in work}
+    _bring_home(labels, [node for node in work if node.name not in first])
+    _check(work, labels)
+    return labels
+
+
+def labels_of_mapping(
+    graph: fx.Graph, mapping: Mapping[str, int], stages: int
+) -> dict[fx.Node, int]:
+    """Named nodes go where they are told, the others to the latest stage that they need."""
+    check_names(mapping)
+    work = list(stage_nodes(graph))
+    told: dict[fx.Node, int] = {}
+    # The longer path is the more particular one: {"encoder": 0, "encoder.head": 1}.
+    for name, stage in sorted(mapping.items(), key=lambda item: len(item[0])):
+        told.update(dict.fromkeys(named(work, name), check_stage("partition", name, stage, stages)))
+    labels: dict[fx.Node, int] = {}
+    for node in work:
+        needed = max((labels[n] for n in node.all_input_nodes if n in labels), default=0)
+        labels[node] = told.get(node, needed)
+    _bring_home(labels, [node for node in work if node not in told])
+    _check(work, labels)
+    missing = set(range(stages)) - set(labels.values())
+    if missing:
+        raise PartitionError(
+            f"partition leaves stage {min(missing)} without a node; with {stages} devices, every "
+            f"stage from 0 to {stages - 1} needs one"
+        )
+    return labels
+
+
+def check_names(names: Iterable[object]) -> None:
+    """Raises :class:`PartitionError` for names that are not strings."""
+    for name in names:
+        if not isinstance(name, str):
+            raise PartitionError(
+                f"partition has {name!r}, a {type(name).__name__}, for a name: give the names of "
+                "modules or nodes, as str"
+            )
+
+
+def check_stage(what: str, name: str, stage: object, stages: int) -> int:
+    """The stage that the user puts a name into; any integer will do.
+
+    Raises :class:`PartitionError` where there is no such stage.
+    """
+    number = integer(stage)
+    if number is None or not 0 <= number < stages:
+        raise PartitionError(
+            f"{what} puts {name!r} into stage {stage!r}: with {stages} devices there are stages 0 "
+            f"to {stages - 1}"
+        )
+    return number
+
+
+def _bring_home(labels: dict[fx.Node, int], nodes: list[fx.Node]) -> None:
+    """Shared parameters among the nodes live in the first stage that uses them."""
+    for node in nodes:
+        if node.target is ops.share:
+            users = [labels[user] for user in node.users if user in labels]
+            labels[node] = min(users, default=labels[node])
+
+
+def named(work: Sequence[fx.Node], name: str) -> list[fx.Node]:
+    """The nodes of that name, or of the module of that path and all within it."""
+    found = [node for node in work if node.name == name or is_within(node, name)]
+    if not found:
+        raise PartitionError(f"partition names {name!r}, but {nothing_named(work, name)}")
+    return found
+
+
+def _check(work: list[fx.Node], labels: dict[fx.Node, int]) -> None:
+    for node in work:
+        for source in node.all_input_nodes:
+            if source in labels and labels[source] > labels[node]:
+                raise PartitionError(_describe_cycle(node, source, labels))
+    for reader, writer in reads_before_writes(work):
+        if labels[reader] > labels[writer]:
+            raise PartitionError(
+                f"{reader.name!r} in stage {labels[reader]} reads memory that {writer.name!r} in "
+                f"the earlier stage {labels[writer]} writes to after it: put {writer.name!r} into "
+                f"stage {labels[reader]} or later, or {reader.name!r} earlier"
+            )
+    for group in together(work):
+        stages = {labels[node] for node in group}
+        if len(stages) > 1:
+            one, other = group[0], next(n for n in group if labels[n] != labels[group[0]])
+            raise PartitionError(
+                f"{one.name!r} (stage {labels[one]}) and {other.name!r} (stage {labels[other]}) "
+                "share memory that is written to (a buffer, say), or are parts of one result: "
+                "put them into one stage"
+            )
+
+
+def _describe_cycle(node: fx.Node, source: fx.Node, labels: dict[fx.Node, int]) -> str:
+    early, late = labels[node], labels[source]
+    stages: nx.DiGraph[int] = nx.DiGraph(
+        (labels[a], labels[b]) for b in labels for a in b.all_input_nodes if a in labels
+    )
+    text = f"{node.name!r} in stage {early} needs {source.name!r} from the later stage {late}"
+    if nx.has_path(stages, early, late):
+        text += f", and stage {late} needs stage {early}: the stages would wait in a circle"
+    return text + f"; put {node.name!r} into stage {late} or later, or {source.name!r} earlier"

@@ -1,0 +1,89 @@
+"""Bounds: what the slowest stage takes at least, whatever the cut.
+
+Three, of which the largest counts: all work, shared out evenly; the largest node; and "atoms and
+fluid": a node that comes before or after every other one (in a residual net, nearly all) cannot be
+divided, what lies between two of them may be taken for a fluid, and such a row is filled into the
+stages from the first to the last, each as full as it can be.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.partition.cut.dag import Dag, Floats, Machine
+
+PRECISION = 1e-6
+
+
+def lower_bound(dag: Dag, machine: Machine) -> float:
+    """No cut has a slowest stage that takes less time."""
+    rows = dag.seconds[[s % len(dag.seconds) for s in range(machine.stages)]]
+    low = max(_shared_out(rows), float(dag.weight.max(initial=0.0)))
+    sums = np.concatenate([np.zeros((len(rows), 1)), rows.cumsum(axis=1)], axis=1)
+    is_atom = np.array(_atoms(dag), dtype=bool)
+    high = max(low, float(rows.sum(axis=1).min()))
+    if _fits(sums, is_atom, low * (1 + PRECISION)):
+        return low
+    while high > low * (1 + PRECISION):
+        middle = (low + high) / 2
+        if _fits(sums, is_atom, middle):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _shared_out(rows: Floats) -> float:
+    """All work at once on all stages.
+
+    For any weights of the stages that sum to one, the sum over nodes of the least weighted time
+    is a bound (linear programming duality); with weights that are the stages' speeds it is the
+    even share where their times are in proportion.
+    """
+    totals = rows.sum(axis=1)
+    if not totals.min() > 0:
+        return 0.0
+    speed = (1 / totals) / (1 / totals).sum()
+    return float((rows * speed[:, None]).min(axis=0).sum())
+
+
+def _atoms(dag: Dag) -> list[bool]:
+    """Which nodes come before or after every other one.
+
+    In a topological order: all before it lead to something no later, all after it need something
+    no earlier, than the node itself.
+    """
+    n = dag.size
+    first_use = [min(after, default=n) for after in dag.after]
+    last_need = [max(before, default=-1) for before in dag.before]
+    reaches, latest = [True] * n, -1
+    for i in range(n):
+        reaches[i] = latest <= i
+        latest = max(latest, first_use[i])
+    needs, earliest = [True] * n, n
+    for i in reversed(range(n)):
+        needs[i] = earliest >= i
+        earliest = min(earliest, last_need[i])
+    return [a and b for a, b in zip(reaches, needs, strict=True)]
+
+
+def _fits(sums: Floats, is_atom: NDArray[np.bool_], limit: float) -> bool:
+    """Whether the row of atoms and fluid goes into the stages, none longer than ``limit``.
+
+    ``sums[s, i]``: what the nodes before the i-th take on stage s.
+    """
+    n = len(is_atom)
+    node, part = 0, 0.0  # how far the stages so far have come: into this node, by this fraction
+    for row in sums:
+        end = row[node] + part * (row[node + 1] - row[node]) + limit
+        node = int(np.searchsorted(row, end, side="right")) - 1
+        if node >= n:
+            return True
+        part = 0.0 if is_atom[node] else float((end - row[node]) / (row[node + 1] - row[node]))
+    return False
+
+
+def gap(slowest: float, bound: float) -> float:
+    """How much slower than the bound, as a fraction."""
+    return max(0.0, slowest / bound - 1) if bound > 0 else (0.0 if slowest <= 0 else float(np.inf))

@@ -1,0 +1,380 @@
+"""Search: the best cut whose every boundary is of a given family of downsets.
+
+With all downsets of the DAG the best cut of all; with the beginnings of one order the best cut that
+is contiguous in it. Dynamic programming over downsets (as for pipeline parallelism: Tarnawski et
+al., "Efficient algorithms for device placement of DNN graph operators", 2020), backwards: how good
+can the stages from s on be, if those before have computed this much? Then forwards, by branch and
+bound with that as the bound. Where all links are alike the bound is exact, and the first way down
+is the answer; where they are not, the bound takes for each value the best link that it may use.
+
+What a stage between two downsets computes is a difference, and what it sends and receives a matrix
+product: a value with d users is worth one column for each number c of users that may be behind the
+first boundary: ``[made, and c users behind I] * [more than c users behind J]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.partition.cut.dag import OUTSIDE, Dag, Floats, Ints, Machine, prices
+from passes.partition.cut.downsets import Family
+
+EQUAL = 1e-9  # sums of floats in different orders: what differs by less is the same
+BLOCK = 1 << 21  # pairs of downsets at a time
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cut: the stage of each node; and a bound on the slowest stage of all cuts of the family."""
+
+    stage: tuple[int, ...]
+    bound: float
+    is_proven: bool  # whether the search went to its end
+
+
+class TooMuch(Exception):
+    """The search would take, or has taken, more steps than it may, and has found nothing."""
+
+
+@dataclass
+class Search:
+    """One DAG, machine and family.
+
+    Args:
+        limit: only cuts whose slowest stage takes no longer are looked for.
+        pins: node to stage.
+        enough: no slack is given above so many seconds.
+        places: ``[downset, boundary]``: which downset may be behind which stage. None: any.
+        work: how many multiplications the dynamic program may take, and
+        visits: how many boundaries the branch and bound may look at.
+    """
+
+    dag: Dag
+    machine: Machine
+    family: Family
+    limit: float = np.inf
+    pins: Mapping[int, int] = field(default_factory=dict)
+    places: NDArray[np.bool_] | None = None
+    enough: float = np.inf
+    work: float = np.inf
+    visits: int = 2000
+
+    def __post_init__(self) -> None:
+        self.bits = self.family.astype(np.float64)
+        self.weights = self.bits @ self.dag.seconds.T  # [downset, row]
+        self.fixed, self.saved = self.bits @ self.dag.fixed, self.bits @ self.dag.saved
+        self.count = self.family.sum(axis=1)
+        self.small_bits = self.bits.astype(np.float32)
+        self._columns()
+        self.boundaries = self._boundaries()
+        steps = sum(len(a) * len(b) for a, b in pairwise(self.boundaries))
+        if steps * (self.dag.size / 4 + 2 * len(self.column)) > self.work:
+            raise TooMuch
+
+    # ------------------------------------------------------------------------------- what is where
+
+    def _columns(self) -> None:
+        """For each value and number of users behind a boundary, one column."""
+        values = [v for v in self.dag.values if len(v.users) > (v.source == OUTSIDE)]
+        self.column = np.array([i for i, v in enumerate(values) for _ in v.users], dtype=np.int64)
+        self.level = np.array([c for v in values for c in range(len(v.users))], dtype=np.int64)
+        self.given = np.array([v.source == OUTSIDE for v in values], dtype=bool)
+        self.source = np.array([max(v.source, 0) for v in values], dtype=np.int64)
+        self.size = np.array([v.size for v in values])
+        self.volume = np.array([v.volume for v in values])
+        self.tensors = np.array([v.count for v in values], dtype=np.float64)
+        is_once = np.array([v.once for v in values], dtype=bool)
+        self.taken_in = np.where(is_once, 0.0, self.size)
+        self.stays = np.where(is_once, self.volume, 0.0)
+        used = np.zeros((len(self.family), len(values)), dtype=np.int32)
+        for i, v in enumerate(values):
+            used[:, i] = self.family[:, list(v.users)].sum(axis=1)
+        self.used = used
+        self.made = self.family[:, self.source] | self.given[None, :]
+        self.live = self.made & (used < np.array([len(v.users) for v in values])[None, :])
+        # What the caller gives is free as far as its first user.
+        self.moves = np.where(self.given[self.column] & (self.level == 0), 0.0, 1.0)
+        self._kept()
+        inputs = [v for v in self.dag.values if v.source == OUTSIDE]
+        self.inputs = np.array([v.size for v in inputs])
+        self.begun = np.zeros((len(self.family), len(inputs)), dtype=np.float64)
+        for i, v in enumerate(inputs):
+            self.begun[:, i] = self.family[:, list(v.users)].any(axis=1)
+
+    def _kept(self) -> None:
+        """The same for memory that several nodes keep."""
+        kept = self.dag.kept
+        self.keepers = np.zeros((len(self.family), len(kept)), dtype=np.int32)
+        for i, k in enumerate(kept):
+            self.keepers[:, i] = self.family[:, list(k.nodes)].sum(axis=1)
+        self.keeper = np.array([i for i, k in enumerate(kept) for _ in k.nodes], dtype=np.int64)
+        self.rank = np.array([c for k in kept for c in range(len(k.nodes))], dtype=np.int64)
+        self.kept_size = np.array([k.size for k in kept for _ in k.nodes])
+
+    def _best_links(self, stage: int) -> tuple[Floats, Floats]:
+        """Seconds of one hop of each value into a stage, and out of it, by the best links."""
+        m = self.machine
+        assert m.bandwidth is not None and m.latency is not None
+
+        def seconds(bandwidth: Floats, latency: Floats) -> Floats:
+            if not len(bandwidth):
+                return np.zeros(len(self.size))
+            found: Floats = self.volume / bandwidth.max() + self.tensors * latency.min()
+            return found
+
+        enter = seconds(m.bandwidth[:stage, stage], m.latency[:stage, stage])
+        leave = seconds(m.bandwidth[stage, stage + 1 :], m.latency[stage, stage + 1 :])
+        return enter, leave
+
+    def _boundaries(self) -> list[Ints]:
+        """Which downsets may be behind stage 0, 1, ...: they leave not too much on either side."""
+        k, rows = self.machine.stages, self.dag.seconds
+        n = self.dag.size
+        found: list[Ints] = [np.flatnonzero(self.count == 0)]
+        for s in range(1, k):
+            early = rows[[t % len(rows) for t in range(s)]].min(axis=0)
+            late = rows[[t % len(rows) for t in range(s, k)]].min(axis=0)
+            behind, ahead = self.bits @ early, self.bits @ late
+            fits = (behind <= s * self.limit * (1 + EQUAL)) & (
+                late.sum() - ahead <= (k - s) * self.limit * (1 + EQUAL) + EQUAL * late.sum()
+            )
+            fits &= (self.count >= s) & (self.count <= n - (k - s))
+            for node, stage in self.pins.items():
+                fits &= self.family[:, node] == (stage < s)
+            if self.places is not None:
+                fits &= self.places[:, s]
+            where = np.flatnonzero(fits)
+            found.append(where[np.argsort(self._weight(s, where), kind="stable")])
+        found.append(np.flatnonzero(self.count == n))
+        return found
+
+    def _weight(self, stage: int, where: Ints) -> Floats:
+        weights: Floats = self.weights[where, stage % len(self.dag.seconds)]
+        return weights
+
+    # ------------------------------------------------------------------------------ what it costs
+
+    def _between(
+        self, stage: int, first: Ints, then: Ints, limit: float
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        """Seconds of a stage between downsets ``[first, then]``; inf where it cannot be."""
+        compute = self._weight(stage, then)[None, :] - self._weight(stage, first)[:, None]
+        can = compute <= limit * (1 + EQUAL)
+        can &= self.count[first][:, None] < self.count[then][None, :]
+        common = self.small_bits[first] @ self.small_bits[then].T
+        can &= common == self.count[first][:, None]
+        can &= self._fits(stage, first, then)
+        if not can.any():
+            return np.full(can.shape, np.inf), can
+        times = compute
+        if len(self.column) and self._links_matter(stage):
+            link = self._link(stage, first, then)
+            times = np.maximum(compute, link)
+        times = np.where(can, np.maximum(times, 0.0), np.inf)
+        return times, can & (times <= limit * (1 + EQUAL))
+
+    def _links_matter(self, stage: int) -> bool:
+        return any(seconds.any() for seconds in self._best_links(stage))
+
+    def _waits(self, first: Ints) -> tuple[Ints, Floats]:
+        """The columns of values that are used further on, behind any of the downsets; and which of
+        them are behind which. They are few: where the downsets are near each other, what lies
+        between them and the end has not been made."""
+        waits = self.made[first][:, self.column] & (self.used[first][:, self.column] == self.level)
+        columns = np.flatnonzero(waits.any(axis=0))
+        return columns, waits[:, columns].astype(np.float64)
+
+    def _comes(self, then: Ints, columns: Ints) -> NDArray[np.bool_]:
+        """Which of these columns come before which downsets."""
+        comes: NDArray[np.bool_] = (
+            self.used[np.ix_(then, self.column[columns])] > self.level[columns]
+        )
+        return comes
+
+    def _link(self, stage: int, first: Ints, then: Ints) -> Floats:
+        enter, leave = self._best_links(stage)
+        columns, waits = self._waits(first)
+        values, live = self.column[columns], self.live[then]
+        going = live[:, values] * leave[values]  # if the stage has it, it sends it on
+        arriving = enter[values] * self.moves[columns] + going
+        total: Floats = waits @ (self._comes(then, columns) * arriving).T
+        leaving = np.flatnonzero(live.any(axis=0))
+        made_here = ~self.made[np.ix_(first, leaving)]
+        total += made_here.astype(np.float64) @ (live[:, leaving] * leave[leaving]).T
+        return total
+
+    def _sent(self, first: Ints, then: Ints, sizes: Floats | None = None) -> Floats:
+        """Bytes that a stage between two downsets receives from others; ``sizes``: of the values,
+        if others than their own are to be summed."""
+        if not len(self.column):
+            return np.zeros((len(first), len(then)))
+        columns, waits = self._waits(first)
+        each = (self.size if sizes is None else sizes)[self.column[columns]] * self.moves[columns]
+        total: Floats = waits @ (self._comes(then, columns) * each).T
+        return total
+
+    def _fits(self, stage: int, first: Ints, then: Ints) -> NDArray[np.bool_]:
+        m = self.machine
+        assert m.memory is not None and m.held is not None and m.received is not None
+        assert m.apart is not None
+        if np.isinf(m.memory[stage]):
+            return np.ones((len(first), len(then)), dtype=bool)
+        alive = self.fixed + m.held[stage] * self.saved
+        need = alive[then][None, :] - alive[first][:, None]
+        if len(self.rank):
+            waits = self.keepers[first][:, self.keeper] == self.rank
+            kept = np.flatnonzero(waits.any(axis=0))
+            comes = self.keepers[np.ix_(then, self.keeper[kept])] > self.rank[kept]
+            need = need + m.held[stage] * (
+                waits[:, kept].astype(np.float64) @ (comes * self.kept_size[kept]).T
+            )
+        if self.stays.any() and m.apart[:stage, stage].any():  # wherever it is brought from
+            need = need + self._sent(first, then, self.stays)
+        if m.received[stage]:
+            need = need + m.received[stage] * self._sent(first, then, self.taken_in)
+            need += m.received[stage] * ((1 - self.begun[first]) * self.inputs) @ self.begun[then].T
+        fits: NDArray[np.bool_] = need <= m.memory[stage] * (1 + 1e-12)
+        return fits
+
+    # ------------------------------------------------------------------------------------ the walk
+
+    def _blocks(self, stage: int) -> Iterator[tuple[slice, slice]]:
+        """The pairs that a stage may be between, in blocks: by weight, both are sorted."""
+        first, then = self.boundaries[stage], self.boundaries[stage + 1]
+        if not len(first) or not len(then):
+            return
+        lower = self._weight(stage, first)
+        upper = self._weight(stage, then)
+        is_sorted = bool((np.diff(lower) >= 0).all() and (np.diff(upper) >= 0).all())
+        rows = max(1, BLOCK // len(then))
+        for start in range(0, len(first), rows):
+            block = slice(start, min(start + rows, len(first)))
+            here = slice(0, len(then))
+            if is_sorted:
+                tiny = EQUAL * (1 + abs(upper[-1]))
+                low = int(np.searchsorted(upper, lower[block.start] - tiny))
+                top = lower[block.stop - 1] + self.limit * (1 + EQUAL) + tiny
+                here = slice(low, int(np.searchsorted(upper, top, side="right")))
+            if here.stop > here.start:
+                yield block, here
+
+    def _backwards(self, limit: float, by_bytes: bool) -> list[Floats]:
+        """For each boundary and downset: the least that the stages after it can do.
+
+        The slowest of them, or with ``by_bytes`` the bytes that they receive, none of them taking
+        longer than ``limit``.
+        """
+        k = self.machine.stages
+        best = [np.full(len(b), np.inf) for b in self.boundaries]
+        best[k][:] = 0.0
+        for stage in reversed(range(k)):
+            first, then = self.boundaries[stage], self.boundaries[stage + 1]
+            for rows, columns in self._blocks(stage):
+                times, can = self._between(stage, first[rows], then[columns], limit)
+                after = best[stage + 1][columns][None, :]
+                if by_bytes:
+                    value = np.where(can, after, np.inf)
+                    if can.any():
+                        value = value + self._sent(first[rows], then[columns])
+                else:
+                    value = np.where(can, np.maximum(times, after), np.inf)
+                best[stage][rows] = np.minimum(best[stage][rows], value.min(axis=1))
+        return best
+
+    def run(self, slack: float = 0.0) -> Found | None:
+        """The best cut, or None if there is none within ``limit``.
+
+        Of all cuts whose slowest stage is at most ``slack`` above the best, one that sends least.
+        """
+        to_go = self._backwards(self.limit, by_bytes=False)
+        bound = float(to_go[0][0]) if len(to_go[0]) else np.inf
+        if np.isinf(bound):
+            return None
+        fastest = _Descent(self, to_go, self.limit, by_bytes=False)
+        if fastest.best is None:
+            if not fastest.is_done:
+                raise TooMuch
+            return None
+        allowed = max(fastest.key, min(fastest.key * (1 + slack), self.limit, self.enough))
+        to_go = self._backwards(allowed, by_bytes=True)
+        lightest = _Descent(self, to_go, allowed, by_bytes=True, best=fastest.best)
+        assert lightest.best is not None
+        return Found(lightest.best, fastest.key if fastest.is_done else bound, fastest.is_done)
+
+
+class _Descent:
+    """Branch and bound from the first boundary to the last. ``best`` is what it found."""
+
+    def __init__(
+        self,
+        search: Search,
+        to_go: Sequence[Floats],
+        limit: float,
+        by_bytes: bool,
+        best: tuple[int, ...] | None = None,
+    ) -> None:
+        self.search, self.to_go, self.limit, self.by_bytes = search, to_go, limit, by_bytes
+        self.best = best
+        self.key = np.inf if best is None else self._key(best)
+        self.visits = 0
+        self.is_done = True
+        self._down([0], 0.0)
+
+    def _down(self, path: list[int], so_far: float) -> None:
+        s, search = len(path) - 1, self.search
+        if s == search.machine.stages:
+            self._arrive(path)
+            return
+        self.visits += 1
+        if self.visits > search.visits:
+            self.is_done = False
+            return
+        first = search.boundaries[s][path[-1] : path[-1] + 1]
+        then = search.boundaries[s + 1]
+        times, can = search._between(s, first, then, self.limit)
+        after = self.to_go[s + 1]
+        if self.by_bytes:
+            value = so_far + search._sent(first, then)[0] + after
+        else:
+            value = np.maximum(np.maximum(times[0], after), so_far)
+        value = np.where(can[0], value, np.inf)
+        for choice in np.argsort(value, kind="stable"):
+            if not value[choice] < np.inf or self._is_no_better(float(value[choice])):
+                return
+            here = so_far
+            if self.by_bytes:
+                here = float(value[choice] - after[choice])
+            partial = self._slowest([*path, int(choice)])
+            if partial > self.limit * (1 + EQUAL):
+                continue
+            if not self.by_bytes:
+                here = max(so_far, partial)
+                if self._is_no_better(here):
+                    continue
+            self._down([*path, int(choice)], here)
+
+    def _is_no_better(self, key: float) -> bool:
+        return self.best is not None and key >= self.key * (1 - EQUAL)
+
+    def _arrive(self, path: list[int]) -> None:
+        self.best = self._labels(path)
+        self.key = self._key(self.best)
+
+    def _key(self, stage: tuple[int, ...]) -> float:
+        found = prices(self.search.dag, self.search.machine, stage)
+        return found.sent if self.by_bytes else found.slowest
+
+    def _slowest(self, path: list[int]) -> float:
+        return prices(self.search.dag, self.search.machine, self._labels(path)).slowest
+
+    def _labels(self, path: list[int]) -> tuple[int, ...]:
+        label = np.full(self.search.dag.size, -1)
+        for s, (i, j) in enumerate(pairwise(path)):
+            a, b = self.search.boundaries[s][i], self.search.boundaries[s + 1][j]
+            label[self.search.family[b] & ~self.search.family[a]] = s
+        return tuple(int(x) for x in label)

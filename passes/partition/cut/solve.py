@@ -1,0 +1,385 @@
+"""Solve: the best cut of a DAG into stages, with a bound that says how good it is.
+
+Small, or narrow, graphs are solved exactly: the search runs over all downsets. Of others the search
+runs over the beginnings of several orders, then over downsets near the boundaries found, again and
+again while that gains; large ones are made small first, and fine again near the boundaries.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.partition.cut.bounds import gap, lower_bound
+from passes.partition.cut.coarsen import (
+    around,
+    coarsened,
+    depth_first,
+    orders,
+    rows,
+    without_pendants,
+)
+from passes.partition.cut.contract import contracted
+from passes.partition.cut.dag import Dag, Machine, Prices, prices
+from passes.partition.cut.downsets import (
+    Family,
+    all_downsets,
+    downsets_near,
+    members,
+    prefixes,
+    united,
+)
+from passes.partition.cut.search import EQUAL, Search, TooMuch
+
+DOWNSETS = 20_000  # as many as are all looked at
+WORK = 5e9  # multiplications of one search
+LARGE = 400  # nodes; more are made fewer
+VISITS = 200  # boundaries that one inexact search may look at
+NEAR = 8000  # downsets near all boundaries together
+PATIENCE = 4  # rounds without gain, and the search ends
+LIGHT = 1e-3  # of the bound: what all nodes that the exact path leaves aside take, together
+FINE = 12  # nodes on each side of a boundary
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to compute at most. ``downsets=0`` switches the exact path off."""
+
+    downsets: int = DOWNSETS
+    work: float = WORK
+    large: int = LARGE
+    near: int = NEAR
+    patience: int = PATIENCE
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stage of each node, what that costs, and how good it is.
+
+    ``bound``: no cut has a slowest stage that takes less. ``is_exact``: all cuts were looked at
+    (but perhaps for where light nodes at the fringe go), so that the bound is that of the fastest.
+    """
+
+    stage: tuple[int, ...]
+    prices: Prices
+    bound: float
+    is_exact: bool
+
+    @property
+    def gap(self) -> float:
+        """The slowest stage is at most this fraction slower than the best possible."""
+        return gap(self.prices.slowest, self.bound)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What stays the same while one DAG is made coarse and fine again."""
+
+    machine: Machine
+    slack: float = 0.0
+    pins: Mapping[int, int] = field(default_factory=dict)
+    effort: Effort = Effort()
+    enough: float = np.inf  # seconds: a slowest stage that takes no more is within the slack
+
+
+def solve(
+    dag: Dag,
+    machine: Machine,
+    *,
+    slack: float = 0.0,
+    pins: Mapping[int, int] | None = None,
+    effort: Effort | None = None,
+) -> Cut | None:
+    """The cut whose slowest stage is fastest.
+
+    Of all that are at most ``slack`` slower it is one that sends least. ``pins`` puts nodes into
+    stages. None if no cut fits the memory and the pins (where the exact path is not taken: if none
+    has been found).
+    """
+    if dag.size < machine.stages or not _may_fit(dag, machine):
+        return None
+    task = Task(machine, slack, pins or {}, effort or Effort())
+    bound = lower_bound(dag, machine)
+    task = replace(task, enough=bound * (1 + slack))
+    is_large = dag.size > task.effort.large
+    found = _in_order(dag, task)
+    answer = _exact(dag, task, found)
+    if answer is not None:
+        return answer.cut
+    if is_large:
+        if found is None or not _is_enough(dag, task, found):
+            found = _better(dag, task, _multilevel(dag, task), found)
+    else:
+        found = _improved(dag, task, _lines(dag, task, found))
+        answer = _exact(dag, task, found)  # by now there may be less to look at
+        if answer is not None:
+            return answer.cut
+    return None if found is None else Cut(found, prices(dag, machine, found), bound, False)
+
+
+def solve_in_order(
+    dag: Dag,
+    machine: Machine,
+    *,
+    slack: float = 0.0,
+    pins: Mapping[int, int] | None = None,
+    enough: float = np.inf,
+) -> tuple[int, ...] | None:
+    """As :func:`solve`, of the cuts that are contiguous in the order of the nodes.
+
+    No slack is given where the slowest stage takes more than ``enough`` seconds.
+    """
+    if dag.size < machine.stages:
+        return None
+    return _in_order(dag, Task(machine, slack, pins or {}, enough=enough))
+
+
+def can_fit(dag: Dag, machine: Machine, pins: Mapping[int, int] | None = None) -> bool:
+    """Whether a cut is found that fits the memory and the pins, however slow.
+
+    Large graphs are looked at in the order of their nodes only: there is next to always a cut.
+    """
+    machine = replace(machine, bandwidth=None, latency=None)  # which say nothing of memory
+    if dag.size < machine.stages or not _may_fit(dag, machine):
+        return False
+    if solve_in_order(dag, machine, pins=pins) is not None:
+        return True
+    return dag.size <= LARGE and solve(dag, machine, pins=pins) is not None
+
+
+def _in_order(dag: Dag, task: Task) -> tuple[int, ...] | None:
+    if dag.size <= task.effort.large:
+        return _searched(dag, task, prefixes(range(dag.size)))
+    return _multilevel(dag, task, in_order=True)
+
+
+def _multilevel(dag: Dag, task: Task, in_order: bool = False) -> tuple[int, ...] | None:
+    """A cut of a DAG that has been made small; then again and again of one that is fine where the
+    last one cut."""
+    effort = replace(task.effort, near=task.effort.near // 4, patience=1)  # there are many levels
+    task = replace(task, effort=effort)
+    parts = [task.pins.get(node) for node in range(dag.size)]
+    pieces = task.effort.large // 2
+    if in_order:
+        small, home = contracted(dag, coarsened(dag, range(dag.size), pieces, parts))
+    else:
+        small, home = contracted(dag, rows(dag, pieces, parts))
+        if small.size > task.effort.large:
+            parts = _moved(parts, home, small.size)
+            runs = coarsened(small, depth_first(small), pieces, parts)
+            small, further = contracted(small, runs)
+            home = [further[h] for h in home]
+    found = _small(small, replace(task, pins=_pinned(task.pins, home)), None, in_order)
+    if found is None:
+        return None
+    best = tuple(found[h] for h in home)
+    for order in ([range(dag.size)] if in_order else [range(dag.size), depth_first(dag)]) * 2:
+        if not in_order and _is_enough(dag, task, best):
+            break
+        small, home = around(dag, best, order, FINE)
+        start = _moved(best, home, small.size)
+        found = _small(small, replace(task, pins=_pinned(task.pins, home)), start, in_order)
+        if found is not None:
+            best = tuple(found[h] for h in home)
+    return best
+
+
+def _small(
+    dag: Dag, task: Task, found: Sequence[int] | None, in_order: bool
+) -> tuple[int, ...] | None:
+    if in_order:
+        return _searched(dag, task, prefixes(range(dag.size)), found)
+    if found is None:
+        found = _lines(dag, task, found)
+    return _improved(dag, task, found)
+
+
+def _moved(parts: Sequence[T], home: Sequence[int], size: int) -> list[T]:
+    """For each of ``size`` clusters what its nodes have in common."""
+    moved: list[T] = [parts[0]] * size
+    for part, h in zip(parts, home, strict=True):
+        moved[h] = part
+    return moved
+
+
+def _pinned(pins: Mapping[int, int], home: Sequence[int]) -> dict[int, int]:
+    return {home[node]: stage for node, stage in pins.items()}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    cut: Cut | None
+
+
+def _exact(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
+    """The answer of the exact path; None where that would take too much."""
+    if not task.effort.downsets or dag.size > 10 * task.effort.large:
+        return None
+    return _over_all(dag, task, found) or _exact_but_for_pendants(dag, task, found)
+
+
+def _exact_but_for_pendants(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
+    """The same for the DAG without light nodes at its fringe: a bound for that is one for all."""
+    if not np.isinf(np.asarray(task.machine.memory)).all():
+        return None
+    light = LIGHT * lower_bound(dag, task.machine)
+    cluster = without_pendants(dag, light, task.pins)
+    home_of = np.asarray(cluster)
+    is_pendant = home_of != np.arange(dag.size)
+    if not is_pendant.any():
+        return None
+    bare = replace(dag, seconds=np.where(is_pendant, 0.0, dag.seconds))
+    small, home = contracted(bare, cluster)
+    if small.size < task.machine.stages:
+        return None
+    start: list[int] | None = None
+    if found is not None:
+        start = _moved([found[c] for c in cluster], home, small.size)
+        if len(set(start)) < task.machine.stages:  # a stage was of such nodes alone
+            start = None
+    answer = _over_all(small, replace(task, pins=_pinned(task.pins, home)), start)
+    if answer is None or answer.cut is None:
+        return answer
+    stage = tuple(answer.cut.stage[h] for h in home)
+    return _Answer(replace(answer.cut, stage=stage, prices=prices(dag, task.machine, stage)))
+
+
+def _over_all(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
+    family = all_downsets(dag, min(task.effort.downsets, int(5e7) // dag.size))
+    if family is None:
+        return None
+    limit = _limit(dag, task, found)
+    try:
+        search = Search(dag, task.machine, family, limit, task.pins, work=task.effort.work)
+        result = search.run(task.slack)
+    except TooMuch:
+        return None
+    if result is None:
+        return _Answer(None)
+    return _Answer(
+        Cut(result.stage, prices(dag, task.machine, result.stage), result.bound, result.is_proven)
+    )
+
+
+def _limit(dag: Dag, task: Task, found: Sequence[int] | None) -> float:
+    if found is None:
+        return np.inf
+    return prices(dag, task.machine, found).slowest * (1 + task.slack) * (1 + EQUAL)
+
+
+def _lines(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The best cut whose boundaries are beginnings of some topological orders."""
+    families = [prefixes(order) for order in orders(dag)]
+    for family in families:
+        found = _searched(dag, task, family, found) or found
+    if found is None:  # no order fits the memory; what fits it best is where to look
+        found = _roomiest(dag, task)
+    found = _searched(dag, task, united(*families), found) or found
+    return None if found is None else tuple(found)
+
+
+def _roomiest(dag: Dag, task: Task) -> tuple[int, ...] | None:
+    """A cut that fits the memory, if one is found by looking at nothing else."""
+    if np.isinf(np.asarray(task.machine.memory)).all():
+        return None
+    found = tightest(dag, task.machine, pins=task.pins, effort=task.effort)
+    return found if found and prices(dag, task.machine, found).fits(task.machine) else None
+
+
+def tightest(
+    dag: Dag,
+    machine: Machine,
+    *,
+    pins: Mapping[int, int] | None = None,
+    effort: Effort | None = None,
+) -> tuple[int, ...] | None:
+    """The cut of which the fullest device is least full, be it above its memory."""
+    found = solve(_by_memory(dag, machine), Machine(machine.stages), pins=pins, effort=effort)
+    return None if found is None else found.stage
+
+
+def _by_memory(dag: Dag, machine: Machine) -> Dag:
+    """The DAG with, in place of seconds, the part of each stage's memory that a node takes.
+
+    At least: what several nodes keep counts for the first alone, and what is brought for none.
+    """
+    assert machine.memory is not None and machine.held is not None
+    saved = dag.saved.copy()
+    for kept in dag.kept:
+        saved[min(kept.nodes)] += kept.size
+    need = dag.fixed[None, :] + machine.held[:, None] * saved[None, :]
+    return Dag(need / machine.memory[:, None], order=tuple(dag.edges))
+
+
+def _may_fit(dag: Dag, machine: Machine) -> bool:
+    """Whether no bound says that all cuts need more memory than there is."""
+    if np.isinf(np.asarray(machine.memory)).all():
+        return True
+    return lower_bound(_by_memory(dag, machine), Machine(machine.stages)) <= 1 + EQUAL
+
+
+def _searched(
+    dag: Dag,
+    task: Task,
+    family: Family,
+    found: Sequence[int] | None = None,
+    places: NDArray[np.bool_] | None = None,
+) -> tuple[int, ...] | None:
+    limit = _limit(dag, task, found)
+    search = Search(dag, task.machine, family, limit, task.pins, places, task.enough, visits=VISITS)
+    try:
+        result = search.run(task.slack)
+    except TooMuch:
+        return None
+    return None if result is None else result.stage
+
+
+def _improved(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The cut, made better by looking at downsets near its boundaries, until that gains no more.
+
+    Which nodes count as near is drawn anew each time (always the same for the same graph).
+    """
+    if found is None:
+        return None
+    best, failures = tuple(found), 0
+    rng = random.Random(0)
+    lines = united(*map(prefixes, orders(dag)))
+    near_one = task.effort.near // max(1, task.machine.stages - 1)
+    while failures < task.effort.patience:
+        label = np.asarray(best)
+        near = [downsets_near(dag, label < s, near_one, rng) for s in range(1, task.machine.stages)]
+        family = united(lines, *near)
+        anywhere = members(family, lines)
+        places = np.stack([anywhere, *(anywhere | members(family, part) for part in near)], axis=1)
+        following = _searched(dag, task, family, best, places)
+        if following is not None and _is_better(dag, task, following, best):
+            best, failures = following, 0
+        else:
+            failures += 1
+    return best
+
+
+def _better(
+    dag: Dag, task: Task, one: tuple[int, ...] | None, other: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one if _is_better(dag, task, one, other) else other
+
+
+def _is_enough(dag: Dag, task: Task, stage: Sequence[int]) -> bool:
+    return prices(dag, task.machine, stage).slowest <= task.enough * (1 + EQUAL)
+
+
+def _is_better(dag: Dag, task: Task, one: Sequence[int], other: Sequence[int]) -> bool:
+    a, b = prices(dag, task.machine, one), prices(dag, task.machine, other)
+    if a.slowest < b.slowest * (1 - EQUAL):
+        return True
+    return a.slowest <= b.slowest * (1 + EQUAL) and a.sent < b.sent

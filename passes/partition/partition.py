@@ -1,0 +1,154 @@
+"""Partition: give every node of the model graph its stage.
+
+::
+
+    a ─ b ─ c ─ d ─ e ─ f          ["e"], or {"a": 0, "e": 1}, or as :class:`Auto` finds
+    0   0   0   0   1   1
+
+As the user says, by the names of modules and nodes (``passes/partition/by_name.py``), or
+automatically (:mod:`passes.partition.automatic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.graph import GAP, STAGE, stage_nodes
+from passes.common.modes import milder, recomputed
+from passes.partition.automatic import Auto, DoesNotFit, automatic, posed, shortage
+from passes.partition.by_name import labels_of_mapping, labels_of_starts
+from passes.partition.cut.dag import Machine
+from passes.partition.cut.solve import Cut, can_fit
+from passes.partition.problem import PartitionError, Problem, machine
+from passes.partition.ways import Change, ways_out
+
+__all__ = ["Partition", "PartitionError", "Spec"]
+
+Spec = str | Auto | Sequence[str] | Mapping[str, int] | Callable[[fx.GraphModule], Any]
+"""How a user says the cut: "auto" or :class:`Auto`, names that begin stages, name to stage, or a
+function of the model graph that returns one of these."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Model graph (with costs, if cut automatically) → the same, with ``meta["stage"]``.
+
+    ``meta["gap"]`` of the graph module says how far from optimal an automatic cut by time is at
+    most. ``devices`` describes the devices, one a stage, where they differ or have limits;
+    ``chunks`` and ``checkpoint`` are as for :func:`fxpipe.compile`. ``live`` says how many
+    micro-batches are alive at once at each of so many stages (None: all), which decides what fits;
+    ``placement`` numbers the devices of the stages, where one has several. ``explains``: whether a
+    refusal says what is short and what would help, which takes some more cuts.
+
+    Raises :class:`PartitionError` if there are fewer places to cut than needed, a name is unknown,
+    the asked-for stages need each other in a circle, or the devices have too little memory.
+    """
+
+    name: ClassVar[str] = "partition"
+    stages: int
+    spec: Spec = "auto"
+    devices: tuple[DeviceSpec, ...] | None = None
+    chunks: int = 1
+    checkpoint: str = "never"
+    live: Callable[[int], Sequence[float] | None] | None = None
+    placement: tuple[int, ...] | None = None
+    explains: bool = True
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        gm.meta.pop(GAP, None)
+        if next(stage_nodes(gm.graph), None) is None:
+            raise PartitionError(
+                f"{self.stages} stages asked for, but the model computes nothing: it gives its "
+                "inputs, or constants, as they are"
+            )
+        spec = self.spec(gm) if callable(self.spec) else self.spec
+        if isinstance(spec, str) and spec == "auto":
+            spec = Auto()
+        if isinstance(spec, Auto):
+            labels = self._automatic(gm, spec)
+        elif isinstance(spec, Mapping):
+            labels = labels_of_mapping(gm.graph, spec, self.stages)
+        elif isinstance(spec, Sequence) and not isinstance(spec, str):
+            labels = labels_of_starts(gm.graph, list(spec), self.stages)
+        else:
+            said = "partition is" if spec is self.spec else "the function partition has returned"
+            raise PartitionError(
+                f'{said} {spec!r}: give "auto", an Auto, a list of names that begin stages, a dict '
+                "from names to stages, or a function of the model graph that returns one of these"
+            )
+        for node, stage in labels.items():
+            node.meta[STAGE] = stage
+        return gm
+
+    def _automatic(self, gm: fx.GraphModule, spec: Auto) -> dict[fx.Node, int]:
+        if self.devices is None and spec.specs is not None:
+            if len(spec.specs) != self.stages:
+                raise PartitionError(
+                    f"{len(spec.specs)} devices are described, but there are {self.stages} "
+                    "stages: describe one for each"
+                )
+            return replace(self, devices=spec.specs)._automatic(gm, spec)
+        try:
+            found, cut = self.solved(gm.graph, spec)
+        except DoesNotFit as error:
+            if not self.explains:
+                raise
+            short = self.shortage(gm.graph, spec)
+            raise DoesNotFit(f"{short}; {self._ways_out(gm.graph, spec)}") from error
+        if spec.objective == "time":
+            gm.meta[GAP] = cut.gap
+        return found.labels(cut.stage)
+
+    def solved(self, graph: fx.Graph, spec: Auto) -> tuple[Problem, Cut]:
+        """The automatic cut of a model graph with costs."""
+        return automatic(graph, self._machine, spec, self.devices, self._again)
+
+    @property
+    def _machine(self) -> Machine:
+        return machine(
+            self.devices or self.stages,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+            live=self.live and self.live(self.stages),
+            placement=self.placement,
+        )
+
+    @property
+    def _again(self) -> float:
+        return recomputed(self.checkpoint, self.chunks)
+
+    def can_fit(self, graph: fx.Graph, spec: Auto) -> bool:
+        """Whether there is a cut that fits, which takes less time than to find the fastest."""
+        try:
+            found, target, pins = posed(graph, self._machine, spec, self.devices, self._again)
+        except PartitionError:  # there are not as many nodes
+            return False
+        return can_fit(found.dag, target, pins)
+
+    def shortage(self, graph: fx.Graph, spec: Auto) -> str:
+        """As :func:`passes.partition.automatic.shortage`."""
+        return shortage(*posed(graph, self._machine, spec, self.devices, self._again))
+
+    def _ways_out(self, graph: fx.Graph, spec: Auto) -> str:
+        """What would make the model fit."""
+        assert self.devices is not None
+        devices = self.devices
+
+        def fits(change: Change) -> bool:
+            count = change.devices or len(devices)
+            wider = (*devices, *devices[-1:] * (count - len(devices)))
+            other = replace(
+                self,
+                stages=count,
+                devices=wider,
+                placement=self.placement if change.devices is None else None,
+                **change.settings,
+            )
+            return other.can_fit(graph, spec)
+
+        return ways_out(fits, {"checkpoint": milder(self.checkpoint)}, len(devices))

@@ -1,0 +1,160 @@
+"""Not a pass: the cells of a pipeline graph, and the gates through which values enter and leave.
+
+A cell is all that stage *j* does for micro-batch *i*: the nodes with that stage and micro-batch::
+
+    ── copy ── wait ── join ──┬── stage ──┬── portal_blue ── wait ── recompute ── fork ──
+                              │           │
+              entry           └───────────┘                 exit
+
+Entry and exit are chains of gates: nodes that take and give one tuple, all values at once, so that
+in the backward no gradient passes before all are there. Each pass adds its own gate to the chain.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import DEVICE, MICROBATCH, ORIGIN, STAGE, STREAM, VALUE
+
+CARRIERS = (ops.copy, ops.portal_copy)  # what brings values from one cell to another
+GATE = "gate"  # int: how many values a gate lets pass
+
+Cell = tuple[int, int]
+"""(micro-batch, stage)"""
+
+
+def cell_of(node: fx.Node) -> Cell | None:
+    """The cell of a node; None for what the caller does."""
+    if STAGE in node.meta and MICROBATCH in node.meta:
+        return node.meta[MICROBATCH], node.meta[STAGE]
+    return None
+
+
+def cells(graph: fx.Graph) -> dict[Cell, list[fx.Node]]:
+    """The nodes of each cell, in order; the cells in the order of their first nodes."""
+    found: dict[Cell, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if (cell := cell_of(node)) is not None:
+            found.setdefault(cell, []).append(node)
+    return found
+
+
+def outgoing(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Those of a cell's nodes that are used outside the cell."""
+    return [n for n in nodes if any(cell_of(user) != cell_of(n) for user in n.users)]
+
+
+def items(node: fx.Node) -> list[fx.Node]:
+    """The nodes that take elements out of a tuple, in order."""
+    taken = [user for user in node.users if user.target is operator.getitem]
+    return sorted(taken, key=lambda item: item.args[1])  # type: ignore[arg-type, return-value]
+
+
+class Writer:
+    """Adds nodes to a cell, each after the one before."""
+
+    def __init__(self, cell: Cell, after: fx.Node) -> None:
+        self.cell = cell
+        self.last = after
+        self.added: list[fx.Node] = []
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
+        """A node ``<name>_s<stage>_mb<i>`` that calls a function."""
+        microbatch, stage = self.cell
+        before = self.last
+        where = {k: before.meta[k] for k in (DEVICE, STREAM) if k in before.meta}
+        graph = before.graph
+        with graph.inserting_after(before):
+            self.last = graph.create_node(
+                "call_function", function, args, name=f"{name}_s{stage}_mb{microbatch}"
+            )
+        self.last.meta = {STAGE: stage, MICROBATCH: microbatch, **where}
+        self.added.append(self.last)
+        return self.last
+
+    def attribute(self, target: str) -> fx.Node:
+        """A node for a module of the graph's."""
+        microbatch, stage = self.cell
+        name = f"{target.rpartition('.')[2]}_mb{microbatch}_module"
+        with self.last.graph.inserting_after(self.last):
+            self.last = self.last.graph.create_node("get_attr", target, name=name)
+        self.last.meta = {STAGE: stage, MICROBATCH: microbatch}
+        self.added.append(self.last)
+        return self.last
+
+    def item(self, values: fx.Node, index: int, like: fx.Node) -> fx.Node:
+        """An element of a tuple, which stands for the same value as ``like``."""
+        name = like.meta.get(ORIGIN, like.name)
+        item = self.call(operator.getitem, (values, index), name)
+        item.meta |= {k: like.meta[k] for k in (VALUE, ORIGIN) if k in like.meta}
+        return item
+
+    def gate(
+        self,
+        function: Callable[..., Any],
+        values: Sequence[fx.Node],
+        *args: Any,
+        uses: Callable[[fx.Node], bool],
+    ) -> None:
+        """Send values through ``function(values, *args)``, which gives as many.
+
+        Those uses of them for which ``uses`` is true go to what comes out.
+        """
+
+        def call(together: Any) -> fx.Node:
+            return self.call(function, (together, *args), function.__name__)
+
+        self.through(call, values, uses)
+
+    def through(
+        self,
+        call: Callable[[Any], fx.Node],
+        values: Sequence[fx.Node],
+        uses: Callable[[fx.Node], bool],
+    ) -> None:
+        """:meth:`gate`, with any nodes: ``call`` makes them, and returns the one that gives all."""
+        maker = _maker(values)
+        if maker is not None and all(uses(user) for value in values for user in value.users):
+            # Just what another gate has given: that goes through, and is taken apart afterwards.
+            result = call(maker)
+            for value in values:
+                value.replace_input_with(maker, result)
+                self.last.append(value)
+                self.last = value
+        else:
+            result = call(tuple(values))
+            for i, value in enumerate(values):
+                users = [user for user in value.users if user is not result and uses(user)]
+                if users:
+                    item = self.item(result, i, value)
+                    for user in users:
+                        user.replace_input_with(value, item)
+        result.meta[GATE] = len(values)
+
+
+def is_gated(values: Sequence[fx.Node]) -> bool:
+    """Whether the values are just what one gate gives."""
+    return _maker(values) is not None
+
+
+def _maker(values: Sequence[fx.Node]) -> fx.Node | None:
+    makers = {v.args[0] if v.target is operator.getitem else None for v in values}
+    maker = makers.pop() if len(makers) == 1 else None
+    if not isinstance(maker, fx.Node) or GATE not in maker.meta:
+        return None
+    in_order = [v.args[1] for v in values] == list(range(maker.meta[GATE]))
+    return maker if in_order and set(maker.users) == set(values) else None
+
+
+def sweep(gm: fx.GraphModule) -> fx.GraphModule:
+    """Remove items that nobody uses any more, and bring the module's code up to date."""
+    for node in reversed(gm.graph.nodes):
+        if node.target is operator.getitem and not node.users:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm

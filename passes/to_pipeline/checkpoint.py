@@ -1,0 +1,112 @@
+"""Checkpoint: cells that keep no activations, and are run again just ahead of their backward.
+
+::
+
+    before     ── stage ── wait ── copy
+
+    after      ── checkpoint ── wait ── recompute ── copy
+                       `..... handle ......'
+
+In the backward ``recompute`` comes before ``wait``: the stage runs again while the gradient is
+still being copied. A stage in segments is a chain of checkpoints, and it is the last segment, whose
+backward comes first, that is run again ahead::
+
+    ── checkpoint ── checkpoint ── wait ── recompute ── copy
+                          `..... handle ......'
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.counts import count
+from fxpipe.ir.graph import attribute
+from passes.common.modes import MODES, is_checkpointed
+from passes.to_pipeline.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
+from passes.to_stages.segments import segmented
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Pipeline graph → the same with checkpointed cells: none, all, or all but the last
+    micro-batch's, whose backward follows at once. ``segments``: how many a stage is cut in."""
+
+    name: ClassVar[str] = "checkpoint"
+    mode: str = "never"
+    segments: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(
+                f"checkpoint is {self.mode!r}: give {', '.join(map(repr, MODES[:-1]))} or "
+                f"{MODES[-1]!r}"
+            )
+        count("checkpoint_segments", self.segments, "the number of segments that a stage is cut in")
+        if self.segments > 1 and self.mode == "never":
+            raise ValueError(
+                f'checkpoint_segments is {self.segments}, but checkpoint is "never": give '
+                'checkpoint="always" or "except_last" with it'
+            )
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        found = cells(gm.graph)
+        chunks = 1 + max((microbatch for microbatch, _ in found), default=0)
+        for cell, nodes in found.items():
+            if is_checkpointed(self.mode, cell[0], chunks):
+                self._checkpoint(gm, cell, nodes)
+        return sweep(gm)
+
+    def _checkpoint(self, gm: fx.GraphModule, cell: Cell, nodes: list[fx.Node]) -> None:
+        (call,) = (node for node in nodes if node.op == "call_module")
+        writer = Writer(cell, after=call)
+        if self.segments == 1:
+            output, handle = _run(writer, str(call.target), call.args, like=call)
+            call.replace_all_uses_with(output)
+            gone = [call]
+        else:
+            results = items(call)
+            handle = _run_segments(writer, gm, call, self.segments)
+            gone = [*results, call]
+        nodes = sorted(node for node in (*writer.added, *nodes) if node not in gone)
+        for node in gone:
+            gm.graph.erase_node(node)
+        writer = Writer(cell, after=nodes[-1])
+        leaving = outgoing(nodes)
+        writer.gate(ops.recompute, leaving, handle, uses=lambda user: cell_of(user) != cell)
+
+
+def _run(
+    writer: Writer, target: str, args: tuple[Any, ...], like: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    """Run a module of the graph's, checkpointed. Returns its output, and the handle."""
+    pair = writer.call(ops.checkpoint, (writer.attribute(target), *args), "checkpoint")
+    output = writer.item(pair, 0, like=like)
+    return output, writer.call(operator.getitem, (pair, 1), "handle")
+
+
+def _run_segments(writer: Writer, gm: fx.GraphModule, call: fx.Node, count: int) -> fx.Node:
+    """Run a stage segment by segment, in place of the call. Returns the handle of the last."""
+    path = f"{call.target}_segments"
+    if not hasattr(gm, path):
+        gm.add_submodule(path, segmented(attribute(gm, str(call.target)), count))
+    graph = attribute(gm, path).graph
+    values = dict(zip(graph.find_nodes(op="placeholder"), call.args, strict=True))
+    handle = call
+    for node in graph.nodes:
+        if node.op == "call_module":
+            args = fx.map_arg(node.args, values.__getitem__)
+            values[node], handle = _run(writer, f"{path}.{node.target}", args, like=node)
+        elif node.op == "call_function":  # takes one of a segment's results
+            values[node] = writer.item(values[node.args[0]], node.args[1], like=node)
+    results = graph.output_node().args[0]
+    if isinstance(results, fx.Node):
+        call.replace_all_uses_with(values[results])
+    else:
+        for item in items(call):
+            item.replace_all_uses_with(values[results[item.args[1]]])
+    return handle

@@ -1,0 +1,86 @@
+"""Dependencies: at every stage, a micro-batch's backward comes after the next micro-batch's.
+
+::
+
+    cell (0, j)    ── stage ── fork ──
+                                 └ ─ ─ phony ─ ─ ┐
+    cell (1, j)                       ── wait ── join ── stage ──
+
+The phony is forked off the exit of one cell and joined into the entry of the next micro-batch's.
+Where nothing that enters has a gradient (a first stage, or one that gets integers only), there is
+no backward at the entry to be ordered: it is joined into the exit.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import VALUE
+from fxpipe.runtime.streams import COMPUTE
+from passes.to_pipeline.cells import Cell, Writer, cell_of, cells, is_gated, items, outgoing, sweep
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """Pipeline graph with waits → the same, fork and join between adjacent micro-batches."""
+
+    name: ClassVar[str] = "dependencies"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        found = cells(gm.graph)
+        phonies: dict[Cell, fx.Node] = {}
+        for cell in sorted(found):
+            microbatch, stage = cell
+            nodes = found[cell]
+            if cell in phonies:
+                _join(cell, nodes, phonies[cell])
+            if (following := (microbatch + 1, stage)) in found:
+                phonies[following] = _fork(cell, nodes)
+            elif len(leaving := outgoing(nodes)) > 1 and not is_gated(leaving):
+                # A gate all the same: the gradients of several outputs enter the stage together.
+                _fork(cell, nodes)
+        return sweep(gm)
+
+
+def _fork(cell: Cell, nodes: list[fx.Node]) -> fx.Node:
+    """A fork at the exit. Returns its phony."""
+    writer = Writer(cell, after=nodes[-1])
+    phony = nodes[-1]
+
+    def call(together: Any) -> fx.Node:
+        nonlocal phony
+        fork = writer.call(ops.fork, (together,), "fork")
+        phony = writer.call(operator.getitem, (fork, 1), "phony")
+        return writer.call(operator.getitem, (fork, 0), "values")
+
+    writer.through(call, outgoing(nodes), lambda user: cell_of(user) != cell)
+    return phony
+
+
+def _join(cell: Cell, nodes: list[fx.Node], phony: fx.Node) -> None:
+    """A join at the entry, or at the exit where that has no backward."""
+    arrived = _entry(nodes)
+    if any(_may_have_gradient(value) for value in arrived):
+        writer = Writer(cell, after=max(arrived))
+        writer.gate(ops.join, arrived, phony, uses=lambda user: True)
+        nodes[:0] = writer.added
+        return
+    writer = Writer(cell, after=nodes[-1])
+    writer.gate(ops.join, outgoing(nodes), phony, uses=lambda user: cell_of(user) != cell)
+    nodes += writer.added
+
+
+def _entry(nodes: list[fx.Node]) -> list[fx.Node]:
+    """What has arrived on the compute stream."""
+    waits = (n for n in nodes if n.target is ops.wait and str(n.args[2]).endswith(COMPUTE))
+    return [item for wait in waits for item in items(wait)]
+
+
+def _may_have_gradient(node: fx.Node) -> bool:
+    value = node.meta.get(VALUE)
+    return value.requires_grad if isinstance(value, Tensor) else False

@@ -1,0 +1,173 @@
+"""Microbatch: unroll the stage graph over micro-batches.
+
+::
+
+    x ─ stage_0 ─ stage_1 ─ y            x ─ scatter ─┬─ stage_0 ─ stage_1 ─┬─ gather ─ y
+                                                      └─ stage_0 ─ stage_1 ─┘
+
+The cells (micro-batch i, stage j) come in the order of clock cycles, i + j = 0, 1, 2, ...: the
+order in which a pipeline runs them, and the reverse of which is the backward's.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import FIRST, MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN, OuterModule
+from fxpipe.runtime.microbatch import Dims
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Stage graph → pipeline graph of ``chunks`` micro-batches.
+
+    Args:
+        in_dims: the batch dimension of each input; None for one that all micro-batches share.
+        out_dims: for each node that the stage graph returns, in order, the batch dimension of its
+            tensors (see :func:`fxpipe.ops.gather`).
+    """
+
+    name: ClassVar[str] = "microbatch"
+    chunks: int
+    in_dims: tuple[int | None, ...]
+    out_dims: tuple[Dims, ...]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        graph = fx.Graph()
+        cells: dict[int, list[fx.Node]] = {}
+        for node in gm.graph.nodes:
+            if STAGE in node.meta and not {ONCE, FIRST} & node.meta.keys():
+                cells.setdefault(node.meta[STAGE], []).append(node)
+        copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.chunks)]
+        inputs = {node: graph.node_copy(node) for node in gm.graph.nodes if _is_given(node)}
+        weights = self._scatter(inputs, copies)
+        self._draw_seeds(gm.graph, graph, copies)
+        _share(gm.graph, graph, inputs, copies)
+        for clock in range(self.chunks + len(cells) - 1):
+            for stage, nodes in sorted(cells.items()):
+                if 0 <= (i := clock - stage) < self.chunks:
+                    for node in nodes:
+                        copies[i][node] = _copied(graph, node, copies[i], i)
+        for node in gm.graph.nodes:
+            if ONCE in node.meta:
+                _once(graph, node, copies, inputs)
+        self._gather(gm.graph, graph, copies, weights)
+        return OuterModule(gm, graph)
+
+    def _scatter(
+        self, inputs: dict[fx.Node, fx.Node], copies: list[dict[fx.Node, fx.Node]]
+    ) -> tuple[Any, ...]:
+        """Cut the inputs into parts. Returns what tells ``gather`` the sizes of the parts."""
+        weights: tuple[Any, ...] = ()
+        placeholders = [node for node in inputs if node.op == "placeholder"]
+        for node, dim in _with_dims(placeholders, self.in_dims, "in_dims"):
+            if node.users:
+                args: tuple[Any, ...] = (inputs[node], dim, self.chunks)
+                if WRITTEN in node.meta:
+                    args = (*args, True)
+                graph, name = inputs[node].graph, f"{node}_parts"
+                parts = graph.create_node("call_function", ops.scatter, args, name=name)
+                if dim is not None and not weights:
+                    weights = (parts, dim)
+                self._parts(node, parts, copies)
+        return weights
+
+    def _draw_seeds(
+        self, old: fx.Graph, new: fx.Graph, copies: list[dict[fx.Node, fx.Node]]
+    ) -> None:
+        """In place of the input for a seed, one for each micro-batch."""
+        for node in old.find_nodes(op="placeholder"):
+            if SEED in node.meta and node.users:
+                seeds = new.create_node("call_function", ops.seeds, (self.chunks,), name="seeds")
+                self._parts(node, seeds, copies)
+
+    @staticmethod
+    def _parts(node: fx.Node, parts: fx.Node, copies: list[dict[fx.Node, fx.Node]]) -> None:
+        """What each micro-batch has of an input."""
+        for i, copied in enumerate(copies):
+            copied[node] = parts.graph.create_node(
+                "call_function", operator.getitem, (parts, i), name=f"{node}_mb{i}"
+            )
+            copied[node].meta = _meta(node, i)
+
+    def _gather(
+        self,
+        old: fx.Graph,
+        new: fx.Graph,
+        copies: list[dict[fx.Node, fx.Node]],
+        weights: tuple[Any, ...],
+    ) -> None:
+        output = old.output_node()
+        gathered: dict[fx.Node, fx.Node] = {}
+        for node, dims in _with_dims(output.all_input_nodes, self.out_dims, "out_dims"):
+            args = (tuple(copied[node] for copied in copies), dims, *weights)
+            name = f"{node.meta.get(ORIGIN, node.name)}_out"
+            gathered[node] = new.create_node("call_function", ops.gather, args, name=name)
+            # By the last stage that has it: what the caller does with an output comes after all
+            # uses in the model, and so, in the backward, first.
+            stages = [n.meta[STAGE] for n in (node, *node.users) if STAGE in n.meta]
+            if stages:
+                gathered[node].meta = {STAGE: max(stages)}
+        new.node_copy(output, gathered.__getitem__)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether it is an input of both graphs, or a parameter."""
+    return node.op in ("placeholder", "get_attr") and SEED not in node.meta
+
+
+def _share(
+    old: fx.Graph,
+    new: fx.Graph,
+    inputs: dict[fx.Node, fx.Node],
+    copies: list[dict[fx.Node, fx.Node]],
+) -> None:
+    """Parameters, and what is made of them once, are the same for all micro-batches."""
+    shared = {node: own for node, own in inputs.items() if node.op == "get_attr"}
+    for node in old.nodes:
+        if FIRST in node.meta:
+            shared[node] = new.node_copy(node, inputs.__getitem__)
+    for copied in copies:
+        copied.update(shared)
+
+
+def _with_dims(nodes: Sequence[fx.Node], dims: Sequence[Dims], what: str) -> Any:
+    if len(nodes) != len(dims):
+        raise ValueError(
+            f"{what} has {len(dims)} entries for {len(nodes)} values: give one for each"
+        )
+    return zip(nodes, dims, strict=True)
+
+
+def _copied(
+    graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], microbatch: int
+) -> fx.Node:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+    copy = graph.create_node(node.op, node.target, args, kwargs, name=f"{node.name}_mb{microbatch}")
+    copy.meta = _meta(node, microbatch)
+    return copy
+
+
+def _once(
+    graph: fx.Graph,
+    node: fx.Node,
+    copies: list[dict[fx.Node, fx.Node]],
+    inputs: dict[fx.Node, fx.Node],
+) -> None:
+    """Copy a node that runs once: its last argument, of one micro-batch, becomes that of all."""
+    parts: Any
+    *own, parts = node.args
+    args = fx.map_arg(own, inputs.__getitem__)
+    every = tuple(fx.map_arg(part, copied.__getitem__) for copied in copies for part in parts)
+    made = graph.create_node("call_function", node.target, (*args, every), name=node.name)
+    made.meta = dict(node.meta)
+
+
+def _meta(node: fx.Node, microbatch: int) -> dict[str, Any]:
+    return {ORIGIN: node.name, **node.meta, MICROBATCH: microbatch}

@@ -1,0 +1,1 @@
+"""The passes from the model graph to the stage graph."""

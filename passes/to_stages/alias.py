@@ -1,0 +1,236 @@
+"""Alias: run the model graph on fake tensors, and see who writes to which memory.
+
+::
+
+    a = linear(x)         makes memory A
+    v = a[:, 0]           sees A
+    w = v.mul_(2)         writes to A: what it writes to is {a, v}
+    y = relu(a)           reads, after the write, a value made before it:
+                          a, v and w have to stay in one stage, so that the a that y gets is the
+                          written one
+
+    a = linear(x)
+    b = relu_(a)          writes to A, but afterwards only b is read: a cut between a and b is fine
+    y = linear(b)         if the second stage writes to a copy (pass "split" sees to that)
+
+A tensor that a node gives back as it came (``relu_(a)``, an identity) is one value, and goes by its
+last name from there on.
+
+A node is found to write by running it and looking at the version counters of what it was given, so
+that functions, methods, ``out=``, item assignment and ``inplace=True`` modules are all noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import networkx as nx
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.ir.graph import (
+    ALIAS,
+    NO_BACKWARD,
+    RANDOM,
+    SAME_AS,
+    VALUE,
+    WRITES,
+    memory_of,
+    tensors_of,
+)
+from passes.common.fakes import FakeInterpreter, backward_edges
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Model graph → the same, each node with its fake value and what it does to memory.
+
+    ``meta["val"]`` is the node's fake value for ``inputs`` (one for each placeholder);
+    ``meta["writes"]`` names the nodes whose memory it writes to; ``meta["alias"]`` is a number that
+    nodes share which have to stay in one stage; ``meta["same_as"]`` names the nodes of which it
+    gives a tensor on, as it came; ``meta["random"]`` is set where random numbers are drawn, and
+    ``meta["no_backward"]`` where the backward from the outputs does not come by.
+    """
+
+    name: ClassVar[str] = "alias"
+    inputs: tuple[Any, ...]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for node in gm.graph.nodes:
+            for key in (WRITES, ALIAS, RANDOM, SAME_AS, NO_BACKWARD):
+                node.meta.pop(key, None)
+        seen = _Watcher(gm)
+        with seen.mode, torch.enable_grad():
+            seen.run(*seen.fake(self.inputs))
+        position = {node: i for i, node in enumerate(gm.graph.nodes)}
+        if _follow_identities(seen, position):
+            gm.recompile()
+        _mark_same(seen)
+        groups: list[set[fx.Node]] = []
+        written: dict[fx.Node, list[fx.Node]] = {}
+        for writer, memories in seen.written.items():
+            sharing = seen.sharing(memories)
+            before = [node for node in sharing if position[node] < position[writer]]
+            written[writer] = before
+            writer.meta[WRITES] = tuple(node.name for node in before)
+            groups.append(_inseparable(writer, before, sharing, position))
+        groups += [seen.buffer_users[buffer] for buffer in seen.written_buffers]
+        for number, group in enumerate(_disjoint(groups)):
+            for node in group:
+                node.meta[ALIAS] = number
+        outputs = [seen.env[node] for node in gm.graph.output_node().all_input_nodes]
+        reached = set(backward_edges(outputs))
+        live = _live(gm.graph, written, position)
+        # Who writes to memory gives all its tensors another history: of those less is known.
+        rewritten = set(seen.sharing(set().union(*seen.written.values())))
+        for node, value in seen.env.items():
+            made_by = value.grad_fn if isinstance(value, Tensor) else None
+            if made_by is not None:
+                known = made_by in reached or node in rewritten
+                if not known or node not in live:
+                    node.meta[NO_BACKWARD] = True
+        return gm
+
+
+class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices operators that draw random numbers."""
+
+    drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn |= _drops(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator that may draw does: an attention, or a recurrent layer, drops nothing
+    where the probability is zero, or outside of training."""
+    expected = func._schema.arguments
+    given = {a.name: a.default_value for a in expected if a.has_default_value()}
+    given |= {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
+    return all(given.get(n) != 0 for n in ("dropout_p", "dropout", "train", "training"))
+
+
+class _Watcher(FakeInterpreter):
+    """Runs the graph; remembers of each node what memory it gives, and what it has written to."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self.garbage_collect_values = False  # memory must not be reused, its number would be too
+        self.kept: list[Tensor] = []
+        self.given: dict[int, list[fx.Node]] = {}  # memory: its nodes, in order
+        self.written: dict[fx.Node, set[int]] = {}  # node: memory
+        self.buffer_users: dict[int, set[fx.Node]] = {}  # of the buffers of modules
+        self.written_buffers: set[int] = set()
+
+    def _buffers(self, node: fx.Node) -> list[Tensor]:
+        """The buffers, as fakes, of the module that a node calls."""
+        if node.op != "call_module":
+            return []
+        buffers = [self.fake(b) for b in self.fetch_attr(str(node.target)).buffers()]
+        self.kept += buffers  # or their ids would be used again
+        return buffers
+
+    def sharing(self, memories: set[int]) -> list[fx.Node]:
+        """The nodes that give any of these."""
+        return list(dict.fromkeys(node for m in memories for node in self.given[m]))
+
+    def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        before = [(tensor, tensor._version) for tensor in tensors_of((args, kwargs))]
+        own = self._buffers(n)
+        versions = [buffer._version for buffer in own]
+        with _Randomness() as randomness:  # type: ignore[no-untyped-call]
+            value = super().run_node(n)
+        written = {memory_of(tensor) for tensor, version in before if tensor._version != version}
+        if written:
+            self.written[n] = written
+        for buffer, version in zip(own, versions, strict=True):
+            self.buffer_users.setdefault(id(buffer), set()).add(n)
+            if buffer._version != version:
+                self.written_buffers.add(id(buffer))
+        if randomness.drawn:
+            n.meta[RANDOM] = True
+        if n.op != "output":
+            n.meta[VALUE] = value
+            for memory in {memory_of(tensor) for tensor in tensors_of(value)}:
+                self.given.setdefault(memory, []).append(n)
+        return value
+
+
+def _follow_identities(seen: _Watcher, position: dict[fx.Node, int]) -> bool:
+    """What has been returned as it came, written to or not, is one value: let it have one name.
+
+    After ``b = relu_(a)`` whoever uses ``a`` uses ``b``. Says whether there was any.
+    """
+    has_changed = False
+    for node in position:
+        for source in node.all_input_nodes if node.op != "output" else ():
+            if isinstance(seen.env[node], Tensor) and seen.env[node] is seen.env[source]:
+                for user in list(source.users):
+                    if position[user] > position[node]:
+                        user.replace_input_with(source, node)
+                        has_changed = True
+    return has_changed
+
+
+def _mark_same(seen: _Watcher) -> None:
+    """Whose tensors a node gives on. One that has been written to has another history."""
+    for node, value in seen.env.items():
+        given = {id(tensor) for tensor in tensors_of(value)}
+        if node.op != "output" and node not in seen.written:
+            same = (
+                n
+                for n in node.all_input_nodes
+                if not given.isdisjoint(map(id, tensors_of(seen.env[n])))
+            )
+            if names := tuple(n.name for n in same):
+                node.meta[SAME_AS] = names
+
+
+def _live(
+    graph: fx.Graph, written: dict[fx.Node, list[fx.Node]], position: dict[fx.Node, int]
+) -> set[fx.Node]:
+    """The nodes that an output depends on, be it through memory that they write to."""
+    live: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        later = (
+            user
+            for before in written.get(node, ())
+            for user in before.users
+            if position[user] > position[node]
+        )
+        if node.op == "output" or not live.isdisjoint(node.users) or not live.isdisjoint(later):
+            live.add(node)
+    return live
+
+
+def _inseparable(
+    writer: fx.Node,
+    before: list[fx.Node],
+    sharing: list[fx.Node],
+    position: dict[fx.Node, int],
+) -> set[fx.Node]:
+    """The nodes that have to be in the writer's stage. ``sharing``: all that give the memory."""
+    if any(node.op == "get_attr" for node in before):
+        # The next micro-batch writes to it as well: all that ever touch it.
+        touching = {user for node in sharing for user in node.users if user.op != "output"}
+        return touching | {n for n in sharing if n.op not in ("get_attr", "placeholder")}
+    is_read_later = any(position[user] > position[writer] for node in before for user in node.users)
+    if not is_read_later:
+        return set()
+    early = {u for node in before for u in node.users if position[u] <= position[writer]}
+    return early | {node for node in before if node.op != "placeholder"} | {writer}
+
+
+def _disjoint(groups: Iterable[set[fx.Node]]) -> list[set[fx.Node]]:
+    """Groups that share a node are one."""
+    graph: nx.Graph[fx.Node] = nx.Graph()
+    for group in groups:
+        nx.add_path(graph, group)
+    return [set(component) for component in nx.connected_components(graph)]

@@ -1,0 +1,128 @@
+"""Deferred batch norm: running statistics are updated once a mini-batch, not once a micro-batch.
+
+::
+
+    before     x ─ bn ─ y
+
+    after      x ─ batch_norm ─┬─ y
+                               └─ mean, variance, count ─ update_statistics
+
+The update stands beside the stages (pass "split"), and is given the statistics of all micro-batches
+(pass "microbatch").
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fxpipe import ops
+from fxpipe.ir.graph import ONCE, attribute
+
+
+@dataclass(frozen=True)
+class DeferredBatchNorm:
+    """Model graph → the same, batch norms that keep running statistics taken apart.
+
+    Those in training mode only, as modules of ``torch.nn`` (symbolic tracing), or as
+    ``aten.batch_norm`` (export). Not ``SyncBatchNorm``, whose statistics are those of several
+    processes.
+    """
+
+    name: ClassVar[str] = "batch_norm"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for node in list(gm.graph.find_nodes(op="call_module")):
+            module = gm.get_submodule(str(node.target))
+            if isinstance(module, _BatchNorm) and _is_plain(module):
+                _take_apart(node, *_of_module(node, module))
+        counters = _counters(gm)
+        target = torch.ops.aten.batch_norm.default
+        for node in list(gm.graph.find_nodes(op="call_function", target=target)):
+            x, weight, bias, mean, variance, training, momentum, eps, _ = node.args
+            if training and mean is not None:
+                tracked = _taken_over(gm, counters, mean)
+                _take_apart(node, x, weight, bias, mean, variance, tracked, momentum, eps)
+        gm.recompile()
+        return gm
+
+
+def _is_plain(module: _BatchNorm) -> bool:
+    """Whether it does what PyTorch's does, and updates running statistics."""
+    is_torchs = type(module).forward is _BatchNorm.forward
+    return is_torchs and module.training and module.running_mean is not None
+
+
+def _of_module(node: fx.Node, module: nn.Module) -> tuple[Any, ...]:
+    (x,) = (*node.args, *node.kwargs.values())
+    tensors: list[fx.Node | None] = []
+    with node.graph.inserting_before(node):
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            if getattr(module, name) is None:
+                tensors.append(None)
+                continue
+            path = f"{node.target}.{name}"
+            flat = path.replace(".", "_")
+            tensors.append(node.graph.create_node("get_attr", path, name=flat))
+    return x, *tensors, module.momentum, module.eps
+
+
+def _counters(gm: fx.GraphModule) -> dict[int, fx.Node]:
+    """The nodes that count batches in an exported graph, by the buffer that they add to."""
+    found = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add_.Tensor)
+    return {
+        id(attribute(gm, str(node.args[0].target))): node
+        for node in found
+        if isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr"
+    }
+
+
+def _taken_over(gm: fx.GraphModule, counters: dict[int, fx.Node], mean: Any) -> fx.Node | None:
+    """The count of batches of the batch norm with that running mean; its own counting goes."""
+    path = f"{mean.target.rpartition('.')[0]}.num_batches_tracked"
+    try:
+        counter = counters.get(id(attribute(gm, path)))
+    except AttributeError:
+        return None
+    if counter is None or counter.users:
+        return None
+    (tracked, _) = counter.args
+    gm.graph.erase_node(counter)
+    assert isinstance(tracked, fx.Node)
+    return tracked
+
+
+def _take_apart(
+    node: fx.Node,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    variance: Any,
+    tracked: Any,
+    momentum: Any,
+    eps: Any,
+) -> None:
+    graph, name = node.graph, node.name
+
+    def add(function: Any, args: Iterable[Any], suffix: str) -> fx.Node:
+        made = graph.create_node("call_function", function, tuple(args), name=f"{name}_{suffix}")
+        made.meta = dict(node.meta)
+        return made
+
+    with graph.inserting_before(node):
+        norm = add(ops.batch_norm, (x, weight, bias, eps), "norm")
+        y, *statistics = (
+            add(operator.getitem, (norm, i), part)
+            for i, part in enumerate(("out", "mean", "var", "count"))
+        )
+        update = (mean, variance, tracked, momentum, (tuple(statistics),))
+        add(ops.update_statistics, update, "update").meta[ONCE] = True
+    node.replace_all_uses_with(y)
+    graph.erase_node(node)

@@ -1,0 +1,77 @@
+"""Devices: a tensor that a stage makes is made on the stage's device.
+
+::
+
+    traced on the CPU                       stage 1, on "cuda:1"
+    arange(8, device=cpu)                   arange(8, device=cuda:1)
+
+A trace fixes the device of what the model makes itself (positions, masks) to that of the example.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch._higher_order_ops.wrap import wrap_with_autocast
+
+from fxpipe.ir.graph import VALUE, attribute
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Stage graph → the same, with the stages' devices in place of the one it was traced on."""
+
+    name: ClassVar[str] = "devices"
+    traced: torch.device
+    devices: tuple[torch.device, ...]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        calls = gm.graph.find_nodes(op="call_module")
+        for call, device in zip(calls, self.devices, strict=True):
+            self._move(attribute(gm, str(call.target)), device)
+        return gm
+
+    def _move(self, stage: fx.GraphModule, device: torch.device) -> bool:
+        """Whether there was anything to move."""
+        moved: list[torch.device] = []
+
+        def own(value: Any) -> Any:
+            is_device = isinstance(value, torch.device) and value == self.traced
+            if isinstance(value, fx.Node):  # another stage's
+                is_device = value.op == "placeholder" and isinstance(
+                    value.meta.get(VALUE), torch.device
+                )
+            if is_device:
+                moved.append(device)
+            return device if is_device else value
+
+        for node in stage.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), own)
+                if node.target is wrap_with_autocast and args[0] == self.traced.type:
+                    moved.append(device)
+                    args = (device.type, *args[1:])
+                if moved:
+                    node.args, node.kwargs = args, kwargs
+            if node.op == "get_attr" and self._move_inner(stage, str(node.target), device):
+                moved.append(device)
+        if moved:
+            stage.recompile()
+        return bool(moved)
+
+    def _move_inner(self, stage: fx.GraphModule, path: str, device: torch.device) -> bool:
+        """The body of an operator of higher order, such as autocast. It is the model graph's too,
+        which stays as it is."""
+        body = attribute(stage, path)
+        if not isinstance(body, fx.GraphModule):
+            return False
+        copied = fx.GraphModule(body, copy.deepcopy(body.graph))
+        if not self._move(copied, device):
+            return False
+        parent, _, name = path.rpartition(".")
+        setattr(stage.get_submodule(parent), name, copied)
+        return True

@@ -1,0 +1,78 @@
+"""Inputs: what a model writes to its inputs, the caller sees.
+
+::
+
+    before     x ─ relu_ ─ y                   relu_ writes to x
+
+    after      x ─ clone ─ relu_ ─┬─ y
+                                  └─ write_back (to x)
+
+A stage works on a copy, so that it can be run again, and what it has made of it is written back
+once all micro-batches are through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import ONCE, WRITES, WRITTEN, stage_nodes
+
+
+class InputError(ValueError):
+    """A model writes to an input in a way that micro-batches cannot."""
+
+
+@dataclass(frozen=True)
+class WrittenInputs:
+    """Model graph after pass "alias" → the same, inputs that are written to copied and written
+    back. If there are any, "alias" has to come once more.
+
+    ``in_dims``: the batch dimension of each input; ``chunks``: how many micro-batches there will
+    be, if that is known. Raises :class:`InputError` where an input without batch dimension, which
+    all micro-batches share, is written to.
+    """
+
+    name: ClassVar[str] = "inputs"
+    in_dims: tuple[int | None, ...]
+    chunks: int | None = None
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        by_name = {node.name: dim for node, dim in zip(placeholders, self.in_dims, strict=True)}
+        written = {
+            name: node
+            for node in stage_nodes(gm.graph)
+            for name in node.meta.get(WRITES, ())
+            if name in by_name
+        }
+        for node in placeholders:
+            if node.name in written:
+                if by_name[node.name] is None and self.chunks != 1:
+                    raise InputError(
+                        f"{written[node.name].name!r} writes to the input {node.name!r}, which has "
+                        "no batch dimension: every micro-batch would see what those before it have "
+                        "written; clone it in the model, give its batch dimension in in_dims, or "
+                        "use chunks=1"
+                    )
+                _write_back(node, by_name[node.name])
+        if written:
+            gm.recompile()
+        return gm
+
+
+def _write_back(node: fx.Node, dim: int | None) -> None:
+    graph = node.graph
+    node.meta[WRITTEN] = True
+    with graph.inserting_after(node):
+        own = graph.create_node("call_function", torch.clone, (node,), name=f"{node.name}_own")
+    node.replace_all_uses_with(own, delete_user_cb=lambda user: user is not own)
+    with graph.inserting_before(graph.output_node()):
+        back = graph.create_node(
+            "call_function", ops.write_back, (node, dim, (own,)), name=f"{node.name}_back"
+        )
+    back.meta[ONCE] = True

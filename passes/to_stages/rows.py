@@ -1,0 +1,110 @@
+"""Rows: which tensors are divided among the micro-batches, and which each of them has in full.
+
+::
+
+    x (32, 8) ──────────┬─ linear (32, 4)         with one row more x and linear are larger: a
+    w (4, 8) ─ exp (4, 8) ─┘                      micro-batch has a part of them. exp is as it was:
+                                                  each of 8 micro-batches makes, and keeps, its own
+
+A weight that is computed in the forward, a mask or a table of positions without a batch, a mean
+over the batch: all that is as large for one row as for many is there once for each micro-batch, and
+so are the inputs that all of them share, where they have to be copied to a device. Parameters and
+buffers are what they are, and there once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from fxpipe.ir.graph import COPIES, LARGER, VALUE, tensors_of
+from passes.common.fakes import FakeInterpreter, fake_mode
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Model graph with fake values (pass "alias") → the same, with ``meta["copies"]``, how many
+    there are of each tensor in a mini-batch, and ``meta["larger"]``, the values with more rows.
+
+    Found out by running the graph on fake tensors with a larger batch. Where it takes no other, its
+    results are no larger, or there is but one micro-batch, nothing is noted: all tensors are then
+    taken to be divided.
+
+    Args:
+        inputs: the model's, one for each placeholder.
+        in_dims: the batch dimension of each; None for one that all micro-batches share.
+        chunks: micro-batches.
+    """
+
+    name: ClassVar[str] = "rows"
+    inputs: tuple[Any, ...]
+    in_dims: tuple[int | None, ...]
+    chunks: int
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for node in gm.graph.nodes:
+            node.meta.pop(COPIES, None)
+            node.meta.pop(LARGER, None)
+        if self.chunks == 1 or all(dim is None for dim in self.in_dims):
+            return gm
+        try:
+            larger = larger_values(gm, self.inputs, self.in_dims)
+        except Exception:  # whatever the model says of a size that it does not take
+            return gm
+        if _is_for_one_size(gm.graph, larger):
+            return gm
+        for node, value in larger.items():
+            if node.op in ("get_attr", "output") or VALUE not in node.meta:
+                continue
+            node.meta[LARGER] = value
+            tensors, others = tensors_of(node.meta[VALUE]), tensors_of(value)
+            if len(tensors) == len(others):
+                node.meta[COPIES] = tuple(
+                    self.chunks if one.shape == other.shape else 1
+                    for one, other in zip(tensors, others, strict=True)
+                )
+        return gm
+
+
+def _is_for_one_size(graph: fx.Graph, larger: Mapping[fx.Node, Any]) -> bool:
+    """Whether none of the results grows with the batch: a loop over its rows has been unrolled."""
+    nodes = graph.output_node().all_input_nodes
+    shapes, others = (
+        [t.shape for t in tensors_of([values(node) for node in nodes]) if t.ndim]
+        for values in (lambda node: node.meta.get(VALUE), larger.__getitem__)
+    )
+    return bool(shapes) and shapes == others
+
+
+def larger_values(
+    gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None]
+) -> dict[fx.Node, Any]:
+    """The fake value of each node with one row more; with twice as many, if the graph takes rows in
+    pairs, say, only."""
+    try:
+        return values_with(gm, inputs, in_dims, 1)
+    except Exception:
+        sizes = [v.shape[dim] for v, dim in zip(inputs, in_dims, strict=True) if dim is not None]
+        return values_with(gm, inputs, in_dims, max(sizes, default=0))
+
+
+def values_with(
+    gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None], more: int
+) -> dict[fx.Node, Any]:
+    """The fake value of each node, at this batch size or one of a few more."""
+    interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
+    interpreter.garbage_collect_values = False
+    fakes = []
+    for value, dim in zip(inputs, in_dims, strict=True):
+        if dim is not None:
+            shape = list(value.shape)
+            shape[dim] += more
+            value = torch.empty(shape, dtype=value.dtype, device=value.device)
+        fakes.append(interpreter.fake(value))
+    with interpreter.mode, torch.no_grad():
+        interpreter.run(*fakes)
+    return interpreter.env

@@ -1,0 +1,135 @@
+"""Shared: a parameter with several uses becomes a value, which travels like any other.
+
+::
+
+    before     embed (weight) ─ ... ─ head (weight)          a weight that two modules share
+
+    after      weight ─ share ─┬─ embed ─ ... ─ head         one value with two users
+                               └───────────────┘
+
+So a tied weight may be used by stages on different devices: it lives with its first user, and goes
+to the others through copies and portals, as its gradients come back. And the gradients of all uses
+in one micro-batch meet at ``share`` before the parameter gets their sum, in the order of the
+model's own backward; without it those of several micro-batches would meet as they come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx, nn
+
+from fxpipe import ops
+from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, Cost, attribute, rename_in_meta, stage_nodes
+from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Model graph with fake values (pass "alias") → the same, the uses of parameters that have
+    several made explicit.
+
+    A use is a node that needs the parameter, or an edge of the autograd graph: a module that is
+    called twice, a weight that two modules share, and one that a recurrent module uses at each
+    step.
+    """
+
+    name: ClassVar[str] = "shared"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        paths = {id(p): path for path, p in reversed(_parameters(gm))}  # the first of several
+        interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
+        several = _by_nodes(gm) | _by_edges(interpreter)
+        shared: dict[int, fx.Node] = {}
+        renamed: dict[str, str] = {}
+
+        def share(parameter: nn.Parameter, user: fx.Node) -> fx.Node:
+            """The node that gives the parameter's value; made ahead of its first user."""
+            if id(parameter) not in shared:
+                with gm.graph.inserting_before(user):
+                    path = paths[id(parameter)]
+                    name = path.replace(".", "_")
+                    source = gm.graph.create_node("get_attr", path, name=name)
+                    args = (source,)
+                    node = gm.graph.create_node(
+                        "call_function", ops.share, args, name=f"{name}_shared"
+                    )
+                node.meta = {VALUE: interpreter.fake(parameter), COST: Cost()}
+                shared[id(parameter)] = node
+            return shared[id(parameter)]
+
+        for node in list(stage_nodes(gm.graph)):
+            for source in node.all_input_nodes:
+                if source.op == "get_attr":
+                    value = attribute(gm, str(source.target))
+                    if id(value) in several:
+                        node.replace_input_with(source, share(value, node))
+            if node.op == "call_module":
+                module = gm.get_submodule(str(node.target))
+                own = {name: p for name, p in _parameters(module) if id(p) in several}
+                if own:
+                    call = _call(node, {name: share(p, node) for name, p in own.items()})
+                    renamed[node.name] = call.name
+        for node in gm.graph.find_nodes(op="get_attr"):
+            if not node.users:
+                gm.graph.erase_node(node)
+        for node in shared.values():
+            if all(NO_BACKWARD in user.meta for user in node.users):
+                node.meta[NO_BACKWARD] = True  # else it would get zeros in place of nothing
+        rename_in_meta(gm.graph, renamed)
+        if shared:
+            gm.recompile()
+        return gm
+
+
+def _call(node: fx.Node, values: dict[str, fx.Node]) -> fx.Node:
+    """In place of a call of a module, one with these values for some of its parameters."""
+    graph = node.graph
+    with graph.inserting_before(node):
+        name = f"{node.name}_module"
+        module = graph.create_node("get_attr", node.target, name=name)
+        call = graph.create_node(
+            "call_function",
+            ops.call,
+            (module, values, *node.args),
+            node.kwargs,
+            name=f"{node.name}_call",
+        )
+    call.meta = node.meta
+    node.replace_all_uses_with(call)
+    graph.erase_node(node)
+    return call
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(module.named_parameters(remove_duplicate=False))
+
+
+def _by_nodes(gm: fx.GraphModule) -> set[int]:
+    """The parameters that several nodes need."""
+    uses: Counter[int] = Counter()
+    for node in stage_nodes(gm.graph):
+        needed = {
+            id(attribute(gm, str(source.target)))
+            for source in node.all_input_nodes
+            if source.op == "get_attr"
+        }
+        if node.op == "call_module":
+            needed |= {id(p) for p in gm.get_submodule(str(node.target)).parameters()}
+        uses.update(needed)
+    return {id(p) for _, p in _parameters(gm) if uses[id(p)] > 1}
+
+
+def _by_edges(interpreter: FakeInterpreter) -> set[int]:
+    """The parameters that several edges of the autograd graph lead to."""
+    gm: Any = interpreter.module
+    fakes = [(interpreter.fake(p), p) for _, p in _parameters(gm)]  # kept, or ids would be reused
+    originals = {id(fake): id(p) for fake, p in fakes}
+    # Recurrent modules keep lists of their weights, and run on the real ones.
+    originals |= {id(p): id(p) for _, p in fakes}
+    values = [node.meta.get(VALUE) for node in gm.graph.output_node().all_input_nodes]
+    leaves = (edge for edge in backward_edges(values) if hasattr(edge, "variable"))
+    edges = Counter(originals.get(id(leaf.variable), 0) for leaf in leaves)
+    return {parameter for parameter, count in edges.items() if count > 1}

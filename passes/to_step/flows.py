@@ -1,0 +1,119 @@
+"""Not a pass: which value of a stage graph visits which stages.
+
+::
+
+    stage_0 ─ a ─ stage_1 ─ b ─ stage_3          a visits 0, 1, 2, and 3, in this order: stages 1
+         └─ a ──┬── stage_2 ── c ──┘             and 2 pass it on
+                └───────────────────┘
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe import ops
+from fxpipe.ir.graph import ONCE, STAGE, VALUE, attribute
+
+
+class StepError(ValueError):
+    """A schedule and a stage graph do not go together."""
+
+
+@dataclass
+class Flow:
+    """A value of the stage graph, and the stages that it visits, from its own on."""
+
+    value: fx.Node
+    stages: list[int]
+
+    def before(self, stage: int) -> int:
+        """Where it has come from."""
+        return self.stages[self.stages.index(stage) - 1]
+
+    def after(self, stage: int) -> int | None:
+        """Where it goes from there."""
+        later = self.stages[self.stages.index(stage) + 1 :]
+        return later[0] if later else None
+
+
+@dataclass
+class Stage:
+    """What a stage takes and gives: nodes of the stage graph."""
+
+    call: fx.Node
+    module: fx.GraphModule
+    results: list[fx.Node]  # in the order of what it returns
+    passed: list[fx.Node] = field(default_factory=list)  # arguments that go on to others
+
+    @property
+    def gives(self) -> list[fx.Node]:
+        """All that leaves it."""
+        return [*self.results, *self.passed]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it returns one value by itself."""
+        return self.results == [self.call]
+
+    @property
+    def owned(self) -> list[nn.Parameter]:
+        """The parameters that it makes values of for others (pass "shared")."""
+        shares = self.module.graph.find_nodes(op="call_function", target=ops.share)
+        sources = [node.args[0] for node in shares]
+        return [attribute(self.module, n.target) for n in sources if n.op == "get_attr"]
+
+
+class Flows:
+    """The stages of a stage graph, and what goes where. The loss is one stage more."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.stages = [_stage(gm, call) for call in gm.graph.find_nodes(op="call_module")]
+        self.loss_stage = len(self.stages)
+        self.outputs = gm.graph.output_node().all_input_nodes
+        self.of: dict[fx.Node, Flow] = {}
+        for j, stage in enumerate(self.stages):
+            for value in stage.results:
+                users = {self._stage_of(user) for user in value.users if ONCE not in user.meta}
+                later = sorted(user for user in users if user is not None and user != j)
+                self.of[value] = Flow(value, [j, *later])
+        for value, flow in self.of.items():
+            for j in flow.stages[1:-1]:
+                self.stages[j].passed.append(value)
+
+    def _stage_of(self, user: fx.Node) -> int | None:
+        return self.loss_stage if user.op == "output" else user.meta.get(STAGE)
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """From which stage to which something goes. The last one computes the loss too, in which
+        there may be parameters of any stage."""
+        last = self.loss_stage - 1
+        hops = {hop for flow in self.of.values() for hop in pairwise(flow.stages)}
+        leading = {a for a, _ in hops}
+        hops |= {(stage, last) for stage in range(last) if stage not in leading}
+        return sorted({(a, min(b, last)) for a, b in hops if a != last})
+
+    def foreign(self, stage: Stage) -> tuple[str, ...]:
+        """The names of a stage's parameters that live in another."""
+        own = {id(parameter) for parameter in stage.owned}
+        others = {id(parameter) for other in self.stages for parameter in other.owned} - own
+        named = stage.module.named_parameters()
+        return tuple(name for name, parameter in named if id(parameter) in others)
+
+
+def is_differentiable(value: fx.Node) -> bool:
+    """Whether gradients can come back for a value of the stage graph: not for integers, say."""
+    leaves = pytree.tree_leaves(value.meta.get(VALUE))
+    return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
+
+
+def _stage(gm: fx.GraphModule, call: fx.Node) -> Stage:
+    items = [user for user in call.users if user.target is operator.getitem]
+    items.sort(key=lambda item: item.args[1])  # type: ignore[arg-type, return-value]
+    return Stage(call, attribute(gm, str(call.target)), items or [call])

@@ -1,0 +1,95 @@
+"""Not a pass: the step graph as it is written, each node with its place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.ir.graph import DEVICE, MICROBATCH, STAGE, STREAM, OuterModule, attribute
+from fxpipe.runtime.streams import COMPUTE, stream_name
+from fxpipe.schedule import Action, Schedule
+
+
+class Nodes:
+    """Makes nodes, and gives them stage, micro-batch, device and stream.
+
+    Args:
+        gm: the stage graph, whose modules and parameters the step graph uses.
+        devices: one for each stage.
+        labels: what stages are called: by their numbers; or by that of the one which they are
+            segments of, and their own among them.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        schedule: Schedule,
+        devices: tuple[str, ...],
+        labels: Sequence[tuple[int, ...]],
+    ) -> None:
+        self.graph = fx.Graph()
+        self.gm, self.schedule, self.devices, self.labels = gm, schedule, devices, labels
+        self.attributes: dict[str, Any] = {}
+
+    def _own(self, stage: int) -> int:
+        """The loss, one stage more, is where the last one is."""
+        return min(stage, self.schedule.stages - 1)
+
+    def lane(self, stage: int) -> int:
+        """Where a stage runs."""
+        return self.schedule.placement[self._own(stage)]
+
+    def stream(self, stage: int, role: str) -> str:
+        """A stream of a stage's device."""
+        return stream_name(self.devices[self._own(stage)], role)
+
+    def place(self, node: fx.Node, stage: int, microbatch: int, role: str = COMPUTE) -> None:
+        """Say where a node belongs."""
+        own = self._own(stage)
+        node.meta |= {
+            STAGE: own,
+            MICROBATCH: microbatch,
+            DEVICE: torch.device(self.devices[own]),
+            STREAM: self.stream(stage, role),
+        }
+
+    def call(
+        self, function: Any, args: tuple[Any, ...], name: str, at: Action, role: str = COMPUTE
+    ) -> fx.Node:
+        """A call within an action."""
+        label = "_".join(map(str, self.labels[self._own(at.stage)]))
+        node = self.whole(function, args, f"{name}_s{label}_mb{at.microbatch}")
+        self.place(node, at.stage, at.microbatch, role)
+        return node
+
+    def whole(self, function: Any, args: tuple[Any, ...], name: str) -> fx.Node:
+        """A call for the whole mini-batch, which belongs to no action."""
+        return self.graph.create_node("call_function", function, args, name=name)
+
+    def item(self, values: fx.Node, index: int | str, name: str, at: Action) -> fx.Node:
+        """One of the values that a call gives."""
+        return self.call(operator.getitem, (values, index), name, at)
+
+    def part(self, values: fx.Node, microbatch: int, name: str) -> fx.Node:
+        """A micro-batch's part of what the caller has given for all."""
+        return self.whole(operator.getitem, (values, microbatch), f"{name}_mb{microbatch}")
+
+    def module(self, path: str, at: Action) -> fx.Node:
+        """A module, to be given to a call."""
+        node = self.graph.create_node("get_attr", path, name=f"{path}_mb{at.microbatch}_module")
+        self.place(node, at.stage, at.microbatch)
+        return node
+
+    def attribute(self, path: str) -> fx.Node:
+        """A tensor of the stage graph's."""
+        self.attributes[path] = attribute(self.gm, path)
+        return self.graph.create_node("get_attr", path)
+
+    def done(self, output: Any) -> fx.GraphModule:
+        """What has been written."""
+        self.graph.output(output)
+        return OuterModule(self.attributes, self.graph)

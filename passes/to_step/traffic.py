@@ -1,0 +1,67 @@
+"""Not a pass: what goes from stage to stage in a step, in both directions.
+
+::
+
+    compute stream of 0      forward ─ wait                          the copy stream waits
+    copy stream of 0               └──────── send                    for what has been computed
+    copy stream of 1                            └─ wait              and the compute stream
+    compute stream of 1                               └─ forward     for what has been sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.runtime.streams import COMPUTE, COPY
+from fxpipe.schedule import Action, Kind
+from passes.to_step.nodes import Nodes
+
+Place = tuple[fx.Node, int, int]  # a value of the stage graph, a stage, a micro-batch
+
+
+class Traffic:
+    """Lets values leave, and brings them where they go once the other side needs them."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.nodes = nodes
+        # By source, target and micro-batch: which values, and what has been made of them.
+        self.going: dict[tuple[int, int, int], tuple[list[fx.Node], Any]] = {}
+
+    def leave(self, values: Mapping[fx.Node, Any], target: int, at: Action) -> None:
+        """Values, made in an action, go to a stage."""
+        made = self.depart(list(values.values()), target, at)
+        self.going[at.stage, target, at.microbatch] = list(values), made
+
+    def arrive(self, sources: Iterable[int], at: Action) -> dict[Place, Any]:
+        """All that has left these stages for that of an action, brought there."""
+        arrived: dict[Place, Any] = {}
+        for source in sources:
+            key = source, at.stage, at.microbatch
+            if key not in self.going:
+                continue
+            values, made = self.going.pop(key)
+            if isinstance(made, fx.Node):
+                kind = "" if at.kind is Kind.FORWARD else "grad_"
+                start = self.nodes.stream(source, COPY)
+                made = self.bring(made, start, at, [f"{kind}{value}" for value in values])
+            for value, node in zip(values, made, strict=True):
+                arrived[value, at.stage, at.microbatch] = node
+        return arrived
+
+    def depart(self, made: list[fx.Node], target: int, at: Action) -> Any:
+        """What is made for another stage: its copy stream waits for it. Within a lane as it is."""
+        if self.nodes.lane(at.stage) == self.nodes.lane(target):
+            return tuple(made)
+        streams = (self.nodes.stream(at.stage, role) for role in (COMPUTE, COPY))
+        return self.nodes.call(ops.wait, (tuple(made), *streams), "wait", at)
+
+    def bring(self, together: Any, start: str, at: Action, names: Sequence[str]) -> list[fx.Node]:
+        """Send values from a stream to a stage's device, and let it wait for them."""
+        copying, computing = (self.nodes.stream(at.stage, role) for role in (COPY, COMPUTE))
+        sent = self.nodes.call(ops.send, (together, start, copying), "send", at, COPY)
+        waited = self.nodes.call(ops.wait, (sent, copying, computing), "wait", at)
+        return [self.nodes.item(waited, i, name, at) for i, name in enumerate(names)]

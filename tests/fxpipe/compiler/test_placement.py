@@ -1,0 +1,78 @@
+"""Where parameters and buffers live."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.compiler.bindings import stages_of
+from fxpipe.compiler.placement import homes_of
+from passes import PartitionError
+from tests.zoo import MODELS
+
+
+def test_every_parameter_and_buffer_lives_on_the_device_of_its_stage():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+            self.gain, self.unused = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+            self.register_buffer("shift", torch.zeros(4))
+
+        def forward(self, x):
+            return self.b(self.norm(self.a(x)) * self.gain) + self.shift
+
+    model = Model()
+    pipe = fxpipe.compile(
+        model, ["cpu", "cpu"], partition=["norm"], example_inputs=(torch.ones(4, 4),), chunks=2
+    )
+    homes = homes_of(stages_of(pipe.stage_graph), [torch.device("cpu"), torch.device("cuda:0")])
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    where = {name: str(homes.get(id(tensor))) for name, tensor in tensors}
+    assert {name for name, device in where.items() if device == "cpu"} == {"a.weight", "a.bias"}
+    assert where["unused.weight"] == where["unused.bias"] == "None", "they stay where they are"
+    assert where["gain"] == where["shift"] == where["norm.running_mean"] == "cuda:0"
+
+
+# Another name of the one device that there is: tensors are never there, and are brought.
+TWO = ["cpu", "cpu:0"]
+
+
+def test_a_buffer_that_stages_on_two_devices_read_is_on_both_and_remains_the_models():
+    model = MODELS["transformer"][0]()
+    x = torch.randint(11, (2, 6))
+    with fxpipe.compile(model, TWO, chunks=2) as pipe, torch.no_grad():
+        pipe(x)
+        own = [dict(stage.module.named_buffers()) for stage in pipe.stages]
+        assert model.mask is own[0]["mask"] and model.mask is not own[1]["mask"]
+        assert torch.equal(own[0]["mask"], own[1]["mask"])
+        again = dict(pipe.stages[1].module.named_buffers())["mask"]
+        pipe(x)
+        assert again is dict(pipe.stages[1].module.named_buffers())["mask"], "brought once"
+        assert torch.equal(pipe(x), model(x))
+        for change in (
+            lambda: model.mask.fill_(0.5),
+            lambda: setattr(model, "mask", torch.zeros_like(model.mask)),
+            lambda: model.load_state_dict(model.state_dict() | {"mask": model.mask + 0.25}),
+        ):
+            before = pipe(x)
+            change()
+            assert torch.equal(pipe(x), model(x)) and not torch.equal(pipe(x), before)
+
+
+def test_a_module_with_buffers_that_is_called_on_two_devices_is_refused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4, affine=False).eval()
+
+        def forward(self, x):
+            return self.norm(self.b(self.norm(self.a(x))))
+
+    with pytest.raises(
+        PartitionError, match=r"norm\.running_mean is of a module that is called by"
+    ):
+        fxpipe.compile(Model().eval(), TWO, partition=["b"], example_inputs=(torch.ones(4, 4),))

@@ -1,0 +1,34 @@
+import threading
+
+import torch
+
+import fxpipe
+from fxpipe.ir.progress import began, listening
+from tests.zoo import MLP
+
+
+def test_nobody_has_to_listen():
+    began("something")
+
+
+def test_a_listener_is_told_of_the_trace_and_of_every_pass():
+    told = []
+    with listening(told.append):
+        fxpipe.compile(MLP(), ["cpu"] * 2, example_inputs=(torch.ones(6, 12),)).close()
+    assert told[0] == "trace" and told[-1] == "verify"
+    assert [name for name in told if name in ("alias", "cost", "partition", "split")] == [
+        *("alias", "cost", "partition", "split")
+    ]
+
+
+def test_afterwards_and_in_other_threads_it_is_told_nothing():
+    told = []
+    with listening(told.append):
+        other = threading.Thread(target=began, args=("elsewhere",))
+        other.start()
+        other.join()
+        with listening(lambda what: told.append(f"inner {what}")):
+            began("a")
+        began("b")
+    began("c")
+    assert told == ["inner a", "b"]

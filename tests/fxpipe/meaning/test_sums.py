@@ -1,0 +1,140 @@
+"""Outputs without a batch dimension: means are averaged over the micro-batches, sums added up."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.meaning.batch import BatchError, sums
+from tests.zoo import gradients
+
+TWO = ["cpu", "cpu"]
+
+
+class Classifier(nn.Module):
+    """Gives what is usual: a loss, and numbers for the log."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x, labels, count=None):
+        logits = self.head(self.body(x))
+        summed = F.cross_entropy(logits, labels, reduction="sum")
+        similar = F.normalize(logits, dim=1) @ F.normalize(logits, dim=1).T
+        return {
+            "loss": summed / (x.shape[0] if count is None else count),
+            "sum": summed,
+            "positive": (labels > 0).sum(),
+            "penalty": self.head.weight.square().sum(),
+            "contrast": torch.logsumexp(similar, 1).mean(),
+        }
+
+
+def batch(rows=7):
+    return torch.randn(rows, 6), torch.arange(rows) % 4
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("rows", [2, 7, 16])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_each_is_put_together_as_what_it_is(dropout, rows, tracer):
+    model, inputs = Classifier(dropout), batch(rows)
+    with fxpipe.compile(model, TWO, chunks=2, tracer=tracer) as pipe:
+        pipe(*inputs)
+        model.eval()  # of which there are exact values
+        output, expected = pipe(*inputs), model(*inputs)
+        for name in ("loss", "sum", "positive", "penalty"):
+            torch.testing.assert_close(output[name], expected[name])
+        parts = [model(*part)["contrast"] for part in zip(*(t.chunk(2) for t in inputs))]  # noqa: B905
+        if rows != 7:
+            torch.testing.assert_close(output["contrast"], sum(parts) / 2)
+
+
+def test_a_loss_may_be_divided_by_a_number_that_is_given():
+    """As by trainers that accumulate gradients, over so many rows, or tokens, in all."""
+    model, inputs = Classifier(), batch()
+    twin, count = copy.deepcopy(model), torch.tensor(20.0)
+    with fxpipe.compile(model, TWO, chunks=3) as pipe:
+        loss = pipe(*inputs, count=count)["loss"]
+        expected = twin(*inputs, count=count)["loss"]
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(gradients(model), gradients(twin))
+
+
+def test_what_is_said_is_done():
+    class Plain(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square().sum()
+
+    model, x = Plain(4, 4), torch.randn(6, 4)
+    for out_dims, part in ((None, 1.0), ("sum", 1.0)):
+        with fxpipe.compile(model, TWO[:1], chunks=3, out_dims=out_dims) as pipe:
+            torch.testing.assert_close(pipe(x), model(x) * part)
+
+
+def test_a_tensor_without_a_batch_may_be_added_up():
+    class Counts(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).softmax(1).sum(0)
+
+    model, x = Counts(4, 3), torch.randn(6, 4)
+    with fxpipe.compile(model, TWO[:1], chunks=3, out_dims="sum") as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+    with (
+        fxpipe.compile(model, TWO[:1], chunks=3) as pipe,
+        pytest.raises(BatchError, match=r'"sum" for it to be added up'),
+    ):
+        pipe(x)
+
+
+def test_an_input_is_no_sum():
+    with (
+        fxpipe.compile(Classifier(), TWO, in_dims="sum") as pipe,
+        pytest.raises(BatchError, match="in_dims"),
+    ):
+        pipe(*batch())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_a_step_adds_up_a_models_loss_that_is_a_sum(schedule):
+    model, inputs = Classifier(), batch()
+    twin, count = copy.deepcopy(model), torch.tensor(20.0)
+    with fxpipe.compile(model, TWO, chunks=3, schedule=schedule) as pipe:
+        for given in ({"count": count}, {}):
+            loss = pipe.step(*inputs, **given)
+            expected = twin(*inputs, **given)["loss"]
+            expected.backward()
+            torch.testing.assert_close(loss, expected.detach())
+            torch.testing.assert_close(gradients(model), gradients(twin))
+            assert len(pipe.losses) == 3
+
+
+def test_the_loss_may_be_a_part_of_an_object():
+    class Result:
+        def __init__(self, loss):
+            self.loss = loss
+
+    class Boxed(Classifier):
+        def forward(self, x, labels):
+            return Result(super().forward(x, labels)["sum"])
+
+    model, inputs = Boxed(), batch()
+    with fxpipe.compile(model, TWO, chunks=3) as pipe:
+        torch.testing.assert_close(pipe.step(*inputs), model(*inputs).loss.detach())
+
+
+def test_of_what_is_random_nothing_is_concluded():
+    """Near zero one draw may well be twice another."""
+    draws = iter([1.0, 3.0, 4.0])
+    assert sums(lambda rows, times: torch.tensor(next(draws)), 8) == set()
+    assert sums(lambda rows, times: torch.tensor(float(rows * times)), 8) == {"output"}
+    assert sums(lambda rows, times: torch.tensor(float(rows * times)).log(), 8) == set()

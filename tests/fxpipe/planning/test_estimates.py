@@ -1,0 +1,203 @@
+"""Timelines of a step: predicted from costs, measured on the lanes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.ir.graph import Cost
+from fxpipe.planning.estimates import estimated_costs, measured_costs, predicted
+from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, chain, joined, named
+from passes.common.skips import Hop, SkipLayout
+from tests.zoo import MLP, gradients, same
+
+
+def loss(output, target):
+    return output.square().mean()
+
+
+def test_estimates_are_those_of_a_micro_batch():
+    (cost,) = estimated_costs([Cost(forward_s=4.0, backward_s=8.0)], chunks=4)
+    assert cost == StageCost(1.0, 1.0, 1.0)
+
+
+def test_measured_costs_are_medians_and_the_loss_is_the_last_stages():
+    def span(stage, kind, seconds, start=0.0):
+        return Span(stage, start, start + seconds, Action(stage, kind, 0))
+
+    spans = (
+        *(span(0, Kind.FORWARD, s) for s in (1.0, 2.0, 9.0)),
+        *(span(1, Kind.FORWARD, s) for s in (3.0, 3.0)),
+        span(0, Kind.BACKWARD, 4.0),
+        span(1, Kind.BACKWARD, 5.0),
+        Span(1, 0.0, 0.5, None, "loss"),
+        Span(1, 0.0, 0.25, None, "loss backward"),
+    )
+    costs = measured_costs(Timeline("t", ("a", "b"), spans), 2)
+    assert [c.seconds(Kind.FORWARD) for c in costs] == [2.0, 3.5]
+    assert [c.seconds(Kind.BACKWARD) for c in costs] == [4.0, 5.25]
+
+
+def test_a_prediction_counts_what_travels_between_devices_only():
+    schedule = named("gpipe", lanes=2, microbatches=2)
+    layout = SkipLayout((Hop("x", None, 0, 10), Hop("a", 0, 1, 1_000_000), Hop("b", 0, 1, 600_000)))
+    costs = [StageCost(1e-3, 1e-3)] * 2
+    same_device = predicted(schedule, costs, layout, ["cpu", "cpu"])
+    assert same_device.makespan == pytest.approx(6e-3), "two forwards, two backwards, one each idle"
+    apart = predicted(schedule, costs, layout, ["cuda:0", "cuda:1"])
+    one_way = 1e-5 + 800_000 / 1.6e10
+    assert apart.makespan == pytest.approx(6e-3 + 2 * one_way)
+
+
+def test_a_prediction_counts_what_is_brought_once():
+    schedule = named("gpipe", lanes=2, microbatches=2)
+    layout = SkipLayout((Hop("w", 0, 1, 16_000_000, once=True), Hop("a", 0, 1, 0)))
+    apart = predicted(schedule, [StageCost(1e-4, 1e-4)] * 2, layout, ["cuda:0", "cuda:1"])
+    there, back = [t for t in apart.transfers if t.action is None]
+    assert (there.start, there.end) == pytest.approx((0, 1e-3 + 1e-5))
+    first = apart.of_lane(1)[0]
+    assert first.start == pytest.approx(there.end + 1e-5), "its input waits for the link"
+    assert back.start == pytest.approx(apart.of_lane(1)[-1].end)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_measured_step_has_every_action_once_in_the_lanes_order(schedule, devices):
+    model, x = MLP(), torch.randn(6, 12)
+    with fxpipe.compile(
+        model, ["cpu"] * devices, chunks=3, schedule=schedule, loss_fn=loss
+    ) as pipe:
+        timeline = pipe.measure(x, rounds=1)
+        stages = len(pipe.stages)
+        order = joined(named(schedule, lanes=devices, microbatches=3, stages=stages), chain(stages))
+        assert pipe.timeline().makespan > 0
+    for lane in range(devices):
+        spans = [span for span in timeline.of_lane(lane) if span.action is not None]
+        assert [span.action for span in spans] == list(order.actions(lane))
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+    assert [s.name for s in timeline.spans if s.action is None].count("loss") == 3
+
+
+def test_measuring_leaves_gradients_buffers_and_random_states_alone():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    x, state = torch.randn(6, 4), torch.get_rng_state()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, schedule="1f1b", loss_fn=loss) as pipe:
+        pipe.step(x)
+        before = [gradients(model), [b.clone() for b in model.buffers()]]
+        state = torch.get_rng_state()
+        pipe.measure(x, rounds=2)
+        assert same([gradients(model), list(model.buffers())], before)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_measuring_calls_no_hooks_which_might_step_an_optimizer():
+    model, x, seen = MLP(), torch.randn(6, 12), []
+    for p in model.parameters():
+        p.register_hook(lambda grad: seen.append("gradient"))
+        p.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=loss) as pipe:
+        pipe.measure(x, rounds=2)
+        assert not seen
+        pipe.step(x)
+        assert len(seen) == 2 * 2 * 10
+
+
+def test_measuring_leaves_inputs_alone_that_the_model_writes_to():
+    model, x = nn.Sequential(nn.ELU(inplace=True), nn.Linear(4, 4)), torch.randn(6, 4)
+    before = x.clone()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=loss) as pipe:
+        pipe.measure(x, rounds=2)
+        assert same(x, before)
+        pipe.step(x)
+        assert same(x, F.elu(before))
+
+
+def test_the_schedule_may_be_searched_for():
+    model, x = MLP(depth=8), torch.randn(8, 12)
+    with (
+        fxpipe.compile(
+            model, ["cpu"] * 2, chunks=8, schedule="auto", stages=4, loss_fn=loss
+        ) as pipe,
+        fxpipe.compile(model, ["cpu"] * 2, chunks=8, schedule="zbv", loss_fn=loss) as other,
+    ):
+        pipe.step(x)
+        found = gradients(model)
+        model.zero_grad()
+        other.step(x)
+        torch.testing.assert_close(gradients(model), found)
+        assert pipe.timeline().makespan <= other.timeline().makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kept"), [("gpipe", [4, 4]), ("1f1b", [2, 1])], ids=["gpipe", "1f1b"]
+)
+def test_the_memory_is_predicted_from_the_micro_batches_that_are_alive(schedule, kept):
+    x = torch.randn(8, 12)
+    with fxpipe.compile(
+        MLP(), ["cpu"] * 2, chunks=4, schedule=schedule, example_inputs=(x,)
+    ) as pipe:
+        costs = [stage.cost for stage in pipe.stages]
+        assert pipe.timeline().peak_memory == tuple(
+            cost.fixed_bytes + cost.activation_bytes * alive / 4
+            for cost, alive in zip(costs, kept, strict=True)
+        )
+
+
+def test_two_stages_of_one_lane_share_its_memory():
+    x = torch.randn(8, 12)
+    with fxpipe.compile(
+        MLP(depth=8), ["cpu"] * 2, chunks=4, schedule="zbv", example_inputs=(x,)
+    ) as pipe:
+        fixed = [stage.cost.fixed_bytes for stage in pipe.stages]
+        start = [held[0][1] for held in pipe.timeline().memory]
+    assert start == [fixed[0] + fixed[3], fixed[1] + fixed[2]], "down the lanes, and up again"
+
+
+@pytest.mark.parametrize(("checkpoint", "first"), [("always", 4), ("except_last", 3)])
+def test_checkpointed_micro_batches_hold_what_their_stage_receives(checkpoint, first):
+    x = torch.randn(8, 12)  # 4 bytes * 8 * 12 = 384, a quarter of which is a micro-batch's
+    with fxpipe.compile(
+        MLP(), ["cpu"] * 2, chunks=4, checkpoint=checkpoint, example_inputs=(x,)
+    ) as pipe:
+        costs = [stage.cost for stage in pipe.stages]
+        received = [sum(h.bytes for h in pipe.skip_layout.hops if h.target == i) for i in (0, 1)]
+        assert received == [384, 384]
+        for cost, held in zip(costs, pipe.timeline().memory, strict=True):
+            after_forwards = held[4][1] - cost.fixed_bytes
+            whole = cost.activation_bytes / 4
+            assert after_forwards == first * 96 + (4 - first) * whole
+            assert max(amount for _, amount in held) == cost.fixed_bytes + after_forwards + whole
+            assert held[-1][1] == cost.fixed_bytes
+
+
+def test_a_backward_of_a_checkpoint_begins_with_its_forward():
+    x = torch.randn(8, 12)
+    steps = {}
+    for checkpoint in ("never", "always"):
+        with fxpipe.compile(
+            MLP(), ["cpu"], chunks=1, checkpoint=checkpoint, example_inputs=(x,)
+        ) as pipe:
+            steps[checkpoint], cost = pipe.timeline().makespan, pipe.stages[0].cost
+    assert steps["never"] == pytest.approx(cost.forward_s + cost.backward_s)
+    assert steps["always"] == pytest.approx(2 * cost.forward_s + cost.backward_s)
+
+
+def test_segments_hold_their_inputs_and_the_activations_of_one_of_them():
+    x = torch.randn(8, 12)
+    with fxpipe.compile(
+        nn.Sequential(*(nn.Linear(12, 12) for _ in range(4))),
+        ["cpu"],
+        chunks=1,
+        checkpoint="always",
+        checkpoint_segments=2,
+        example_inputs=(x,),
+    ) as pipe:
+        fixed = pipe.stages[0].cost.fixed_bytes
+        held = [amount - fixed for _, amount in pipe.timeline().memory[0]]
+    # Two segments, of two layers each: each receives 384 bytes, and each layer keeps its input.
+    assert held == [0, 2 * 384, 2 * 384 + 2 * 384, 0]

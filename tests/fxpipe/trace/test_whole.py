@@ -1,0 +1,428 @@
+"""Modules whose way depends on values stay whole, as calls in an exported graph."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.trace import Traced, TraceError, trace
+from fxpipe.trace.whole import Whole
+from tests.zoo import gradients, loop, loss_of, same
+
+
+class Experts(nn.Module):
+    """Runs the experts that rows have been sent to, and no others."""
+
+    def __init__(self, width: int = 6, count: int = 3) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        scores = self.router(x).softmax(-1)
+        chosen = scores.argmax(-1)
+        y = torch.zeros_like(x)
+        for i in chosen.unique().tolist():
+            rows = chosen == i
+            y[rows] = self.experts[i](x[rows]) * scores[rows, i, None]
+        return {"y": self.drop(y) * scale, "flat": scores.flatten(), "scale": scale}
+
+
+class Mixture(nn.Module):
+    """Has a branch on a fixed size too, so that fx does not take it."""
+
+    def __init__(self, kind: type[nn.Module] = Experts, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+        self.mixtures = nn.ModuleList(kind() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, mixture in zip(self.layers, self.mixtures, strict=True):
+            made = mixture(torch.tanh(layer(x)), scale=2.0)
+            x = x + made["y"] + made["flat"].view(x.shape[0], -1).sum(-1, keepdim=True)
+        return x * 2 if x.shape[1] > 2 else x
+
+
+def wholes(traced: Traced) -> dict[str, type]:
+    modules = traced.graph_module.named_modules()
+    return {name: type(m.module) for name, m in modules if isinstance(m, Whole)}
+
+
+def test_a_module_that_goes_by_values_is_a_call_in_the_graph() -> None:
+    model = Mixture()
+    traced = trace(model, (torch.randn(4, 6),))
+    assert traced.front_end == "export"
+    assert wholes(traced) == {f"mixtures.{i}": Experts for i in range(3)}
+    for batch in 1, 3, 8:
+        x = torch.randn(batch, 6)
+        assert torch.equal(traced.rebuild(traced.graph_module(x)), model(x))
+    ours = {id(p) for p in model.parameters()}
+    assert {id(p) for p in traced.graph_module.parameters()} == ours
+    assert not any("forward" in vars(module) for module in model.modules()), "it is as it was"
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_it_trains_like_the_model(checkpoint: str) -> None:
+    model, x = Mixture(), torch.randn(6, 6)
+    expected = loop(model, (x,), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 4, chunks=3, checkpoint=checkpoint) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        found = [any(isinstance(m, Whole) for m in s.module.modules()) for s in pipe.stages]
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+    assert sum(found) > 1, "they may be in several stages"
+
+
+class Noisy(Experts):
+    """Draws random numbers, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        self.count += 1
+        return super().forward(x, scale)
+
+
+def test_its_random_numbers_and_buffers_are_known_of() -> None:
+    model, x = Mixture(Noisy), torch.randn(6, 6)
+    seen = []
+    for mode in "never", "always":
+        for mixture in model.mixtures:
+            mixture.count.zero_()
+        model.zero_grad()
+        with fxpipe.compile(model, ["cpu"] * 4, chunks=3, checkpoint=mode) as pipe:
+            pipe.prepare(x)
+            assert [m.count.item() for m in model.mixtures] == [0, 0, 0]
+            torch.manual_seed(0)
+            loss_of(pipe(x)).backward()
+        seen.append(gradients(model))
+    assert same(*seen), "a recomputation draws what the forward drew"
+    assert [m.count.item() for m in model.mixtures] == [3, 3, 3]
+
+
+class Moving(nn.Module):
+    """Writes moving averages by way of ``.data``, which export takes for constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.gain = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        y = torch.tanh(x) * self.gain.clone() * scale
+        with torch.no_grad():
+            self.mean.data.mul_(0.5).add_(x.mean(0))
+            self.gain.data.copy_(1 + self.mean.abs())
+        return {"y": y, "flat": y.flatten()}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_it_may_write_what_autograd_does_not_see(checkpoint: str) -> None:
+    model, x = Mixture(Moving), torch.randn(6, 6)
+    reference = copy.deepcopy(model)
+    expected = loop(reference, (x,), 3)
+    with fxpipe.compile(model, ["cpu"] * 4, chunks=3, checkpoint=checkpoint) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        assert wholes(pipe._last()[0].traced) == {f"mixtures.{i}": Moving for i in range(3)}
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
+
+
+class Passes(nn.Module):
+    """Gives its input back, now and then."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        y = x if x.sum() > 1e9 else x * 1
+        return {"y": x if x.sum() < 1e9 else y, "flat": y.flatten()}
+
+
+def test_a_write_to_an_output_that_is_an_input_too_is_noticed() -> None:
+    class Writes(Mixture):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.mixtures[0](x)["y"]
+            return y.add_(1) + x
+
+    model, x = Writes(Passes), torch.randn(4, 6)
+    with pytest.raises(TraceError, match="differs on the example"):
+        trace(model, (x,), tracer="export")  # the graph has a copy
+
+
+def test_what_encloses_is_kept_whole_where_a_part_cannot_be() -> None:
+    class Given(nn.Module):
+        def forward(self, x: Tensor, flag: bool) -> Tensor:
+            return x + 1 if flag else x
+
+    class Decides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Given()
+
+        def forward(self, x: Tensor, scale: float) -> dict[str, Tensor]:
+            y = self.part(x, (x.sum() > 0).item())
+            return {"y": y, "flat": y}
+
+    traced = trace(Mixture(Decides, depth=1), (torch.randn(4, 6),))
+    assert wholes(traced) == {"mixtures.0": Decides}
+
+
+class Positive(nn.Module):
+    """Works on the rows that are positive, as many as there are: no branch, so that fx takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        return x.index_add(0, rows, self.linear(x[rows]))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_sizes_within_it_may_follow_from_values(checkpoint: str) -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), Positive(), nn.Linear(6, 6)), torch.randn(6, 6)
+    expected = loop(model, (x,), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=3, checkpoint=checkpoint) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        assert list(wholes(pipe._last()[0].traced)) == ["values_0"], "a part of it is"
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+
+
+def test_by_the_symbolic_front_end_they_are_refused_with_the_line() -> None:
+    with pytest.raises(TraceError, match=r"needs the values .*\n.*test_whole.py.*\n.*nonzero\(\)"):
+        fxpipe.compile(Positive(), ["cpu"] * 2, tracer="symbolic").prepare(torch.randn(6, 6))
+
+
+def test_its_forward_may_be_one_that_was_put_onto_it() -> None:
+    """As libraries do that wrap modules in place."""
+
+    def wrapped(x: Tensor) -> Tensor:
+        return Positive.forward(model[1], x) * 2
+
+    model, x = nn.Sequential(nn.Linear(6, 6), Positive(), nn.Linear(6, 6)), torch.randn(6, 6)
+    model[1].forward = wrapped
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=3) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        assert model[1].forward is wrapped
+
+
+class Forces(nn.Module):
+    """The gradient of an energy, as models of molecules have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
+def test_it_may_compute_gradients_of_its_own() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), Forces(), nn.Linear(6, 6)), torch.randn(6, 6)
+    expected = loop(model, (x,), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=3) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        assert wholes(pipe._last()[0].traced) == {"1": Forces}
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+    with pytest.raises(TraceError, match=r"computes gradients within .*test_whole.py.*autograd"):
+        trace(Forces(), (x,))
+
+
+class Routes(nn.Module):
+    """Says how many rows are positive, as a number."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        order = x[:, 0].argsort(descending=True)
+        return order, int((x[:, 0] > 0).sum())
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.routes, self.a, self.b = Routes(), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order, count = self.routes(x)
+        first, rest = x[order].split([count, x.shape[0] - count])
+        return torch.cat([self.a(first), self.b(rest)])[order.argsort()]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_number_that_it_gives_is_no_constant(rows: int) -> None:
+    """What encloses it is kept whole instead, also in a graph for one size of the batch."""
+
+    class OneSize(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.stack([x[i] for i in range(x.shape[0])]))
+
+    model, x = OneSize(nn.Linear(6, 6), Routed(), nn.Linear(6, 6)), torch.randn(6, 6)
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=6 // rows) as pipe:
+        pipe.prepare(torch.ones(6, 6))
+        assert wholes(pipe._last()[0].traced) == {"1": Routed}
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+class Count(nn.Module):
+    """How many are above zero, as a number."""
+
+    def forward(self, x: Tensor) -> int:
+        return len((x > 0).nonzero().tolist())
+
+
+class Router(nn.Module):
+    """Asked by another method than its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(6, 1), Count()
+
+    def sort(self, x: Tensor) -> int:
+        return self.count(self.linear(x))
+
+
+class Sorts(nn.Module):
+    """Its way depends on what a part of it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        y = x * 2 if self.router.sort(x) > 1 else x * 3
+        return {"y": y, "flat": y}
+
+
+def test_where_another_method_goes_by_values_what_calls_it_is_kept_whole() -> None:
+    traced = trace(Mixture(Sorts, depth=2), (torch.randn(4, 6),))
+    assert wholes(traced) == {f"mixtures.{i}": Sorts for i in range(2)}
+
+
+class Pads(nn.Module):
+    """By as many columns as a buffer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("columns", torch.tensor(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, int(self.columns)))
+
+
+class Padded(nn.Module):
+    """What comes after it has a branch on how wide it is by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pads, self.linear = Pads(), nn.Linear(6, 6)
+        self.narrow = nn.ModuleDict({"only": Narrow()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow["only"](self.pads(self.linear(x)))
+
+
+class Narrow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :6] * 2 if x.shape[1] > 6 else x
+
+
+def test_who_reads_a_value_is_kept_whole_and_not_who_needs_it() -> None:
+    model = Padded()
+    traced = trace(model, (torch.randn(4, 6),))
+    assert wholes(traced) == {"pads": Pads}
+    x = torch.randn(3, 6)
+    assert torch.equal(traced.rebuild(traced.graph_module(x)), model(x))
+    model.pads.columns.fill_(3)
+    with pytest.raises(RuntimeError, match=r"Pads gave a tensor of shape \(3, 9\) in place of"):
+        traced.graph_module.forward(x)
+
+
+class Recurrent(nn.Module):
+    """Rows of several lengths, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False
+        )
+        padded, _ = nn.utils.rnn.pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=x.shape[1]
+        )
+        return padded
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = Recurrent(), Recurrent(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.last(self.second(torch.tanh(self.first(x, lengths)), lengths))
+
+
+def test_rows_of_several_lengths_may_be_packed_within_it() -> None:
+    model, x = Tagger(), torch.randn(6, 5, 6)
+    lengths = torch.tensor([5, 1, 3, 2, 4, 5])
+    expected = loop(model, (x, lengths), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        output = pipe(x, lengths)
+        loss_of(output).backward()
+        assert wholes(pipe._last()[0].traced) == {"first": Recurrent, "second": Recurrent}
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+
+
+class Picks(nn.Module):
+    """As many rows as are above the mean."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        count = len((x[:, 0] > x[:, 0].mean()).nonzero().tolist())
+        return {"y": x, "flat": x[:count]}
+
+
+class SumOfPicks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.picks = Picks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.picks(x)
+        return made["y"] * 2 + made["flat"].sum() if x.shape[1] > 2 else x
+
+
+def test_sizes_that_values_decide_are_refused_with_the_line() -> None:
+    x = torch.eye(6)[:4]  # one of four is above the mean; two of five, the first being repeated
+    with pytest.raises(TraceError, match=r"(?s)export: .*test_whole.py.*nonzero\(\).tolist\(\)"):
+        trace(SumOfPicks(), (x,))
+
+
+def test_sizes_that_turn_out_to_depend_on_values_are_an_error_when_run() -> None:
+    traced = trace(SumOfPicks(), (torch.zeros(4, 6),))
+    graph = traced.graph_module
+    assert torch.equal(traced.rebuild(graph.forward(torch.zeros(3, 6))), torch.zeros(3, 6))
+    with pytest.raises(
+        RuntimeError, match=r"Picks gave a tensor of shape \(1, 6\) in place of \(0"
+    ):
+        graph.forward(torch.eye(6)[:4])

@@ -1,0 +1,230 @@
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxpipe.ir.devices import CPU_CORE, DeviceSpec
+from fxpipe.ir.graph import COST, SAVED, stage_nodes
+from passes import Alias, AnalyticCost
+from passes.cost import analytic as cost_module
+from tests.zoo import MODELS, ResNet, Tied
+
+WITH_TIED = {**MODELS, "tied": (Tied, lambda batch: (torch.randint(11, (batch, 5)),))}
+
+
+def costed(model, *inputs, **options):
+    return AnalyticCost(**options)(Alias(inputs)(fx.symbolic_trace(model)))
+
+
+def costs(model, *inputs, **options):
+    return {n.name: n.meta[COST] for n in stage_nodes(costed(model, *inputs, **options).graph)}
+
+
+def test_a_linear_costs_what_its_sizes_say():
+    device = DeviceSpec(flops_per_s=1e9, bytes_per_s=1e12, launch_s=0)
+    model, x = nn.Sequential(nn.Linear(8, 16, bias=False)), torch.ones(4, 8, requires_grad=True)
+    cost = costs(model, x, device=device, optimizer_states=1)["_0"]
+    assert cost.flops == 2 * 4 * 8 * 16
+    assert cost.backward_flops == 2 * cost.flops, "one product for the weight, one for the input"
+    assert cost.param_bytes == cost.gradient_bytes == cost.optimizer_bytes == 8 * 16 * 4
+    assert cost.output_bytes == 4 * 16 * 4
+    assert cost.activation_bytes == 4 * 8 * 4, "the input, for the weight's gradient"
+    assert cost.forward_s == pytest.approx(2 * 4 * 8 * 16 / 1e9)
+    assert cost.backward_s == pytest.approx(2 * cost.forward_s)
+
+
+def test_no_gradient_is_computed_for_inputs_that_need_none():
+    cost = costs(nn.Sequential(nn.Linear(8, 16, bias=False)), torch.ones(4, 8))["_0"]
+    assert cost.backward_flops == cost.flops
+
+
+def test_frozen_parameters_have_no_gradients_and_no_optimizer():
+    model = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
+    cost = costs(model, torch.ones(2, 4))["_0"]
+    assert cost.param_bytes == 80
+    assert (cost.gradient_bytes, cost.optimizer_bytes, cost.backward_s) == (0, 0, 0)
+
+
+def test_half_precision_computes_at_its_own_rate():
+    device = DeviceSpec(flops_per_s=1e9, half_flops_per_s=4e9, bytes_per_s=1e15, launch_s=0)
+    model, x = nn.Sequential(nn.Linear(8, 8, bias=False)), torch.ones(4, 8)
+    whole = costs(model, x, device=device)["_0"]
+    half = costs(model.bfloat16(), x.bfloat16(), device=device)["_0"]
+    assert whole.forward_s == pytest.approx(4 * half.forward_s)
+
+
+def test_what_moves_more_than_it_computes_is_bound_by_bandwidth():
+    device = DeviceSpec(flops_per_s=1e15, bytes_per_s=1e6, launch_s=0)
+    cost = costs(nn.Sequential(nn.ReLU()), torch.ones(1000), device=device)["_0"]
+    assert cost.forward_s == pytest.approx(8000 / 1e6), "4000 bytes read, 4000 written"
+
+
+def test_only_what_moves_bytes_is_an_operator():
+    class Model(nn.Module):
+        def forward(self, x):
+            return x.view(-1).relu()
+
+    device = DeviceSpec(flops_per_s=1e15, bytes_per_s=1e15, launch_s=1.0)
+    found = costs(Model(), torch.ones(2, 3, requires_grad=True), device=device)
+    seconds = {name: (cost.forward_s, cost.backward_s) for name, cost in found.items()}
+    assert seconds["view"] == (0, 0)
+    assert seconds["relu"] == pytest.approx((1, 1), abs=1e-6)
+
+
+def test_buffers_are_counted():
+    cost = costs(nn.Sequential(nn.BatchNorm1d(3)), torch.ones(2, 3))["_0"]
+    assert cost.buffer_bytes == 3 * 4 + 3 * 4 + 8, "mean, variance, and the number of batches"
+
+
+def test_without_a_gradient_nothing_is_kept_and_there_is_no_backward():
+    cost = costs(nn.Sequential(nn.ReLU()), torch.ones(10))["_0"]
+    assert (cost.backward_s, cost.activation_bytes) == (0, 0)
+
+
+def test_a_shared_parameter_is_counted_once():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    assert [c.param_bytes for c in costs(model, torch.ones(2, 4)).values()] == [64, 0]
+
+
+@pytest.mark.parametrize("name", WITH_TIED)
+def test_flops_are_those_of_the_flop_counter(name):
+    make, inputs = WITH_TIED[name]
+    model, x = make(), inputs(4)
+    with FlopCounterMode(display=False) as forward:
+        output = model(*x)
+    with FlopCounterMode(display=False) as backward:
+        output.sum().backward()
+    found = costs(model, *x).values()
+    assert sum(c.flops for c in found) == forward.get_total_flops()
+    assert sum(c.backward_flops for c in found) == backward.get_total_flops()
+
+
+def saved_bytes(model: nn.Module, x: tuple[Tensor, ...]) -> int:
+    """What autograd keeps, each memory once, without parameters and buffers."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(*x)
+    for tensor in (*model.parameters(), *model.buffers()):
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", WITH_TIED)
+def test_activation_bytes_are_those_of_saved_tensor_hooks(name, training):
+    make, inputs = WITH_TIED[name]
+    model, x = make().train(training), inputs(4)
+    assert sum(c.activation_bytes for c in costs(model, *x).values()) == saved_bytes(model, x)
+
+
+def test_memory_that_two_nodes_keep_has_one_number():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    saved = {
+        n.name: dict(n.meta[SAVED])
+        for n in costed(model, torch.ones(2, 3)).graph.nodes
+        if SAVED in n.meta
+    }
+    assert saved["_1"] == saved["_2"] == {next(iter(saved["_1"])): 24}
+
+
+def test_a_model_on_meta_costs_the_same():
+    torch.manual_seed(0)
+    real = costs(ResNet(), torch.randn(4, 3, 8, 8))
+    meta = costs(ResNet().to("meta"), torch.randn(4, 3, 8, 8, device="meta"))
+    assert real == meta
+
+
+def test_a_batch_norm_that_reads_a_number_off_its_buffers_costs_what_one_does_that_does_not():
+    x = torch.randn(4, 3)
+    wanted = costs(nn.Sequential(nn.BatchNorm1d(3)), x)
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
+    assert costs(model, x) == wanted
+    assert costs(model.to("meta"), x.to("meta")) == wanted
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2 if grad.norm() > 1 else grad
+
+
+class RunAgain(nn.Module):
+    """A module with a hook, which is a node, and of which PyTorch's checkpoint is made within."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = nn.Linear(3, 3), use_reentrant
+        self.register_forward_hook(lambda *_: None)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+class Applied(nn.Module):
+    def forward(self, x):
+        return Clipped.apply(x)
+
+
+@pytest.mark.parametrize("node", [Applied, partial(RunAgain, True), partial(RunAgain, False)])
+def test_a_backward_that_takes_values_counts_as_two_forwards(node):
+    class Leaves(fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return name == "1" or super().is_leaf_module(module, name)
+
+    model, x = nn.Sequential(nn.Linear(3, 3), node()), torch.ones(2, 3)
+    gm = Alias((x,))(fx.GraphModule(model, Leaves().trace(model)))
+    found = {n.name: n.meta[COST] for n in stage_nodes(AnalyticCost()(gm).graph)}["_1"]
+    assert found.backward_s == pytest.approx(2 * found.forward_s) and found.forward_s > 0
+    assert found.backward_flops == 2 * found.flops
+
+
+def test_equal_nodes_are_run_once(monkeypatch):
+    ran = []
+    run = cost_module._Runs._run
+    monkeypatch.setattr(
+        cost_module._Runs, "_run", lambda self, node: (ran.append(node.name), run(self, node))[1]
+    )
+    layers = [layer for _ in range(5) for layer in (nn.Linear(3, 3), nn.ReLU())]
+    found = costs(nn.Sequential(*layers, nn.Linear(3, 3, bias=False)), torch.ones(2, 3))
+    assert ran == ["_0", "_1", "_2", "_10"], "the first has an input that needs no gradient"
+    assert found["_4"] == found["_2"]
+    assert found["_10"] != found["_2"]
+
+
+def test_the_default_device_is_a_core_of_a_cpu():
+    x = torch.ones(4, 4)
+    assert costs(nn.Sequential(nn.Linear(4, 4)), x) == costs(
+        nn.Sequential(nn.Linear(4, 4)), x, device=CPU_CORE
+    )
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_attention_counts_its_products_and_keeps_no_weights(device, heads):
+    class Attention(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads < 8)
+
+    q, k, v = (
+        torch.zeros(2, n, 64, 32, device=device, requires_grad=True) for n in (8, heads, heads)
+    )
+    cost = costs(Attention(), q, k, v, device=CPU_CORE)["scaled_dot_product_attention"]
+    product = 2 * 2 * 8 * 64 * 64 * 32
+    assert cost.flops == 2 * product, "queries with keys, and weights with values"
+    assert cost.backward_flops == 5 * product, "the weights again, and two for each of the products"
+    logsumexp = 2 * 8 * 64 * 4
+    assert cost.activation_bytes == 2 * q.nbytes + k.nbytes + v.nbytes + logsumexp

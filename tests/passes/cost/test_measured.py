@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+import fxpipe
+from fxpipe.ir.graph import COST, stage_nodes
+from passes import Alias, AnalyticCost
+from passes.cost import measured as measure_module
+from passes.cost.measured import MeasuredCost
+from tests.zoo import MODELS, same
+
+
+def measured(model, *inputs, **options):
+    gm = Alias(inputs)(fx.symbolic_trace(model))
+    MeasuredCost(inputs, budget_s=0.2, **options)(gm)
+    return {n.name: n.meta[COST] for n in stage_nodes(gm.graph)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_node_that_does_something_takes_time(name):
+    make, inputs = MODELS[name]
+    found = measured(make(), *inputs(4))
+    assert all(cost.forward_s > 0 for cost in found.values())
+    gm = AnalyticCost()(Alias(inputs(4))(fx.symbolic_trace(make())))
+    estimated = {n.name: n.meta[COST] for n in stage_nodes(gm.graph)}
+    for node, cost in found.items():
+        assert cost.backward_s > 0 or estimated[node].backward_s == 0
+        assert cost.flops == estimated[node].flops
+        assert cost.activation_bytes == estimated[node].activation_bytes
+
+
+def test_what_takes_longer_costs_more():
+    layers = [nn.Linear(1024, 1024), nn.Linear(1024, 8), nn.Linear(8, 8)]
+    found = measured(nn.Sequential(*layers), torch.randn(256, 1024))
+    assert found["_0"].seconds > 3 * found["_2"].seconds
+
+
+def test_equal_nodes_cost_the_same():
+    found = measured(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.randn(4, 8))
+    assert found["_1"].seconds == found["_2"].seconds == found["_3"].seconds
+
+
+class RunAgain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_forward_hook(lambda *_: None)  # which makes it a node
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+def test_a_backward_that_must_accumulate_counts_as_two_forwards():
+    model, x = nn.Sequential(nn.Linear(3, 3), RunAgain()), torch.randn(4, 3)
+    with fxpipe.compile(model, ["cpu"] * 2, example_inputs=(x,), costs="measured") as pipe:
+        cost = pipe.stages[1].cost
+    assert cost.backward_s == pytest.approx(2 * cost.forward_s) and cost.forward_s > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_as_it_was(name):
+    make, inputs = MODELS[name]
+    model, x = make(), inputs(4)
+    before, state = copy.deepcopy(model), torch.get_rng_state()
+    measured(model, *x)
+    assert same([*model.parameters(), *model.buffers()], [*before.parameters(), *before.buffers()])
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_first_round_only_warms_up(monkeypatch):
+    rounds = []
+
+    def finish(stopwatch):
+        rounds.append(stopwatch)
+        while stopwatch.tapes:
+            stopwatch.tapes.pop()
+        first = len(rounds) == 1
+        return {n: (9.0, 9.0) if first else (1.0, 2.0) for n in stage_nodes(stopwatch.module.graph)}
+
+    monkeypatch.setattr(measure_module._Stopwatch, "finish", finish)
+    found = measured(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
+    assert len(rounds) == 1 + measure_module.ROUNDS
+    assert (found["_0"].forward_s, found["_0"].backward_s) == (1.0, 2.0)
+
+
+def test_without_time_for_another_round_the_first_one_counts():
+    gm = Alias((torch.ones(1, 2),))(fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2))))
+    MeasuredCost((torch.ones(1, 2),), budget_s=0.0)(gm)
+    assert all(n.meta[COST].forward_s > 0 for n in stage_nodes(gm.graph))
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_shown_beside_what_is_printed_and_on_a_terminal_only(
+    is_terminal, monkeypatch, capsys
+):
+    monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+    measured(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert ("measuring" in said.err) == is_terminal
+
+
+def test_writes_are_done_to_copies():
+    x = torch.ones(4, 4)
+    measured(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), -x)
+    found = measured(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), x)
+    assert found["_1"].backward_s > 0
+    assert torch.equal(x, torch.ones(4, 4))

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from passes.partition.ways import Change, ways_out
+
+SETTINGS = {"schedule": ["1f1b"], "chunks": [16, 32], "checkpoint": ["except_last", "always"]}
+
+
+def said(fits, settings=SETTINGS, devices=2):
+    """What is said, having checked that all that is tried is another case than the one given."""
+
+    def tried(change):
+        assert change.settings or change.devices is not None
+        return fits(change)
+
+    return ways_out(tried, settings, devices)
+
+
+def test_the_mildest_value_of_a_setting_is_said_and_nothing_that_has_more():
+    assert said(lambda c: c.settings.get("chunks", 8) >= 32) == "it would fit with chunks=32"
+    assert (
+        said(lambda c: "checkpoint" in c.settings or (c.devices or 2) > 2)
+        == 'it would fit with checkpoint="except_last" or with 3 devices'
+    )
+
+
+def test_settings_that_help_only_together_are_said_together():
+    assert (
+        said(lambda c: c.settings.get("chunks") == 32 and "checkpoint" in c.settings)
+        == 'it would fit with chunks=32 and checkpoint="except_last"'
+    )
+
+
+@pytest.mark.parametrize("needed", range(3, 9))
+def test_the_fewest_devices_are_found(needed):
+    assert said(lambda c: (c.devices or 2) >= needed) == f"it would fit with {needed} devices"
+
+
+def test_fewer_devices_with_settings_are_said_beside_more_without():
+    def fits(change):
+        return (change.devices or 2) >= (4 if "checkpoint" in change.settings else 7)
+
+    assert (
+        said(fits) == 'it would fit with 7 devices or with checkpoint="except_last" and 4 devices'
+    )
+
+
+def test_what_is_of_no_use_is_not_said():
+    """A schedule that saves no device is left out, beside one that does."""
+
+    def fits(change):
+        return (change.devices or 2) >= 5
+
+    assert said(fits) == "it would fit with 5 devices"
+
+
+def test_where_nothing_helps_it_is_said_what_does_not():
+    assert said(lambda c: False) == (
+        "no other schedule, no other chunks, no other checkpoint, no 8 devices would help: give "
+        "devices with more memory"
+    )
+    assert said(lambda c: False, {}, 3) == (
+        "no 12 devices would help: give devices with more memory"
+    )
+
+
+def test_a_change_is_written_as_arguments():
+    assert str(Change({"chunks": 16, "checkpoint": "always"}, 4)) == (
+        'chunks=16 and checkpoint="always" and 4 devices'
+    )

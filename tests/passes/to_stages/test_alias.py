@@ -1,0 +1,209 @@
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import fx, nn
+
+from fxpipe.ir.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES, format_graph
+from passes import Alias
+
+
+def noted(model, *inputs):
+    """Of each node: the group that it has to stay with, and what it writes to."""
+    gm = Alias(inputs)(fx.symbolic_trace(model))
+    return gm, {n.name: (n.meta.get(ALIAS), n.meta.get(WRITES, ())) for n in gm.graph.nodes}
+
+
+def test_every_node_has_the_value_that_it_would_have():
+    class Model(nn.Module):
+        def forward(self, x):
+            return x.double().flatten(1), x.size(0)
+
+    gm, _ = noted(Model(), torch.ones(2, 3, 4))
+    values = {n.name: n.meta.get(VALUE) for n in gm.graph.nodes}
+    assert (values["flatten"].dtype, values["flatten"].shape) == (torch.float64, (2, 12))
+    assert values["size"] == 2
+
+
+def test_a_write_that_nobody_else_sees_keeps_nothing_together():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            a = torch.sigmoid(x)
+            return self.relu(a) * 2
+
+    _, notes = noted(Model(), torch.ones(2))
+    assert notes["relu"] == (None, ("sigmoid",))
+    assert notes["sigmoid"] == (None, ())
+
+
+def test_a_value_made_before_a_write_and_read_after_it_stays_with_the_writer():
+    class Model(nn.Module):
+        def forward(self, x):
+            a = torch.sigmoid(x)
+            v = a[:, 0]
+            v.mul_(2)
+            return torch.relu(a)
+
+    _, notes = noted(Model(), torch.ones(2, 3))
+    assert notes["mul_"] == (0, ("sigmoid", "getitem"))
+    assert notes["sigmoid"][0] == notes["getitem"][0] == 0
+    assert notes["relu"][0] is None, "it may be given the written value in a later stage"
+
+
+def test_sets_that_share_a_node_are_one():
+    class Model(nn.Module):
+        def forward(self, x):
+            a, b = torch.sigmoid(x), torch.tanh(x)
+            v, w = a[:, 0], b[:, 0]
+            v.add_(w)
+            w.mul_(v)
+            return a + b
+
+    _, notes = noted(Model(), torch.ones(2, 3))
+    together = ("sigmoid", "tanh", "getitem", "getitem_1", "add_", "mul_")
+    assert {notes[name][0] for name in together} == {0}
+    assert notes["add"][0] is None
+
+
+def test_all_users_of_a_buffer_that_is_written_to_stay_together():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            a = x * self.count
+            b = torch.relu(a)
+            self.count.add_(1)
+            return b
+
+    gm = fx.GraphModule(Model(), buffer_graph())
+    Alias((torch.ones(2),))(gm)
+    groups = {n.name: n.meta.get(ALIAS) for n in gm.graph.nodes}
+    assert groups["mul"] == groups["add_"] == 0
+    assert groups["relu"] is None
+    assert gm.count == 0, "nothing real is written to"
+
+
+def buffer_graph():
+    graph = fx.Graph()
+    x, count = graph.placeholder("x"), graph.create_node("get_attr", "count")
+    product = graph.call_function(torch.mul, (x, count))
+    relu = graph.call_function(torch.relu, (product,))
+    graph.call_method("add_", (count, 1))
+    graph.output(relu)
+    return graph
+
+
+def test_who_draws_random_numbers_is_known():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.linear = nn.Dropout(0.5), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.drop(self.linear(x))
+
+    model = Model()
+    state = torch.get_rng_state()
+    gm, _ = noted(model, torch.ones(2, 3))
+    assert [n.name for n in gm.graph.nodes if n.meta.get(RANDOM)] == ["drop"]
+    assert torch.equal(torch.get_rng_state(), state)
+    gm, _ = noted(model.eval(), torch.ones(2, 3))
+    assert not any(n.meta.get(RANDOM) for n in gm.graph.nodes)
+
+
+def test_an_attention_that_drops_nothing_draws_nothing():
+    class Model(nn.Module):
+        def __init__(self, p):
+            super().__init__()
+            self.p = p
+
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=self.p)
+
+    x = torch.ones(2, 4, 8)
+
+    def drawing(p):
+        gm = Alias((x,))(fx.symbolic_trace(Model(p)))
+        return [n.name for n in gm.graph.nodes if n.meta.get(RANDOM)]
+
+    before = torch.get_rng_state()
+    Model(0.0)(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert drawing(0.0) == []
+    assert drawing(0.5) == ["scaled_dot_product_attention"]
+
+
+def test_a_tensor_that_is_given_back_goes_by_its_last_name():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.same = nn.Identity()
+
+        def forward(self, x):
+            a = torch.sigmoid(x)
+            torch.relu_(a)
+            b = torch.tanh(a)
+            return a, self.same(b), b
+
+    gm, notes = noted(Model(), torch.ones(2))
+    assert_expected_inline(
+        format_graph(gm),
+        """\
+x: input
+sigmoid = sigmoid(x)
+relu_ = relu_(sigmoid)
+tanh = tanh(relu_)
+same = same(tanh)
+return (relu_, same, same)
+""",
+    )
+    assert notes["relu_"] == (None, ("sigmoid",)), "a cut ahead of it is free"
+
+
+def test_who_gives_a_tensor_on_as_it_came_is_known():
+    class Model(nn.Module):
+        def forward(self, x):
+            a = torch.sigmoid(x)
+            b = a.contiguous()
+            return b.add_(1), b.view(-1)
+
+    gm, _ = noted(Model(), torch.ones(2, 3))
+    same = {n.name: n.meta[SAME_AS] for n in gm.graph.nodes if SAME_AS in n.meta}
+    assert same == {"contiguous": ("sigmoid",)}, "a written one is another, and so is a view"
+
+
+def test_what_no_output_leads_back_to_is_known():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            a = self.a(x)
+            mask = self.b(x)  # has a gradient, but is only compared
+            return torch.relu(a) * (mask > 0)
+
+    gm, _ = noted(Model(), torch.ones(2, 3))
+    assert [n.name for n in gm.graph.nodes if n.meta.get(NO_BACKWARD)] == ["b"]
+
+
+def test_who_reads_a_buffer_by_the_name_of_what_wrote_to_it_stays_with_the_writer():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(3))
+
+        def forward(self, x):
+            return torch.tanh(x) + self.seen.add_(1)
+
+    class Tracer(fx.Tracer):
+        proxy_buffer_attributes = True
+
+    model = Counter()
+    gm = Alias((torch.ones(2, 3),))(fx.GraphModule(model, Tracer().trace(model)))
+    assert {n.name for n in gm.graph.nodes if ALIAS in n.meta} == {"add_", "add"}

@@ -1,0 +1,205 @@
+"""Deferred batch norm: running statistics of the mini-batch, whatever the micro-batches."""
+# ruff: noqa: E501 (graphs as they are printed)
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+import fxpipe
+from fxpipe.ir.graph import format_graph
+from passes import DeferredBatchNorm
+from tests.zoo import ResNet, gradients, loop, loss_of, same
+
+SHAPES = {nn.BatchNorm1d: (7, 4), nn.BatchNorm2d: (7, 4, 3, 2), nn.BatchNorm3d: (7, 4, 2, 3, 2)}
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def close(model: nn.Module, reference: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_running_statistics_are_those_without_a_pipeline(kind, momentum, affine, checkpoint):
+    model = nn.Sequential(kind(4, momentum=momentum, affine=affine), nn.Dropout(0.0), nn.Tanh())
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, checkpoint=checkpoint, deferred_batch_norm=True
+    ) as pipe:
+        for step in range(3):
+            x = torch.randn(SHAPES[kind]) * 3 + 5
+            pipe.train(), reference.train()
+            x.requires_grad_()
+            loss_of(pipe(x)).backward()
+            reference(x)
+            close(model, reference)
+            assert model[0].num_batches_tracked == step + 1
+            pipe.eval(), reference.eval()
+            torch.testing.assert_close(pipe(x), reference(x), rtol=1e-5, atol=1e-5)
+            close(model, reference)
+
+
+class Averaging(nn.Module):
+    """Batch norms without momentum, one of them used twice; they read how many batches there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.once, self.twice = (nn.BatchNorm1d(4, momentum=None) for _ in range(2))
+
+    def forward(self, x):
+        return self.twice(self.second(torch.tanh(self.twice(self.once(self.first(x))))))
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_one_without_momentum_need_not_be_deferred(checkpoint, tracer):
+    model = Averaging()
+    reference, x = copy.deepcopy(model), torch.randn(7, 4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, checkpoint=checkpoint, tracer=tracer) as pipe:
+        for step in range(2):
+            model.zero_grad()
+            output = pipe(x)
+            loss_of(output).backward()
+            wanted, _ = loop(reference, (x,), 3)
+            assert same(output.detach(), wanted)
+            assert same(gradients(model), gradients(reference))
+            assert same(list(model.buffers()), list(reference.buffers()))
+            assert [model.once.num_batches_tracked, model.twice.num_batches_tracked] == [
+                3 * (step + 1),
+                6 * (step + 1),
+            ]
+
+
+def test_an_exported_model_defers_too():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten())
+    reference, x = copy.deepcopy(model), torch.randn(5, 3, 4, 4)
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=2, tracer="export", deferred_batch_norm=True
+    ) as pipe:
+        pipe(x), reference(x)
+        close(model, reference)
+        pipe(x), reference(x)
+        close(model, reference)
+
+
+def test_outputs_and_gradients_are_what_they_are_without():
+    x, results = torch.randn(6, 3, 8, 8), []
+    first = ResNet()
+    for deferred in (False, True):
+        model = copy.deepcopy(first)
+        with fxpipe.compile(
+            model, ["cpu"] * 3, chunks=4, deferred_batch_norm=deferred, checkpoint="except_last"
+        ) as pipe:
+            output = pipe(x)
+            loss_of(output).backward()
+        results.append((output.detach(), [p.grad for p in model.parameters()]))
+    assert same(*results)
+    first(x)  # the first batch norm sees the same without a pipeline
+    for name in BUFFERS:
+        torch.testing.assert_close(getattr(model.stem[1], name), getattr(first.stem[1], name))
+
+
+def test_half_precision_and_no_running_statistics():
+    model = nn.Sequential(
+        nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)
+    ).bfloat16()
+    reference, x = copy.deepcopy(model), torch.randn(6, 4).bfloat16()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, deferred_batch_norm=True) as pipe:
+        pipe(x), reference(x)
+    for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_a_failed_step_updates_nothing():
+    class Fails(nn.Module):
+        def forward(self, x):
+            return torch.linalg.cholesky(x)
+
+    model = nn.Sequential(nn.BatchNorm1d(2), Fails())
+    x = torch.stack([torch.eye(2), torch.eye(2), -torch.eye(2)])
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, deferred_batch_norm=True, tracer="symbolic"
+    ) as pipe:
+        before = [b.clone() for b in model.buffers()]
+        with pytest.raises(torch.linalg.LinAlgError):
+            pipe(x)
+        assert same(list(model.buffers()), before)
+
+
+def test_a_batch_norm_is_taken_apart():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    gm = DeferredBatchNorm()(torch.fx.symbolic_trace(model))
+    assert_expected_inline(
+        format_graph(gm),
+        """\
+input_1: input
+_0_weight = self.0.weight
+_0_bias = self.0.bias
+_0_running_mean = self.0.running_mean
+_0_running_var = self.0.running_var
+_0_num_batches_tracked = self.0.num_batches_tracked
+_0_norm = batch_norm(input_1, _0_weight, _0_bias, 1e-05)
+_0_out = _0_norm[0]
+_0_mean = _0_norm[1]
+_0_var = _0_norm[2]
+_0_count = _0_norm[3]
+_0_update = update_statistics(_0_running_mean, _0_running_var, _0_num_batches_tracked, 0.1, ((_0_mean, _0_var, _0_count),))
+_1 = 1(_0_out)
+return _1
+""",
+    )
+    reference, x = copy.deepcopy(model), torch.randn(5, 4)
+    assert same(gm(x), reference(x))
+    close(model, reference)
+
+
+def test_the_update_stands_after_all_micro_batches():
+    model = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4))
+    pipe = fxpipe.compile(
+        model, ["cpu"], chunks=2, example_inputs=(torch.randn(4, 4),), deferred_batch_norm=True
+    )
+    assert_expected_inline(
+        format_graph(pipe.stage_graph),
+        """\
+input_1: input
+stage_0 = stage_0(input_1)  # stage 0
+_0_mean = stage_0[0]  # stage 0
+_0_var = stage_0[1]  # stage 0
+_0_count = stage_0[2]  # stage 0
+_1 = stage_0[3]  # stage 0
+_0_running_mean = self.0.running_mean
+_0_running_var = self.0.running_var
+_0_num_batches_tracked = self.0.num_batches_tracked
+_0_update = update_statistics(_0_running_mean, _0_running_var, _0_num_batches_tracked, 0.1, ((_0_mean, _0_var, _0_count),))  # stage 0
+return _1
+""",
+    )
+    lines = format_graph(pipe.graph_module).splitlines()
+    assert_expected_inline(
+        "\n".join(lines[-3:-1]),
+        """\
+_0_update = update_statistics(_0_running_mean, _0_running_var, _0_num_batches_tracked, 0.1, ((_0_mean_s0_mb0, _0_var_s0_mb0, _0_count_s0_mb0), (_0_mean_s0_mb1, _0_var_s0_mb1, _0_count_s0_mb1)))  # stage 0, cpu/compute
+_1_out = gather((_1_s0_mb0, _1_s0_mb1), 0, input_1_parts, 0)  # stage 0, cpu/compute""",
+    )
+    for level in ("model", "stage", "pipeline"):
+        str(pipe.draw(level))
+    pipe.report()
+
+
+def test_an_update_belongs_to_the_stage_that_has_the_statistics_wherever_it_is_cut():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    with fxpipe.compile(
+        model, ["cpu"] * 3, chunks=2, partition=["1", "2"], deferred_batch_norm=True
+    ) as pipe:
+        pipe(torch.randn(4, 4))
+        assert [hop.value for hop in pipe.skip_layout.hops] == ["input_1", "_0", "_1_out"]
