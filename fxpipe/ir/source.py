@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]  # the folder fxpipe
 _OTHERS = tuple(  # with the separator at the end: torchvision's folder begins as torch's does
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, _HERE, _HERE.parent / "passes")
 )
