@@ -9,9 +9,10 @@ from fxpipe.schedule.catalogue import NAMES, named, stages_per_lane
 from fxpipe.schedule.choice import AUTO, microbatches_of, placement_of, schedule_of
 from fxpipe.schedule.comparison import Comparison, compare
 from fxpipe.schedule.halves import joined
+from fxpipe.schedule.occupancy import Span, Transfer
 from fxpipe.schedule.schedule import Edges, Needs, Schedule, chain
 from fxpipe.schedule.simulator import Edge, Link, Links, Memory, StageCost, simulate
-from fxpipe.schedule.timeline import Span, Timeline, Transfer
+from fxpipe.schedule.timeline import Timeline
 from fxpipe.schedule.validator import Live, ScheduleError, live, validate
 
 __all__ = [

@@ -9,7 +9,8 @@ from statistics import fmean
 
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.gantt import draw
-from fxpipe.schedule.timeline import Span, Timeline, time_unit
+from fxpipe.schedule.occupancy import Span, time_unit
+from fxpipe.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)

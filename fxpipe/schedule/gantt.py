@@ -12,7 +12,7 @@ from itertools import pairwise
 from xml.sax.saxutils import escape
 
 from fxpipe.schedule.actions import Action, Kind
-from fxpipe.schedule.timeline import Span, Timeline, time_unit
+from fxpipe.schedule.occupancy import Occupancy, Span, time_unit
 
 _BASE = {
     Kind.FORWARD: (0x00, 0x72, 0xB2),
@@ -38,7 +38,7 @@ FORWARDS = (1.0, "forwards of a stage")
 
 
 def draw(
-    timelines: Sequence[Timeline],
+    timelines: Sequence[Occupancy],
     *,
     memory: bool = True,
     marks: Sequence[Action] = (),
@@ -75,7 +75,7 @@ def _line(x: float, y: float, x2: float, y2: float, more: str) -> str:
 class _Panel:
     """A timeline, and where it is: ``tops`` are the upper edges of its lanes."""
 
-    timeline: Timeline
+    timeline: Occupancy
     title: float
     tops: tuple[float, ...]
     bottom: float
@@ -85,7 +85,7 @@ class _Panel:
 class _Chart:
     def __init__(
         self,
-        timelines: Sequence[Timeline],
+        timelines: Sequence[Occupancy],
         memory: bool,
         marks: Sequence[Action],
         caption: str,
@@ -110,7 +110,7 @@ class _Chart:
             y = panel.bottom + 10
         self.axis = y
 
-    def _plot_width(self, timelines: Sequence[Timeline]) -> float:
+    def _plot_width(self, timelines: Sequence[Occupancy]) -> float:
         """Wide enough for the numbers in all but the shortest boxes."""
         spans = [span for timeline in timelines for span in timeline.spans]
         spans = [span for span in spans if span.action is not None]
@@ -243,7 +243,7 @@ class _Chart:
         yield row + 1, _text(10, (row + 1) * 20 + 11, "; ".join(notes))
 
 
-def _place(timeline: Timeline, top: float, memory: bool) -> _Panel:
+def _place(timeline: Occupancy, top: float, memory: bool) -> _Panel:
     has_memory = memory and bool(timeline.memory)
     tall = _ROW + _ways(timeline) + (_MEMORY + 2 if has_memory else 0)
     tops = tuple(top + 20 + lane * (tall + _GAP) for lane in range(len(timeline.lanes)))
@@ -251,7 +251,7 @@ def _place(timeline: Timeline, top: float, memory: bool) -> _Panel:
     return _Panel(timeline, top + 11, tops, bottom, has_memory)
 
 
-def _ways(timeline: Timeline) -> int:
+def _ways(timeline: Occupancy) -> int:
     return _WAY if timeline.transfers else 0
 
 
@@ -259,7 +259,7 @@ def _number(span: Span) -> str:
     return span.name if span.action is None else str(span.action.microbatch)
 
 
-def _shades(timeline: Timeline, lane: int) -> dict[int, float]:
+def _shades(timeline: Occupancy, lane: int) -> dict[int, float]:
     """How much white is in the colours of each of a lane's stages."""
     stages = sorted({s.action.stage for s in timeline.spans if s.lane == lane and s.action})
     if len(stages) == 1:
@@ -272,7 +272,7 @@ def _colour(kind: Kind, white: float) -> str:
     return "#" + "".join(f"{round(255 * white + part * (1 - white)):02X}" for part in _BASE[kind])
 
 
-def _lane_label(timeline: Timeline, lane: int) -> str:
+def _lane_label(timeline: Occupancy, lane: int) -> str:
     stages = list(_shades(timeline, lane))
     if not stages:
         return timeline.lanes[lane]
@@ -280,7 +280,7 @@ def _lane_label(timeline: Timeline, lane: int) -> str:
     return f"{timeline.lanes[lane]} · {said}"
 
 
-def _peak_label(timeline: Timeline) -> str:
+def _peak_label(timeline: Occupancy) -> str:
     return "  " + max(map(_peak, timeline.peak_memory), key=len)
 
 

@@ -12,6 +12,9 @@ from functools import cached_property
 from pathlib import Path
 
 from fxpipe.schedule.actions import Action, Entry, Kind, NotAnAction, Overlap, parse_entry
+from fxpipe.schedule.gantt import FORWARDS, draw
+from fxpipe.schedule.occupancy import Occupancy, Span
+from fxpipe.schedule.order import earliest_starts, run_order
 
 Edges = Sequence[tuple[int, int]]
 """Which stage's output is which stage's input: ``(source, target)``."""
@@ -98,16 +101,20 @@ class Schedule:
         return f"{self.name}: {sizes[0]} on {sizes[1]}, {sizes[2]}\n{self.text()}"
 
     def _repr_svg_(self) -> str | None:
-        """For notebooks: in time, a backward taking as long as two forwards."""
-        from fxpipe.schedule.gantt import FORWARDS, draw
-        from fxpipe.schedule.simulator import StageCost, simulate  # which import this module
-        from fxpipe.schedule.validator import ScheduleError
+        """For notebooks: the lanes in time, if a backward takes as long as two forwards.
 
-        try:
-            timeline = simulate(self, [StageCost(1.0, 1.0, 1.0)] * self.stages)
-        except ScheduleError:  # it cannot run: its text can be read
+        None where actions wait for each other forever: the text can still be read.
+        """
+        needs = Needs(self)
+        lanes = [list(self.actions(lane)) for lane in range(len(self.lanes))]
+        order = run_order(lanes, needs.of)
+        if len(order) < sum(map(len, lanes)):
             return None
-        return draw([timeline], unit=FORWARDS)
+        starts = earliest_starts(order, needs.of, _forwards)
+        spans = (Span(lane, at, at + _forwards(action), action) for lane, action, at in starts)
+        names = tuple(f"lane {lane}" for lane in range(len(lanes)))
+        in_lanes = tuple(sorted(spans, key=lambda span: (span.lane, span.start)))
+        return draw([Occupancy(self.name, names, in_lanes)], unit=FORWARDS)
 
     # -------------------------------------------------------------------------------------- as CSV
 
@@ -205,36 +212,27 @@ class Needs:
         return Action(stage, kind, microbatch)
 
 
+def _forwards(action: Action) -> float:
+    """How long an action takes, in forwards of a stage, as long as nothing else is known."""
+    return 2.0 if action.kind is Kind.BACKWARD else 1.0
+
+
 def _slots(schedule: Schedule) -> list[list[int]]:
-    """When each entry starts if all take one unit of time. What cannot run comes last."""
+    """For each lane, when its entries start if each takes one unit of time.
+
+    What is needed and is not in the schedule is not waited for. Entries that wait for each other
+    come last.
+    """
     needs = Needs(schedule)
-    positions = {
-        action: (lane, position)
-        for lane, entries in enumerate(schedule.lanes)
-        for position, entry in enumerate(entries)
-        for action in entry.parts
-    }
+    present = {action for lane in range(len(schedule.lanes)) for action in schedule.actions(lane)}
+
+    def needs_of(action: Action) -> list[Action]:
+        return [need for need in needs.of(action) if need in present]
+
     slots: list[list[int]] = [[] for _ in schedule.lanes]
-
-    def start(lane: int) -> int | None:
-        entry = schedule.lanes[lane][len(slots[lane])]
-        earliest = slots[lane][-1] + 1 if slots[lane] else 0
-        for need in (need for action in entry.parts for need in needs.of(action)):
-            if need not in positions or need in entry.parts:
-                continue
-            other, position = positions[need]
-            if position >= len(slots[other]):
-                return None
-            earliest = max(earliest, slots[other][position] + 1)
-        return earliest
-
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for lane, entries in enumerate(schedule.lanes):
-            while len(slots[lane]) < len(entries) and (slot := start(lane)) is not None:
-                slots[lane].append(slot)
-                is_moving = True
+    order = run_order(schedule.lanes, needs_of)
+    for lane, _, start in earliest_starts(order, needs_of, lambda entry: 1.0):
+        slots[lane].append(int(start))
     stuck = 1 + max((row[-1] for row in slots if row), default=-1)
     for lane, entries in enumerate(schedule.lanes):
         slots[lane] += range(stuck, stuck + len(entries) - len(slots[lane]))

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.occupancy import Span, Transfer
 from fxpipe.schedule.schedule import Schedule, chain
-from fxpipe.schedule.timeline import Span, Timeline, Transfer
+from fxpipe.schedule.timeline import Timeline
 from fxpipe.schedule.validator import Bound, growth, spread, validate
 
 

@@ -9,119 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.schedule.actions import Action
-
-
-def time_unit(seconds: float) -> tuple[float, str]:
-    """The unit to say a time in: how many seconds it has, and its name."""
-    return next((u for u in ((1.0, "s"), (1e-3, "ms")) if seconds >= u[0]), (1e-6, "µs"))
+from fxpipe.schedule.gantt import draw
+from fxpipe.schedule.occupancy import Occupancy, time_unit
 
 
 @dataclass(frozen=True)
-class Span:
-    """Something that a lane does, from ``start`` to ``end``, in seconds since the step began.
+class Timeline(Occupancy):
+    """A step of training in time: it can be printed, drawn, and written as a trace.
 
-    ``name`` says what it is where it is not an action: the loss, the optimizer's step.
+    The attributes are those of :class:`fxpipe.schedule.occupancy.Occupancy`.
     """
-
-    lane: int
-    start: float
-    end: float
-    action: Action | None
-    name: str = ""
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-    def __str__(self) -> str:
-        return self.name or str(self.action)
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A copy from one lane to another: ``action`` is the one that made what travels; None for what
-    goes once in a step."""
-
-    source: int
-    target: int
-    start: float
-    end: float
-    action: Action | None
-    bytes: float = 0
-
-    def __str__(self) -> str:
-        return "copy, once" if self.action is None else f"copy {self.action}"
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A step of training in time.
-
-    Attributes:
-        lanes: their names, one each.
-        spans: what they do; those of one lane do not overlap.
-        transfers: what travels between them meanwhile.
-        memory: for each lane, ``(seconds, bytes)`` wherever the bytes change, in order; empty if
-            nothing is known of it.
-    """
-
-    name: str
-    lanes: tuple[str, ...]
-    spans: tuple[Span, ...]
-    transfers: tuple[Transfer, ...] = ()
-    memory: tuple[tuple[tuple[float, float], ...], ...] = ()
-
-    def of_lane(self, lane: int) -> list[Span]:
-        """A lane's spans, in order of time."""
-        return sorted((s for s in self.spans if s.lane == lane), key=lambda s: (s.start, s.end))
-
-    @property
-    def start(self) -> float:
-        """When the first lane begins."""
-        return min((span.start for span in self.spans), default=0.0)
-
-    @property
-    def makespan(self) -> float:
-        """Seconds from the first start to the last end, over all lanes."""
-        return max((span.end for span in self.spans), default=self.start) - self.start
-
-    @property
-    def busy(self) -> tuple[float, ...]:
-        """Seconds that each lane works."""
-        return tuple(sum(s.seconds for s in self.of_lane(i)) for i in range(len(self.lanes)))
-
-    @property
-    def own_spans(self) -> tuple[float, ...]:
-        """Seconds from each lane's own first start to its own last end."""
-        lanes = [self.of_lane(lane) for lane in range(len(self.lanes))]
-        return tuple(max(s.end for s in own) - own[0].start if own else 0.0 for own in lanes)
-
-    @property
-    def period(self) -> float:
-        """Seconds that a step adds to a long run in which steps follow each other.
-
-        A lane that is done begins with the next step, so that all keep their distance in time: it
-        is the longest of the lanes' own spans.
-        """
-        return max(self.own_spans, default=0.0)
-
-    @property
-    def bubble(self) -> float:
-        """The share of all lanes' time, from the first start to the last end, that is idle."""
-        return _idle(sum(self.busy), self.makespan * len(self.lanes))
-
-    @property
-    def bubble_in_span(self) -> float:
-        """The share of the lanes' time that is idle, each from its own first start to its last end.
-
-        Steps that follow each other overlap, so this is what a long run pays.
-        """
-        return _idle(sum(self.busy), sum(self.own_spans))
-
-    @property
-    def peak_memory(self) -> tuple[float, ...]:
-        """The most bytes of each lane; empty if nothing is known of it."""
-        return tuple(max((amount for _, amount in lane), default=0.0) for lane in self.memory)
 
     def __str__(self) -> str:
         unit, said = time_unit(self.makespan)
@@ -142,8 +39,6 @@ class Timeline:
         Args:
             memory: draw what is known of it below each lane.
         """
-        from fxpipe.schedule.gantt import draw  # which draws timelines, and so imports this module
-
         return draw([self], memory=memory)
 
     def _repr_svg_(self) -> str:
@@ -154,10 +49,6 @@ class Timeline:
         """Write a Chrome trace (JSON), which ``ui.perfetto.dev`` and ``chrome://tracing`` open."""
         with open(path, "w") as file:
             json.dump({"traceEvents": list(_events(self)), "displayTimeUnit": "ms"}, file)
-
-
-def _idle(busy: float, whole: float) -> float:
-    return 1 - busy / whole if whole > 0 else 0.0
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.order import run_order
 from fxpipe.schedule.schedule import Edges, Needs, Schedule
 
 Bound = float | Sequence[float]
@@ -187,19 +188,12 @@ def _check_complete(schedule: Schedule, places: dict[Action, _Place]) -> None:
 
 def _check_runs(schedule: Schedule, needs: Needs) -> None:
     """Run every lane as far as it goes; then follow who waits for whom."""
-    done: set[Action] = set()
-    lines = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
-    reached = [0] * len(lines)
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for lane, line in enumerate(lines):
-            while reached[lane] < len(line) and done.issuperset(needs.of(line[reached[lane]])):
-                done.add(line[reached[lane]])
-                reached[lane] += 1
-                is_moving = True
+    lanes = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
+    done = {action for _, action in run_order(lanes, needs.of)}
     waiting = {
-        lane: line[reached[lane]] for lane, line in enumerate(lines) if reached[lane] < len(line)
+        lane: next(action for action in actions if action not in done)
+        for lane, actions in enumerate(lanes)
+        if not done.issuperset(actions)
     }
     if waiting:
         raise ScheduleError(_deadlock(schedule, needs, waiting, done))

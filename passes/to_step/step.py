@@ -26,19 +26,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import fx, nn
+from torch import fx
 
 from fxpipe.ir.graph import ACTION, STAGE
-from fxpipe.schedule import Action, Kind, Schedule, joined
+from fxpipe.schedule import Action, Kind, joined
 from passes.to_stages.segments import opened
 from passes.to_step.flows import Flows, StepError
+from passes.to_step.options import StepOptions
 from passes.to_step.writer import Writer
 
 __all__ = ["Step", "StepError"]
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(StepOptions):
     """Stage graph → step graph, which returns the loss and the losses of the micro-batches.
 
     Args:
@@ -56,14 +57,6 @@ class Step:
     """
 
     name: ClassVar[str] = "step"
-    loss: nn.Module
-    schedule: Schedule
-    devices: tuple[str, ...]
-    in_dims: tuple[int | None, ...]
-    targets: tuple[bool, ...] = ()
-    checkpoint: str = "never"
-    checkpoint_segments: int = 1
-    summed: bool = False
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         stages = len(gm.graph.find_nodes(op="call_module"))

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe import ops
 from fxpipe.ir.graph import ACTION, FIRST, ONCE, SEED, STAGE, WRITTEN, add_input
-from fxpipe.schedule import Action, Kind, Needs, Schedule
+from fxpipe.schedule import Action, Kind, Needs
+from fxpipe.schedule.order import run_order
 from passes.common.modes import is_checkpointed
 from passes.to_step.defer import Defer
 from passes.to_step.flows import Flows, Stage, is_differentiable
 from passes.to_step.nodes import Nodes
+from passes.to_step.options import StepOptions
 from passes.to_step.replicas import Replicas
 from passes.to_step.traffic import Place, Traffic
-
-if TYPE_CHECKING:
-    from passes.to_step.step import Step
 
 LOSS = "loss"
 CALLER = "caller"  # where inputs and targets come from
@@ -33,7 +32,7 @@ class Writer:
     """
 
     def __init__(
-        self, step: Step, gm: fx.GraphModule, labels: Sequence[tuple[int, ...]] | None = None
+        self, step: StepOptions, gm: fx.GraphModule, labels: Sequence[tuple[int, ...]] | None = None
     ) -> None:
         self.step, self.gm, self.schedule = step, gm, step.schedule
         self.flows = Flows(gm)
@@ -60,7 +59,9 @@ class Writer:
 
     def actions(self) -> list[Action]:
         """All that there is to do, in an order in which it can be done."""
-        return _in_order(self.schedule, self.flows.edges)
+        lanes = [list(self.schedule.actions(lane)) for lane in range(len(self.schedule.lanes))]
+        order = run_order(lanes, Needs(self.schedule, self.flows.edges).of)
+        return [action for _, action in order]
 
     def write(self, actions: Sequence[Action]) -> fx.GraphModule:
         """The step graph."""
@@ -291,23 +292,3 @@ class Writer:
     def _made(self, stage: int, microbatch: int, value: fx.Node) -> Any:
         home = self.flows.of[value].stages[0] if value in self.flows.of else stage
         return self.here[value, home, microbatch]
-
-
-def _in_order(schedule: Schedule, edges: Sequence[tuple[int, int]]) -> list[Action]:
-    """All actions of a valid schedule: what another needs before it, each lane's in its order."""
-    needs = Needs(schedule, edges)
-    lanes = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
-    at = [0] * len(lanes)
-    done: set[Action] = set()
-    order: list[Action] = []
-    while len(order) < sum(map(len, lanes)):
-        ready = [
-            (lane, actions[at[lane]])
-            for lane, actions in enumerate(lanes)
-            if at[lane] < len(actions) and done.issuperset(needs.of(actions[at[lane]]))
-        ]
-        for lane, action in ready:
-            at[lane] += 1
-            done.add(action)
-            order.append(action)
-    return order
