@@ -79,7 +79,12 @@ class _Frame:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], inputs: Any, preserve_rng_state: bool, early_stop: bool
+        self,
+        fn: Callable[..., Any],
+        inputs: Any,
+        preserve_rng_state: bool,
+        early_stop: bool,
+        writes_again: bool,
     ) -> None:
         self.fn = fn
         self.early_stop = early_stop
@@ -96,7 +101,7 @@ class _Frame:
         # The result, and not its grad_fn, which does not keep what is saved alive in PyTorch 2.11.
         self.saved = _Save.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
 
-        self.surroundings = Surroundings(fn, tensors, preserve_rng_state)
+        self.surroundings = Surroundings(fn, tensors, preserve_rng_state, writes_again)
 
     def run(self) -> Any:
         """The forward, its saved tensors replaced by slots."""
@@ -257,12 +262,13 @@ def checkpointed(
     *args: Any,
     preserve_rng_state: bool = True,
     early_stop: bool = True,
+    writes_again: bool = False,
     **kwargs: Any,
 ) -> tuple[Any, Handle | None]:
     """:func:`checkpoint`, and the handle for :func:`recompute` (None where gradients are off)."""
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs), None
-    frame = _Frame(fn, (args, kwargs), preserve_rng_state, early_stop)
+    frame = _Frame(fn, (args, kwargs), preserve_rng_state, early_stop, writes_again)
     return frame.run(), Handle(frame)
 
 
@@ -271,6 +277,7 @@ def checkpoint(
     *args: Any,
     preserve_rng_state: bool = True,
     early_stop: bool = True,
+    writes_again: bool = False,
     **kwargs: Any,
 ) -> Any:
     """``fn(*args, **kwargs)``, its activations not kept but computed again in the backward.
@@ -278,15 +285,23 @@ def checkpoint(
     Args:
         preserve_rng_state: the second run sees the random numbers of the first.
         early_stop: the second run ends as soon as the last tensor that is needed is there.
+        writes_again: the second run writes to the buffers of the function's module as the first
+            did, so that a batch norm counts a batch twice: ``torch.utils.checkpoint`` does this.
 
     The second run also has the first one's autocast state, and buffers that the function's module
-    writes to (batch norm) are written to once. Where gradients are off this is a plain call.
+    writes to (batch norm) are written to once, unless ``writes_again`` is set. Where gradients are
+    off this is a plain call.
 
     Raises:
         CheckpointError: in the backward, if the second run saves other tensors than the first.
     """
     return checkpointed(
-        fn, *args, preserve_rng_state=preserve_rng_state, early_stop=early_stop, **kwargs
+        fn,
+        *args,
+        preserve_rng_state=preserve_rng_state,
+        early_stop=early_stop,
+        writes_again=writes_again,
+        **kwargs,
     )[0]
 
 

@@ -35,10 +35,15 @@ class Surroundings:
         fn: a function, a module, or a method of one.
         tensors: its arguments, whose devices are asked for their random states.
         preserve_rng_state: the second call sees the random numbers of the first.
+        writes_again: the second call writes to the module's own buffers, as the first did.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], tensors: Sequence[Tensor], preserve_rng_state: bool
+        self,
+        fn: Callable[..., Any],
+        tensors: Sequence[Tensor],
+        preserve_rng_state: bool,
+        writes_again: bool = False,
     ) -> None:
         # Casts of parameters that were kept in the second call would outlive its autocast.
         self._ambient = replace(Ambient.here(), autocast_cache=False)
@@ -48,7 +53,7 @@ class Surroundings:
         self._memories = {p.untyped_storage()._cdata for p in parameters}
         devices = {t.device for t in (*tensors, *parameters)}
         self._random = RandomState(devices) if preserve_rng_state else None
-        self._written = _WrittenState(module)
+        self._written = _WrittenState(None if writes_again else module)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
