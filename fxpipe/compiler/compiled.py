@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.bindings import Binding
 from fxpipe.compiler.loss import own_loss
-from fxpipe.ir.graph import STAGE, Cost, cost_of, stage_nodes
+from fxpipe.ir.cost import Cost, cost_of
+from fxpipe.ir.graph import STAGE, stage_nodes
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.runtime.microbatch import SUM, Dims
 from fxpipe.runtime.program import Program

@@ -11,8 +11,8 @@ from torch import fx
 
 import passes as default
 from fxpipe.compiler.loss import LossFunction
+from fxpipe.ir.cost import Cost
 from fxpipe.ir.counts import count
-from fxpipe.ir.graph import Cost
 from fxpipe.planning.estimates import estimated_costs
 from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
 from fxpipe.trace import CustomTracer

@@ -28,7 +28,7 @@ from torch import fx
 
 from fxpipe.inspect.draw import draw_graph, render_svg
 from fxpipe.inspect.html import page_html
-from fxpipe.ir.graph import format_code, format_graph
+from fxpipe.ir.printing import format_code, format_graph
 from fxpipe.ir.text import human_time, summary
 from passes import Pass
 
@@ -171,7 +171,7 @@ def _name(rewrite: Pass) -> str:
 
 
 def whole_text(gm: fx.GraphModule) -> str:
-    """:func:`fxpipe.ir.graph.format_graph` of a graph and of those that it calls, each once."""
+    """:func:`fxpipe.ir.printing.format_graph` of a graph and of those that it calls, each once."""
     return "\n".join(f"{head}{format_graph(part)}" for head, part in _parts(gm))
 
 

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
-from fxpipe.ir.graph import COST, GAP, STAGE, Cost, stage_nodes
+from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.schedule import Timeline
 from passes.common.skips import SkipLayout

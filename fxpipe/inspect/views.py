@@ -21,7 +21,8 @@ from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, draw_ste
 from fxpipe.inspect.dump import Changes, Story
 from fxpipe.inspect.page import Page
 from fxpipe.inspect.report import Report
-from fxpipe.ir.graph import Cost, format_code
+from fxpipe.ir.cost import Cost
+from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import began
 from fxpipe.ir.text import human_bytes, human_time
 from fxpipe.meaning.sample import Sample

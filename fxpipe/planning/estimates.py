@@ -10,7 +10,8 @@ from statistics import median
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import ACTION, Cost, attribute, batch_bytes, cost_of
+from fxpipe.ir.cost import Cost, batch_bytes, cost_of
+from fxpipe.ir.graph import ACTION, attribute
 from fxpipe.runtime.clock import Mark
 from fxpipe.schedule import (
     Action,

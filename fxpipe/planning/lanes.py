@@ -11,8 +11,9 @@ import numpy as np
 from torch import fx
 
 import passes as default
+from fxpipe.ir.cost import batch_bytes
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.graph import COST, GAP, STAGE, batch_bytes
+from fxpipe.ir.graph import COST, GAP, STAGE
 from fxpipe.ir.progress import began
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
 from fxpipe.schedule import (

@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import fx
 
-from fxpipe.ir.graph import MICROBATCH, STAGE, attribute, format_node
+from fxpipe.ir.graph import MICROBATCH, STAGE, attribute
+from fxpipe.ir.printing import format_node
 from fxpipe.ir.source import is_of_a_model
 
 CALLER = -1

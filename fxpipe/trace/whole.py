@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fxpipe.ir.graph import memory_of
 from fxpipe.ir.structure import Structure
+from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.random import RandomState
 
 

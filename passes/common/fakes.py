@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpipe.ir.errors import NeedsValues
-from fxpipe.ir.graph import LARGER, VALUE, format_node, tensors_of
+from fxpipe.ir.graph import LARGER, VALUE
+from fxpipe.ir.printing import format_node
+from fxpipe.ir.tensors import tensors_of
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,8 @@ from itertools import pairwise
 
 from torch import fx
 
-from fxpipe.ir.graph import HOME, MICROBATCH, ONCE, ORIGIN, STAGE, batch_bytes
+from fxpipe.ir.cost import batch_bytes
+from fxpipe.ir.graph import HOME, MICROBATCH, ONCE, ORIGIN, STAGE
 
 
 @dataclass(frozen=True)

@@ -24,23 +24,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe import ops
+from fxpipe.ir.cost import Cost, batch_bytes, copies_of, times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
-from fxpipe.ir.graph import (
-    COST,
-    LARGER,
-    NO_BACKWARD,
-    SAVED,
-    VALUE,
-    Cost,
-    attribute,
-    batch_bytes,
-    copies_of,
-    memory_of,
-    stage_nodes,
-    tensor_bytes,
-    tensors_of,
-    times_done,
-)
+from fxpipe.ir.graph import COST, LARGER, NO_BACKWARD, SAVED, VALUE, attribute, stage_nodes
+from fxpipe.ir.tensors import memory_of, tensor_bytes, tensors_of
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 from passes.cost.load import Counting, Load
 from passes.cost.signature import signature

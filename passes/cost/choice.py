@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
-from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE, Cost, stage_nodes, tensors_of
+from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE, stage_nodes
+from fxpipe.ir.tensors import tensors_of
 from passes.cost.analytic import ADAM, AnalyticCost
 from passes.cost.given import GivenCost, Profile
 from passes.cost.measured import MeasuredCost

@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
-from fxpipe.ir.graph import COST, Cost, stage_nodes
+from fxpipe.ir.graph import COST, stage_nodes
 from passes.common.names import is_within, nothing_named
 from passes.cost.analytic import ADAM, AnalyticCost
 

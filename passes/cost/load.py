@@ -14,7 +14,7 @@ from torch.utils.flop_counter import (
 )
 
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.graph import tensor_bytes, tensors_of
+from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
 
 @dataclass

@@ -25,17 +25,10 @@ from rich.progress import Progress
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from fxpipe.ir.cost import times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
-from fxpipe.ir.graph import (
-    COST,
-    NO_BACKWARD,
-    VALUE,
-    WRITES,
-    is_work,
-    stage_nodes,
-    tensors_of,
-    times_done,
-)
+from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, stage_nodes
+from fxpipe.ir.tensors import tensors_of
 from fxpipe.runtime.random import RandomState
 from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost
 from passes.cost.signature import signature

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.ir.graph import VALUE, memory_of, tensors_of
+from fxpipe.ir.graph import VALUE
+from fxpipe.ir.tensors import memory_of, tensors_of
 
 
 def signature(gm: fx.GraphModule, node: fx.Node) -> Any:

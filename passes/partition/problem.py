@@ -29,21 +29,11 @@ import numpy as np
 from torch import Tensor, fx
 
 from fxpipe import ops
+from fxpipe.ir.cost import Cost, batch_bytes
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.graph import (
-    ALIAS,
-    COST,
-    SAME_AS,
-    SAVED,
-    VALUE,
-    WRITES,
-    Cost,
-    batch_bytes,
-    is_work,
-    operator_name,
-    stage_nodes,
-    tensors_of,
-)
+from fxpipe.ir.graph import ALIAS, COST, SAME_AS, SAVED, VALUE, WRITES, is_work, stage_nodes
+from fxpipe.ir.printing import operator_name
+from fxpipe.ir.tensors import tensors_of
 from passes.cost.analytic import edges_to, relative_time
 from passes.partition.cut.contract import contracted, grouped
 from passes.partition.cut.dag import OUTSIDE, Dag, Kept, Machine, Value

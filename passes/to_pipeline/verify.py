@@ -18,7 +18,8 @@ from typing import ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import STREAM, format_node
+from fxpipe.ir.graph import STREAM
+from fxpipe.ir.printing import format_node
 from fxpipe.runtime.streams import COMPUTE, COPY
 from passes.to_pipeline.cells import CARRIERS, Cell, cell_of, cells
 

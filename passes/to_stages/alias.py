@@ -31,16 +31,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.ir.graph import (
-    ALIAS,
-    NO_BACKWARD,
-    RANDOM,
-    SAME_AS,
-    VALUE,
-    WRITES,
-    memory_of,
-    tensors_of,
-)
+from fxpipe.ir.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
+from fxpipe.ir.tensors import memory_of, tensors_of
 from passes.common.fakes import FakeInterpreter, backward_edges
 
 

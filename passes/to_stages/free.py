@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
+from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import (
     ALIAS,
     COST,
@@ -32,12 +33,10 @@ from fxpipe.ir.graph import (
     STAGE,
     VALUE,
     WRITES,
-    Cost,
-    operator_name,
     stage_nodes,
-    tensor_bytes,
-    tensors_of,
 )
+from fxpipe.ir.printing import operator_name
+from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
 SMALL = 1 << 16  # elements of a tensor that is rather made again than sent
 FEW = 8  # nodes that it may take

@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import COPIES, LARGER, VALUE, tensors_of
+from fxpipe.ir.graph import COPIES, LARGER, VALUE
+from fxpipe.ir.tensors import tensors_of
 from passes.common.fakes import FakeInterpreter, fake_mode
 
 

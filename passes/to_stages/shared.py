@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 from torch import fx, nn
 
 from fxpipe import ops
-from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, Cost, attribute, rename_in_meta, stage_nodes
+from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, attribute, rename_in_meta, stage_nodes
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 
 

@@ -27,7 +27,9 @@ from typing import ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import COST, FIRST, HOME, STAGE, VALUE, Cost, tensor_bytes, tensors_of
+from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import COST, FIRST, HOME, STAGE, VALUE
+from fxpipe.ir.tensors import tensor_bytes, tensors_of
 from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
 
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import COST, VALUE, Cost
+from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import COST, VALUE
 from passes import Alias, AnalyticCost
 from passes.partition.automatic import Auto, automatic
 from passes.partition.cut.dag import Machine

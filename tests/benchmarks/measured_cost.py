@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.ir.graph import COST, STAGE, stage_nodes, tensors_of
+from fxpipe.ir.graph import COST, STAGE, stage_nodes
+from fxpipe.ir.tensors import tensors_of
 from passes import Alias, Partition, Split
 from passes.cost.measured import MeasuredCost
 from tests.benchmarks.timing import show

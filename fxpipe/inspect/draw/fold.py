@@ -20,7 +20,8 @@ from math import ceil
 
 from torch import fx
 
-from fxpipe.ir.graph import COST, Cost
+from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import COST
 
 Path = tuple[str, ...]
 

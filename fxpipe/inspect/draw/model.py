@@ -26,7 +26,9 @@ from fxpipe.inspect.draw.picture import (
     sources_of,
     type_text,
 )
-from fxpipe.ir.graph import ACTION, MICROBATCH, VALUE, is_work, operator_name, tensor_bytes
+from fxpipe.ir.graph import ACTION, MICROBATCH, VALUE, is_work
+from fxpipe.ir.printing import operator_name
+from fxpipe.ir.tensors import tensor_bytes
 from fxpipe.ir.text import human_bytes
 from passes.common.skips import stage_of
 

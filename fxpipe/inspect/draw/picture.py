@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import ops
 from fxpipe.inspect.draw.svg import Drawing
-from fxpipe.ir.graph import ORIGIN, VALUE, tensor_bytes
+from fxpipe.ir.graph import ORIGIN, VALUE
+from fxpipe.ir.tensors import tensor_bytes
 from fxpipe.ir.text import human_bytes
 
 SKIP_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

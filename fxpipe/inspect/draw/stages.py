@@ -21,7 +21,8 @@ from fxpipe.inspect.draw.picture import (
     type_text,
     value_text,
 )
-from fxpipe.ir.graph import VALUE, Cost, batch_bytes
+from fxpipe.ir.cost import Cost, batch_bytes
+from fxpipe.ir.graph import VALUE
 from fxpipe.ir.text import human_bytes, human_time
 from passes.common.skips import routes, stage_of
 

@@ -4,7 +4,8 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.inspect.report import advice, of_the_bubble
-from fxpipe.ir.graph import ALIAS, COST, GAP, STAGE, Cost, stage_nodes
+from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import ALIAS, COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.schedule import Schedule, named
 

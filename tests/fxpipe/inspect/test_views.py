@@ -10,7 +10,7 @@ import torch
 
 import fxpipe
 from fxpipe.inspect.draw import render_svg
-from fxpipe.ir.graph import format_graph
+from fxpipe.ir.printing import format_graph
 from fxpipe.ops import VOCABULARY
 from tests.zoo import MLP, Chain
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.ir.graph import Cost
+from fxpipe.ir.cost import Cost
 from fxpipe.planning.estimates import estimated_costs, measured_costs, predicted
 from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, chain, joined, named
 from passes.common.skips import Hop, SkipLayout

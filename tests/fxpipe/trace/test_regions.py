@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
 import fxpipe
-from fxpipe.ir.graph import format_graph
+from fxpipe.ir.printing import format_graph
 from fxpipe.trace import TraceError, trace
 from fxpipe.trace.whole import Whole
 from tests.zoo import gradients, loop, loss_of

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fxpipe.ir.graph import COST, Cost, stage_nodes
+from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import COST, stage_nodes
 from passes import Alias, AnalyticCost
 from passes.cost.choice import cost_pass
 from passes.cost.given import GivenCost, Profile, ProfileError

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from fxpipe import ops
-from fxpipe.ir.graph import COST, STAGE, Cost, stage_nodes
+from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import COST, STAGE, stage_nodes
 from passes import Alias, AnalyticCost, Partition, PartitionError, Shared
 from passes.partition.automatic import Auto
 from tests.zoo import Chain

@@ -10,7 +10,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from fxpipe import ops
-from fxpipe.ir.graph import MICROBATCH, STAGE, format_graph, format_node
+from fxpipe.ir.graph import MICROBATCH, STAGE
+from fxpipe.ir.printing import format_graph, format_node
 from passes import Checkpoint, Microbatch, Split, Verify, VerifyError
 from passes.to_pipeline.cells import cells
 from tests.zoo import Chain, after, labelled

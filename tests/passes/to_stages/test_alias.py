@@ -3,7 +3,8 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
-from fxpipe.ir.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES, format_graph
+from fxpipe.ir.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
+from fxpipe.ir.printing import format_graph
 from passes import Alias
 
 

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import fxpipe
-from fxpipe.ir.graph import format_graph
+from fxpipe.ir.printing import format_graph
 from passes import DeferredBatchNorm
 from tests.zoo import ResNet, gradients, loop, loss_of, same
 

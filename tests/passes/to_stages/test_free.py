@@ -6,7 +6,8 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.ir.graph import STAGE, VALUE, format_graph
+from fxpipe.ir.graph import STAGE, VALUE
+from fxpipe.ir.printing import format_graph
 from passes import Alias, Free, Partition, Split
 from tests.zoo import gradients, loop, loss_of, same
 

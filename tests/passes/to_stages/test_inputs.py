@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import fxpipe
-from fxpipe.ir.graph import format_graph
+from fxpipe.ir.printing import format_graph
 from passes import Alias, InputError, WrittenInputs
 from tests.zoo import gradients, loss_of, parts, same
 

@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.ir.graph import format_graph
+from fxpipe.ir.printing import format_graph
 from passes import Alias, Random
 from tests.zoo import gradients, loss_of, same
 

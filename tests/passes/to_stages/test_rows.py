@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.ir.graph import COPIES, LARGER, SAVED, copies_of, times_done
+from fxpipe.ir.cost import copies_of, times_done
+from fxpipe.ir.graph import COPIES, LARGER, SAVED
 from passes import Alias, AnalyticCost, Rows
 from tests.benchmarks.memory import DEVICE, Held
 

@@ -8,7 +8,8 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.ir.graph import VALUE, format_graph
+from fxpipe.ir.graph import VALUE
+from fxpipe.ir.printing import format_graph
 from passes import Alias, Shared
 from tests.zoo import Tied, gradients, loop, loss_of, same
 

@@ -6,7 +6,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx, nn
 
-from fxpipe.ir.graph import STAGE, format_graph, stage_nodes
+from fxpipe.ir.graph import STAGE, stage_nodes
+from fxpipe.ir.printing import format_graph
 from passes import Alias, Partition
 from passes.to_stages.split import Split, SplitError
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe import ops
-from fxpipe.ir.graph import format_graph
+from fxpipe.ir.printing import format_graph
 from passes.common.skips import Hop
 from tests.zoo import Tied, gradients, loop, loss_of, same
 

@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.ir.graph import format_graph
+from fxpipe.ir.printing import format_graph
 from fxpipe.runtime.step import backward, backward_input, forward, weight_grad
 from passes import Defer
 from tests.zoo import gradients, same

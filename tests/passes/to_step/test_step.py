@@ -8,7 +8,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from fxpipe.ir.graph import ACTION, STAGE, format_graph
+from fxpipe.ir.graph import ACTION, STAGE
+from fxpipe.ir.printing import format_graph
 from fxpipe.schedule import named
 from passes import Step, StepError
 from tests.zoo import Chain, after

@@ -7,7 +7,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.inspect.draw import SKIP_COLOURS, draw_model, draw_pipeline, draw_stages, render_svg
-from fxpipe.ir.graph import Cost
+from fxpipe.ir.cost import Cost
 from tests.zoo import MLP, UNet, images
 
 TWO = ["cuda:0", "cuda:1"]

@@ -1,0 +1,86 @@
+"""What nodes and stages cost, and how many bytes their values have, for one mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from torch import fx
+
+from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE
+from fxpipe.ir.tensors import tensor_bytes, tensors_of
+
+FIXED = "param_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"
+"""The parts of a cost that do not depend on the batch."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a node, or a stage, costs for one mini-batch. Times in seconds, sizes in bytes."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    param_bytes: int = 0
+    activation_bytes: int = 0
+    output_bytes: int = 0
+    flops: int = 0
+    backward_flops: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    buffer_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What does not depend on the batch: parameters and all that is kept for them."""
+        return sum(getattr(self, name) for name in FIXED)
+
+    def times(self, count: int) -> Cost:
+        """That of ``count`` micro-batches, if this is that of one. What is fixed counts once."""
+        names = {f.name for f in fields(self)}.difference(FIXED)
+        return replace(self, **{name: getattr(self, name) * count for name in names})
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def cost_of(nodes: Iterable[fx.Node]) -> Cost:
+    """What the nodes of one stage cost together: memory that several of them keep counts once."""
+    total, kept, sizes = Cost(), 0, dict[int, int]()
+    for node in nodes:
+        cost = node.meta.get(COST, Cost())
+        total += cost
+        kept += 0 if SAVED in node.meta else cost.activation_bytes
+        sizes.update(node.meta.get(SAVED, ()))
+    return replace(total, activation_bytes=kept + sum(sizes.values()))
+
+
+def copies_of(node: fx.Node) -> tuple[int, ...]:
+    """Of each tensor of a node's value, how many of that size there are in a mini-batch.
+
+    One, which is divided among the micro-batches; or one for each micro-batch, if all have it in
+    full (pass "rows").
+    """
+    found: tuple[int, ...] = node.meta.get(COPIES, ())
+    return found or (1,) * len(tensors_of(node.meta.get(VALUE)))
+
+
+def times_done(node: fx.Node) -> int:
+    """How many times in a mini-batch a node does all that it does: once for each micro-batch, if
+    neither what it is given nor what it gives is divided among them."""
+    sources = (source for source in node.all_input_nodes if source.op != "get_attr")
+    return min((n for one in (node, *sources) for n in copies_of(one)), default=1)
+
+
+def batch_bytes(node: fx.Node, trained: bool = False) -> int:
+    """Bytes of all tensors in a node's value, in a whole mini-batch; with ``trained`` of those that
+    get a gradient only."""
+    return sum(
+        count * tensor_bytes(tensor)
+        for count, tensor in zip(copies_of(node), tensors_of(node.meta.get(VALUE)), strict=True)
+        if tensor.requires_grad or not trained
+    )

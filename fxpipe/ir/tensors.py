@@ -1,0 +1,33 @@
+"""The tensors in a value, how large they are, and which of them share memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_WITHOUT_TENSORS = {type(None), bool, int, float, str, slice, torch.dtype, torch.device}
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value (any pytree), in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    kind = type(value)  # what is usual first: every pass asks this of every node
+    if kind in _WITHOUT_TENSORS:
+        return []
+    if kind in (tuple, list, dict):
+        parts = value.values() if kind is dict else value
+        return [tensor for part in parts for tensor in tensors_of(part)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in a value (any pytree; fake tensors count as real ones)."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that stands for the tensor's memory, the same for all its views."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
