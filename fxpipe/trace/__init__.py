@@ -8,9 +8,9 @@ and the random number generators as they were.
 
 ::
 
-    example   the call, taken apart        care     the model, run without a trace
+    example   the call, taken apart        isolation   the model, run without a trace
     symbolic, export   the front ends      checks   their graphs beside the model
-    eased, reads, regions   what export needs besides       errors   what to say
+    patches, reads, regions   what export needs besides       errors   what to say
 
 All graphs are called alike: with a value for each tensor among the inputs, in the order in which
 pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are part of the trace.
@@ -18,7 +18,6 @@ pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -43,6 +42,7 @@ from fxpipe.trace.example import (
     varying_constant,
 )
 from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
+from fxpipe.trace.patches import LOCK
 
 __all__ = [
     "Args",
@@ -92,12 +92,9 @@ def trace(
 
     What the model itself raises on these inputs is passed on as it is.
     """
-    with _ONE_AT_A_TIME:
+    # fx takes over nn.Module while it traces; what a trace does to the model is put back after it.
+    with LOCK:
         return _trace(model, args, kwargs or {}, tracer, batch_dims, check)
-
-
-# fx takes over nn.Module while it traces, and what a trace does to the model is put back after it.
-_ONE_AT_A_TIME = threading.RLock()
 
 
 def _trace(

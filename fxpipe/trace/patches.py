@@ -1,32 +1,252 @@
-"""What stands in the way of ``torch.export`` without need, and is otherwise while it runs."""
+"""What of PyTorch is patched while a model is compiled: all patches, one lock, one thread.
+
+A patch replaces an attribute of a class or a function of a module, for the process. Each is made by
+:func:`patched`, which gives its replacement to the thread that compiles and the original to every
+other thread, so that a model may train in one thread while another is compiled beside it. Threads
+that compile take turns, by :data:`LOCK`.
+
+::
+
+    nn.Module.__getattribute__          attributes_read   which attributes a forward goes by
+    autograd.Function.apply             functions_handled a graph keeps the user's backward
+    nn.Module._apply                    eased             module.to() inside of a forward
+    Distribution._validate_args         eased             checks of values, which fakes have not
+    autograd.grad, autograd.backward    eased             a backward inside of a forward
+    Tensor.data                         data_used         export loses sight of it
+    ShapeEnv.create_unbacked_sym...     values_read       who reads a number from a tensor
+    logging.Logger.handle, sys.stderr   quiet, silent     what PyTorch prints of attempts that fail
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import io
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.distributions import Distribution
 
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace.errors import GRADIENTS, Refused
 
+LOCK = threading.RLock()
+"""Held while anything is patched: models are compiled one at a time."""
+
+
+@contextmanager
+def patched(owner: type | ModuleType, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """``replace(original)`` stands in the place of an attribute, for this thread only.
+
+    The original of a class is what lies in its ``__dict__``, or in that of a base: a function, a
+    ``classmethod``, a property; the replacement is of the same kind. Of a module it is a function.
+    """
+    with LOCK:
+        is_own = name in vars(owner)
+        original = inspect.getattr_static(owner, name)
+        # Patched already, it is by this thread: the two add up.
+        replacement = replace(original.seen() if isinstance(original, _Here) else original)
+        if isinstance(owner, ModuleType):
+            setattr(owner, name, _function_here(original, replacement))
+        else:
+            kind = _DataHere if hasattr(type(original), "__set__") else _Here
+            setattr(owner, name, kind(original, replacement))
+        try:
+            yield
+        finally:
+            if is_own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+
+class _Here:
+    """An attribute of a class that is its replacement in one thread, the original in others."""
+
+    def __init__(self, original: Any, replacement: Any) -> None:
+        self.original, self.replacement = original, replacement
+        self.thread = threading.get_ident()
+
+    def seen(self) -> Any:
+        """What this thread sees."""
+        return self.replacement if threading.get_ident() == self.thread else self.original
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        seen = self.seen()
+        get = getattr(type(seen), "__get__", None)
+        return seen if get is None else get(seen, instance, owner)
+
+
+class _DataHere(_Here):
+    """The same for a property, which takes assignments."""
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self.seen().__set__(instance, value)
+
+
+def _function_here(original: Callable[..., Any], replacement: Callable[..., Any]) -> Any:
+    thread = threading.get_ident()
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        is_here = threading.get_ident() == thread
+        return (replacement if is_here else original)(*args, **kwargs)
+
+    return function
+
+
+# ----------------------------------------------------------------------------- what PyTorch prints
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What PyTorch logs in this thread is dropped.
+
+    An attempt that fails on fake tensors is logged as an error, with its traceback, and raised as
+    well. Compiling makes such attempts on purpose (a batch of another size, say); where one matters
+    its exception says so.
+    """
+
+    def replace(handle: Callable[..., None]) -> Callable[..., None]:
+        def handle_others(logger: logging.Logger, record: logging.LogRecord) -> None:
+            if record.name.partition(".")[0] != "torch":
+                handle(logger, record)
+
+        return handle_others
+
+    with patched(logging.Logger, "handle", replace):
+        yield
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Besides, what this thread writes to ``sys.stderr`` is dropped: torch.export prints there."""
+    before = sys.stderr
+    stream: Any = _Stderr(before)
+    with LOCK, quiet():
+        sys.stderr = stream
+        try:
+            yield
+        finally:
+            stream.ends()
+            if sys.stderr is stream:  # else another thread has redirected it meanwhile
+                sys.stderr = before
+
+
+class _Stderr:
+    """Where one thread writes into the void, and every other thread to the real stream."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self._thread: int | None = threading.get_ident()
+        self._void = io.StringIO()
+
+    def ends(self) -> None:
+        """From now on nothing is dropped, should anybody still hold this."""
+        self._thread = None
+
+    def __getattr__(self, name: str) -> Any:
+        is_dropped = threading.get_ident() == self._thread
+        return getattr(self._void if is_dropped else self._real, name)
+
+
+# ------------------------------------------------------------------------ autograd's own functions
+
+Handle = Callable[[type, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def functions_handled(handle: Handle) -> Iterator[None]:
+    """``handle(function, args, kwargs)`` is asked what a ``torch.autograd.Function`` of the model's
+    gives; where it says ``NotImplemented``, the function is applied.
+
+    ``Function.apply`` itself is patched, and what it calls in turn: a model may have taken
+    ``f = MyFunction.apply`` before, which is the original.
+    """
+
+    def replace(original: Any) -> Any:
+        def apply(function: type, *args: Any, **kwargs: Any) -> Any:
+            is_users = not function.__module__.startswith("torch.")
+            value = handle(function, args, kwargs) if is_users else NotImplemented
+            if value is NotImplemented:
+                return original.__get__(None, function)(*args, **kwargs)
+            return value
+
+        return classmethod(apply)
+
+    with (
+        patched(torch.autograd.Function, "apply", replace),
+        patched(_SingleLevelFunction, "apply", replace),
+    ):
+        yield
+
+
+@contextmanager
+def functions_called(*, refused: bool) -> Iterator[list[type]]:
+    """Yields the autograd Functions that the model calls while it is exported, a list that grows;
+    or refuses them."""
+    called: list[type] = []
+
+    def handle(function: type, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():  # modules that are kept whole are run besides
+            called.append(function)
+            if refused:
+                raise Refused(f"{function.__name__} has a backward of its own, which export loses")
+        return NotImplemented
+
+    with functions_handled(handle):
+        yield called
+
+
+# --------------------------------------------------------------- what stands in torch.export's way
+
 
 @contextmanager
 def eased() -> Iterator[None]:
-    """All of this together."""
+    """What fails while a model is exported, and need not."""
     with ExitStack() as stack:
-        stack.enter_context(_conversions_only_where_needed())
-        stack.enter_context(_unvalidated_distributions())
-        stack.enter_context(_gradients_refused())
+        stack.enter_context(patched(nn.Module, "_apply", _only_where_needed))
+        # Distributions look at the values of their parameters, to refuse what makes no sense.
+        stack.enter_context(patched(Distribution, "_validate_args", lambda _: False))
+        for name in ("grad", "backward"):
+            stack.enter_context(patched(torch.autograd, name, _refused))
         yield
+
+
+def _only_where_needed(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """A module that is converted to the dtype and device that it has is left alone: else its
+    parameters, which export has replaced by fakes, would be replaced again."""
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = (*self.parameters(recurse), *self.buffers(recurse))
+        kinds = {
+            (t.dtype, t.device): fn(torch.empty(0, dtype=t.dtype, device=t.device)) for t in tensors
+        }
+        if all((t.dtype, t.device) == kind for kind, t in kinds.items()):
+            return self
+        return original(self, fn, recurse)
+
+    return _apply
+
+
+def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Export cannot trace a backward, and says so in other words."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            raise Refused(GRADIENTS)
+        return original(*args, **kwargs)
+
+    return function
 
 
 @dataclass
@@ -44,119 +264,17 @@ class Data:
 @contextmanager
 def data_used() -> Iterator[Data]:
     """Yields whether the model takes ``tensor.data``, and what that is."""
-    own = vars(torch._C.TensorBase)["data"]
-    thread = threading.get_ident()
-    found = Data()
+    use = Data()
 
-    def data(tensor: Tensor) -> Tensor:
-        is_ours = threading.get_ident() == thread and torch.compiler.is_exporting()
-        if is_ours and is_of_a_model(sys._getframe(1).f_code.co_filename):
-            found.is_used = True
-            if found.in_sight:
-                return tensor.detach()
-        return own.__get__(tensor, Tensor)  # type: ignore[no-any-return]
+    def replace(original: Any) -> Any:
+        def data(tensor: Tensor) -> Tensor:
+            if torch.compiler.is_exporting() and is_of_a_model(sys._getframe(2).f_code.co_filename):
+                use.is_used = True
+                if use.in_sight:
+                    return tensor.detach()
+            return original.__get__(tensor, Tensor)  # type: ignore[no-any-return]
 
-    Tensor.data = property(data, own.__set__)  # type: ignore[assignment]
-    try:
-        yield found
-    finally:
-        del Tensor.data
+        return property(data, original.__set__)
 
-
-@contextmanager
-def _gradients_refused() -> Iterator[None]:
-    """Export cannot trace a backward, and says so in other words."""
-    names = "grad", "backward"
-    originals = {name: getattr(torch.autograd, name) for name in names}
-    thread = threading.get_ident()
-
-    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread and torch.compiler.is_exporting():
-                raise Refused(GRADIENTS)
-            return original(*args, **kwargs)
-
-        return function
-
-    for name, original in originals.items():
-        setattr(torch.autograd, name, refusing(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(torch.autograd, name, original)
-
-
-@contextmanager
-def silent() -> Iterator[None]:
-    """What stands in export's way comes as an exception; it is not to be logged and printed too."""
-    names = [n for n in logging.root.manager.loggerDict if n.split(".")[0] == "torch"]
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
-
-
-@contextmanager
-def _conversions_only_where_needed() -> Iterator[None]:
-    """A module that is converted to the dtype and device that it has is left alone.
-
-    Otherwise its parameters, which export has replaced by fakes, would be replaced again.
-    """
-    original = nn.Module._apply
-
-    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        tensors = (*self.parameters(recurse), *self.buffers(recurse))
-        kinds = {
-            (t.dtype, t.device): fn(torch.empty(0, dtype=t.dtype, device=t.device)) for t in tensors
-        }
-        if all((t.dtype, t.device) == kind for kind, t in kinds.items()):
-            return self
-        return original(self, fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
-
-    nn.Module._apply = _apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _unvalidated_distributions() -> Iterator[None]:
-    """Distributions look at the values of their parameters, to refuse what makes no sense."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
-
-
-@contextmanager
-def functions_called(*, refused: bool) -> Iterator[list[type]]:
-    """Yields the autograd Functions that the model calls, which grows, or refuses them."""
-    original = vars(torch.autograd.Function)["apply"]
-    found: list[type] = []
-    thread = threading.get_ident()  # others may train meanwhile
-
-    def apply(function: type, *args: Any, **kwargs: Any) -> Any:
-        is_users = not function.__module__.startswith("torch.")
-        is_ours = threading.get_ident() == thread
-        # Modules that are kept whole are run besides, to see what they give.
-        if is_ours and is_users and torch.compiler.is_exporting():
-            found.append(function)
-            if refused:
-                raise Refused(f"{function.__name__} has a backward of its own, which export loses")
-        return original.__get__(None, function)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield found
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+    with patched(Tensor, "data", replace):
+        yield use

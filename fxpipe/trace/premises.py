@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import copy
 import operator
-import threading
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+
+from fxpipe.trace.patches import patched
 
 Attribute = tuple[nn.Module, str]
 Reads = dict[Attribute, Any]
@@ -36,7 +37,6 @@ _PLAIN = (
     *(type, types.ModuleType),
 )
 _MANY = 256  # longer containers are data, which no forward goes by
-_LOCK = threading.RLock()
 
 
 @contextmanager
@@ -44,29 +44,23 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
     """The attributes of its modules, other than tensors and modules, that a model reads meanwhile
     in this thread."""
     reads: Reads = {}
-    modules, here = set(model.modules()), threading.get_ident()
-    with _LOCK:
-        outer = vars(nn.Module).get("__getattribute__")
-        look_up = outer or object.__getattribute__
+    modules = set(model.modules())
 
+    def replace(original: Any) -> Callable[[nn.Module, str], Any]:
         def watched(self: nn.Module, name: str) -> Any:
-            value = look_up(self, name)
-            if name not in _EVERY and threading.get_ident() == here and self in modules:
-                is_own = name in look_up(self, "__dict__")
+            value = original(self, name)
+            if name not in _EVERY and self in modules:
+                is_own = name in original(self, "__dict__")
                 is_state = not isinstance(value, Tensor | nn.Module)
                 is_inherited = _is_plain(value) and name not in _INHERITED
                 if (is_state if is_own else is_inherited) and (self, name) not in reads:
                     reads[self, name] = _state(value)
             return value
 
-        nn.Module.__getattribute__ = watched  # type: ignore[method-assign,assignment]
-        try:
-            yield reads
-        finally:
-            if outer is None:
-                del nn.Module.__getattribute__
-            else:
-                nn.Module.__getattribute__ = outer  # type: ignore[method-assign]
+        return watched
+
+    with patched(nn.Module, "__getattribute__", replace):
+        yield reads
 
 
 class Premises:

@@ -11,10 +11,9 @@
 from __future__ import annotations
 
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 
 from fxpipe.trace import whole
 from fxpipe.trace.errors import DEPENDS_ON_VALUES, at, is_model_line
+from fxpipe.trace.patches import patched
 
 Symbol = Any  # of sympy
 
@@ -34,30 +34,24 @@ def values_read(model: nn.Module) -> Iterator[dict[Symbol, whole.Blamed]]:
     """Yields the numbers and sizes that an export reads from tensors, which grow; and what to blame
     on the module within the model that has read each."""
     parts = {module for name, module in model.named_modules() if name}
-    originals = {kind: getattr(ShapeEnv, kind) for kind in _KINDS}
     found: dict[Symbol, whole.Blamed] = {}
-    thread = threading.get_ident()
 
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def create(*args: Any, **kwargs: Any) -> Any:
             number = original(*args, **kwargs)
-            if threading.get_ident() == thread:
-                reader = _running(parts)
-                for symbol in number.node.expr.free_symbols:
-                    found.pop(symbol, None)  # of an export before this one
-                    if reader is not None:
-                        found[symbol] = whole.Blamed(reader, _reading())
+            reader = _running(parts)
+            for symbol in number.node.expr.free_symbols:
+                found.pop(symbol, None)  # of an export before this one
+                if reader is not None:
+                    found[symbol] = whole.Blamed(reader, _reading())
             return number
 
         return create
 
-    for kind, original in originals.items():
-        setattr(ShapeEnv, kind, noting(original))
-    try:
+    with ExitStack() as stack:
+        for kind in _KINDS:
+            stack.enter_context(patched(ShapeEnv, kind, replace))
         yield found
-    finally:
-        for kind, original in originals.items():
-            setattr(ShapeEnv, kind, original)
 
 
 def blamed_on_the_reader(error: Exception, read: Mapping[Symbol, whole.Blamed]) -> Exception:

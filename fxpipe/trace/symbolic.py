@@ -9,8 +9,7 @@ import inspect
 import linecache
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -26,6 +25,7 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.isolation import buffers_kept, untouched
+from fxpipe.trace.patches import functions_handled
 
 
 def front_end(example: Example) -> Traced:
@@ -34,7 +34,7 @@ def front_end(example: Example) -> Traced:
     # Untouched, since fx leaves its constants on the model.
     with (
         untouched(model) as drew_random_numbers,
-        _autograd_functions_as_nodes(),
+        functions_handled(_as_a_node),
         skip.tracking(model),
     ):
         graph = tracer.trace(model)
@@ -155,27 +155,18 @@ def _stack_line(code: CodeType, number: int) -> str:
     return f'  File "{code.co_filename}", line {number}, in {code.co_name}\n    {text}\n'
 
 
-@contextmanager
-def _autograd_functions_as_nodes() -> Iterator[None]:
-    """Keep autograd Functions whole: fx would look into their forward, and lose their backward.
+_APPLY = vars(torch.autograd.Function)["apply"]
 
-    As with fx's own patches of ``nn.Module``, one model is traced at a time.
-    """
-    original = vars(torch.autograd.Function)["apply"]
 
-    def apply(function: type, *args: Any, **kwargs: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return original.__get__(None, function)(*args, **kwargs)
+def _as_a_node(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Keep autograd Functions whole: fx would look into their forward, and lose their backward."""
+    proxy = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
+    if proxy is None:
+        return NotImplemented
 
-        proxy = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
-        if proxy is None:
-            return call(*args, **kwargs)
-        # The printed code then reads ``round_1 = my_model_Round(x)``.
-        call.__name__, call.__module__ = function.__name__, function.__module__
-        return proxy.tracer.create_proxy("call_function", call, args, kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _APPLY.__get__(None, function)(*args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+    # The printed code then reads ``round_1 = my_model_Round(x)``.
+    call.__name__, call.__module__ = function.__name__, function.__module__
+    return proxy.tracer.create_proxy("call_function", call, args, kwargs)

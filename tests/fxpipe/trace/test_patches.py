@@ -1,0 +1,169 @@
+"""PyTorch is patched while a model is compiled; only the thread that compiles sees it."""
+
+import inspect
+import logging
+import sys
+import threading
+import traceback
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fxpipe.trace import patches
+from fxpipe.trace.premises import attributes_read
+from fxpipe.trace.reads import values_read
+
+PATCHED = [
+    (nn.Module, "__getattribute__"),
+    (nn.Module, "_apply"),
+    (torch.autograd.Function, "apply"),
+    (Distribution, "_validate_args"),
+    (torch.autograd, "grad"),
+    (torch.autograd, "backward"),
+    (Tensor, "data"),
+    (ShapeEnv, "create_unbacked_symint"),
+    (logging.Logger, "handle"),
+]
+
+
+def elsewhere(function):
+    """What a function gives in another thread."""
+    values, errors = [], []
+
+    def run() -> None:
+        try:
+            values.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    for error in errors:
+        raise error
+    return values[0]
+
+
+@pytest.fixture
+def everything_patched(monkeypatch, capsys):
+    """All patches, as an export in the middle of a compile has them."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)  # Dynamo, if imported, has it off
+    with ExitStack() as stack:
+        for patch in (
+            attributes_read(nn.Linear(2, 2)),
+            patches.functions_called(refused=True),
+            patches.eased(),
+            patches.data_used(),
+            values_read(nn.Linear(2, 2)),
+            patches.silent(),
+        ):
+            stack.enter_context(patch)
+        yield
+
+
+def raw(owner, name):
+    return inspect.getattr_static(owner, name, None)
+
+
+def test_all_is_as_it_was_afterwards() -> None:
+    before = [raw(owner, name) for owner, name in PATCHED]
+    stderr = sys.stderr
+    with (
+        attributes_read(nn.Linear(2, 2)),
+        patches.functions_called(refused=True),
+        patches.eased(),
+        patches.data_used(),
+        values_read(nn.Linear(2, 2)),
+        patches.silent(),
+    ):
+        during = [raw(owner, name) for owner, name in PATCHED]
+        assert not any(one is other for one, other in zip(before, during, strict=True))
+    after = [raw(owner, name) for owner, name in PATCHED]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert sys.stderr is stderr
+
+
+def test_another_thread_converts_and_shares_its_modules(everything_patched) -> None:
+    def work() -> tuple[bool, bool]:
+        module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).share_memory()
+        weight = module.weight
+        return weight.is_contiguous(memory_format=torch.channels_last), weight.is_shared()
+
+    assert elsewhere(work) == (True, True)
+    module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # left alone in this one
+    assert not module.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_another_thread_has_its_distributions_validated(everything_patched) -> None:
+    def work() -> str:
+        with pytest.raises(ValueError) as error:
+            torch.distributions.Normal(0.0, -1.0)
+        return str(error.value)
+
+    assert "scale" in elsewhere(work)
+    torch.distributions.Normal(0.0, -1.0)
+
+
+def test_another_thread_has_its_tracebacks_printed_and_its_logs(
+    everything_patched, capsys, caplog
+) -> None:
+    def work() -> None:
+        try:
+            raise KeyError("of the other thread")
+        except KeyError:
+            traceback.print_exc()
+        logging.getLogger("torch.other").warning("from the other thread")
+
+    elsewhere(work)
+    print("of this thread", file=sys.stderr)
+    logging.getLogger("torch.other").warning("from this thread")
+    logging.getLogger("mine").warning("not PyTorch's")
+    error = capsys.readouterr().err
+    assert "of the other thread" in error and "of this thread" not in error
+    assert [r.getMessage() for r in caplog.records] == ["from the other thread", "not PyTorch's"]
+
+
+def test_another_thread_computes_gradients(everything_patched) -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * ctx.saved_tensors[0] * gradient
+
+    def work() -> float:
+        x = torch.tensor(3.0, requires_grad=True)
+        x.data = x.data + 1
+        (gradient,) = torch.autograd.grad(Square.apply(x), x)
+        return gradient.item()
+
+    assert elsewhere(work) == 8.0
+
+
+def test_a_patch_on_a_patch_adds_to_it() -> None:
+    model = nn.Linear(2, 2)
+    model.k = 1  # type: ignore[assignment]
+    with attributes_read(model) as outer, attributes_read(model) as inner:
+        _ = model.k
+    assert set(outer) == set(inner) == {(model, "k")}
+    _ = model.in_features
+    assert (model, "in_features") not in outer
+
+
+def test_a_stream_that_somebody_redirects_meanwhile_is_theirs(capsys) -> None:
+    before = sys.stderr
+    with patches.silent():
+        held = sys.stderr
+        sys.stderr = other = type("Stream", (), {})()
+    assert sys.stderr is other
+    sys.stderr = held  # as they put back what they have found
+    print("seen", file=sys.stderr)
+    sys.stderr = before
+    assert "seen" in capsys.readouterr().err
