@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from torch import Tensor, fx, nn
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import ops
 from fxpipe.ir.graph import ONCE, STAGE, VALUE, attribute
+from passes.to_step.defer import Defer
 
 
 class StepError(ValueError):
@@ -59,6 +61,11 @@ class Stage:
     def is_single(self) -> bool:
         """Whether it returns one value by itself."""
         return self.results == [self.call]
+
+    @cached_property
+    def deferred(self) -> fx.GraphModule:
+        """The module with its parameters' gradients apart (pass "defer"), one for all uses."""
+        return Defer()(self.module)
 
     @property
     def owned(self) -> list[nn.Parameter]:

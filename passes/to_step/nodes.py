@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.ir.graph import DEVICE, MICROBATCH, STAGE, STREAM, OuterModule, attribute
 from fxpipe.runtime.streams import COMPUTE, stream_name
@@ -38,6 +38,10 @@ class Nodes:
     def _own(self, stage: int) -> int:
         """The loss, one stage more, is where the last one is."""
         return min(stage, self.schedule.stages - 1)
+
+    def whole_stage(self, stage: int) -> int:
+        """The stage that a segment is part of; the loss is one by itself."""
+        return stage if stage == len(self.labels) else self.labels[stage][0]
 
     def lane(self, stage: int) -> int:
         """Where a stage runs."""
@@ -78,8 +82,9 @@ class Nodes:
         """A micro-batch's part of what the caller has given for all."""
         return self.whole(operator.getitem, (values, microbatch), f"{name}_mb{microbatch}")
 
-    def module(self, path: str, at: Action) -> fx.Node:
-        """A module, to be given to a call."""
+    def module(self, path: str, module: nn.Module, at: Action) -> fx.Node:
+        """A module, as an argument of calls; the step graph has it under this path."""
+        self.attributes[path] = module
         node = self.graph.create_node("get_attr", path, name=f"{path}_mb{at.microbatch}_module")
         self.place(node, at.stage, at.microbatch)
         return node

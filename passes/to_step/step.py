@@ -15,9 +15,14 @@ of the model's own backward. The loss is one stage more, in the lane of the last
 
 ::
 
-    flows     which value visits which stages      writer     the actions, one by one, in order
-    nodes     the graph that is written            traffic    what goes from stage to stage
-                                                   replicas   what is brought once for all
+    flows      which value of the stage graph visits which stages
+    writer     all actions, one by one, in an order in which one thread can run them
+    forward, loss, backward    what an action is in the step graph
+    draft      the step graph while it is written, which these four share
+    nodes      makes nodes and says where they belong
+    caller     the inputs of the step graph, and how their parts come to the stages
+    traffic    what goes from stage to stage
+    replicas   parameters that are brought to another device once for all micro-batches
 """
 
 from __future__ import annotations
@@ -26,20 +31,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.ir.graph import ACTION, STAGE
-from fxpipe.schedule import Action, Kind, joined
+from fxpipe.schedule import Action, Kind, Needs, Schedule, joined
+from fxpipe.schedule.order import run_order
 from passes.to_stages.segments import opened
+from passes.to_step.caller import Caller
+from passes.to_step.draft import Draft
 from passes.to_step.flows import Flows, StepError
-from passes.to_step.options import StepOptions
-from passes.to_step.writer import Writer
+from passes.to_step.nodes import Nodes
+from passes.to_step.traffic import Traffic
+from passes.to_step.writer import write
 
 __all__ = ["Step", "StepError"]
 
 
 @dataclass(frozen=True)
-class Step(StepOptions):
+class Step:
     """Stage graph → step graph, which returns the loss and the losses of the micro-batches.
 
     Args:
@@ -57,6 +66,14 @@ class Step(StepOptions):
     """
 
     name: ClassVar[str] = "step"
+    loss: nn.Module
+    schedule: Schedule
+    devices: tuple[str, ...]
+    in_dims: tuple[int | None, ...]
+    targets: tuple[bool, ...] = ()
+    checkpoint: str = "never"
+    checkpoint_segments: int = 1
+    summed: bool = False
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         stages = len(gm.graph.find_nodes(op="call_module"))
@@ -65,43 +82,55 @@ class Step(StepOptions):
                 f"the schedule {self.schedule.name!r} has {self.schedule.stages} stages, the "
                 f"pipeline {stages}: give a schedule of {stages}, or as many devices"
             )
-        step = replace(self, schedule=joined(self.schedule, Flows(gm).edges))
-        writer = Writer(step, gm)
-        actions = writer.actions()
+        edges = Flows(gm).edges
+        step = replace(self, schedule=joined(self.schedule, edges))
+        lanes = [list(step.schedule.actions(lane)) for lane in range(len(step.schedule.lanes))]
+        actions = [action for _, action in run_order(lanes, Needs(step.schedule, edges).of)]
         if self.checkpoint == "never" or self.checkpoint_segments == 1:
-            return writer.write(actions)
-        return _in_segments(step, gm, actions)
+            return step._written(gm, actions, [(stage,) for stage in range(stages)])
+        return step._in_segments(gm, actions)
 
+    def _written(
+        self, gm: fx.GraphModule, actions: Sequence[Action], labels: Sequence[tuple[int, ...]]
+    ) -> fx.GraphModule:
+        """The step graph of these actions. ``labels``: what stages are called, see ``Nodes``."""
+        nodes = Nodes(gm, self.schedule, self.devices, labels)
+        traffic = Traffic(nodes)
+        caller = Caller(nodes, traffic, self.in_dims, self.targets, self.summed)
+        return write(Draft(nodes, traffic, caller, self.loss, self.checkpoint), actions)
 
-def _in_segments(step: Step, gm: fx.GraphModule, actions: Sequence[Action]) -> fx.GraphModule:
-    """The step of a pipeline whose stages are cut in segments: these are stages like any other, all
-    in the lane of the one that they are parts of, and what it does they do one after the other."""
-    cut, stage_of = opened(gm, step.checkpoint_segments)
-    segments: list[list[int]] = [[] for _ in range(step.schedule.stages)]
-    for segment, stage in enumerate(stage_of):
-        segments[stage].append(segment)
+    def _in_segments(self, gm: fx.GraphModule, actions: Sequence[Action]) -> fx.GraphModule:
+        """The step graph of stages that are cut in segments.
 
-    def taken_apart(actions: Iterable[Action]) -> list[Action]:
-        return [
-            replace(action, stage=segment)
-            for action in actions
-            for segment in segments[action.stage][:: 1 if action.kind is Kind.FORWARD else -1]
-        ]
+        Segments are stages like any other, all in the lane of the stage that they are parts of; an
+        action of the stage is that action of each segment, one after the other.
+        """
+        cut, stage_of = opened(gm, self.checkpoint_segments)
+        segments: list[list[int]] = [[] for _ in range(self.schedule.stages)]
+        for segment, stage in enumerate(stage_of):
+            segments[stage].append(segment)
 
-    lanes = range(len(step.schedule.lanes))
-    schedule = replace(
-        step.schedule,
-        stages=len(stage_of),
-        lanes=tuple(tuple(taken_apart(step.schedule.actions(lane))) for lane in lanes),
-    )
-    devices = tuple(step.devices[stage] for stage in stage_of)
-    labels = [(stage, i) for stage, own in enumerate(segments) for i in range(len(own))]
-    writer = Writer(replace(step, schedule=schedule, devices=devices), cut, labels)
-    result = writer.write(taken_apart(actions))
-    for node in result.graph.nodes:  # to whoever looks it is the stage that does it
-        if STAGE in node.meta:
-            node.meta[STAGE] = stage_of[node.meta[STAGE]]
-        if ACTION in node.meta:
-            action = node.meta[ACTION]
-            node.meta[ACTION] = replace(action, stage=stage_of[action.stage])
-    return result
+        def taken_apart(actions: Iterable[Action]) -> list[Action]:
+            return [
+                replace(action, stage=segment)
+                for action in actions
+                for segment in segments[action.stage][:: 1 if action.kind is Kind.FORWARD else -1]
+            ]
+
+        lanes = range(len(self.schedule.lanes))
+        schedule = replace(
+            self.schedule,
+            stages=len(stage_of),
+            lanes=tuple(tuple(taken_apart(self.schedule.actions(lane))) for lane in lanes),
+        )
+        devices = tuple(self.devices[stage] for stage in stage_of)
+        step = replace(self, schedule=schedule, devices=devices)
+        labels = [(stage, i) for stage, own in enumerate(segments) for i in range(len(own))]
+        result = step._written(cut, taken_apart(actions), labels)
+        for node in result.graph.nodes:  # whoever reads the graph knows of stages only
+            if STAGE in node.meta:
+                node.meta[STAGE] = stage_of[node.meta[STAGE]]
+            if ACTION in node.meta:
+                action = node.meta[ACTION]
+                node.meta[ACTION] = replace(action, stage=stage_of[action.stage])
+        return result

@@ -36,9 +36,9 @@ class Traffic:
         made = self.depart(list(values.values()), target, at)
         self.going[at.stage, target, at.microbatch] = list(values), made
 
-    def arrive(self, sources: Iterable[int], at: Action) -> dict[Place, Any]:
-        """All that has left these stages for that of an action, brought there."""
-        arrived: dict[Place, Any] = {}
+    def arrive(self, sources: Iterable[int], at: Action) -> dict[fx.Node, Any]:
+        """All values that have left these stages for that of an action, brought there."""
+        arrived: dict[fx.Node, Any] = {}
         for source in sources:
             key = source, at.stage, at.microbatch
             if key not in self.going:
@@ -48,8 +48,7 @@ class Traffic:
                 kind = "" if at.kind is Kind.FORWARD else "grad_"
                 start = self.nodes.stream(source, COPY)
                 made = self.bring(made, start, at, [f"{kind}{value}" for value in values])
-            for value, node in zip(values, made, strict=True):
-                arrived[value, at.stage, at.microbatch] = node
+            arrived.update(zip(values, made, strict=True))
         return arrived
 
     def depart(self, made: list[fx.Node], target: int, at: Action) -> Any:

@@ -1,0 +1,64 @@
+"""Not a pass: writes the backward of a stage for a micro-batch, whole or in two halves.
+
+::
+
+    (arrive) ── gradients of the results ──── backward ── gradients of the arguments ── (leave)
+                   (checkpointed: replay) ──── tape ┘
+
+    in halves   ... ── backward_input ── gradients of the arguments ── (leave)
+                           tape ─────── weight_grad, whenever the schedule has time for it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import ACTION
+from fxpipe.schedule import Action, Kind
+from passes.to_step.draft import Draft
+from passes.to_step.flows import is_differentiable
+
+
+def write_backward(draft: Draft, at: Action) -> None:
+    """The whole backward of a stage, or its first half, as the action says."""
+    is_halved = at.kind is Kind.BACKWARD_INPUT
+    stage = draft.flows.stages[at.stage]
+    cell = draft.cell(at.stage, at.microbatch)
+    if draft.is_checkpointed(at.microbatch):
+        draft.nodes.call(ops.replay, (cell.tape, *([True] if is_halved else [])), "replay", at)
+    loss_stage = draft.flows.loss_stage
+    whole = Action(at.stage, Kind.BACKWARD, at.microbatch)
+    arrived = draft.traffic.arrive(range(at.stage + 1, loss_stage + 1), whole)
+    grads = tuple(arrived.get(value) for value in stage.gives)
+    function = ops.backward_input if is_halved else ops.backward
+    args: tuple[Any, ...] = cell.tape, grads
+    if not any(grads):  # the loss may have some for the parameters: the backward comes after it
+        args = *args, draft.cell(loss_stage, at.microbatch).backward
+    cell.backward = draft.nodes.call(function, args, function.__name__, at)
+    cell.backward.meta[ACTION] = at
+    for i, arg in enumerate(stage.call.args):
+        if isinstance(arg, fx.Node) and arg in draft.flows.of:
+            cell.grads[arg] = draft.nodes.item(cell.backward, i, f"grad_{arg}", at)
+    send_back(draft, stage.call.args, at)
+
+
+def write_weight_grad(draft: Draft, at: Action) -> None:
+    """The second half of a backward: the gradients of the parameters."""
+    tape = draft.cell(at.stage, at.microbatch).tape
+    draft.nodes.call(ops.weight_grad, (tape,), "weight_grad", at).meta[ACTION] = at
+
+
+def send_back(draft: Draft, values: Sequence[Any], at: Action) -> None:
+    """Let the gradients of values leave for the stages from which the values have come."""
+    grads = draft.cell(at.stage, at.microbatch).grads
+    leaving: dict[int, dict[fx.Node, fx.Node]] = {}
+    for value in dict.fromkeys(values):
+        if value in grads and is_differentiable(value):
+            target = draft.flows.of[value].before(at.stage)
+            leaving.setdefault(target, {})[value] = grads[value]
+    for target, own in sorted(leaving.items()):
+        draft.traffic.leave(own, target, at)

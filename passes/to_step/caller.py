@@ -1,0 +1,104 @@
+"""Not a pass: the inputs of a step graph, which the caller of the step gives.
+
+::
+
+    x ──────── scatter ─┬─ part of mb 0 ─ send ─ stage 0
+                        └─ part of mb 1 ─ send ─ stage 0
+    target ─── scatter ─┬─ part of mb 0 ─ send ─ loss
+                        └─ part of mb 1 ─ send ─ loss
+    scale      the factor of a gradient scaler, or None
+    optimizer  steps the parameters of a stage when their gradients are done, or None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import SEED, WRITTEN, add_input
+from fxpipe.schedule import Action, Kind
+from passes.to_step.nodes import Nodes
+from passes.to_step.traffic import Place, Traffic
+
+CALLER = "caller"  # the stream on which inputs and targets are there
+
+
+class Caller:
+    """Writes the inputs of the step graph, and brings their parts to the stages that use them.
+
+    Args:
+        in_dims: the batch dimension of each input of the stage graph, None for one that all
+            micro-batches share.
+        targets: for each tensor of the target, whether it has a batch dimension (the first).
+        summed: whether the loss is a sum over the rows, so that each micro-batch counts in full.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        traffic: Traffic,
+        in_dims: Sequence[int | None],
+        targets: Sequence[bool],
+        summed: bool,
+    ) -> None:
+        self.nodes, self.traffic = nodes, traffic
+        self.count = nodes.schedule.microbatches
+        self.inputs: dict[fx.Node, fx.Node] = {}  # by those of the stage graph
+        self._parts: dict[fx.Node, fx.Node] = {}  # of the inputs
+        self._brought: dict[Place, fx.Node] = {}  # one micro-batch's part of an input, at a stage
+        sizes = self._scatter_inputs(in_dims)
+        self._targets = [
+            self._scatter(add_input(nodes.graph, f"target_{i}"), 0 if has_batch else None)
+            for i, has_batch in enumerate(targets)
+        ]
+        self.scale = add_input(nodes.graph, "scale", None)
+        self.optimizer = add_input(nodes.graph, "optimizer", None)
+        self.weights = nodes.whole(ops.weights, (*sizes, True) if summed else sizes, "weights")
+
+    def _scatter_inputs(self, in_dims: Sequence[int | None]) -> tuple[Any, int | None]:
+        """Scatter all inputs. Gives the parts that say how large micro-batches are, and the batch
+        dimension of these parts: those of the first input that has one."""
+        dims = iter(in_dims)
+        sizes: tuple[Any, int | None] = (None,) * self.count, None  # all alike
+        for node in self.nodes.gm.graph.find_nodes(op="placeholder"):
+            if SEED in node.meta:
+                if node.users:
+                    self._parts[node] = self.nodes.whole(ops.seeds, (self.count,), "seeds")
+                continue
+            dim = next(dims)
+            self.inputs[node] = self.nodes.graph.node_copy(node)
+            if not node.users:
+                continue
+            copied = (True,) if WRITTEN in node.meta else ()
+            self._parts[node] = self._scatter(self.inputs[node], dim, *copied)
+            if sizes[1] is None and dim is not None:
+                sizes = self._parts[node], dim
+        return sizes
+
+    def _scatter(self, tensor: fx.Node, dim: int | None, *copied: bool) -> fx.Node:
+        args = tensor, dim, self.count, *copied
+        return self.nodes.whole(ops.scatter, args, f"{tensor.name}_parts")
+
+    def part(self, value: fx.Node, stage: int, microbatch: int) -> fx.Node:
+        """A micro-batch's part of an input, brought to a stage once for all segments of it."""
+        key = value, self.nodes.whole_stage(stage), microbatch
+        if key not in self._brought:
+            part = self.nodes.part(self._parts[value], microbatch, value.name)
+            if SEED not in value.meta:
+                part = self._bring(part, Action(stage, Kind.FORWARD, microbatch), value.name)
+            self._brought[key] = part
+        return self._brought[key]
+
+    def targets(self, at: Action) -> tuple[fx.Node, ...]:
+        """A micro-batch's part of the target, brought to where the loss is computed."""
+        return tuple(
+            self._bring(self.nodes.part(parts, at.microbatch, name), at, name)
+            for name, parts in ((f"target_{i}", p) for i, p in enumerate(self._targets))
+        )
+
+    def _bring(self, part: fx.Node, at: Action, name: str) -> fx.Node:
+        (brought,) = self.traffic.bring((part,), CALLER, at, [name])
+        return brought

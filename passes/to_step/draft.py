@@ -1,0 +1,108 @@
+"""Not a pass: the draft, a step graph while it is written, and what its parts share.
+
+::
+
+               stage 0          stage 1          loss
+    mb 0       values           values           values
+               tape             tape             tape
+               gradients        gradients        gradients
+    mb 1       values ...
+
+A cell of this table is the work of one stage for one micro-batch. The forward of a cell leaves its
+values and a tape, the loss and the backward take these up and leave gradients. The files "forward",
+"loss" and "backward" share this table, the graph and the traffic between stages, and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import fx, nn
+
+from fxpipe.ir.graph import FIRST
+from fxpipe.schedule import Action, Kind
+from passes.common.modes import is_checkpointed
+from passes.to_step.caller import Caller
+from passes.to_step.flows import Flows
+from passes.to_step.nodes import Nodes
+from passes.to_step.replicas import Replicas
+from passes.to_step.traffic import Traffic
+
+
+@dataclass
+class CellNodes:
+    """The nodes of one cell that nodes of other cells, or of its own backward, refer to.
+
+    Both dicts have values of the stage graph as keys, and nodes of the step graph as values.
+    """
+
+    values: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """What has arrived at the stage, and what the stage has made."""
+    grads: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """The gradients that the cell's backward gives, by the value that each is the gradient of."""
+    tape: fx.Node = field(init=False)
+    """The autograd graph that the forward has recorded."""
+    backward: fx.Node = field(init=False)
+    """The call of the backward."""
+
+
+class Draft:
+    """A step graph while it is written.
+
+    Args:
+        nodes: makes the nodes, and knows the stage graph, the schedule and the devices.
+        traffic: what travels between stages.
+        caller: the inputs of the step graph.
+        loss: the module that computes the loss of a micro-batch.
+        checkpoint: the checkpoint mode, one of :data:`passes.common.modes.MODES`.
+    """
+
+    def __init__(
+        self, nodes: Nodes, traffic: Traffic, caller: Caller, loss: nn.Module, checkpoint: str
+    ) -> None:
+        self.nodes, self.traffic, self.caller = nodes, traffic, caller
+        self.loss, self.checkpoint = loss, checkpoint
+        self.gm, self.schedule = nodes.gm, nodes.schedule
+        self.flows = Flows(self.gm)
+        self.replicas = Replicas(self.gm, nodes, traffic)
+        self.losses: dict[int, fx.Node] = {}  # by micro-batch
+        self._cells: dict[tuple[int, int], CellNodes] = {}  # by stage and micro-batch
+
+    def cell(self, stage: int, microbatch: int) -> CellNodes:
+        """What has been written so far of a stage's work for a micro-batch."""
+        return self._cells.setdefault((stage, microbatch), CellNodes())
+
+    def value(self, value: Any, at: Action) -> Any:
+        """A value of the stage graph as the stage of this action has it; a constant is itself."""
+        if not isinstance(value, fx.Node):
+            return value
+        if FIRST in value.meta:
+            return self.replicas.of(value)
+        values = self.cell(at.stage, at.microbatch).values
+        if value not in values:  # it comes from no other stage
+            is_state = value.op == "get_attr"
+            values[value] = (
+                self.nodes.attribute(str(value.target))
+                if is_state
+                else self.caller.part(value, at.stage, at.microbatch)
+            )
+        return values[value]
+
+    def is_checkpointed(self, microbatch: int) -> bool:
+        """Whether the forwards of a micro-batch keep no activations."""
+        return is_checkpointed(self.checkpoint, microbatch, self.schedule.microbatches)
+
+    def is_halved(self, at: Action) -> bool:
+        """Whether the schedule cuts the backward of this action's cell into two halves."""
+        return (at.stage, at.microbatch) in self._halved
+
+    @cached_property
+    def _halved(self) -> set[tuple[int, int]]:
+        return {
+            (action.stage, action.microbatch)
+            for lane in range(len(self.schedule.lanes))
+            for action in self.schedule.actions(lane)
+            if action.kind is Kind.WEIGHT_GRAD
+        }

@@ -1,0 +1,54 @@
+"""Not a pass: writes the forward of a stage for a micro-batch.
+
+::
+
+    (arrive) ── arguments ── forward ──┬── results ──┬── (leave for the stages that use them next)
+                                       │  passed on ─┘
+                                       └── tape
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import ACTION
+from fxpipe.schedule import Action
+from passes.to_step.draft import Draft
+from passes.to_step.flows import Stage
+
+
+def write_forward(draft: Draft, at: Action) -> None:
+    """The forward, with what it takes from the stages before and gives to those after."""
+    stage = draft.flows.stages[at.stage]
+    cell = draft.cell(at.stage, at.microbatch)
+    cell.values |= draft.traffic.arrive(range(at.stage), at)
+    args = tuple(draft.value(arg, at) for arg in stage.call.args)
+    passed = tuple(stage.call.args.index(value) for value in stage.passed)
+    is_checkpointed = draft.is_checkpointed(at.microbatch)
+    call = draft.nodes.call(
+        ops.forward,
+        (_module(draft, stage, at), args, passed, stage.is_single, is_checkpointed),
+        "forward",
+        at,
+    )
+    call.meta[ACTION] = at
+    results = draft.nodes.item(call, 0, "results", at)
+    cell.tape = draft.nodes.item(call, 1, "tape", at)
+    leaving: dict[int, dict[fx.Node, fx.Node]] = {}
+    for index, value in enumerate(stage.gives):
+        made = cell.values[value] = draft.nodes.item(results, index, value.name, at)
+        target = draft.flows.of[value].after(at.stage)
+        if target is not None:
+            leaving.setdefault(target, {})[value] = made
+    for target, values in sorted(leaving.items()):
+        draft.traffic.leave(values, target, at)
+
+
+def _module(draft: Draft, stage: Stage, at: Action) -> fx.Node:
+    """The stage's module, as one that defers the gradients of its parameters where the schedule
+    wants these later."""
+    path = str(stage.call.target)
+    if draft.is_halved(at):
+        return draft.nodes.module(f"{path}_deferred", stage.deferred, at)
+    return draft.nodes.module(path, stage.module, at)
