@@ -194,10 +194,19 @@ def parts(tensor: Tensor, chunks: int) -> list[Tensor]:
     return list(torch.tensor_split(tensor, min(chunks, tensor.shape[0])))
 
 
+def outputs_of_loop(model: nn.Module, inputs: tuple[Tensor, ...], chunks: int) -> list[Any]:
+    """The model's output for each micro-batch.
+
+    Their concatenation is what a pipeline's output equals bit for bit. The model's output for the
+    whole mini-batch has other last bits on CPUs whose matrix kernels depend on the shape.
+    """
+    return [model(*part) for part in zip(*(parts(t, chunks) for t in inputs), strict=True)]
+
+
 def loop(model: nn.Module, inputs: tuple[Tensor, ...], chunks: int) -> tuple[Tensor, list[Any]]:
     """What a pipeline has to equal: all forwards, then the backwards, last micro-batch first."""
     model.zero_grad()
-    outputs = [model(*part) for part in zip(*(parts(t, chunks) for t in inputs), strict=True)]
+    outputs = outputs_of_loop(model, inputs, chunks)
     for output in reversed(outputs):
         loss_of(output).backward()
     return torch.cat(outputs).detach(), gradients(model)
