@@ -342,14 +342,14 @@ class Pipeline(Views, nn.Module):
         return {
             "module": self.module,
             "options": self._options,
-            "labels": self._compiler.layout.labels,
+            "layout": self._compiler.layout,
             "example": self._shown[0].example if self._shown else self._example,
             "closed": self._closed,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__init__(self)
-        compiler = Compiler(state["module"], state["options"], state["labels"])
+        compiler = Compiler(state["module"], state["options"], state["layout"])
         self._set_up(compiler, state["example"])
         self.__dict__["_closed"] = state["closed"]
 

@@ -53,12 +53,10 @@ def run_pass(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
 class Compiler:
     """Compiles a model for the calls that come, and remembers what it has compiled."""
 
-    def __init__(
-        self, model: nn.Module, options: Options, labels: dict[str, int] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, options: Options, layout: Layout | None = None) -> None:
         self.model = model
         self.options = options
-        self.layout = Layout(len(options.devices), labels)
+        self.layout = layout or Layout(len(options.devices))
         self._known = Known(model)
         self._lock = threading.RLock()
 

@@ -6,22 +6,23 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx, nn
 
+from fxpipe import ops
 from fxpipe.ir.graph import STAGE, attribute, stage_nodes
-from passes.partition.problem import reads_before_writes, together
+from passes.partition.automatic import cut_around
+from passes.partition.problem import order_of_sums, reads_before_writes, together
 
 
 class Layout:
     """The stages of nodes and of parameters, by their names. Empty as long as nothing is cut.
 
-    Args:
-        stages: how many there are.
-        labels: the stages of nodes, where the model has been cut already.
+    ``stages`` is how many there are.
     """
 
-    def __init__(self, stages: int, labels: Mapping[str, int] | None = None) -> None:
+    def __init__(self, stages: int) -> None:
         self.stages = stages
-        self.labels = dict(labels or {})
+        self.labels: dict[str, int] = {}  # of nodes
         self.homes: dict[str, int] = {}  # of parameters
+        self.keeps_sums = True
 
     def learn(self, gm: fx.GraphModule) -> None:
         """Remember how the first model graph has been cut, and where it has its parameters; of
@@ -29,6 +30,8 @@ class Layout:
         work = list(stage_nodes(gm.graph))
         if not self.labels:
             self.labels = {node.name: node.meta[STAGE] for node in work}
+            # Where a user's own cut sums gradients in another order than the model, so may others.
+            self.keeps_sums = _keeps_sums(gm.graph, {node: node.meta[STAGE] for node in work})
         for node in work:
             for path in _held(gm, node):
                 self.homes.setdefault(path, node.meta[STAGE])
@@ -38,42 +41,46 @@ class Layout:
         self.labels, self.homes = {}, {}
 
     def known(self, gm: fx.GraphModule) -> dict[fx.Node, int] | None:
-        """A cut by which everything stays where it is; None if there is none.
+        """A cut by which all parameters stay where they are; None if there is none.
 
-        Other arguments may lead the model another way. Nodes are known by their names, if that
-        makes a cut; else by the parameters that they use, and the others go where they are needed.
+        Other arguments, or another mode, may lead the model another way. Nodes are known by their
+        names, if that makes a cut; else the model is cut anew around its parameters. Gradients are
+        summed in the order of this graph, which may not be that of the one that was cut first.
         """
-        if not self.labels:
+        by_name = {node: self.labels.get(node.name, -1) for node in stage_nodes(gm.graph)}
+        if not self.labels or not by_name:
             return None
-        work = list(stage_nodes(gm.graph))
-        by_name = {node: self.labels.get(node.name, -1) for node in work}
-        stays = all(
-            self.homes.get(path, stage) == stage
-            for node, stage in by_name.items()
+        homes = [
+            (node, self.homes[path])
+            for node in by_name
             for path in _held(gm, node)
-        )
-        if stays and _is_cut(by_name, self.stages):
+            if path in self.homes
+        ]
+        stays = all(by_name[node] == home for node, home in homes)
+        is_ordered = not self.keeps_sums or _keeps_sums(gm.graph, by_name)
+        if stays and is_ordered and _is_cut(by_name, self.stages):
             return by_name
-        found: dict[fx.Node, int] = {}
-        for node in work:
-            needed = max((found[n] for n in node.all_input_nodes if n in found), default=0)
-            homes = [self.homes[path] for path in _held(gm, node) if path in self.homes]
-            found[node] = max([needed, *homes])
-        for group in together(work):
-            for node in group:
-                found[node] = max(found[n] for n in group)
-        return found if _is_cut(found, self.stages) else None
+        return cut_around(gm.graph, homes, self.stages)
 
 
 def _held(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
-    """The paths of the parameters that a node uses."""
+    """The paths of the parameters that a node uses, but for those that others give it."""
     if node.op == "call_module":
         for name, _ in gm.get_submodule(str(node.target)).named_parameters():
             yield f"{node.target}.{name}"
     for source in node.all_input_nodes:
         path = str(source.target)
-        if source.op == "get_attr" and isinstance(attribute(gm, path), nn.Parameter):
+        if source.op != "get_attr":
+            continue
+        value = attribute(gm, path)
+        if isinstance(value, nn.Parameter):
             yield path
+        elif isinstance(value, nn.Module):
+            given = node.args[1] if node.target is ops.call else {}
+            assert isinstance(given, Mapping)
+            for name, _ in value.named_parameters():
+                if name not in given:
+                    yield f"{path}.{name}"
 
 
 def _is_cut(labels: Mapping[fx.Node, int], stages: int) -> bool:
@@ -85,3 +92,8 @@ def _is_cut(labels: Mapping[fx.Node, int], stages: int) -> bool:
         and all(labels[reader] <= labels[writer] for reader, writer in reads_before_writes(labels))
         and all(len({labels[node] for node in group}) == 1 for group in together(list(labels)))
     )
+
+
+def _keeps_sums(graph: fx.Graph, labels: Mapping[fx.Node, int]) -> bool:
+    """Whether the gradients of a value with several users are summed as the model sums them."""
+    return all(labels[a] <= labels[b] for a, b in order_of_sums(graph))

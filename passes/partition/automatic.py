@@ -14,7 +14,7 @@ is taken where it is as good, by the same measure, in time and in bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -96,6 +96,23 @@ def automatic(
     if best is None:
         raise DoesNotFit("the model does not fit into the devices' memory")
     return found, _easier(found, target, spec.slack, pins, best)
+
+
+def cut_around(
+    graph: fx.Graph, homes: Iterable[tuple[fx.Node, int]], stages: int
+) -> dict[fx.Node, int] | None:
+    """The fastest cut of a model graph with costs that leaves some nodes in the stages where they
+    are; None if there is no such cut."""
+    found = problem(graph)
+    units = dict(zip(found.work, found.home, strict=True))
+    pins: dict[int, int] = {}
+    for node, stage in homes:
+        if pins.setdefault(units[node], stage) != stage:
+            return None
+    if found.dag.size < stages:
+        return None
+    best = solve(found.dag, Machine(stages), pins=pins)
+    return None if best is None else found.labels(best.stage)
 
 
 def posed(

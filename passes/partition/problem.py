@@ -21,7 +21,7 @@ is brought once for all micro-batches (pass "tied").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -100,12 +100,13 @@ def problem(
         )
     saved, kept = _saved(work, costs)
     reads = ((position[a], position[b]) for a, b in reads_before_writes(work))
+    sums = ((position[a], position[b]) for a, b in order_of_sums(graph))
     whole = Dag(
         seconds=weights,
         values=tuple(_values(graph, position)),
         order=tuple(pairwise(range(len(work))))
         if in_order
-        else tuple(dict.fromkeys((*reads, *_sums(graph, position)))),
+        else tuple(dict.fromkeys((*reads, *sums))),
         fixed=np.array([cost.fixed_bytes for cost in costs], dtype=np.float64),
         saved=saved,
         kept=kept,
@@ -186,14 +187,17 @@ def reads_before_writes(work: Iterable[fx.Node]) -> Iterable[tuple[fx.Node, fx.N
                     yield reader, writer
 
 
-def _sums(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]]:
-    """The order in which gradients are summed, as edges between users.
+def order_of_sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Pairs of users of one value, of which the first may not be in a later stage than the second:
+    then the gradients of the value are summed in the model's order.
 
     The gradient that the caller gives for an output always comes first. An input may have users
     that are not seen here: where a stage is cut in segments, other stages. A node that returns a
     tensor as it came passes on all gradients of what it returns.
     """
-    edges = {node: edges_to(node) for node in position}
+    work = list(stage_nodes(graph))
+    position = {node: i for i, node in enumerate(work)}
+    edges = {node: edges_to(node) for node in work}
     received: dict[fx.Node, int] = {}  # how many gradients what a node gives gets
 
     def given(user: fx.Node, node: fx.Node) -> int:
@@ -215,7 +219,7 @@ def _sums(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[tuple[in
         if received[node] < 3:
             continue
         is_free = not others and all(count == 1 for count in list(users.values())[-2:])
-        ordered = [position[user] for user in users]
+        ordered = list(users)
         yield from pairwise(ordered[:-1] if is_free else ordered)
         if is_free:
             yield ordered[-3], ordered[-1]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from tests.zoo import same
+from tests.passes.partition.test_problem import random_cut
+from tests.zoo import gradients, outputs_of_loop, same
 
 
 class Ways(nn.Module):
@@ -60,3 +63,53 @@ def test_names_that_would_move_a_parameter_are_not_gone_by():
             assert same(pipe(x, swap), torch.cat([model(part, swap) for part in x.split(3)]))
             first = "b.weight" if swap else "a.weight"
             assert first in dict(pipe.stages[0].module.named_parameters())
+
+
+class Heads(nn.Module):
+    """Every block reads the first value; in one of the two modes heads read it as well."""
+
+    def __init__(self, depth: int, in_train_mode: bool) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+        self.heads = nn.ModuleList(nn.Linear(6, 2) for _ in range(depth))
+        self.others = nn.ModuleList(nn.Linear(6, 2) for _ in range(depth))
+        self.in_train_mode = in_train_mode
+
+    def forward(self, x):
+        y = x = torch.tanh(self.stem(x))
+        found = []
+        for block, head, other in zip(self.blocks, self.heads, self.others, strict=True):
+            y = torch.tanh(block(y)) + x
+            if self.training == self.in_train_mode:
+                found += [head(y), other(x)]
+        return [self.out(y), *found]
+
+
+def total(outputs):
+    return sum(torch.sin(output).sum() for output in outputs)
+
+
+@pytest.mark.parametrize("cut", ["auto", random_cut(3, 2)], ids=["auto", "random"])
+@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("first", [True, False], ids=["train first", "eval first"])
+def test_a_mode_with_more_users_of_a_value_sums_its_gradients_in_its_own_order(first, depth, cut):
+    """The cut of the mode without heads says nothing about where the heads' gradients come in."""
+    torch.manual_seed(depth)
+    model, x = Heads(depth, in_train_mode=not first), torch.randn(4, 6)
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 3, chunks=2, partition=cut) as pipe:
+        homes: dict[str, int] = {}
+        for training in (first, not first, first):
+            for each in (model, reference):
+                each.train(training).zero_grad()
+            outputs = pipe(x)
+            total(outputs).backward()
+            expected = outputs_of_loop(reference, (x,), 2)
+            for part in reversed(expected):
+                total(part).backward()
+            assert same(outputs, [torch.cat(parts) for parts in zip(*expected, strict=True)])
+            assert same(gradients(model), gradients(reference))
+            for stage in pipe.stages:
+                for path, _ in stage.module.named_parameters():
+                    assert homes.setdefault(path, stage.index) == stage.index, "it has moved"
