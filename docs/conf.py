@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from docutils.parsers.rst import Directive
 from sphinx.util.nodes import make_refnode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -36,7 +38,7 @@ python_use_unqualified_type_names = True
 # reference is built without a network. So do types that are nobody's business but ours.
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|fx|nn|pytree|graphviz|os|pathlib|collections|fractions|types)\..*"),
-    (r"py:.*", r"fxpipe\.(runtime|options)\..*|passes\.(problem|cut)\..*|.*\._\w+"),
+    (r"py:.*", r"fxpipe\.(runtime|compiler)\..*|passes\.partition\.(problem|cut)\..*|.*\._\w+"),
 ]
 
 
@@ -76,8 +78,18 @@ def _wherever_it_is(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode)
 
 
+class _ChainList(Directive):
+    """The passes in the order in which they run, as the chain itself prints them."""
+
+    def run(self) -> list[nodes.Node]:
+        from passes import default_chain  # once the path is set
+
+        return [nodes.literal_block(text=str(default_chain()))]
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.add_directive("chain", _ChainList)
     app.connect("autodoc-process-docstring", _no_type_in_front, priority=400)
     app.connect("autodoc-process-signature", _made_anew)
     app.connect("missing-reference", _wherever_it_is)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
     from fxpipe.schedule import Schedule, ScheduleError, simulate
     from fxpipe.trace import TraceError
+    from passes.chain import Chain, default_chain
     from passes.cost.given import Profile
     from passes.partition.automatic import Auto, DoesNotFit
     from passes.partition.partition import PartitionError
@@ -25,6 +26,7 @@ __all__ = [
     "Auto",
     "BackendError",
     "BatchError",
+    "Chain",
     "CheckpointError",
     "DeviceSpec",
     "DoesNotFit",
@@ -39,6 +41,7 @@ __all__ = [
     "backend",
     "checkpoint",
     "compile",
+    "default_chain",
     "plan",
     "simulate",
     "skip",
@@ -48,6 +51,8 @@ _HOMES = {
     "Pipeline": "fxpipe.pipeline",
     "Stage": "fxpipe.inspect.views",
     "compile": "fxpipe.api",
+    "Chain": "passes.chain",
+    "default_chain": "passes.chain",
     "checkpoint": "fxpipe.runtime.checkpoint",
     "CheckpointError": "fxpipe.runtime.checkpoint",
     "BatchError": "fxpipe.meaning.batch",

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fxpipe.compiler.loss import LossFunction
-from fxpipe.compiler.options import Options, PassList
+from fxpipe.compiler.options import Options
 from fxpipe.inspect.dump import dump_of
 from fxpipe.pipeline import Pipeline
 from fxpipe.schedule import Schedule
 from fxpipe.trace import CustomTracer
-from passes import default_passes
+from passes import Chain, default_chain
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec
 
@@ -38,7 +38,7 @@ def compile(
     out_dims: Any = None,
     deferred_batch_norm: bool = False,
     tracer: str | CustomTracer = "auto",
-    passes: PassList | None = None,
+    passes: Chain | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """The same model, as a pipeline over several devices.
@@ -81,8 +81,8 @@ def compile(
         deferred_batch_norm: update the running statistics of batch norms once for each mini-batch,
             as without a pipeline. Each micro-batch is normalised by its own statistics either way.
         tracer: "auto", "symbolic", "export", or ``(model, args, kwargs) -> fx.GraphModule``.
-        passes: in place of :func:`passes.default_passes`: a function that takes the same keyword
-            arguments and returns a list of passes.
+        passes: the chain of passes to run. None: :func:`fxpipe.default_chain`, to which you can add
+            passes of your own: ``fxpipe.default_chain().before("split", Mine())``.
         dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
             code and, if it is small, drawn, after every pass. None: what ``FXPIPE_DUMP`` in the
             environment says, if anything.
@@ -119,7 +119,7 @@ def compile(
         in_dims=in_dims,
         out_dims=out_dims,
         tracer=tracer,
-        passes=default_passes if passes is None else passes,
+        passes=default_chain() if passes is None else passes,
         observer=dump_of(dump),
     )
     pipeline = Pipeline(model, options)

@@ -1,13 +1,9 @@
-"""The passes of fxpipe: one file, one pass, from the model graph to the pipeline graph."""
+"""The passes of fxpipe, a file each, and the chain that says in which order they run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-from torch import fx
-
-from fxpipe.runtime.microbatch import Dims
+from passes.chain import Chain, Pass, default_chain
+from passes.cost.all_microbatches import AllMicrobatches
 from passes.cost.analytic import AnalyticCost
 from passes.partition.partition import Partition, PartitionError
 from passes.to_pipeline.checkpoint import Checkpoint
@@ -32,7 +28,9 @@ from passes.to_step.step import Step, StepError
 
 __all__ = [
     "Alias",
+    "AllMicrobatches",
     "AnalyticCost",
+    "Chain",
     "Checkpoint",
     "Copies",
     "Defer",
@@ -58,38 +56,5 @@ __all__ = [
     "Verify",
     "VerifyError",
     "WrittenInputs",
-    "default_passes",
+    "default_chain",
 ]
-
-
-class Pass(Protocol):
-    """A named function from a graph module to a graph module that computes the same."""
-
-    @property
-    def name(self) -> str:
-        """The name it is listed under."""
-
-    def __call__(self, gm: fx.GraphModule, /) -> fx.GraphModule:
-        """Rewrite. The module given may be changed in place and returned."""
-
-
-def default_passes(
-    *,
-    devices: Sequence[str],
-    chunks: int,
-    in_dims: Sequence[int | None],
-    out_dims: Sequence[Dims],
-    checkpoint: str = "never",
-    checkpoint_segments: int = 1,
-) -> list[Pass]:
-    """The passes from the stage graph to the pipeline graph of ``chunks`` micro-batches."""
-    names = tuple(devices)
-    return [
-        Microbatch(chunks, tuple(in_dims), tuple(out_dims)),
-        Portals(names),
-        Copies(names),
-        Streams(names),
-        Checkpoint(checkpoint, checkpoint_segments),
-        Dependencies(),
-        Verify(),
-    ]

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 import passes
 from fxpipe import Pipeline
 from fxpipe.schedule import Kind, Schedule
-from passes import Alias, AnalyticCost, Free, Partition, Random, Shared, Split, default_passes
+from passes import Alias, Partition, default_chain
+from passes.chain import ToPipeline, ToStages
 
 
 class MLP(nn.Module):
@@ -241,30 +242,20 @@ def steps(
     chunks: int,
     checkpoint: str = "never",
     checkpoint_segments: int = 1,
+    chain: passes.Chain | None = None,
 ) -> Iterator[tuple[str, fx.GraphModule]]:
-    """The graph after every pass, with the pass's name, from the traced model on."""
+    """The graph after every pass of the chain that leads to the pipeline graph, with the pass's
+    name, from the traced model on."""
+    chain, devices = chain or default_chain(), ("cpu",) * (len(starts) + 1)
+    in_dims = (0,) * len(inputs)
     gm: fx.GraphModule = fx.symbolic_trace(model)
-    for first in (
-        Alias(inputs),
-        AnalyticCost(),
-        Shared(),
-        Random(),
-        Partition(len(starts) + 1, starts),
-        Free(),
-        passes.Tied(("cpu",) * (len(starts) + 1)),
-        Split(),
-    ):
-        gm = first(gm)
-        yield first.name, gm
-    outputs = len(gm.graph.output_node().all_input_nodes)
-    for rewrite in default_passes(
-        devices=["cpu"] * (len(starts) + 1),
-        chunks=chunks,
-        in_dims=[0] * len(inputs),
-        out_dims=[0] * outputs,
-        checkpoint=checkpoint,
-        checkpoint_segments=checkpoint_segments,
-    ):
+    to_stages = ToStages(inputs, in_dims, devices, Partition(len(devices), starts), chunks=chunks)
+    for rewrite in chain.passes(to_stages):
+        gm = rewrite(gm)
+        yield rewrite.name, gm
+    out_dims = (0,) * len(gm.graph.output_node().all_input_nodes)
+    to_pipeline = ToPipeline(devices, chunks, in_dims, out_dims, checkpoint, checkpoint_segments)
+    for rewrite in chain.passes(to_pipeline):
         gm = rewrite(gm)
         yield rewrite.name, gm
 

@@ -19,7 +19,6 @@ from fxpipe.cli.options import (
     write,
     writing,
 )
-from fxpipe.cli.passes import chains
 from fxpipe.ir.devices import KNOWN
 
 if TYPE_CHECKING:
@@ -42,8 +41,9 @@ def _compiled(given: Given, **options: Any) -> Pipeline:
 
 def _parts() -> int:
     """Of a compilation, up to its pipeline graph: a trace, and the passes."""
-    to_stages, to_pipeline, _ = chains().values()
-    return 1 + len(to_stages) + len(to_pipeline)
+    from passes.chain import Level, default_chain
+
+    return 1 + sum(entry.leads_to != Level.STEP for entry in default_chain().entries)
 
 
 @click.command("compile")

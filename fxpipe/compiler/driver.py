@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ import passes
 from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.cache import Known
 from fxpipe.compiler.compiled import Mode, Unrolled
-from fxpipe.compiler.layout import Layout
+from fxpipe.compiler.layout import CutAlike, Layout
 from fxpipe.compiler.loss import Loss, Target
 from fxpipe.compiler.options import Options, RunPass
+from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
-from fxpipe.ir.graph import ONCE, STAGE
 from fxpipe.ir.progress import began
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.meaning.batch import input_dims, other_input_dims, output_dims
@@ -40,14 +41,36 @@ from fxpipe.trace import (
 )
 from fxpipe.trace.isolation import evaluating, on_one_device
 from fxpipe.trace.premises import Premises, attributes_read
+from passes.chain import ToPipeline, ToStages, ToStep
 from passes.common.fakes import forget_history
-from passes.cost.choice import cost_pass, of_all_micro_batches
 from passes.partition.partition import PartitionError
 
 
 def run_pass(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
     """Run a pass that nobody looks at."""
     return rewrite(gm)
+
+
+@dataclass
+class _ModelGraph:
+    """A traced model, on its way to the stage graph."""
+
+    traced: Traced
+    context: ToStages
+    chain: passes.Chain
+    run_pass: RunPass
+
+    def run(self, since: str | None = None, until: str | None = None) -> fx.GraphModule:
+        """The graph after some passes of the chain, from one to the one ahead of another."""
+        gm = self.traced.graph_module
+        for rewrite in self.chain.passes(self.context, since=since, until=until):
+            gm = self.run_pass(rewrite, gm)
+        return gm
+
+    @property
+    def out_dims(self) -> list[Dims]:
+        """The batch dimensions of the outputs."""
+        return noted_dims(self.traced.graph_module)
 
 
 class Compiler:
@@ -87,7 +110,7 @@ class Compiler:
 
     def _unroll_step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
         options = self.options
-        rewrite = passes.Step(
+        context = ToStep(
             loss=Loss(options.loss_fn, mode.traced.rebuild, target.nesting),
             schedule=options.schedule_for(chunks, mode.costs),
             devices=options.names,
@@ -97,10 +120,9 @@ class Compiler:
             checkpoint_segments=options.checkpoint_segments,
             summed=options.loss_fn is None and mode.returns_a_sum,
         )
-        observed = self._observed(f"step of {chunks}", mode.stage_graph)
-        return self._unrolled(mode, observed(rewrite, mode.stage_graph), chunks)
+        return self._lowered(mode, f"step of {chunks}", context, chunks)
 
-    def _observed(self, title: str, gm: fx.GraphModule) -> RunPass:
+    def _runner(self, title: str, gm: fx.GraphModule) -> RunPass:
         """How to run the passes that begin with this graph."""
         observer = self.options.observer
         run = run_pass if observer is None else observer(f"{type(self.model).__name__} {title}", gm)
@@ -210,21 +232,15 @@ class Compiler:
             varying = [None] * len(dims)
 
         with self._where_it_runs(tensors), attributes_read(self.model) as reads:
-            traced, gm, found, observed = self._traced(
-                traced_with, varying, dims, chunks, options.tracer
-            )
-        self._label(gm, observed)
-        for rewrite in (passes.Free(), passes.Tied(options.names)):
-            gm = observed(rewrite, gm)
-        stage_graph = observed(passes.Split(), gm)
-        if tensors:
-            stage_graph = observed(passes.Devices(tensors[0].device, options.devices), stage_graph)
+            prepared = self._traced(traced_with, varying, dims, chunks, options.tracer)
+        prepared.traced.graph_module = prepared.run(since="partition", until="split")
+        stage_graph = prepared.run(since="split")
         place(self.model, stage_graph, options.devices)
         mode = Mode(
-            traced=traced,
+            traced=prepared.traced,
             stage_graph=stage_graph,
             in_dims=dims,
-            out_dims=found,
+            out_dims=prepared.out_dims,
             example=Sample.of(args, kwargs, dims, batch),
             premises=[Premises(self.model, reads)],
             chunks=chunks,
@@ -242,59 +258,62 @@ class Compiler:
         dims: list[int | None],
         chunks: int | None,
         tracer: str | CustomTracer,
-    ) -> tuple[Traced, fx.GraphModule, list[Dims], RunPass]:
-        """The model graph, ready to be cut; and how to run what passes there are to come."""
+    ) -> _ModelGraph:
+        """The model graph, ready to be cut."""
         began("trace")
         traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying)
-        observed = self._observed("stages", traced.graph_module)
+        context = self._to_stages(traced, inputs, dims, chunks)
+        run = self._runner("stages", traced.graph_module)
+        prepared = _ModelGraph(traced, context, self.options.passes, run)
         try:
-            gm, found = self._prepared(traced, inputs, dims, chunks, observed)
+            with untouched(self.model):
+                traced.graph_module = prepared.run(until="partition")
         except NeedsValues:
             if tracer != "auto":
                 raise
             # Export keeps modules whole that go by values; fx has looked into them.
             return self._traced(inputs, varying, dims, chunks, "export")
-        return traced, gm, found, observed
+        forget_history(traced.graph_module.graph)
+        return prepared
+
+    def _to_stages(
+        self,
+        traced: Traced,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        dims: list[int | None],
+        chunks: int | None,
+    ) -> ToStages:
+        """What the passes from the model graph to the stage graph are made from."""
+        options, values = self.options, traced.bind(*inputs)
+        repeated = functools.partial(self._repeated, inputs, dims)
+
+        def output(gm: fx.GraphModule) -> list[Dims]:
+            larger = None if chunks is None else self._with_more_rows(inputs, dims)
+            return output_dims(gm, values, dims, options.out_dims, traced.rebuild, larger, repeated)
+
+        return ToStages(
+            inputs=tuple(values),
+            in_dims=tuple(dims),
+            devices=options.names,
+            partition=CutAlike(
+                self.layout,
+                passes.Partition(len(options.devices), options.partition),
+                self.forget,  # parameters will move: what has been compiled is of no use
+            ),
+            outputs=OutputDims(output),
+            chunks=1 if chunks else options.chunks_for(batch_size(values, dims)),
+            chunks_asked_for=options.chunks,
+            traced_chunks=chunks,
+            costs="analytic" if self.layout.labels else options.costs,  # it has been cut
+            measured_on=options.devices[0],
+            deferred_batch_norm=options.deferred_batch_norm,
+        )
 
     def _where_it_runs(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
         """A model whose stages have been placed comes back together to be traced once more."""
         if not self.layout.labels or not inputs:
             return nullcontext()
         return on_one_device(self.model, inputs[0].device)
-
-    def _prepared(
-        self,
-        traced: Traced,
-        inputs: tuple[tuple[Any, ...], dict[str, Any]],
-        dims: list[int | None],
-        chunks: int | None,
-        observed: RunPass,
-    ) -> tuple[fx.GraphModule, list[Dims]]:
-        """The model graph with all that a cut has to know, and the outputs' batch dimensions."""
-        options, gm, values = self.options, traced.graph_module, traced.bind(*inputs)
-        if options.deferred_batch_norm:
-            gm = observed(passes.DeferredBatchNorm(), gm)
-        with untouched(self.model):
-            gm = observed(passes.Alias(tuple(values)), gm)
-            gm = observed(passes.WrittenInputs(tuple(dims), options.chunks), gm)
-            if any(ONCE in node.meta for node in gm.graph.nodes):
-                gm = observed(passes.Alias(tuple(values)), gm)
-            run = functools.partial(self._repeated, inputs, dims)
-            larger = None if chunks is None else self._with_more_rows(inputs, dims)
-            several = 1
-            if chunks is None:
-                several = options.chunks_for(batch_size(values, dims))
-                gm = observed(passes.Rows(tuple(values), tuple(dims), several), gm)
-            found = output_dims(gm, values, dims, options.out_dims, traced.rebuild, larger, run)
-            costs = "analytic" if self.layout.labels else options.costs  # it has been cut
-            price = cost_pass(costs, tuple(values), device=options.devices[0], chunks=several)
-            gm = observed(price, gm)
-            if chunks is not None:
-                of_all_micro_batches(gm.graph, chunks)
-            gm = observed(passes.Shared(), gm)
-            forget_history(gm.graph)
-            gm = observed(passes.Random(), gm)
-        return gm, found
 
     def _with_more_rows(
         self, inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: list[int | None]
@@ -325,32 +344,26 @@ class Compiler:
         with evaluating(self.model):
             return self._with_rows(with_rows(inputs, dims, rows), dims, times * rows)
 
-    def _label(self, gm: fx.GraphModule, observed: RunPass) -> None:
-        """Cut as asked for; once it has been cut, what is traced later is cut alike."""
-        known = self.layout.known(gm)
-        if known is not None:
-            for node, stage in known.items():
-                node.meta[STAGE] = stage
-        else:
-            if self.layout.labels:  # parameters will move: what has been compiled is of no use
-                self.forget()
-                self.layout.forget()
-            observed(passes.Partition(len(self.options.devices), self.options.partition), gm)
-        self.layout.learn(gm)
-
     def _unroll(self, mode: Mode, chunks: int) -> Unrolled:
         options = self.options
-        gm = mode.stage_graph
-        observed = self._observed(f"pipeline of {chunks}", gm)
-        for rewrite in options.passes(
+        context = ToPipeline(
             devices=options.names,
             chunks=chunks,
-            in_dims=mode.in_dims,
-            out_dims=mode.out_dims,
+            in_dims=tuple(mode.in_dims),
+            out_dims=tuple(mode.out_dims),
             checkpoint=options.checkpoint,
             checkpoint_segments=options.checkpoint_segments,
-        ):
-            gm = observed(rewrite, gm)
+        )
+        return self._lowered(mode, f"pipeline of {chunks}", context, chunks)
+
+    def _lowered(
+        self, mode: Mode, title: str, context: ToPipeline | ToStep, chunks: int
+    ) -> Unrolled:
+        """What the passes from the stage graph on make of it, ready to run."""
+        gm = mode.stage_graph
+        run = self._runner(title, gm)
+        for rewrite in self.options.passes.passes(context):
+            gm = run(rewrite, gm)
         return self._unrolled(mode, gm, chunks)
 
     def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int) -> Unrolled:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.graph import STAGE, attribute, stage_nodes
+from passes import Partition
 from passes.partition.automatic import cut_around
 from passes.partition.problem import order_of_sums, reads_before_writes, together
 
@@ -61,6 +64,36 @@ class Layout:
         if stays and is_ordered and _is_cut(by_name, self.stages):
             return by_name
         return cut_around(gm.graph, homes, self.stages)
+
+
+@dataclass(frozen=True)
+class CutAlike:
+    """Model graph → the same, with ``meta["stage"]``: cut as the model has been cut before, if
+    there is such a cut, so that its parameters stay on their devices; else as asked for.
+
+    Args:
+        layout: where the model has been cut; it learns of this cut.
+        partition: cuts as asked for.
+        before_moving: called before a model that has been cut is cut otherwise.
+    """
+
+    name: ClassVar[str] = "partition"
+    layout: Layout
+    partition: Partition
+    before_moving: Callable[[], None]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        known = self.layout.known(gm)
+        if known is None:
+            if self.layout.labels:
+                self.before_moving()
+                self.layout.forget()
+            gm = self.partition(gm)
+        else:
+            for node, stage in known.items():
+                node.meta[STAGE] = stage
+        self.layout.learn(gm)
+        return gm
 
 
 def _held(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:

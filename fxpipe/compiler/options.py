@@ -9,19 +9,17 @@ from typing import Any
 import torch
 from torch import fx
 
-import passes as default
 from fxpipe.compiler.loss import LossFunction
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.counts import count
 from fxpipe.planning.estimates import estimated_costs
 from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
 from fxpipe.trace import CustomTracer
+from passes import Chain, Checkpoint, Pass
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec
 
-PassList = Callable[..., Sequence[default.Pass]]
-
-RunPass = Callable[[default.Pass, fx.GraphModule], fx.GraphModule]
+RunPass = Callable[[Pass, fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], RunPass]
 """Told that a chain of passes begins: its title and its graph. Gives what is to run them."""
 
@@ -42,7 +40,7 @@ class Options:
     in_dims: Any
     out_dims: Any
     tracer: str | CustomTracer
-    passes: PassList
+    passes: Chain
     costs: Costs = "analytic"
     observer: Observer | None = None
 
@@ -75,7 +73,7 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_fit()
-        default.Checkpoint(self.checkpoint, self.checkpoint_segments)  # which checks them
+        Checkpoint(self.checkpoint, self.checkpoint_segments)  # which checks them
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
             raise TypeError(f"loss_fn is the class {name}: give an instance, {name}()")
@@ -84,10 +82,10 @@ class Options:
                 f"loss_fn is a {type(self.loss_fn).__name__}: give a function of the output and "
                 "the target that returns a scalar tensor"
             )
-        if not callable(self.passes):
+        if not isinstance(self.passes, Chain):
             raise TypeError(
-                f"passes is a {type(self.passes).__name__}: give a function that takes the "
-                "keyword arguments of passes.default_passes and returns a list of passes"
+                f"passes is a {type(self.passes).__name__}: give a chain, such as "
+                'fxpipe.default_chain().before("split", your_pass)'
             )
 
     def _check_fit(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -83,11 +84,12 @@ def plan(
         args, kwargs = out_of_inference_mode((args, kwargs))
         dims = input_dims(model, args, kwargs, in_dims)
         began("trace")
-        gm, values = sketch(model, args, kwargs, dims, tracer)
-        batch = batch_size(values, dims)
+        gm, known = sketch(model, args, kwargs, dims, tracer, chunks)
+        known = replace(known, costs=costs, spec=specs[0], optimizer_states=optimizer_states)
+        batch = batch_size(known.inputs, dims)
         microbatches = max(1, min(whole, batch or 1))
         question = Question(
-            Prices(model, gm, tuple(values), tuple(dims), costs, specs[0], optimizer_states),
+            Prices(model, gm, known),
             partition,
             specs,
             schedule.first(microbatches) if isinstance(schedule, Schedule) else schedule,

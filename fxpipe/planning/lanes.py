@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 from torch import fx
 
-import passes as default
 from fxpipe.ir.cost import batch_bytes
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import COST, GAP, STAGE
@@ -30,12 +29,13 @@ from fxpipe.schedule import (
     simulate,
 )
 from fxpipe.schedule.choice import AUTO
+from passes.chain import ToStages, default_chain, run
 from passes.common.modes import recomputed
 from passes.common.skips import SkipLayout, skip_layout
 from passes.cost.analytic import relative_time
 from passes.partition.cut.bounds import gap, lower_bound
 from passes.partition.cut.dag import Floats, prices
-from passes.partition.partition import Spec
+from passes.partition.partition import Partition, Spec
 from passes.partition.problem import Problem, machine, problem
 
 
@@ -54,12 +54,13 @@ class Lanes:
         devices = self._devices(part)
         stages = len(devices)
         began("partition")
-        gm = self.cut(partition, part)(gm)
+        lanes = tuple(f"lane {lane}" for lane in self.placement)
+        cut = ToStages((), (), devices=lanes, partition=self.cut(partition, part))
+        gm = run(default_chain().passes(cut, since="partition", until="free"), gm)
         again = recomputed(self.checkpoint, self.chunks)
         found = problem(gm.graph, devices=devices, recomputed=again)
         stage = [node.meta[STAGE] for node in found.work]
-        lanes = tuple(f"lane {lane}" for lane in self.placement)
-        layout = skip_layout(default.Split()(default.Tied(lanes)(default.Free()(gm))))
+        layout = skip_layout(run(default_chain().passes(cut, since="free", until="devices"), gm))
         fixed, saved, received = self._held(found, stage, devices)
         began("schedule")
         order, timeline = self._played(found, stage, devices, layout, (fixed, saved, received))
@@ -101,9 +102,9 @@ class Lanes:
             for spec in (self.specs[lane] for lane in self.placement)
         )
 
-    def cut(self, partition: Spec, part: int) -> default.Partition:
+    def cut(self, partition: Spec, part: int) -> Partition:
         """The pass that cuts, each stage given ``1 / part`` of its device's memory."""
-        return default.Partition(
+        return Partition(
             len(self.placement),
             partition,
             self._devices(part),

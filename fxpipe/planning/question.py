@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import fx, nn
 
-import passes as default
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.progress import began
 from fxpipe.planning.lanes import Lanes
@@ -18,8 +17,8 @@ from fxpipe.planning.result import Plan
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
 from fxpipe.trace import CustomTracer, trace, untouched
+from passes.chain import ToStages, default_chain, run
 from passes.common.modes import milder
-from passes.cost.choice import Costs, cost_pass
 from passes.partition.automatic import Auto, DoesNotFit
 from passes.partition.partition import Spec
 from passes.partition.ways import Change, ways_out
@@ -31,14 +30,18 @@ def sketch(
     kwargs: dict[str, Any],
     dims: list[int | None],
     tracer: str | CustomTracer,
-) -> tuple[fx.GraphModule, list[Any]]:
-    """The model graph with fake values, and the inputs; nothing of the model is run or compared."""
+    chunks: int | None,
+) -> tuple[fx.GraphModule, ToStages]:
+    """The model graph with fake values, and what passes are made from; nothing of the model is run
+    or compared. ``chunks``: how many micro-batches are asked for, if the user says so."""
 
-    def sketched(tracer: str | CustomTracer) -> tuple[fx.GraphModule, list[Any]]:
+    def sketched(tracer: str | CustomTracer) -> tuple[fx.GraphModule, ToStages]:
         traced = trace(model, args, kwargs, tracer=tracer, batch_dims=dims, check=False)
         values = traced.bind(args, kwargs)
+        context = ToStages(tuple(values), tuple(dims), chunks_asked_for=chunks)
         with untouched(model):
-            return default.Alias(tuple(values))(traced.graph_module), values
+            passes = default_chain().passes(context, until="rows")
+            return run(passes, traced.graph_module), context
 
     if tracer != "auto":
         return sketched(tracer)
@@ -53,28 +56,17 @@ class Prices:
 
     model: nn.Module
     sketched: fx.GraphModule
-    inputs: tuple[Any, ...]
-    in_dims: tuple[int | None, ...]
-    costs: Costs
-    spec: DeviceSpec
-    optimizer_states: float
+    context: ToStages
     known: dict[int, fx.GraphModule] = field(default_factory=dict)
 
     def of(self, chunks: int) -> fx.GraphModule:
         """A copy of the graph, with costs for ``chunks`` micro-batches."""
         if chunks not in self.known:
             began("cost")
-            rows = default.Rows(self.inputs, self.in_dims, chunks)
-            price = cost_pass(
-                self.costs,
-                self.inputs,
-                spec=self.spec,
-                optimizer_states=self.optimizer_states,
-                chunks=chunks,
-            )
+            context = replace(self.context, chunks=chunks)
+            passes = default_chain().passes(context, since="rows", until="partition")
             with untouched(self.model):
-                gm = price(rows(copied(self.sketched)))
-                self.known[chunks] = default.Random()(default.Shared()(gm))
+                self.known[chunks] = run(passes, copied(self.sketched))
         return copied(self.known[chunks])
 
 
@@ -134,7 +126,9 @@ class Question:
     def ways_out(self, batch: int | None) -> str:
         """What would make the model fit."""
         several = [2**i * self.chunks for i in range(1, 40) if 2**i * self.chunks < (batch or 0)]
-        is_measured = isinstance(self.prices.costs, str) and self.prices.costs == "measured"
+        is_measured = (
+            isinstance(self.prices.context.costs, str) and self.prices.context.costs == "measured"
+        )
         more = [*several, *([batch] if batch and batch > self.chunks else [])]
         is_named = isinstance(self.schedule, str)
         frugal = ["1f1b"] if is_named and self.schedule not in ("1f1b", "zb_h1", AUTO) else []

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
 
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
-from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE, stage_nodes
-from fxpipe.ir.tensors import tensors_of
 from passes.cost.analytic import ADAM, AnalyticCost
 from passes.cost.given import GivenCost, Profile
 from passes.cost.measured import MeasuredCost
@@ -54,15 +51,3 @@ def cost_pass(
     if not isinstance(costs, Profile | Mapping):
         raise ValueError(f"costs is {costs!r}: {KINDS}")
     return GivenCost(costs, spec, optimizer_states, chunks)
-
-
-def of_all_micro_batches(graph: fx.Graph, chunks: int) -> None:
-    """Scale what nodes cost and give from one micro-batch, on which they were run, to all
-    ``chunks`` of them."""
-    for node in stage_nodes(graph):
-        node.meta[COST] = node.meta[COST].times(chunks)
-        if SAVED in node.meta:
-            node.meta[SAVED] = tuple((memory, size * chunks) for memory, size in node.meta[SAVED])
-    for node in graph.nodes:
-        if node.op not in ("get_attr", "output"):
-            node.meta[COPIES] = (chunks,) * len(tensors_of(node.meta.get(VALUE)))

@@ -14,13 +14,14 @@ once all micro-batches are through.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir.graph import ONCE, WRITES, WRITTEN, stage_nodes
+from passes.to_stages.alias import Alias
 
 
 class InputError(ValueError):
@@ -30,14 +31,15 @@ class InputError(ValueError):
 @dataclass(frozen=True)
 class WrittenInputs:
     """Model graph after pass "alias" → the same, inputs that are written to copied and written
-    back. If there are any, "alias" has to come once more.
+    back. If there are any, it runs "alias" once more, so that the new nodes have fake values, too.
 
-    ``in_dims``: the batch dimension of each input; ``chunks``: how many micro-batches there will
-    be, if that is known. Raises :class:`InputError` where an input without batch dimension, which
-    all micro-batches share, is written to.
+    ``inputs``: the model's, one for each placeholder; ``in_dims``: the batch dimension of each;
+    ``chunks``: how many micro-batches there will be, if that is known. Raises :class:`InputError`
+    where an input without batch dimension, which all micro-batches share, is written to.
     """
 
     name: ClassVar[str] = "inputs"
+    inputs: tuple[Any, ...]
     in_dims: tuple[int | None, ...]
     chunks: int | None = None
 
@@ -60,9 +62,10 @@ class WrittenInputs:
                         "use chunks=1"
                     )
                 _write_back(node, by_name[node.name])
-        if written:
-            gm.recompile()
-        return gm
+        if not written:
+            return gm
+        gm.recompile()
+        return Alias(self.inputs)(gm)
 
 
 def _write_back(node: fx.Node, dim: int | None) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import fxpipe
-import passes
 from tests.zoo import MLP, ResNet, loss_of, same
 
 X = torch.ones(6, 12)
@@ -57,24 +56,6 @@ def test_the_number_of_micro_batches_is_chosen_and_said():
         assert "8 micro-batches (chosen: give chunks= to change it)" in pipe.report()
     with fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,)) as pipe:
         assert "2 micro-batches, bubble 3" in pipe.report()
-
-
-def test_own_passes_take_the_place_of_the_default_ones():
-    seen = []
-
-    class Count:
-        name = "count"
-
-        def __call__(self, gm):
-            seen.append(len(gm.graph.nodes))
-            return gm
-
-    def with_count(**options):
-        return [*passes.default_passes(**options), Count()]
-
-    with fxpipe.compile(MLP(), TWO, passes=with_count, chunks=2) as pipe:
-        pipe(X)
-        assert seen == [len(pipe.graph.nodes)]
 
 
 def test_what_the_model_has_the_pipeline_has_but_for_methods():

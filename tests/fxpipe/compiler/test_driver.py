@@ -13,7 +13,7 @@ from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.ir.graph import STAGE, stage_nodes
 from fxpipe.trace.isolation import on_one_device
-from passes import PartitionError, default_passes
+from passes import PartitionError, default_chain
 from tests.zoo import MLP, MODELS, ResNet, gradients, same
 
 
@@ -27,7 +27,7 @@ def compiler(model, devices=("cpu", "cpu"), **options):
         in_dims=None,
         out_dims=None,
         tracer="auto",
-        passes=default_passes,
+        passes=default_chain(),
     )
     told |= dict(placement=tuple(range(len(devices))), schedule="gpipe", loss_fn=None)
     return Compiler(model, Options(tuple(map(torch.device, devices)), **{**told, **options}))

@@ -43,7 +43,7 @@ def test_devices_that_cannot_be(devices, message):
         ({"schedule": "auto", "stages": 3}, "stages is 3: give as many for each of the 2 devices"),
         ({"loss_fn": 3}, "loss_fn is a int: give a function of the output and the target"),
         ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss: give an instance, MSELoss\(\)"),
-        ({"passes": 3}, "passes is a int: give a function that takes the keyword arguments"),
+        ({"passes": 3}, "passes is a int: give a chain, such as fxpipe.default_chain"),
     ],
 )
 def test_options_that_cannot_be(options, message):

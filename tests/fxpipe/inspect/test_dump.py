@@ -7,7 +7,8 @@ import torch
 import fxpipe
 from fxpipe.inspect.dump import diff_html, whole_text
 from fxpipe.ir.text import summary
-from passes import Random, Step, default_passes
+from passes import Random, Step, default_chain
+from passes.chain import Level
 from tests.zoo import MLP
 
 X = torch.ones(6, 12)
@@ -42,18 +43,17 @@ def test_every_pass_leaves_text_and_code_in_order(dumped):
         "01-alias",
         "02-inputs",
         "03-rows",
-        "04-cost",
-        "05-shared",
-        "06-random",
-        "07-partition",
-        "08-free",
-        "09-tied",
-        "10-split",
-        "11-devices",
+        "04-outputs",
+        "05-cost",
+        "06-shared",
+        "07-random",
+        "08-partition",
+        "09-free",
+        "10-tied",
+        "11-split",
+        "12-devices",
     ]
-    names = [
-        rewrite.name for rewrite in default_passes(devices=TWO, chunks=2, in_dims=[0], out_dims=[0])
-    ]
+    names = [entry.name for entry in default_chain().entries if entry.leads_to == Level.PIPELINE]
     assert passes_in(folder / "01-MLP-pipeline-of-2") == [
         f"{number:02}-{name}" for number, name in enumerate(["before", *names])
     ]
@@ -69,7 +69,7 @@ def test_the_last_text_is_of_what_runs(dumped):
 
 def test_what_stages_do_is_part_of_the_text(dumped):
     pipe, folder = dumped
-    text = (folder / "00-MLP-stages" / "10-split.txt").read_text()
+    text = (folder / "00-MLP-stages" / "11-split.txt").read_text()
     first, *stages = text.split("\n\n")
     assert len(stages) == 2
     assert not any(
@@ -85,11 +85,11 @@ def test_the_index_shows_what_each_pass_changed(dumped):
     assert list(sections) == [
         name.replace("-", " ") for name in passes_in(folder / "00-MLP-stages")
     ]
-    assert "The text is the same." in sections["06 random"]
-    assert html.escape(summary(Random)) in sections["06 random"]
-    cut = sections["07 partition"]
+    assert "The text is the same." in sections["07 random"]
+    assert html.escape(summary(Random)) in sections["07 random"]
+    cut = sections["08 partition"]
     assert re.search('class="added">.*# stage 0</span>', cut)
-    assert "val at" in sections["01 alias"] and "cost at" in sections["04 cost"]
+    assert "val at" in sections["01 alias"] and "cost at" in sections["05 cost"]
     for link in re.findall('href="([^"]+)"', page):
         assert (folder / "00-MLP-stages" / link).exists()
 
@@ -108,8 +108,8 @@ def test_graphs_are_drawn_where_they_change_each_as_what_it_is(tmp_path):
     folder = tmp_path / "small"
     fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), dump=folder).close()
     drawn = [path.stem for path in sorted((folder / "00-MLP-stages").glob("*.svg"))]
-    assert "07-partition" in drawn and "06-random" not in drawn
-    assert "<svg" in (folder / "00-MLP-stages" / "07-partition.svg").read_text()
+    assert "08-partition" in drawn and "07-random" not in drawn
+    assert "<svg" in (folder / "00-MLP-stages" / "08-partition.svg").read_text()
     grid = (folder / "01-MLP-pipeline-of-2" / "03-copies.svg").read_text()
     assert "stage 1 · " in grid and grid.count(">mb 1<") == 2, "a row a stage"
 
@@ -154,11 +154,9 @@ def test_a_pass_that_fails_is_shown_with_its_error(tmp_path):
         def __call__(self, gm):
             raise ValueError("no <good>")
 
-    def broken(**_):
-        return [Broken()]
-
+    chain = default_chain().before("microbatch", Broken())
     with pytest.raises(ValueError, match="no <good>"):
-        fxpipe.compile(MLP(), TWO, example_inputs=(X,), passes=broken, dump=tmp_path)
+        fxpipe.compile(MLP(), TWO, example_inputs=(X,), passes=chain, dump=tmp_path)
     page = (tmp_path / "01-MLP-pipeline-of-6" / "index.html").read_text()
     assert "own/broken" in page and "ValueError: no &lt;good&gt;" in page
 

@@ -31,7 +31,7 @@ class Writes(nn.Module):
 def test_an_input_is_copied_and_written_back():
     x = torch.randn(2, 4)
     gm = torch.fx.symbolic_trace(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
-    gm = WrittenInputs((0,))(Alias((x,))(gm))
+    gm = WrittenInputs((x,), (0,))(Alias((x,))(gm))
     assert_expected_inline(
         format_graph(gm),
         """\
@@ -39,7 +39,7 @@ input_1: input
 input_1_own = clone(input_1)
 _0 = 0(input_1_own)
 _1 = 1(_0)
-input_1_back = write_back(input_1, 0, (input_1_own,))
+input_1_back = write_back(input_1, 0, (_0,))
 return _1
 """,
     )
@@ -49,9 +49,9 @@ return _1
 
 
 def test_what_is_not_written_to_is_left_alone():
-    gm = torch.fx.symbolic_trace(nn.Linear(4, 4))
+    gm, x = torch.fx.symbolic_trace(nn.Linear(4, 4)), torch.ones(2, 4)
     before = format_graph(gm)
-    assert format_graph(WrittenInputs((0,))(Alias((torch.ones(2, 4),))(gm))) == before
+    assert format_graph(WrittenInputs((x,), (0,))(Alias((x,))(gm))) == before
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
