@@ -5,8 +5,11 @@ run gives every lane its instructions, and values travel through the lanes' inbo
 
     caller ──x──> inbox 0: lane 0 ──b──> inbox 1: lane 1 ──y──> inbox of the caller
 
-What PyTorch keeps per thread (grad mode, inference mode, autocast, current streams) is the caller's
-in every lane.
+What PyTorch keeps per thread (grad mode, inference mode, autocast, default device, current streams)
+is the caller's in every lane, and so are context variables. Each lane has a copy of the caller's
+context for each run: a variable that it sets has that value in this lane until the run ends, and
+neither the caller nor another lane sees it.
+
 When one lane fails, or the caller is interrupted, every lane drops the run, and the first exception
 is raised at the caller.
 """
@@ -18,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -203,7 +207,7 @@ class Lanes:
         with self._lock:  # all lanes get their runs in one order, so that none waits for another
             for lane in lanes:
                 job = partial(run.in_lane, lane, program.lanes[lane], ambient, hand_overs[lane])
-                self._queues[lane].put(job)
+                self._queues[lane].put(partial(copy_context().run, job))
         env: Env = dict(zip(program.inputs, values, strict=True))
         for node, others in program.inputs.items():
             for lane in others:

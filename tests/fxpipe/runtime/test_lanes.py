@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import os
 import select
@@ -9,6 +10,7 @@ import threading
 import time
 import warnings
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -144,6 +146,90 @@ def test_grad_mode_autocast_and_default_dtype_of_the_caller_hold(pipe):
         seen.clear()
         assert pipe(x).dtype == torch.bfloat16
     assert set(seen) == {(True, False, torch.bfloat16, torch.float32)}
+
+
+@pytest.fixture
+def default_device():
+    """What ``torch.set_default_device`` has set is taken back."""
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("default_device")
+def test_a_default_device_of_the_caller_holds_in_its_lanes(pipe):
+    seen = []
+    trouble.update(a=lambda x: seen.append((torch.get_default_device(), torch.empty(0).device)))
+    x = torch.randn(8, 4)
+    expected = pipe(x)
+    for set_up in (torch.set_default_device, torch.device):
+        seen.clear()
+        calls.clear()
+        with set_up("cpu") or contextlib.nullcontext():
+            assert same(pipe(x), expected)
+        threads = {name: {thread for n, thread in calls if n == name} for name in "ab"}
+        assert threads["a"].isdisjoint(threads["b"]), "each stage is in its lane all the same"
+        assert set(seen) == {(torch.device("cpu"),) * 2}
+        torch.set_default_device(None)
+    seen.clear()
+    with torch.device("meta"):
+        pipe(x)
+    assert set(seen) == {(torch.device("meta"),) * 2}
+    seen.clear()
+    pipe(x)
+    assert set(seen) == {(torch.device("cpu"),) * 2}, "and a lane does not keep it"
+
+
+flavour = contextvars.ContextVar("flavour", default="none")
+
+
+class Remembered(torch.autograd.Function):
+    """Notes the context variable in the forward and in the backward."""
+
+    seen: ClassVar[list[str]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        if not isinstance(x, torch._subclasses.FakeTensor):
+            Remembered.seen.append(f"forward {flavour.get()}")
+            flavour.set(flavour.get() + "!")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Remembered.seen.append(f"backward {flavour.get()}")
+        return grad
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(Remembered.apply(self.a(x)))
+
+
+def test_context_variables_of_the_caller_hold_in_its_lanes():
+    """What a stage sets stays in its lane, and only until the run ends."""
+    x = torch.randn(6, 4)
+    with fxpipe.compile(
+        Remembering(), ["cpu"] * 2, chunks=3, partition=["b"], loss_fn=lambda y, _: y.sum()
+    ) as pipe:
+        pipe.prepare(x)
+        token = flavour.set("sweet")
+        try:
+            for _ in range(2):
+                Remembered.seen.clear()
+                pipe(x)
+                assert Remembered.seen == ["forward sweet", "forward sweet!", "forward sweet!!"]
+                assert flavour.get() == "sweet"
+            pipe.step(x)
+            Remembered.seen.clear()
+            pipe.step(x)
+        finally:
+            flavour.reset(token)
+    assert Remembered.seen[:3] == ["forward sweet", "forward sweet!", "forward sweet!!"]
+    assert Remembered.seen[3:] == ["backward sweet!!!"] * 3
 
 
 def fail(x):
@@ -398,6 +484,8 @@ def test_interception_is_noticed():
     for mode in (TorchFunctionMode, TorchDispatchMode):
         with mode():
             assert is_intercepted()
+    with torch.device("cpu"):
+        assert not is_intercepted(), "a default device is set up in lanes, too"
     with torch.autograd.graph.save_on_cpu():
         assert is_intercepted()
     assert torch.func.vmap(lambda x: x + is_intercepted())(torch.zeros(1)) == 1
