@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, overrides
 from torch._C._functorch import TransformType
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 
 
 @dataclass(frozen=True)
 class Ambient:
-    """Grad mode, inference mode and autocast of a thread."""
+    """Grad mode, inference mode, autocast and torch function modes of a thread.
+
+    The default device is a torch function mode. Function modes do not count in comparisons: PyTorch
+    takes a mode off its stack while the mode handles a call.
+    """
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
+    functions: tuple[TorchFunctionMode, ...] = field(compare=False)
 
     @staticmethod
     def here() -> Ambient:
@@ -34,6 +42,7 @@ class Ambient:
             torch.is_inference_mode_enabled(),
             tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
             torch.is_autocast_cache_enabled(),
+            _modes(),
         )
 
     @contextmanager
@@ -47,6 +56,7 @@ class Ambient:
                 enabled or torch.is_autocast_enabled(kind) for kind, enabled, _ in self.autocast
             ):
                 stack.enter_context(self._autocast())
+            stack.enter_context(_function_modes(self.functions))
             yield
 
     @contextmanager
@@ -69,14 +79,44 @@ class Ambient:
         torch.set_autocast_cache_enabled(self.autocast_cache)
 
 
+@contextmanager
+def _function_modes(modes: tuple[TorchFunctionMode, ...]) -> Iterator[None]:
+    """This thread has these torch function modes, the outermost first, and no others.
+
+    They are not entered as context managers: a mode is entered once, by whoever made it, and a
+    default device would set a variable of the whole process.
+    """
+    before = _modes()
+    if before == modes:
+        yield
+        return
+    _exchange(before, modes)
+    try:
+        yield
+    finally:
+        _exchange(modes, before)
+
+
+def _exchange(before: tuple[TorchFunctionMode, ...], modes: tuple[TorchFunctionMode, ...]) -> None:
+    for _ in before:
+        overrides._pop_mode()  # type: ignore[no-untyped-call]
+    for mode in modes:
+        overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def _modes() -> tuple[TorchFunctionMode, ...]:
+    return tuple(overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
 def is_intercepted() -> bool:
     """Whether somebody watches this thread's operations, who would miss those of another thread.
 
     Torch function and dispatch modes, functorch transforms and hooks on saved tensors hold for one
-    thread. PyTorch has no public way to ask for them; tests fail when one of these goes.
+    thread. A default device is a torch function mode that watches nothing: other threads are given
+    it too (:class:`Ambient`). PyTorch has no public way to ask for these; tests fail when one goes.
     """
     return bool(
-        torch._C._len_torch_function_stack()
+        any(type(mode) is not DeviceContext for mode in _modes())
         or torch._C._len_torch_dispatch_stack()
         or transforms()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -99,6 +139,11 @@ def is_traced(values: Iterable[Any]) -> bool:
 def transforms() -> list[TransformType]:
     """The functorch transforms that run in this thread, the outermost first."""
     return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+def is_forward_mode() -> bool:
+    """Whether tangents are computed along with values: within a ``forward_ad.dual_level``."""
+    return forward_ad._current_level >= 0
 
 
 @contextmanager

@@ -23,38 +23,82 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as pytorch
 
+from fxpipe.runtime.ambient import is_forward_mode, is_traced, transforms
 from fxpipe.runtime.dependency import gate
+from fxpipe.runtime.op_log import OpLog, compared
+from fxpipe.runtime.random import GeneratorState
 from fxpipe.runtime.surroundings import Surroundings, module_of
 
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_CHECKS = ("default", "none")
+_here = threading.local()  # .repetition: the innermost of this thread; .saves_inputs
 
-class CheckpointError(RuntimeError):
+
+class CheckpointError(pytorch.CheckpointError):
     """A function did not do the second time what it had done the first time."""
 
 
 class _Stop(BaseException):
-    """Ends a recomputation: the last tensor that is needed is there."""
+    """Ends a second run: the last tensor that is needed is there."""
 
-    def __init__(self, frame: _Frame) -> None:
-        self.frame = frame
+    def __init__(self, repetition: _Repetition) -> None:
+        self.repetition = repetition
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a function is checkpointed; the meaning is that of :func:`checkpoint`'s arguments.
+
+    Raises:
+        ValueError: for a ``determinism_check`` that there is not.
+    """
+
+    preserve_rng_state: bool = True
+    early_stop: bool = True
+    context_fn: Callable[[], Contexts] | None = None
+    determinism_check: str = "default"
+    debug: bool = False
+    writes_again: bool = False
+
+    def __post_init__(self) -> None:
+        if self.determinism_check not in _CHECKS:
+            raise ValueError(
+                f"determinism_check is {self.determinism_check!r}: it must be one of {_CHECKS}"
+            )
+
+    @property
+    def stops_early(self) -> bool:
+        """Also by ``torch.utils.checkpoint.set_checkpoint_early_stop``, which overrides it."""
+        enabled: bool | None = getattr(pytorch, "_enable_checkpoint_early_stop", None)
+        return self.early_stop if enabled is None else enabled
+
+    @property
+    def debugs(self) -> bool:
+        """Also by ``torch.utils.checkpoint.set_checkpoint_debug_enabled``, which overrides it."""
+        enabled: bool | None = getattr(pytorch, "_checkpoint_debug_enabled", None)
+        return self.debug if enabled is None else enabled
 
 
 class _Slot:
-    """The place of one saved tensor: empty but for the time between recomputation and use."""
+    """The place of one saved tensor: empty but for the time between the second run and use."""
 
-    __slots__ = ("__weakref__", "frame", "like", "value")
+    __slots__ = ("__weakref__", "frame", "like", "value", "version")
 
     def __init__(self, frame: _Frame, tensor: Tensor) -> None:
         self.frame = frame
-        self.like = _description(tensor)
+        self.like = _looks(tensor)
         self.value: Tensor | None = None
+        self.version = 0  # of the value when it was put here
 
 
 class _Save(torch.autograd.Function):
@@ -71,6 +115,93 @@ class _Save(torch.autograd.Function):
         raise AssertionError("nothing leads here")
 
 
+class _Inner(torch.autograd.Function):
+    """A tensor that is no leaf, and so may be written to, but has no history behind it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor]) -> Tensor:
+        return tensor[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Inputs:
+    """The arguments of a call, kept until it is made again.
+
+    Tensors are saved as autograd saves them, so that they are freed when it frees the graph.
+    """
+
+    def __init__(self, inputs: Any, preserve_rng_state: bool) -> None:
+        leaves, self.spec = pytree.tree_flatten(inputs)
+        self.where = [i for i, leaf in enumerate(leaves) if _can_be_saved(leaf)]
+        self.tensors = [leaves[i] for i in self.where]
+        self.leaves = [self._kept(leaf, preserve_rng_state) for leaf in leaves]
+        self.kinds = [(t.requires_grad, t.is_leaf, dict(t.__dict__)) for t in self.tensors]
+
+    @staticmethod
+    def _kept(leaf: Any, preserve_rng_state: bool) -> Any:
+        if _can_be_saved(leaf):
+            return None
+        if preserve_rng_state and isinstance(leaf, torch.Generator):
+            return GeneratorState(leaf)
+        return leaf
+
+    def save(self) -> None:
+        """From now on autograd has the tensors."""
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
+        _here.saves_inputs = True
+        try:
+            # The result, and not its grad_fn, which does not keep what is saved alive in 2.11.
+            self.saved = _Save.apply(anchor, *self.tensors)  # type: ignore[no-untyped-call]
+        finally:
+            _here.saves_inputs = False
+        self.tensors = []
+
+    def again(self) -> Any:
+        """The arguments, cut off from the history that they had in the first call."""
+        leaves = [
+            leaf.again() if isinstance(leaf, GeneratorState) else leaf for leaf in self.leaves
+        ]
+        saved: tuple[Tensor, ...] = self.saved.grad_fn.saved_tensors
+        for i, tensor, kind in zip(self.where, saved, self.kinds, strict=True):
+            leaves[i] = _cut_off(tensor, *kind)
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _can_be_saved(leaf: Any) -> bool:
+    """Inference tensors cannot be: autograd refuses them. They are kept like any other object."""
+    return isinstance(leaf, Tensor) and not leaf.is_inference()
+
+
+def _cut_off(
+    tensor: Tensor, requires_grad: bool, is_leaf: bool, attributes: dict[str, Any]
+) -> Tensor:
+    if isinstance(tensor, torch.nn.Parameter):  # a replica: it has no history to lose
+        return tensor
+    with torch._C.DisableTorchFunction(), torch.enable_grad():
+        twin = _twin(tensor, attributes)
+        if not requires_grad:
+            return twin
+        if is_leaf:
+            return twin.requires_grad_()
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
+        return _Inner.apply(anchor, (twin,))  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _twin(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
+    """The tensor without history, but of its class and with these attributes."""
+    with torch._C.DisableTorchFunction():
+        twin = tensor.detach()
+        kind = type(tensor)
+        if type(twin) is not kind and kind is not torch.nn.Parameter:
+            twin = twin.as_subclass(kind)
+        for name, value in attributes.items():
+            twin.__dict__.setdefault(name, value)
+        return twin
+
+
 class _Frame:
     """One call of a function, which can be repeated.
 
@@ -79,116 +210,190 @@ class _Frame:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        inputs: Any,
-        preserve_rng_state: bool,
-        early_stop: bool,
-        writes_again: bool,
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], to: Options
     ) -> None:
         self.fn = fn
-        self.early_stop = early_stop
+        self.early_stop = to.stops_early
+        self.checks = to.determinism_check != "none"
         self.lock = threading.RLock()
         self.slots: list[weakref.ref[_Slot]] = []
+        self.copied: set[int] = set()  # the slots whose tensors are written to after they are saved
         self.complete = False  # the forward has run to its end
+        self.first: AbstractContextManager[Any] = nullcontext()
+        self.second: AbstractContextManager[Any] = nullcontext()
+        self.logs: tuple[OpLog, OpLog] | None = None
+        if to.context_fn is not None:
+            self.first, self.second = to.context_fn()
+        if to.debugs:
+            self.logs = OpLog(), OpLog()
 
-        leaves, self.spec = pytree.tree_flatten(inputs)
-        self.where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        tensors = [leaves[i] for i in self.where]
-        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.require_grad = [t.requires_grad for t in tensors]
-        anchor = torch.empty(0, requires_grad=True)
-        # The result, and not its grad_fn, which does not keep what is saved alive in PyTorch 2.11.
-        self.saved = _Save.apply(anchor, *tensors)  # type: ignore[no-untyped-call]
+        self.inputs = _Inputs((args, kwargs), to.preserve_rng_state)
+        tensors = self.inputs.tensors
+        self.inputs.save()
+        self.surroundings = Surroundings(fn, tensors, to.preserve_rng_state, to.writes_again)
 
-        self.surroundings = Surroundings(fn, tensors, preserve_rng_state, writes_again)
-
-    def run(self) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward, its saved tensors replaced by slots."""
-        args, kwargs = self.inputs(detached=False)
         with (
             self.surroundings.watched(),
             torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack),
+            self.logs[0] if self.logs else nullcontext(),
+            self.first,
         ):
             output = self.fn(*args, **kwargs)
-        self.complete = True
+            self.complete = True
+        if not self.complete:
+            raise RuntimeError(
+                f"the first context of context_fn has swallowed an exception of {_name(self.fn)}, "
+                "which therefore has no result: it has to let exceptions pass"
+            )
         return output
+
+    def living(self) -> Iterator[tuple[int, _Slot]]:
+        """The slots that somebody may still ask for."""
+        for i, ref in enumerate(self.slots):
+            if (slot := ref()) is not None:
+                yield i, slot
 
     def pack(self, tensor: Tensor) -> Any:
         if self.surroundings.has_parameter(tensor):
-            return tensor, tensor._version  # alive anyway, but an optimizer may write to it
+            return tensor, _version(tensor)  # alive anyway, but an optimizer may write to it
         slot = _Slot(self, tensor)
         self.slots.append(weakref.ref(slot))
         return slot
 
-    def inputs(self, *, detached: bool) -> Any:
-        leaves = list(self.leaves)
-        saved: tuple[Tensor, ...] = self.saved.grad_fn.saved_tensors
-        for i, tensor, requires_grad in zip(self.where, saved, self.require_grad, strict=True):
-            is_own = isinstance(tensor, torch.nn.Parameter)  # a replica: it has no history to lose
-            if detached and not is_own:
-                tensor = tensor.detach().requires_grad_(requires_grad)
-            leaves[i] = tensor
-        return pytree.tree_unflatten(leaves, self.spec)
-
     def recompute(self) -> None:
-        """Run the function again and fill the slots that are still wanted and empty."""
+        """Run the function again and fill the slots that are still wanted and empty.
+
+        A tensor that a checkpoint within this one has as its input may be written to once it is
+        saved, by that one or after it. The second run shows it; then one more run copies it.
+        """
         with self.lock:
-            empty = [i for i, ref in enumerate(self.slots) if (s := ref()) and s.value is None]
+            empty = [i for i, slot in self.living() if slot.value is None]
             if not empty:
                 return
-            count, known, last = 0, len(self.slots), empty[-1]
-
-            def pack(tensor: Tensor) -> Any:
-                nonlocal count
-                if self.surroundings.has_parameter(tensor):
-                    return tensor
-                if self.early_stop and count > last:
-                    # Not as soon as it is there: it may be saved before it is computed.
-                    raise _Stop(self)
-                held = tensor.detach()
-                if count < known and (slot := self.slots[count]()) is not None:
-                    self.fill(slot, held, count)
-                count += 1
-                return held
-
-            try:
-                with (
-                    self.again() as (args, kwargs),
-                    torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held),
-                ):
-                    self.fn(*args, **kwargs)
-            except _Stop as stop:
-                if stop.frame is not self:
-                    raise
-            if count <= last or (self.complete and not self.early_stop and count != known):
-                raise CheckpointError(
-                    f"the forward of {_name(self.fn)} saved {known} tensors, its recomputation "
-                    f"{count}: it must do the same both times, so it may not depend on anything "
-                    "that changes between them"
-                )
+            while empty:
+                spoiled = _Repetition(self, empty[-1]).run()
+                self.copied |= spoiled
+                for i, slot in self.living():
+                    if i in spoiled:
+                        slot.value = None
+                empty = sorted(spoiled)
             _forget_after_backward(self.slots)
 
     @contextmanager
     def again(self) -> Iterator[Any]:
         """The arguments and the surroundings of the forward, for whoever runs it once more."""
+        # The arguments first: a checkpoint around this one may have to run again for them, and to
+        # wait for another thread that does. This thread must not have the random generators then.
+        inputs = self.inputs.again()
         with self.surroundings.as_before():
-            yield self.inputs(detached=True)
+            yield inputs
 
-    def fill(self, slot: _Slot, tensor: Tensor, index: int) -> None:
-        if _description(tensor) != slot.like:
-            raise CheckpointError(
-                f"saved tensor {index} of {_name(self.fn)} was {slot.like} in the forward and is "
-                f"{_description(tensor)} in the recomputation: it must do the same both times"
+
+class _Repetition:
+    """A second run of a frame's function.
+
+    Args:
+        last: the last slot that is to be filled.
+    """
+
+    def __init__(self, frame: _Frame, last: int) -> None:
+        self.frame = frame
+        self.last = last
+        self.count = 0  # tensors that have been saved
+        self.inputs: list[tuple[int, Tensor, int]] = []  # of checkpoints within, with their version
+        self.differences: list[str] = []
+
+    def run(self) -> set[int]:
+        """Fill the slots. Gives those whose tensors have been written to after they were saved."""
+        frame = self.frame
+        outer, _here.repetition = _repetition(), self
+        try:
+            with (
+                frame.again() as (args, kwargs),
+                torch.autograd.graph.saved_tensors_hooks(self.pack, lambda held: held),
+                frame.logs[1] if frame.logs else nullcontext(),
+                frame.second,
+            ):
+                frame.surroundings.call(frame.fn, *args, **kwargs)
+        except _Stop as stop:
+            if stop.repetition is not self:
+                raise
+        finally:
+            _here.repetition = outer
+        self.check()
+        return {i for i, tensor, version in self.inputs if _version(tensor) != version}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing that comes is needed."""
+        return self.frame.early_stop and self.count > self.last
+
+    def stop_if_done(self) -> None:
+        if self.is_done:
+            raise _Stop(self)
+
+    def pack(self, tensor: Tensor) -> Any:
+        frame, index = self.frame, self.count
+        if frame.surroundings.has_parameter(tensor):
+            return tensor
+        # Not as soon as the last one is there: operators may save it before they compute it.
+        self.stop_if_done()
+        held = _twin(tensor, tensor.__dict__)
+        slot = frame.slots[index]() if index < len(frame.slots) else None
+        if slot is not None and slot.value is None:
+            self.fill(slot, held)
+        self.count += 1
+        if _saves_inputs():  # which are there
+            self.stop_if_done()
+        return held
+
+    def fill(self, slot: _Slot, tensor: Tensor) -> None:
+        looks = _looks(tensor)
+        if self.frame.checks and looks != slot.like:
+            self.differences.append(
+                f"saved tensor {self.count} of {_name(self.frame.fn)} was {_said(slot.like)} in "
+                f"the forward and is {_said(looks)} in the recomputation"
             )
-        if slot.value is None:
-            slot.value = tensor
+            return
+        if _saves_inputs():
+            if self.count in self.frame.copied:
+                with torch.no_grad():
+                    tensor = tensor.clone()
+            self.inputs.append((self.count, tensor, _version(tensor)))
+        slot.value, slot.version = tensor, _version(tensor)
+
+    def check(self) -> None:
+        """Raise if the function has done something else than in the forward."""
+        frame, known = self.frame, len(self.frame.slots)
+        saved_others = frame.complete and not frame.early_stop and self.count != known
+        if self.count <= self.last or saved_others:
+            self.differences.append(
+                f"the forward of {_name(frame.fn)} saved {known} tensors, its recomputation "
+                f"{self.count}"
+            )
+        if self.differences:
+            more = len(self.differences) - 1
+            raise CheckpointError(
+                f"{self.differences[0]}{f' (and {more} more differ)' if more else ''}: it must do "
+                "the same both times, so it may not depend on anything that changes between them"
+                + (f"\n\n{compared(*frame.logs)}" if frame.logs else "")
+            )
+
+
+def _repetition() -> _Repetition | None:
+    return getattr(_here, "repetition", None)
+
+
+def _saves_inputs() -> bool:
+    return getattr(_here, "saves_inputs", False)
 
 
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, tuple):
         parameter, version = packed
-        _check_version(parameter, version)
+        _check_version(parameter, version, "a parameter")
         return parameter  # type: ignore[no-any-return]
     slot: _Slot = packed
     with slot.frame.lock:
@@ -196,20 +401,33 @@ def _unpack(packed: Any) -> Tensor:
             slot.frame.recompute()
         tensor, slot.value = slot.value, None  # asked for again (retain_graph), it is made again
     assert tensor is not None
+    _check_version(tensor, slot.version, f"a tensor ({_said(slot.like)})")
     return tensor
 
 
-def _check_version(parameter: Tensor, version: int) -> None:
-    if parameter._version != version:
+def _version(tensor: Tensor) -> int:
+    """How often it has been written to. Inference tensors do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _check_version(tensor: Tensor, version: int, what: str) -> None:
+    if _version(tensor) != version:
         raise RuntimeError(
-            "a parameter needed for the backward of a checkpointed function has been modified by "
-            f"an inplace operation: it is at version {parameter._version}, and version {version} "
-            "was expected"
+            f"{what} needed for the backward of a checkpointed function has been modified by an "
+            f"inplace operation: it is at version {_version(tensor)}, and version {version} was "
+            "expected"
         )
 
 
-def _description(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+def _looks(tensor: Tensor) -> tuple[Any, ...]:
+    """What must be the same in both runs."""
+    with torch._C.DisableTorchFunction():
+        return tensor.dtype, tensor.shape, tensor.device
+
+
+def _said(looks: tuple[Any, ...]) -> str:
+    dtype, shape, device = looks
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -220,7 +438,7 @@ def _name(fn: Callable[..., Any]) -> str:
 def _forget_after_backward(slots: list[weakref.ref[_Slot]]) -> None:
     """Empty the slots that a backward for a part of the graph has not asked for, at its end."""
     # The engine has no public notion of "at the end of this backward"; FSDP uses the same call.
-    if torch._C._current_graph_task_id() == -1:
+    if torch._C._current_graph_task_id() == -1 or _in_a_group():
         return
 
     def forget() -> None:
@@ -229,6 +447,13 @@ def _forget_after_backward(slots: list[weakref.ref[_Slot]]) -> None:
                 slot.value = None
 
     torch.autograd.Variable._execution_engine.queue_callback(forget)
+
+
+def _in_a_group() -> bool:
+    """Whether backwards for other parts follow, and share the second run with this one: within
+    ``torch.utils.checkpoint.GraphExecGroup``, which PyTorch 2.11 may not have."""
+    group = getattr(torch._C, "_get_graph_exec_group", None)
+    return group is not None and group() is not None
 
 
 class Handle:
@@ -258,51 +483,74 @@ class Handle:
 
 
 def checkpointed(
-    fn: Callable[..., Any],
-    *args: Any,
-    preserve_rng_state: bool = True,
-    early_stop: bool = True,
-    writes_again: bool = False,
-    **kwargs: Any,
+    fn: Callable[..., Any], /, *args: Any, options: Options | None = None, **kwargs: Any
 ) -> tuple[Any, Handle | None]:
-    """:func:`checkpoint`, and the handle for :func:`recompute` (None where gradients are off)."""
-    if not torch.is_grad_enabled():
+    """:func:`checkpoint`, and the handle for :func:`recompute` (None for a plain call)."""
+    around = _repetition()
+    if around is not None:
+        around.stop_if_done()
+    is_plain = not torch.is_grad_enabled() or transforms() or is_forward_mode()
+    if is_plain or is_traced((*args, *kwargs.values())):
         return fn(*args, **kwargs), None
-    frame = _Frame(fn, (args, kwargs), preserve_rng_state, early_stop, writes_again)
-    return frame.run(), Handle(frame)
+    frame = _Frame(fn, args, kwargs, options or Options())
+    return frame.run(args, kwargs), Handle(frame)
 
 
 def checkpoint(
     fn: Callable[..., Any],
+    /,
     *args: Any,
     preserve_rng_state: bool = True,
     early_stop: bool = True,
+    context_fn: Callable[[], Contexts] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
     writes_again: bool = False,
     **kwargs: Any,
 ) -> Any:
     """``fn(*args, **kwargs)``, its activations not kept but computed again in the backward.
 
+    The second run has the first one's autocast state, default device, torch function modes and
+    context variables. Buffers that the function's module writes to (batch norm) are written to
+    once, unless ``writes_again`` is set. Where gradients are off this is a plain call. It is one,
+    too, within a transform of ``torch.func`` and in forward-mode differentiation, which cannot be
+    entered again when they have ended. ``torch.compile`` takes this function for
+    ``torch.utils.checkpoint``, which it knows.
+
     Args:
-        preserve_rng_state: the second run sees the random numbers of the first.
+        preserve_rng_state: the second run sees the random numbers of the first, those of generators
+            among the arguments too.
         early_stop: the second run ends as soon as the last tensor that is needed is there.
+        context_fn: gives two contexts, for the first and for the second run. So
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` keeps what some
+            operators compute.
+        determinism_check: ``"default"`` compares dtype, shape and device of what is saved both
+            times, ``"none"`` only its number.
+        debug: a :class:`CheckpointError` shows the operators of both runs.
         writes_again: the second run writes to the buffers of the function's module as the first
             did, so that a batch norm counts a batch twice: ``torch.utils.checkpoint`` does this.
 
-    The second run also has the first one's autocast state, and buffers that the function's module
-    writes to (batch norm) are written to once, unless ``writes_again`` is set. Where gradients are
-    off this is a plain call.
-
     Raises:
         CheckpointError: in the backward, if the second run saves other tensors than the first.
+        ValueError: for another ``determinism_check``.
     """
-    return checkpointed(
-        fn,
-        *args,
-        preserve_rng_state=preserve_rng_state,
-        early_stop=early_stop,
-        writes_again=writes_again,
-        **kwargs,
-    )[0]
+    if torch.compiler.is_dynamo_compiling():
+        contexts = {} if context_fn is None else {"context_fn": context_fn}
+        return pytorch.checkpoint(
+            fn,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            early_stop=early_stop,
+            determinism_check=determinism_check,
+            debug=debug,
+            **contexts,
+            **kwargs,
+        )
+    options = Options(
+        preserve_rng_state, early_stop, context_fn, determinism_check, debug, writes_again
+    )
+    return checkpointed(fn, *args, options=options, **kwargs)[0]
 
 
 class _Recompute(torch.autograd.Function):

@@ -84,6 +84,20 @@ class RandomState:
             yield
 
 
+class GeneratorState:
+    """What a generator is going to draw."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.device = generator.device
+        self.state = generator.get_state()
+
+    def again(self) -> torch.Generator:
+        """A generator that draws the same."""
+        generator = torch.Generator(self.device)
+        generator.set_state(self.state)
+        return generator
+
+
 @contextmanager
 def borrowed(devices: Iterable[torch.device]) -> Iterator[RandomState]:
     """The default generators of the CPU and these devices are nobody else's meanwhile, and as they

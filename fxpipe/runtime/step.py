@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.hooks import all_are_watched
-from fxpipe.runtime.checkpoint import Handle, checkpointed
+from fxpipe.runtime.checkpoint import Handle, Options, checkpointed
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.penalty import Penalty, homes_of, leaves_of, penalties
@@ -173,7 +173,8 @@ def forward(
 
     def run_checkpointed(*args: Any) -> tuple[Any, ...]:
         with _recorded_by(None):  # its graph may never be gone through
-            own, tape.handle = checkpointed(stage.forward, *args, preserve_rng_state=False)
+            seeded = Options(preserve_rng_state=False)  # what draws is given a seed
+            own, tape.handle = checkpointed(stage.forward, *args, options=seeded)
         return results(own, args)
 
     tape.repeat = run if checkpoint else None

@@ -4,6 +4,8 @@
 
     first call                          between                     second call
     grad mode, autocast                 others                      the first call's
+    default device, function modes      others                      the first call's
+    context variables                   set by others               the first call's
     random numbers                      drawn by others             the same again
     the module's tensors                exchanged, or lent back     those of the first call
     what the module writes to           written to                  copies, as before the first call
@@ -14,15 +16,18 @@ batch once.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
+from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.random import RandomState
 from fxpipe.runtime.writes import Writes, same_values
@@ -47,10 +52,12 @@ class Surroundings:
     ) -> None:
         # Casts of parameters that were kept in the second call would outlive its autocast.
         self._ambient = replace(Ambient.here(), autocast_cache=False)
+        self._asks_subclasses = torch._C._is_torch_function_enabled()
+        self._context = copy_context()
         module = module_of(fn)
         self._tensors = _Tensors(module)
         parameters = self._tensors.parameters
-        self._memories = {p.untyped_storage()._cdata for p in parameters}
+        self._memories = {memory_of(p) for p in parameters}
         devices = {t.device for t in (*tensors, *parameters)}
         self._random = RandomState(devices) if preserve_rng_state else None
         self._written = _WrittenState(None if writes_again else module)
@@ -69,14 +76,18 @@ class Surroundings:
             self._written.as_before(),
             self._random.restored() if self._random else nullcontext(),
             self._ambient.applied(),
+            # A subclass's backward may have switched off that its functions are asked.
+            torch._C._EnableTorchFunction() if self._asks_subclasses else nullcontext(),
         ):
             yield
 
+    def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function with the context variables of the first call. What it sets is dropped."""
+        return self._context.copy().run(fn, *args, **kwargs)
+
     def has_parameter(self, tensor: Tensor) -> bool:
         """Whether it is one of the module's parameters, or a view of one."""
-        if tensor.layout != torch.strided:
-            return False
-        memory = tensor.untyped_storage()._cdata
+        memory = memory_of(tensor)
         return memory in self._memories or memory in self._written.standing_in
 
 
@@ -117,9 +128,8 @@ class _WrittenState:
     remembered by their names.
     """
 
-    _known: ClassVar[weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, ...], _Written]]] = (
-        weakref.WeakKeyDictionary()
-    )
+    # By identity: a module may define equality, and have no hash then.
+    _known: ClassVar[Any] = WeakIdKeyDictionary()
 
     def __init__(self, module: nn.Module | None) -> None:
         self.module = module
@@ -132,8 +142,8 @@ class _WrittenState:
         known = self._known.setdefault(self.module, {}).get(self.mode)
         self.learning = known is None
         if known is None:
-            names = [name for name, _ in self.module.named_buffers(remove_duplicate=False)]
-            known = _Written(names, [])
+            buffers = self.module.named_buffers(remove_duplicate=False)
+            known = _Written([name for name, buffer in buffers if not is_lazy(buffer)], [])
         self.buffers = {n: self.module.get_buffer(n).detach().clone() for n in known.buffers}
         self.parameters = {
             n: self.module.get_parameter(n).detach().clone() for n in known.parameters
@@ -149,11 +159,14 @@ class _WrittenState:
         def save(name: str, parameter: Tensor) -> None:
             self.parameters[name] = parameter.detach().clone()
 
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        was_lazy = any(is_lazy(tensor) for tensor in tensors)
         with Writes(dict(self.module.named_parameters()), save):
             yield
         now = self.module.get_buffer
         self.buffers = {n: old for n, old in self.buffers.items() if not same_values(now(n), old)}
-        self._known[self.module][self.mode] = _Written([*self.buffers], [*self.parameters])
+        if not was_lazy:  # the buffers that have been made meanwhile are not known
+            self._known[self.module][self.mode] = _Written([*self.buffers], [*self.parameters])
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
@@ -170,7 +183,7 @@ class _WrittenState:
                 home[key] = old.clone()
             for parameter, old in parameters:
                 parameter.data = old.clone()
-            self.standing_in = {p.untyped_storage()._cdata for p, _ in parameters}
+            self.standing_in = {memory_of(p) for p, _ in parameters}
             yield
         finally:
             self.standing_in = set()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.ir.tensors import memory_of
+
 Key = TypeVar("Key")
 
 
@@ -25,11 +27,7 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.on_write = on_write
-        self.unwritten = {
-            tensor.untyped_storage()._cdata: (key, tensor)
-            for key, tensor in tensors.items()
-            if tensor.layout == torch.strided
-        }
+        self.unwritten = {memory_of(tensor): (key, tensor) for key, tensor in tensors.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)
@@ -42,8 +40,8 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _notice(self, value: Any) -> None:
-        if isinstance(value, Tensor) and value.layout == torch.strided:
-            found = self.unwritten.pop(value.untyped_storage()._cdata, None)
+        if isinstance(value, Tensor):
+            found = self.unwritten.pop(memory_of(value), None)
             if found is not None:
                 self.on_write(*found)
 

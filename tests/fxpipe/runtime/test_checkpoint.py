@@ -251,6 +251,79 @@ def test_a_handle_keeps_nothing_alive():
     handle.recompute()  # there is nothing to do
 
 
+def test_the_forward_computes_with_its_inputs_and_not_with_what_is_packed_of_them():
+    """Hooks around it may pack to fewer bits: that concerns the backward only."""
+    x = torch.randn(100, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
+    with hooks:
+        y = checkpoint(torch.sin, x)
+    assert same(y, x.sin())
+    assert same(grads(y.sum(), x)[0], x.bfloat16().float().cos())
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+def test_a_nested_call_runs_once_in_the_forward_and_once_more(depth):
+    count = [0]
+
+    def nested(level):
+        def run(x):
+            count[0] += 1
+            return x.sin() if level == 0 else checkpoint(nested(level - 1), x)
+
+        return run
+
+    out = nested(depth)(torch.ones(2, requires_grad=True))
+    assert count[0] == depth + 1
+    out.sum().backward()
+    # The outermost is not checkpointed. All others but the innermost run again for its input only.
+    assert count[0] == 2 * depth + 1
+
+
+def test_a_nested_call_that_saves_nothing_of_its_inputs_is_not_made_in_the_second_run():
+    count = [0]
+
+    def inner():
+        count[0] += 1
+        return torch.ones(2)
+
+    def outer(x):
+        y = torch.tanh(x).exp()
+        return y + checkpoint(inner)
+
+    checkpoint(outer, torch.ones(2, requires_grad=True)).sum().backward()
+    assert count == [1], "by then all is there that the outer function has saved"
+
+
+@pytest.mark.parametrize("after", [lambda y: y, lambda y: y.sin().exp()])
+def test_a_nested_call_may_write_to_its_input(after):
+    """Also where more is saved after it, so that the second run goes on beyond the write."""
+
+    def inner(h):
+        return (h.mul_(3) * 2).sin()
+
+    def outer(x):
+        return after(checkpoint(inner, x * 1))
+
+    x = torch.tensor([0.1, 0.2], requires_grad=True)
+    expected = after((x * 6).sin())
+    y = checkpoint(outer, x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(grads(y.sum(), x), grads(expected.sum(), x))
+
+
+def test_what_is_saved_and_then_written_to_is_noticed_as_without_checkpoint():
+    def fn(x):
+        y = x * 1
+        z = y.sin()
+        y.add_(1)
+        return z.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    for call in fn, lambda x: checkpoint(fn, x, early_stop=False):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            call(x).sum().backward()
+
+
 def test_what_an_operator_saves_before_it_computes_it_is_waited_for():
     x = torch.randn(2000, requires_grad=True)
     torch.manual_seed(0)

@@ -1,0 +1,67 @@
+"""The operators that a function runs, to be shown when it does not run the same ones twice."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.ir.source import is_of_a_model
+
+
+class OpLog(TorchDispatchMode):
+    """Writes down each operator that runs within, and the model's line that calls it.
+
+    It starts anew each time it is entered.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, str]] = []  # the operator with its arguments, and the line
+
+    def __enter__(self) -> OpLog:
+        self.calls = []
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # the second run detaches all that is saved
+            return func(*args, **(kwargs or {}))
+        given = ", ".join(_shown(leaf) for leaf in pytree.tree_leaves((args, kwargs or {})))
+        self.calls.append((f"{func}({given})", _line()))
+        return func(*args, **(kwargs or {}))
+
+
+def compared(first: OpLog, second: OpLog) -> str:
+    """What both have written down, one after the other. The first difference has an arrow."""
+    pairs = zip(first.calls, second.calls, strict=False)
+    same = next(
+        (i for i, (one, other) in enumerate(pairs) if one[0] != other[0]),
+        min(len(first.calls), len(second.calls)),
+    )
+    lines = []
+    for title, log in (("in the forward", first), ("in the recomputation", second)):
+        lines.append(f"operators {title}:")
+        for i, (call, line) in enumerate(log.calls):
+            lines.append(f"{'->' if i == same else '  '} {call}    # {line}")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return repr(value)
+
+
+def _line() -> str:
+    """The innermost line of code that may be a model's."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_of_a_model(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "somewhere" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
