@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir.graph import attribute
+from fxpipe.runtime.regions import regions_in
 
 
 def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
@@ -46,7 +47,9 @@ def bindings(
     gm: fx.GraphModule, model: nn.Module, device: torch.device | None = None
 ) -> list[Binding]:
     """Of all tensors that a graph has of a model. ``device``: of the stage that the graph is."""
-    found = []
+    found: list[Binding] = []
+    for _, _, region in regions_in(gm):
+        found += bindings(region.body, model, device)
     for node in gm.graph.find_nodes(op="get_attr"):
         path, _, name = str(node.target).rpartition(".")
         try:

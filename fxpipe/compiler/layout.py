@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.graph import STAGE, attribute, stage_nodes
+from fxpipe.runtime.regions import WITHIN
 from passes import Partition
 from passes.partition.automatic import cut_around
 from passes.partition.problem import order_of_sums, reads_before_writes, together
@@ -100,7 +101,8 @@ def _held(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
     """The paths of the parameters that a node uses, but for those that others give it."""
     if node.op == "call_module":
         for name, _ in gm.get_submodule(str(node.target)).named_parameters():
-            yield f"{node.target}.{name}"
+            path = f"{node.target}.{name}"
+            yield path.rpartition(WITHIN)[2]  # in the model, whatever region has it
     for source in node.all_input_nodes:
         path = str(source.target)
         if source.op != "get_attr":
@@ -113,7 +115,7 @@ def _held(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
             assert isinstance(given, Mapping)
             for name, _ in value.named_parameters():
                 if name not in given:
-                    yield f"{path}.{name}"
+                    yield f"{path}.{name}".rpartition(WITHIN)[2]
 
 
 def _is_cut(labels: Mapping[fx.Node, int], stages: int) -> bool:

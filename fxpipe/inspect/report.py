@@ -15,6 +15,7 @@ from torch import fx
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
+from fxpipe.runtime.regions import regions_in
 from fxpipe.schedule import Timeline
 from passes.common.skips import SkipLayout
 from passes.partition.problem import together
@@ -103,6 +104,9 @@ class Report:
             lines.append(optimality(self.model_graph.meta[GAP]))
         lines += [f"skip {hop}" for hop in self.layout.skips]
         lines += [f"brought {hop}" for hop in self.layout.brought]
+        lines += [
+            f"the model's own checkpoint {path}" for path in _own_checkpoints(self.model_graph)
+        ]
         lines += [f"advice: {line}" for line in self._advice]
         return lines
 
@@ -129,6 +133,20 @@ class Report:
             console.print(line, soft_wrap=True, highlight=False)
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return text
+
+
+def _own_checkpoints(gm: fx.GraphModule) -> list[str]:
+    """The nodes that run a part of the model under the model's own checkpoint, with the stages that
+    they are in."""
+    targets = {path for path, _, _ in regions_in(gm)}
+    found = []
+    for node in stage_nodes(gm.graph):
+        modules = (n for n in (node, *node.all_input_nodes) if n.op in ("call_module", "get_attr"))
+        # A call may be of a region that an input gives (pass "shared"); an input is no call.
+        own = (n for n in modules if n is node or n.op == "get_attr")
+        if not targets.isdisjoint(str(n.target) for n in own):
+            found.append(f"{node.name} (stage {node.meta[STAGE]})")
+    return found
 
 
 def advice(gm: fx.GraphModule, times: Sequence[float]) -> list[str]:

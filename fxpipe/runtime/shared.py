@@ -56,7 +56,7 @@ def call(module: nn.Module, values: Mapping[str, Tensor], *args: Any, **kwargs: 
 def _replica(module: nn.Module | None) -> nn.Module:
     """A module of the same parts. Buffers stay common: what one stores, the other sees."""
     assert module is not None
-    replica = module.__new__(type(module))
+    replica: nn.Module = object.__new__(type(module))  # a graph module's own would make a class
     replica.__dict__.update(module.__dict__)
     for part in ("_parameters", "_modules", "_flat_weights"):  # the last one: recurrent modules
         if part in replica.__dict__:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -208,6 +209,8 @@ def _owner(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]
 
 
 def module_of(fn: Callable[..., Any]) -> nn.Module | None:
-    """The module that is called, or whose method is."""
+    """The module that is called, or whose method is, be it with some arguments given already."""
+    while isinstance(fn, partial):
+        fn = fn.func
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, nn.Module) else None

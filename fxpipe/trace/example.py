@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.runtime.microbatch import first_rows
+from fxpipe.trace import checkpoints
 from fxpipe.trace.isolation import (
     Args,
     Kwargs,
@@ -207,7 +208,12 @@ class Example:
             parameters_put_back(self.model) if watched else nullcontext({})
         )
         mode = _with_gradients() if recorded or backward else torch.no_grad()
-        with untouched(self.model), watch as written, mode:
+        with (
+            untouched(self.model),
+            watch as written,
+            mode,
+            checkpoints.with_any_backward(),
+        ):
             # Cloned, since an output may be a buffer, and buffers are about to be restored.
             results, structure = Structure.of(self.call(clones, traced))
             output = structure.fill(

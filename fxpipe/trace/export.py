@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fxpipe import skip
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
-from fxpipe.trace import whole
+from fxpipe.trace import checkpoints, whole
 from fxpipe.trace.errors import Refused, at
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
@@ -64,7 +64,10 @@ def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
         while True:
             try:
                 calls = whole.seen(paths, _runs(example)) if paths else {}
-                with whole.kept_whole(paths, calls):
+                with (
+                    whole.kept_whole(paths, calls),
+                    checkpoints.noted(checkpoints.graph_of_export) as checkpointed,
+                ):
                     program = torch.export.export(
                         _OnTensors(example, structures.append),
                         tuple(tensor.clone() for tensor in tensors),
@@ -73,6 +76,7 @@ def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
                     )
                 exported = program.module(check_guards=False)
                 graph_module = _on_the_model(exported, example, calls)
+                checkpoints.enclose(graph_module, checkpointed)
                 traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
                 unknown = _size_by_value(graph_module, example.model)
                 if unknown is not None:

@@ -13,6 +13,7 @@ that compile take turns, by :data:`LOCK`.
     Distribution._validate_args         eased             checks of values, which fakes have not
     autograd.grad, autograd.backward    eased             a backward inside of a forward
     Tensor.data                         data_used         export loses sight of it
+    utils.checkpoint, fxpipe.checkpoint noted             a checkpoint of the model's is one node
     ShapeEnv.create_unbacked_sym...     values_read       who reads a number from a tensor
     logging.Logger.handle, sys.stderr   quiet, silent     what PyTorch prints of attempts that fail
 """

@@ -22,6 +22,7 @@ from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.ir.structure import Structure
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.trace import checkpoints
 from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.isolation import buffers_kept, untouched
@@ -36,6 +37,7 @@ def front_end(example: Example) -> Traced:
         untouched(model) as drew_random_numbers,
         functions_handled(_as_a_node),
         skip.tracking(model),
+        checkpoints.noted(lambda: tracer.graph) as calls,
     ):
         graph = tracer.trace(model)
         graph.output_node().type = None  # it is that of the tracer's own function, not the model's
@@ -44,6 +46,7 @@ def front_end(example: Example) -> Traced:
                 "it draws random numbers that do not depend on its inputs: fx freezes them"
             )
         graph_module = fx.GraphModule(model, graph, type(model).__name__)
+        checkpoints.enclose(graph_module, calls)
     return Traced(graph_module, "symbolic", example.binder(), tracer.rebuild)
 
 

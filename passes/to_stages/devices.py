@@ -19,6 +19,7 @@ from torch import fx
 from torch._higher_order_ops.wrap import wrap_with_autocast
 
 from fxpipe.ir.graph import VALUE, attribute
+from fxpipe.runtime.regions import regions_in, with_body
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Devices:
                     node.args, node.kwargs = args, kwargs
             if node.op == "get_attr" and self._move_inner(stage, str(node.target), device):
                 moved.append(device)
+        for path, module, region in list(regions_in(stage)):
+            body = fx.GraphModule(region.body, copy.deepcopy(region.body.graph))
+            if self._move(body, device):
+                moved.append(device)
+                stage.add_submodule(path, with_body(module, body))
         if moved:
             stage.recompile()
         return bool(moved)

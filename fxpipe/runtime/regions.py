@@ -1,0 +1,116 @@
+"""A part of a model that the model checkpoints itself, as one module.
+
+::
+
+    model                                          model graph
+    y = checkpoint(self.block, x)                  y = checkpoint_0(x)
+                                                         │
+                                                         body: the graph of self.block
+
+The body is run under :func:`fxpipe.runtime.checkpoint.checkpoint`, and so saves no more than the
+model does: what it is given. PyTorch's function cannot be used here, since it sets the random state
+of the whole process while other lanes may draw random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.runtime.checkpoint import checkpoint
+from fxpipe.runtime.random import Seeded
+
+WITHIN = ".body."
+"""What the path of a parameter in a region has ahead of its path in the model."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model asks for a checkpoint.
+
+    Args:
+        preserve_rng_state: the second run sees the random numbers of the first.
+        early_stop: the second run ends as soon as the last tensor that is needed is there.
+        reentrant: as ``use_reentrant=True`` has it, nothing gets a gradient unless one of the
+            tensors among the arguments requires one.
+        writes_again: the second run writes to buffers as the first did.
+    """
+
+    preserve_rng_state: bool = True
+    early_stop: bool = True
+    reentrant: bool = False
+    writes_again: bool = True
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, checkpointed."""
+        if self.reentrant and not any(isinstance(t, Tensor) and t.requires_grad for t in args):
+            with torch.no_grad():
+                return function(*args)
+        return checkpoint(
+            function,
+            *args,
+            preserve_rng_state=self.preserve_rng_state,
+            early_stop=self.early_stop,
+            writes_again=self.writes_again,
+        )
+
+
+class Region(nn.Module):
+    """The body of a checkpoint in a model, which is called with all values that it needs.
+
+    Args:
+        body: a graph, with the parameters and modules of the model that it uses, by their paths in
+            the model.
+        settings: what the model has asked for.
+        given: the places, among the inputs, of those that the model has given to its checkpoint.
+            What the function takes from around it is an input here too, and is not saved but kept.
+    """
+
+    def __init__(self, body: fx.GraphModule, settings: Settings, given: tuple[int, ...]) -> None:
+        super().__init__()
+        self.body, self.settings, self.given = body, settings, given
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the body gives, recomputed for its backward."""
+        given = [inputs[i] for i in self.given]
+        others = {i: value for i, value in enumerate(inputs) if i not in self.given}
+        return self.settings.run(partial(self._run, others), *given)
+
+    def _run(self, others: dict[int, Any], *given: Any) -> Any:
+        inputs = {**others, **dict(zip(self.given, given, strict=True))}
+        # Its forward alone: called as a module, a graph prints what goes wrong to stderr.
+        return self.body.forward(*(inputs[i] for i in range(len(inputs))))
+
+    def of(self, body: fx.GraphModule) -> Region:
+        """The same checkpoint of another body."""
+        return Region(body, self.settings, self.given)
+
+
+def region_of(module: nn.Module) -> Region | None:
+    """The region that a node calls, be it with a seed of its own; None if it is another module."""
+    function = module.function if isinstance(module, Seeded) else module
+    return function if isinstance(function, Region) else None
+
+
+def with_body(module: nn.Module, body: fx.GraphModule) -> nn.Module:
+    """The region that a node calls, with another body."""
+    region = region_of(module)
+    assert region is not None
+    return Seeded(region.of(body), module.index) if isinstance(module, Seeded) else region.of(body)
+
+
+def regions_in(gm: fx.GraphModule) -> Iterator[tuple[str, nn.Module, Region]]:
+    """The targets of nodes that call regions, or that get them to be called with other parameters;
+    what they are, and the regions."""
+    for node in gm.graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            module = attrgetter(str(node.target))(gm)
+            region = region_of(module) if isinstance(module, nn.Module) else None
+            if region is not None:
+                yield str(node.target), module, region
