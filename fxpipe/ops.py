@@ -9,7 +9,7 @@ gradient.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, fx, nn
@@ -35,20 +35,23 @@ R = TypeVar("R")
 
 
 def _op(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a call with a proxy anywhere among its arguments become a node of the proxy's graph."""
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for leaf in pytree.tree_leaves((args, kwargs)) if _tracing(args) else ():
-            if isinstance(leaf, fx.Proxy):
-                proxy: Any = leaf.tracer.create_proxy("call_function", call, args, kwargs)
-                return proxy  # type: ignore[no-any-return]
+        if _may_hold_proxies(args) or (kwargs and _may_hold_proxies(kwargs.values())):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, fx.Proxy):
+                    proxy: Any = leaf.tracer.create_proxy("call_function", call, args, kwargs)
+                    return proxy  # type: ignore[no-any-return]
         return function(*args, **kwargs)
 
     return call
 
 
-def _tracing(args: tuple[Any, ...]) -> bool:
-    """Whether a proxy is among the values; a look at the top suffices when it is not."""
-    return any(isinstance(a, fx.Proxy | tuple | list | dict) for a in args)
+def _may_hold_proxies(values: Iterable[Any]) -> bool:
+    """Whether it is worth the time to look for proxies within the values."""
+    return any(isinstance(value, fx.Proxy | tuple | list | dict) for value in values)
 
 
 @_op
