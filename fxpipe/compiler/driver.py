@@ -89,7 +89,9 @@ class Compiler:
         with self._lock:
             mode, values = self._found(args, kwargs)
             mode.refresh()
-            return mode, values, mode.chunks or self.options.chunks_for(mode.batch_of(values))
+            refused = mode.traced.refused_sizes
+            chunks = mode.chunks or self.options.chunks_for(mode.batch_of(values), refused)
+            return mode, values, chunks
 
     def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
         """The pipeline graph of so many micro-batches."""
@@ -285,6 +287,7 @@ class Compiler:
     ) -> ToStages:
         """What the passes from the model graph to the stage graph are made from."""
         options, values = self.options, traced.bind(*inputs)
+        several = options.chunks_for(batch_size(values, dims), traced.refused_sizes)
         repeated = functools.partial(self._repeated, inputs, dims)
 
         def output(gm: fx.GraphModule) -> list[Dims]:
@@ -301,7 +304,7 @@ class Compiler:
                 self.forget,  # parameters will move: what has been compiled is of no use
             ),
             outputs=OutputDims(output),
-            chunks=1 if chunks else options.chunks_for(batch_size(values, dims)),
+            chunks=1 if chunks else several,
             chunks_asked_for=options.chunks,
             traced_chunks=chunks,
             costs="analytic" if self.layout.labels else options.costs,  # it has been cut

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,9 +128,11 @@ class Options:
         """Micro-batches of a batch that is large enough."""
         return microbatches_of(self.schedule, self.chunks, len(self.devices))
 
-    def chunks_for(self, batch: int | None) -> int:
-        """Micro-batches for a batch of that size: none is empty."""
-        return max(1, min(self._chunks, 1 if batch is None else batch))
+    def chunks_for(self, batch: int | None, refused: Collection[int] = ()) -> int:
+        """Micro-batches for a batch of that size: as many as are wanted, or as few less as leave
+        none empty, and none of a size that the model refuses."""
+        most = min(self._chunks, 1 if batch is None else batch)
+        return next((n for n in range(most, 1, -1) if (batch or 0) // n not in refused), 1)
 
     def even_chunks_for(self, batch: int) -> int:
         """As many, or as few less as make micro-batches that are all of one size."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +37,7 @@ class Report:
         was_chosen: the number of micro-batches was not the user's.
         step: the predicted training step for a number of micro-batches; None if it cannot run.
         rows_given: of the mini-batch; None if that is not known.
+        refused_sizes: of micro-batches, which the model does not take.
     """
 
     model_graph: fx.GraphModule
@@ -48,6 +49,7 @@ class Report:
     placement: Sequence[int]
     step: Callable[[int], Timeline | None]
     rows_given: int | None = None
+    refused_sizes: Collection[int] = ()
 
     columns = (
         *("stage", "device", "time", "share", "idle"),
@@ -100,6 +102,12 @@ class Report:
             said = f"bubble {self.timeline.bubble:.0%} of all lanes' time (predicted, "
             said += f"{self.timeline.name})"
         lines = [f"{self.chunks} micro-batches{chosen}, {said}"]
+        if self.refused_sizes:
+            rows = " or ".join(map(str, sorted(self.refused_sizes)))
+            lines.append(
+                f"the model takes no micro-batch of {rows} row{'s' * (rows != '1')}: a batch that "
+                "would have such is cut into fewer"
+            )
         if GAP in self.model_graph.meta:
             lines.append(optimality(self.model_graph.meta[GAP]))
         lines += [f"skip {hop}" for hop in self.layout.skips]
@@ -110,10 +118,17 @@ class Report:
         lines += [f"advice: {line}" for line in self._advice]
         return lines
 
+    def _more_chunks(self, wanted: int) -> int:
+        """So many micro-batches, or as many as the rows of the mini-batch allow."""
+        if self.rows_given is None:
+            return wanted
+        counts = range(min(wanted, self.rows_given), 1, -1)
+        return next((n for n in counts if self.rows_given // n not in self.refused_sizes), 1)
+
     @property
     def _advice(self) -> list[str]:
         times = [cost.seconds for cost in self.costs]
-        more = min(USUAL * len(times), self.rows_given or USUAL * len(times))
+        more = self._more_chunks(USUAL * len(times))
         then = self.step(more) if more > self.chunks else None
         found = advice(self.model_graph, times)
         if then is not None and self.timeline is not None:

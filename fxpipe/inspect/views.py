@@ -132,7 +132,8 @@ class Views:
 
     @property
     def chunks(self) -> int:
-        """The number of micro-batches of the last call."""
+        """The number of micro-batches of the last call: fewer than asked for where the batch is
+        small, or where the model does not take micro-batches as small as they would be."""
         return self._last()[1]
 
     def draw(
@@ -232,14 +233,16 @@ class Views:
         return story.chains
 
     def _report(self) -> Report:
-        example = self._last()[0].example
+        mode, chunks = self._last()
+        example = mode.example
         return Report(
             self.model_graph,
             self._options.names,
             [stage.cost for stage in self.stages],
             self.skip_layout,
-            self.chunks,
+            chunks,
             was_chosen=self._options.chooses_chunks,
+            refused_sizes=mode.traced.refused_sizes,
             placement=self._options.placement,
             step=self._predicted,
             rows_given=None if example is None else example.batch,

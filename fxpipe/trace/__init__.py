@@ -128,6 +128,7 @@ def _trace(
             warning = traced.warning
             if references:
                 traced = _checked(example, references, traced)
+                traced.refused_sizes = checks.refused_sizes(example, references)
             return traced
         except Exception as error:  # a front end runs the model's code: anything may come out
             reasons.append(f"  {name}: {sentence(error)}{warning}")

@@ -31,11 +31,12 @@ class Reference:
     tensors: list[Tensor]
     result: Result
     where: str
+    rows: int | None  # None: those of the example
 
 
 def references(example: Example) -> list[Reference]:
-    """The model's own runs: on all rows of the example and one more, and on one row (or half, if
-    it does not take one), this with a history for its gradients.
+    """The model's own runs: on all rows of the example and one more, and on the fewest rows that it
+    takes of :func:`_few_rows`, this with a history for its gradients.
 
     Micro-batches are smaller than the example, later batches may be larger: a size that got fixed
     shows at either. The example itself is run where the model does not take one row more; what the
@@ -47,12 +48,28 @@ def references(example: Example) -> list[Reference]:
     first = found[0].result
     if first.written:
         _refuse_what_is_done_once(example)
-    for size in sorted({1, (batch or 0) // 2} - {0, batch}) if batch is not None else ():
+    for size in _few_rows(batch):
         if smaller := _at_size(example, size, recorded=True, watched=bool(first.written)):
             return [*found, *smaller]
     with suppress(Exception):  # it may run without gradients only
         return [*found, _on_the_example(example, recorded=True)]
     return found
+
+
+def _few_rows(batch: int | None) -> list[int]:
+    """Batch sizes below that of the example, to try which of them a model takes: one row; two where
+    rows are normalised by each other; the size of a small group; or half."""
+    return sorted(size for size in {1, 2, 3, 4, (batch or 0) // 2} if 0 < size < (batch or 0))
+
+
+def refused_sizes(example: Example, references: list[Reference]) -> frozenset[int]:
+    """The batch sizes at which the model has raised an error, and which are too small therefore.
+
+    None for a model that takes the example's batch size and no other.
+    """
+    accepted = {reference.rows for reference in references if reference.rows is not None}
+    tried = _few_rows(example.batch)
+    return frozenset(size for size in tried if accepted and size < min(accepted))
 
 
 def _on_the_example(example: Example, *, recorded: bool = False) -> Reference:
@@ -62,7 +79,7 @@ def _on_the_example(example: Example, *, recorded: bool = False) -> Reference:
         if recorded:
             raise
         return _on_the_example(example, recorded=True)  # it may run with gradients only
-    return Reference(example.tensors, result, ON_THE_EXAMPLE)
+    return Reference(example.tensors, result, ON_THE_EXAMPLE, None)
 
 
 def _at_size(
@@ -74,7 +91,7 @@ def _at_size(
         # With gradients a model may do what it did not do in the first run.
         with suppress(Exception):
             result = example.run(tensors, recorded=history, watched=watched or history)
-            return [Reference(tensors, result, f"at batch size {size}")]
+            return [Reference(tensors, result, f"at batch size {size}", size)]
     return []
 
 

@@ -48,6 +48,8 @@ class Traced:
     """The graph's output as the model's own structure."""
     largest_batch: int = sys.maxsize
     """Beyond it the model takes another branch, which the graph has not."""
+    refused_sizes: frozenset[int] = frozenset()
+    """Small batch sizes that the model itself has been seen to refuse."""
     warning: str = ""
     """What to say besides if the graph turns out not to be the model."""
     otherwise: Callable[[Example], Traced] | None = None
