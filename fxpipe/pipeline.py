@@ -20,7 +20,7 @@ from fxpipe.inspect.views import NotYet, Views
 from fxpipe.ir.counts import count
 from fxpipe.ir.graph import WRITTEN
 from fxpipe.ir.hooks import HOOKS
-from fxpipe.ir.progress import began
+from fxpipe.ir.progress import report_progress
 from fxpipe.meaning.sample import Sample
 from fxpipe.planning.estimates import measured
 from fxpipe.runtime.ambient import is_intercepted, is_traced, transforms
@@ -166,7 +166,7 @@ class Pipeline(Views, nn.Module):
         written = {i for i, node in enumerate(inputs) if WRITTEN in node.meta}
         found = []
         for number in range(rounds + 1):  # the first is to warm up
-            began(f"step {number} of {rounds}" if number else "warm-up")
+            report_progress(f"step {number} of {rounds}" if number else "warm-up")
             own = [value.clone() if i in written else value for i, value in enumerate(values)]
             record = Record()
             with untouched(self.module), torch.no_grad():

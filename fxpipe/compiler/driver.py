@@ -21,7 +21,8 @@ from fxpipe.compiler.loss import Loss, Target
 from fxpipe.compiler.options import Options, RunPass
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
-from fxpipe.ir.progress import began
+from fxpipe.ir.errors import AnotherStrategy, is_the_models
+from fxpipe.ir.progress import report_progress
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.meaning.batch import input_dims, other_input_dims, output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
@@ -43,7 +44,6 @@ from fxpipe.trace.isolation import evaluating, on_one_device
 from fxpipe.trace.premises import Premises, attributes_read
 from passes.chain import ToPipeline, ToStages, ToStep
 from passes.common.fakes import forget_history
-from passes.partition.partition import PartitionError
 
 
 def run_pass(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
@@ -130,7 +130,7 @@ class Compiler:
         run = run_pass if observer is None else observer(f"{type(self.model).__name__} {title}", gm)
 
         def told(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
-            began(str(getattr(rewrite, "name", type(rewrite).__name__)))
+            report_progress(str(getattr(rewrite, "name", type(rewrite).__name__)))
             return run(rewrite, gm)
 
         return told
@@ -191,9 +191,7 @@ class Compiler:
         as the batch's; at last for micro-batches of the one size that this batch has them in."""
         try:
             return self._compiled(args, kwargs, dims)
-        except PartitionError:  # which has nothing to do with the batch
-            raise
-        except Exception as error:
+        except AnotherStrategy as error:
             # It may be that inputs have been taken for parts of the batch.
             other = other_input_dims(self.model, args, kwargs, dims, self.options.in_dims)
             if other is not None:
@@ -204,7 +202,11 @@ class Compiler:
             return mode
 
     def _of_one_size(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None], why: Exception
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: list[int | None],
+        why: AnotherStrategy,
     ) -> Mode | None:
         """Compiled for micro-batches of the one size that this batch has them in."""
         batch = batch_size(Structure.of((args, kwargs))[0], dims)
@@ -212,9 +214,7 @@ class Compiler:
             return None
         try:
             return self._compiled(args, kwargs, dims, self.options.even_chunks_for(batch))
-        except PartitionError:  # so it can be traced
-            raise
-        except Exception:  # why it cannot be for any size says more
+        except AnotherStrategy:  # why it cannot be for any size says more
             return None
 
     def _compiled(
@@ -262,7 +262,7 @@ class Compiler:
         tracer: str | CustomTracer,
     ) -> _ModelGraph:
         """The model graph, ready to be cut."""
-        began("trace")
+        report_progress("trace")
         traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying)
         context = self._to_stages(traced, inputs, dims, chunks)
         run = self._runner("stages", traced.graph_module)
@@ -326,7 +326,9 @@ class Compiler:
         rows = batch_size(Structure.of(inputs)[0], dims) or 0
         try:
             return self._with_rows(inputs, dims, rows + 1)
-        except Exception:
+        except Exception as error:
+            if not is_the_models(error):
+                raise
             return self._with_rows(inputs, dims, 2 * rows)
 
     def _with_rows(

@@ -23,7 +23,7 @@ from fxpipe.inspect.page import Page
 from fxpipe.inspect.report import Report
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.printing import format_code
-from fxpipe.ir.progress import began
+from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import human_bytes, human_time
 from fxpipe.meaning.sample import Sample
 from fxpipe.planning.estimates import estimated_costs, estimated_memory, measured_costs, predicted
@@ -203,7 +203,7 @@ class Views:
         the code. What the passes changed is not kept, as that would take memory in every run: the
         model is traced again, cut as it is, which takes about as long as compiling it did.
         """
-        began("drawing")
+        report_progress("drawing")
         codes = {f"stage {stage.index}": format_code(stage.module) for stage in self.stages}
         page = Page(
             f"{type(self.module).__name__} on {len(self.stages)} stages",

@@ -1,9 +1,25 @@
-"""Errors that say what may be tried next: raised in one room, and acted on in another."""
+"""Errors that say what may be tried next: raised in one room, and acted on in another.
+
+A model may be compiled by several strategies: for any batch size, with other batch dimensions, for
+one batch size, by one front end or another. Only an :class:`AnotherStrategy` sends the compiler on
+to the next of them. Whatever else is raised reaches the user at once: a bug, a lack of memory, or a
+request that no strategy can fulfil.
+"""
 
 from __future__ import annotations
 
+import traceback
 
-class TraceError(RuntimeError):
+import torch
+
+from fxpipe.ir.source import is_ours
+
+
+class AnotherStrategy(Exception):
+    """What has been tried does not work for this model; another strategy may."""
+
+
+class TraceError(AnotherStrategy, RuntimeError):
     """No front end can turn the model into a graph; the message says why, for each of them."""
 
 
@@ -13,3 +29,19 @@ class NeedsValues(TraceError):
     ``torch.export`` may still trace the model: it keeps modules whole whose control flow depends on
     values.
     """
+
+
+class OneSizeOnly(AnotherStrategy, RuntimeError):
+    """A model, or its graph, does not take a batch of another size than the example's."""
+
+
+def is_the_models(error: Exception) -> bool:
+    """Whether a model's own code, or a library that it calls, has refused what it was given.
+
+    An error that our own code raises is a bug, and one for want of memory says nothing about what
+    the model takes: neither may be taken for an answer.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and not is_ours(frames[-1].filename)

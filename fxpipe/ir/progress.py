@@ -1,4 +1,4 @@
-"""Progress: what takes time says that it begins, and whoever listens may show it."""
+"""Progress: work that takes time reports which part of it begins, and a listener may show that."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ Listener = Callable[[str], None]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
-def began(what: str) -> None:
-    """Say that a part of the work begins: a pass, say. Nobody listens by default."""
+def report_progress(part: str) -> None:
+    """Tell the listener of this context, if there is one, that a part of the work begins.
+
+    ``part`` names it in a word or two: the name of a pass, say.
+    """
     listener = _listener.get()
     if listener is not None:
-        listener(what)
+        listener(part)
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Within it, ``listener`` is told what begins, in this thread."""
+    """Within it, ``listener`` is told of each part that begins in this thread.
+
+    An outer listener is told nothing meanwhile.
+    """
     token = _listener.set(listener)
     try:
         yield

@@ -9,11 +9,17 @@ from pathlib import Path
 import torch
 
 _HERE = Path(__file__).parents[1]  # the folder fxpipe
-_OTHERS = tuple(  # with the separator at the end: torchvision's folder begins as torch's does
-    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, _HERE, _HERE.parent / "passes")
-)
+# With the separator at the end: torchvision's folder begins as torch's does.
+_OURS = (f"{_HERE}{os.sep}", f"{_HERE.parent / 'passes'}{os.sep}")
+_OTHERS = (f"{Path(torch.__file__).parent}{os.sep}", *_OURS)
 _DEMO = str(_HERE / "demo.py")
 _TYPED = ("<stdin>", "<ipython-input", "<python-input")  # at a prompt
+
+
+@cache
+def is_ours(filename: str) -> bool:
+    """Whether a file is one of fxpipe's own, the demonstration's model left aside."""
+    return filename != _DEMO and filename.startswith(_OURS)
 
 
 @cache

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.ir.errors import AnotherStrategy
 from fxpipe.ir.graph import ALIAS, LARGER, RANDOM, VALUE
 from fxpipe.ir.structure import Structure, children, leaves, map_tensors
 from fxpipe.runtime.microbatch import ANY, SUM, Dims, first_rows
@@ -21,7 +22,7 @@ from fxpipe.trace.isolation import on_one_device
 from passes.to_stages.rows import larger_values, values_with
 
 
-class BatchError(ValueError):
+class BatchError(AnotherStrategy, ValueError):
     """The batch dimension of an input or output is not what it has to be, or cannot be found."""
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import passes as default
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.progress import began
+from fxpipe.ir.progress import report_progress
 from fxpipe.meaning.batch import input_dims
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.question import Prices, Question, sketch
@@ -83,7 +83,7 @@ def plan(
     with compiling():
         args, kwargs = out_of_inference_mode((args, kwargs))
         dims = input_dims(model, args, kwargs, in_dims)
-        began("trace")
+        report_progress("trace")
         gm, known = sketch(model, args, kwargs, dims, tracer, chunks)
         known = replace(known, costs=costs, spec=specs[0], optimizer_states=optimizer_states)
         batch = batch_size(known.inputs, dims)
@@ -100,7 +100,7 @@ def plan(
         try:
             return question.answer()
         except DoesNotFit:
-            began("what would fit")
+            report_progress("what would fit")
             short = question.shortage()
             raise DoesNotFit(f"{short}; {question.ways_out(batch)}") from None
 

@@ -13,7 +13,7 @@ from torch import fx
 from fxpipe.ir.cost import batch_bytes
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import COST, GAP, STAGE
-from fxpipe.ir.progress import began
+from fxpipe.ir.progress import report_progress
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
 from fxpipe.schedule import (
     Edge,
@@ -53,7 +53,7 @@ class Lanes:
         """The plan, each stage given ``1 / part`` of its device's memory."""
         devices = self._devices(part)
         stages = len(devices)
-        began("partition")
+        report_progress("partition")
         lanes = tuple(f"lane {lane}" for lane in self.placement)
         cut = ToStages((), (), devices=lanes, partition=self.cut(partition, part))
         gm = run(default_chain().passes(cut, since="partition", until="free"), gm)
@@ -62,7 +62,7 @@ class Lanes:
         stage = [node.meta[STAGE] for node in found.work]
         layout = skip_layout(run(default_chain().passes(cut, since="free", until="devices"), gm))
         fixed, saved, received = self._held(found, stage, devices)
-        began("schedule")
+        report_progress("schedule")
         order, timeline = self._played(found, stage, devices, layout, (fixed, saved, received))
         target = machine(
             devices,

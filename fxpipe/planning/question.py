@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.progress import began
+from fxpipe.ir.progress import report_progress
 from fxpipe.planning.lanes import Lanes
 from fxpipe.planning.result import Plan
 from fxpipe.schedule import Schedule, placement_of
@@ -62,7 +62,7 @@ class Prices:
     def of(self, chunks: int) -> fx.GraphModule:
         """A copy of the graph, with costs for ``chunks`` micro-batches."""
         if chunks not in self.known:
-            began("cost")
+            report_progress("cost")
             context = replace(self.context, chunks=chunks)
             passes = default_chain().passes(context, since="rows", until="partition")
             with untouched(self.model):

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxpipe.ir.errors import AnotherStrategy, OneSizeOnly, is_the_models
 from fxpipe.ir.graph import COPIES, LARGER, VALUE
 from fxpipe.ir.tensors import tensors_of
 from passes.common.fakes import FakeInterpreter, fake_mode
@@ -54,7 +55,7 @@ class Rows:
             return gm
         try:
             larger = larger_values(gm, self.inputs, self.in_dims)
-        except Exception:  # whatever the model says of a size that it does not take
+        except OneSizeOnly:
             return gm
         if _is_for_one_size(gm.graph, larger):
             return gm
@@ -88,7 +89,7 @@ def larger_values(
     pairs, say, only."""
     try:
         return values_with(gm, inputs, in_dims, 1)
-    except Exception:
+    except OneSizeOnly:
         sizes = [v.shape[dim] for v, dim in zip(inputs, in_dims, strict=True) if dim is not None]
         return values_with(gm, inputs, in_dims, max(sizes, default=0))
 
@@ -96,7 +97,10 @@ def larger_values(
 def values_with(
     gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None], more: int
 ) -> dict[fx.Node, Any]:
-    """The fake value of each node, at this batch size or one of a few more."""
+    """The fake value of each node, at this batch size or one of a few more.
+
+    Raises :class:`fxpipe.ir.errors.OneSizeOnly` if the graph does not take so many rows.
+    """
     interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
     interpreter.garbage_collect_values = False
     fakes = []
@@ -106,6 +110,14 @@ def values_with(
             shape[dim] += more
             value = torch.empty(shape, dtype=value.dtype, device=value.device)
         fakes.append(interpreter.fake(value))
-    with interpreter.mode, torch.no_grad():
-        interpreter.run(*fakes)
+    try:
+        with interpreter.mode, torch.no_grad():
+            interpreter.run(*fakes)
+    except Exception as error:
+        if not more or isinstance(error, AnotherStrategy) or not is_the_models(error):
+            raise
+        raise OneSizeOnly(
+            f"the model takes no batch with {more} rows more than the example: {error}; give "
+            "in_dims, with the batch dimension of each input, if it has been taken for another"
+        ) from error
     return interpreter.env
