@@ -14,7 +14,11 @@ from tests.models.registry.entry import ENTRIES, Entry
 
 __all__ = ["Entry", "entries"]
 
-for name in "text", "perception", "diffusion", "medical", "plain":  # as they stand in the table
+KINDS = (  # in the order of the table
+    *("text", "vision", "detection", "multimodal", "audio", "series"),
+    *("diffusion", "medical", "plain"),
+)
+for name in KINDS:
     importlib.import_module(f"{__name__}.{name}")
 
 
