@@ -1,4 +1,5 @@
 // Memory, streams, events and random numbers of the devices.
+#include "clocks.h"
 #include "device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -97,6 +98,7 @@ const bool allocator_is_set = (c10::SetAllocator(TYPE, &the_allocator), true);
 
 struct Event {
   Clock clock;
+  double time; // virtual
   std::chrono::steady_clock::time_point moment;
 };
 
@@ -147,10 +149,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     Detector::get().host_waits(stream);
+    Clocks::get().host_waits(stream);
     land_copies();
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
     Detector::get().host_waits(device_at(index).index());
+    Clocks::get().host_waits(device_at(index).index());
     land_copies();
   }
 
@@ -164,10 +168,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         "an event of sim:", int(index), " cannot be recorded on a stream of ", stream.device());
     if (*event == nullptr) *event = new Event();
     const auto now = std::chrono::steady_clock::now();
-    *static_cast<Event*>(*event) = {Detector::get().record(stream), now};
+    *static_cast<Event*>(*event) = {
+        Detector::get().record(stream), Clocks::get().recorded(stream), now};
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) Detector::get().wait(stream, static_cast<Event*>(event)->clock);
+    if (event == nullptr) return;
+    Detector::get().wait(stream, static_cast<Event*>(event)->clock);
+    Clocks::get().waits(stream, static_cast<Event*>(event)->time);
   }
   bool queryEvent(void* event) const override {
     synchronizeEvent(event);
@@ -176,12 +183,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     Detector::get().host_waits(static_cast<Event*>(event)->clock);
+    Clocks::get().host_waits(static_cast<Event*>(event)->time);
     land_copies();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    if (Clocks::get().are_on()) {
+      return 1e3 * (static_cast<Event*>(to)->time - static_cast<Event*>(from)->time);
+    }
     const auto time = static_cast<Event*>(to)->moment - static_cast<Event*>(from)->moment;
     return std::chrono::duration<double, std::milli>(time).count();
   }

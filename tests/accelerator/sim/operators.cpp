@@ -4,6 +4,7 @@
 //                                                                           `── detector
 //
 // No data is copied, so values and layouts are bit by bit those of the CPU.
+#include "clocks.h"
 #include "device.h"
 
 #include <ATen/EmptyTensor.h>
@@ -161,6 +162,21 @@ bool takes_indices_of_the_cpu(const std::string& name) {
   return all.count(name) > 0;
 }
 
+// How much an operator computes: products of matrices and convolutions, which are what takes long.
+double flops_of(const std::string& name, const std::vector<at::Tensor>& in, const at::Tensor& out) {
+  const auto product = [](const at::Tensor& one, const at::Tensor& other) {
+    return 2.0 * one.numel() * other.size(-1);
+  };
+  const auto slide = [](const at::Tensor& over, const at::Tensor& weight) {
+    return 2.0 * over.numel() * weight.numel() / weight.size(0);
+  };
+  if (name == "aten::mm" || name == "aten::bmm") return product(in.at(0), in.at(1));
+  if (name == "aten::addmm" || name == "aten::baddbmm") return product(in.at(1), in.at(2));
+  if (name == "aten::convolution") return slide(out, in.at(1));
+  if (name == "aten::convolution_backward") return 2 * slide(in.at(0), in.at(2));
+  return 0;
+}
+
 // One call of an operator.
 class Call {
  public:
@@ -188,15 +204,37 @@ class Call {
       gives_tensors |= give(stack_[i], fresh);
     }
     detector.made(stream, what, fresh);
+    if (!uses_.empty() || !fresh.empty()) spend_time(stream);
     const bool tells_the_host = (!gives_tensors && !schema_.returns().empty()) ||
         op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output);
     if (tells_the_host) {
       detector.host_waits(stream);
+      Clocks::get().host_waits(stream);
       land_copies();
     }
   }
 
  private:
+  void spend_time(c10::Stream stream) {
+    auto& clocks = Clocks::get();
+    if (!clocks.are_on()) return;
+    const auto& speed = clocks.speed();
+    double bytes = 0;
+    for (const auto& tensor : inputs_) bytes += tensor.nbytes();
+    at::Tensor out;
+    for (size_t i = stack_.size() - schema_.returns().size(); i < stack_.size(); ++i) {
+      each_tensor(stack_[i], [&](const at::Tensor& tensor) {
+        if (tensor.defined()) bytes += tensor.nbytes();
+        if (!out.defined()) out = tensor;
+      });
+    }
+    double seconds = speed.bytes_per_s > 0 ? bytes / speed.bytes_per_s : 0;
+    if (speed.flops_per_s > 0) {
+      seconds = std::max(seconds, flops_of(schema_.name(), inputs_, out) / speed.flops_per_s);
+    }
+    clocks.operates(stream, schema_.name(), seconds);
+  }
+
   IValue& argument(size_t i) {
     return stack_[first_ + i];
   }
@@ -259,7 +297,10 @@ class Call {
         value = c10::Device(c10::kCPU);
         continue;
       }
-      each_tensor(value, [&](const at::Tensor& tensor) { used(tensor, described); });
+      each_tensor(value, [&](const at::Tensor& tensor) {
+        used(tensor, described);
+        if (tensor.defined()) inputs_.push_back(tensor);
+      });
       value = on_host(value);
     }
     TORCH_CHECK(!draws, schema_.name(), " draws from a generator that it does not take");
@@ -325,6 +366,7 @@ class Call {
   std::optional<c10::Device> device_;
   Aliases aliases_;
   std::vector<Use> uses_;
+  std::vector<at::Tensor> inputs_;
 };
 
 void on_host(const c10::OperatorHandle& op, Stack* stack) {
@@ -396,6 +438,15 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   if (auto* block = block_of(self.storage())) Detector::get().record_stream(*block, stream);
 }
 
+// A copy of a tensor that takes so many seconds for each of its rows, in virtual time.
+at::Tensor work(const at::Tensor& rows, double seconds) {
+  auto done = rows.clone();
+  if (is_here(rows)) {
+    Clocks::get().operates(current_stream(rows.device()), "sim::work", seconds * rows.size(0));
+  }
+  return done;
+}
+
 // ------------------------------------------------------------------------------------ copies
 
 // On its way to the host, which has not waited for it yet, and finds something else there.
@@ -441,12 +492,28 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   if (from_host && is_on_its_way(source)) {
     detector.report(what + "\n  reads on the host what is still copied there: nobody has waited for it\n");
   }
-  if (between) detector.wait(stream, detector.record(there));
+  auto& clocks = Clocks::get();
+  if (between) {
+    detector.wait(stream, detector.record(there));
+    clocks.waits(stream, clocks.recorded(there));
+  }
   std::vector<Use> uses;
   use(uses, source, false);
   use(uses, target, true);
   if (!uses.empty()) detector.act(stream, what, uses);
-  if (between) detector.wait(there, detector.record(stream));
+  const auto number = [](const at::Tensor& of) { return is_here(of) ? of.device().index() : -1; };
+  if (between || to_host || from_host) {
+    clocks.copies(stream, number(source), number(target), what, source.nbytes());
+  } else {
+    const double rate = clocks.speed().bytes_per_s;
+    clocks.operates(stream, what, rate > 0 ? 2.0 * source.nbytes() / rate : 0);
+  }
+  if (between) {
+    detector.wait(there, detector.record(stream));
+    clocks.waits(there, clocks.recorded(stream));
+  }
+  // What is not pinned the host copies by way of memory that is, and waits for.
+  if (from_host) clocks.host_waits(stream);
 
   OnHost guard;
   Aliases aliases;
@@ -462,6 +529,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   }
   if (to_host && !non_blocking) {
     detector.host_waits(stream);
+    clocks.host_waits(stream);
     land_copies();
   }
   return target;
@@ -546,6 +614,35 @@ TORCH_LIBRARY_IMPL(aten, CPU, m) {
 }
 
 TORCH_LIBRARY(sim, m) {
+  m.def("work(Tensor rows, float seconds) -> Tensor");
+  m.impl("work", c10::DispatchKey::CompositeExplicitAutograd, work);
+  m.def(
+      "clocks_start(float flops_per_s, float bytes_per_s, float kernel_s, float launch_s, "
+      "float link_bytes_per_s, float link_latency_s) -> ()",
+      [](double flops, double bytes, double kernel, double launch, double link, double latency) {
+        Clocks::get().start({flops, bytes, kernel, launch, link, latency});
+      });
+  m.def("clocks_stop() -> ()", [] { Clocks::get().stop(); });
+  m.def("makespan() -> float", [] { return Clocks::get().makespan(); });
+  m.def("host_time() -> float", [] { return Clocks::get().host(); });
+  m.def("host_joins(float time) -> ()", [](double time) { Clocks::get().host_joins(time); });
+  m.def("backward_begins(int device) -> ()", [](int64_t device) {
+    Clocks::get().backward_begins(static_cast<int>(device));
+  });
+  m.def("backward_ended() -> float", [] { return Clocks::get().backward_ended(); });
+  m.def("spans() -> (int[], int[], str[], float[], float[])", [] {
+    std::vector<int64_t> devices, streams;
+    std::vector<std::string> names;
+    std::vector<double> starts, ends;
+    for (const auto& span : Clocks::get().spans()) {
+      devices.push_back(span.stream.device_index());
+      streams.push_back(span.stream.id());
+      names.push_back(span.what);
+      starts.push_back(span.start);
+      ends.push_back(span.end);
+    }
+    return std::make_tuple(devices, streams, names, starts, ends);
+  });
   m.def("reports() -> str[]", [] { return Detector::get().reports(); });
   m.def("device_count() -> int", [] { return int64_t{DEVICES}; });
   m.def("default_generator(int device) -> Generator?", [](int64_t device) {

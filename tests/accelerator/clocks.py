@@ -1,0 +1,151 @@
+"""Virtual time on the simulated accelerator: how long a program would take on given devices.
+
+The real program runs, with its threads, hand-overs and passes. Each operator is charged to its
+stream with the time that a device would take (``sim/clocks.h``), so that overlap, bubbles and waits
+too many show in the makespan, which is the same in every run.
+
+A thread of the host that takes something from another one goes on no earlier than that one was when
+it put it there. PyTorch's engine threads are told when a backward is called for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from fxpipe.ir.devices import DeviceSpec
+from fxpipe.runtime import lanes
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast the devices are, and the links between them; each zero means: it takes no time."""
+
+    flops_per_s: float = 0.0
+    bytes_per_s: float = 0.0
+    kernel_s: float = 0.0
+    launch_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+    link_latency_s: float = 0.0
+
+    @staticmethod
+    def of(device: DeviceSpec, launch_s: float = 0.0) -> Speed:
+        """The speed of a device that plans know: ``launch_s`` is what an operator costs the host,
+        where a device's own ``launch_s`` is what it costs the device at the least."""
+        return Speed(
+            device.flops_per_s,
+            device.bytes_per_s,
+            device.launch_s,
+            launch_s,
+            device.link_bytes_per_s,
+            device.link_latency_s,
+        )
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a stream did, and when."""
+
+    device: int
+    stream: int
+    what: str
+    start: float
+    end: float
+
+
+class _Queue:
+    """A queue that hands over the time of whoever has put something into it."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[float, Any]] = SimpleQueue()
+
+    def put(self, item: Any) -> None:
+        self._queue.put((torch.ops.sim.host_time(), item))
+
+    def get(self) -> Any:
+        time, item = self._queue.get()
+        torch.ops.sim.host_joins(time)
+        return item
+
+
+class _Event(threading.Event):
+    """An event that hands over the time of whoever has set it."""
+
+    time = 0.0
+
+    def set(self) -> None:
+        self.time = torch.ops.sim.host_time()
+        super().set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        is_set = super().wait(timeout)
+        torch.ops.sim.host_joins(self.time)
+        return is_set
+
+
+class _Threading:
+    """The module ``threading``, but for its events."""
+
+    Event = _Event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+
+def _backward(run: Any) -> Any:
+    def timed(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for output in outputs:
+            device = getattr(output, "device", None)
+            if device is not None and device.type == "sim":
+                torch.ops.sim.backward_begins(device.index)
+        result = run(outputs, *args, **kwargs)
+        torch.ops.sim.host_joins(torch.ops.sim.backward_ended())
+        return result
+
+    return timed
+
+
+@contextmanager
+def virtual_time(speed: Speed) -> Iterator[None]:
+    """Time is counted within it, from zero. Lanes that are started before do not hand theirs over:
+    compile within it, and call :func:`begin` ahead of what is to be measured."""
+    graph = torch.autograd.graph
+    before = lanes.SimpleQueue, lanes.threading, graph._engine_run_backward
+    lanes.SimpleQueue, lanes.threading = _Queue, _Threading()  # type: ignore[misc,assignment]
+    graph._engine_run_backward = torch.autograd._engine_run_backward = _backward(before[2])
+    begin(speed)
+    try:
+        yield
+    finally:
+        torch.ops.sim.clocks_stop()
+        lanes.SimpleQueue, lanes.threading = before[:2]  # type: ignore[misc]
+        graph._engine_run_backward = torch.autograd._engine_run_backward = before[2]
+
+
+def begin(speed: Speed) -> None:
+    """It is zero o'clock, everywhere."""
+    torch.ops.sim.clocks_start(
+        speed.flops_per_s,
+        speed.bytes_per_s,
+        speed.kernel_s,
+        speed.launch_s,
+        speed.link_bytes_per_s,
+        speed.link_latency_s,
+    )
+
+
+def makespan() -> float:
+    """When all streams are done with what they have been given, in seconds."""
+    time: float = torch.ops.sim.makespan()
+    return time
+
+
+def spans() -> list[Span]:
+    """What took time, in the order in which it was given to the streams."""
+    return [Span(*each) for each in zip(*torch.ops.sim.spans(), strict=True)]
