@@ -130,13 +130,14 @@ def copy(values: Any, source: str, target: str) -> Any:
 
 @_op
 def wait(values: Any, source: str, target: str) -> Any:
-    """The target stream waits for the source stream.
+    """The target stream waits until the source stream has made the values.
 
     ::
 
         values (source stream) --- wait --- values (target stream)
 
-    In the backward the source stream waits for the target stream.
+    It does not wait for what the source stream is given besides. In the backward the source stream
+    waits until the target stream has made the gradients.
     """
     return _copy.wait(values, source, target)
 
@@ -252,7 +253,9 @@ def bring(parameter: Tensor, target: str, user: str) -> Tensor:
 
     The backward brings back the sum of the micro-batches' gradients.
     """
-    (value,) = _copy.wait(_copy.copy((parameter,), CALLER, target), target, user)
+    # Its gradient is added up on the parameter's own device and stream, by a node of its own.
+    value = _shared.share(parameter)
+    (value,) = _copy.wait(_copy.copy((value,), CALLER, target), target, user)
     return value  # type: ignore[no-any-return]
 
 

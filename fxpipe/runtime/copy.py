@@ -2,11 +2,13 @@
 
 ::
 
-    forward    source  --- wait --- [copy stream]  copy  [copy stream] --- wait ---  target
-    backward   source  <-- wait <-- [copy stream]  copy  [copy stream] <-- wait <--  target
+    forward    source  --- wait --- [link]  copy  [link] --- wait ---  target
+    backward   source  <-- wait <-- [link]  copy  [link] <-- wait <--  target
 
 Each is one autograd node for all its values. A gradient comes back in the dtype and on the device
-of the tensor that was sent.
+of the tensor that was sent, over the link of the other direction. The copy's autograd node belongs
+to that link's stream: so the engine makes that stream wait for what has made the gradient, and what
+uses the gradient wait for that stream.
 """
 
 from __future__ import annotations
@@ -18,71 +20,99 @@ from torch import Tensor
 
 from fxpipe.runtime.dependency import flattened, gate
 from fxpipe.runtime.engine import first
-from fxpipe.runtime.streams import CALLER, current, device_of, keep, make_wait, on, stream
+from fxpipe.runtime.streams import (
+    CALLER,
+    COPY,
+    await_callers,
+    await_made,
+    device_of,
+    link,
+    made,
+    on,
+    stream,
+)
 
 
-def moved(tensor: Tensor, device: torch.device | None, source: str, target: str) -> Tensor:
-    """The tensor on a device, sent on the streams named. Where it is there already: itself."""
+def moved(tensor: Tensor, device: torch.device | None, source: str) -> Tensor:
+    """The tensor on a device, sent over the link from where it is. Where it is there already:
+    itself.
+
+    Args:
+        source: the name of the stream that it comes from. What comes from the caller's has a link
+            of its own, which waits for what the caller has done up to the hand-over, and no more.
+    """
     if device is None or tensor.device == device:
         return tensor
-    ends = stream(source), stream(target)
+    ends = link(tensor.device, device, source == CALLER)
+    for end in ends:
+        (await_callers if source == CALLER else await_made)(end, tensor)
     with on(*ends):
         # To the CPU the host has to wait: there is no stream there that could.
         result = tensor.to(device, non_blocking=device.type != "cpu")
-    keep(ends[0], tensor)
+    made(result, ends[1])
     return result
+
+
+def on_the_way_back(home: torch.device, device: torch.device | None) -> Any:
+    """Run on the stream by which gradients leave a device for the one where their values are from:
+    an autograd node that is made here runs there."""
+    return on() if device is None or home == device else on(link(device, home)[0])
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: str, target: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.source, ctx.target = source, target
         ctx.homes = [t.device for t in tensors]
-        # The caller's streams are the running thread's now. In the backward they will not be.
-        ctx.callers = current(ctx.homes) if source == CALLER else []
-        device = device_of(target)
-        copies = (moved(t, device, source, target) for t in tensors)
+        copies = (moved(t, device_of(target), source) for t in tensors)
         return tuple(c.view_as(c) for c in copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         homes = zip(grads, ctx.homes, strict=True)
-        with on(*ctx.callers):
-            back = [
-                None if g is None else moved(g, home, ctx.target, ctx.source) for g, home in homes
-            ]
-        return (None, None, *back)
+        return (None, None, *(None if g is None else moved(g, home, COPY) for g, home in homes))
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: str, target: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, source: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.source, ctx.target = source, target
+        ctx.source = source
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        make_wait(stream(ctx.source), stream(ctx.target), grads)
-        return (None, None, *grads)
+        await_made(stream(ctx.source), grads)
+        return (None, *grads)
 
 
 def copy(values: Any, source: str, target: str) -> Any:
-    """The values on the target stream's device, sent from the source stream to the target's.
+    """The values on the target stream's device, sent there from where they are.
 
     On the same device the result shares the memory of what was sent.
     """
-    values = gate(values, lambda *tensors: first(_Copy.apply(source, target, *tensors)))  # type: ignore[no-untyped-call]
     device = device_of(target)
-    leaves, build = flattened(values)  # those that carry gradient are there by now
-    return build([moved(x, device, source, target) if isinstance(x, Tensor) else x for x in leaves])
+
+    def sent(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with on_the_way_back(tensors[0].device, device):
+            copies: tuple[Tensor, ...] = first(_Copy.apply(source, target, *tensors))  # type: ignore[no-untyped-call]
+        for tensor, copied in zip(tensors, copies, strict=True):
+            if device is not None and tensor.device != device:
+                made(copied, link(tensor.device, device, source == CALLER)[1])
+        return copies
+
+    leaves, build = flattened(gate(values, sent))  # those that carry gradient are there by now
+    return build([moved(x, device, source) if isinstance(x, Tensor) else x for x in leaves])
 
 
 def wait(values: Any, source: str, target: str) -> Any:
-    """The values, for use on the target stream: it waits for the source stream.
+    """The values, for use on the target stream, which waits until the source stream has made them.
 
-    In the backward the source stream waits for the target's.
+    The streams of links wait when they are given the values to copy.
     """
-    make_wait(stream(target), stream(source), values)
-    return gate(values, lambda *tensors: first(_Wait.apply(source, target, *tensors)))  # type: ignore[no-untyped-call]
+    waiting = stream(target)
+    await_made(waiting, values)
+    values = gate(values, lambda *tensors: first(_Wait.apply(source, *tensors)))  # type: ignore[no-untyped-call]
+    if waiting is None:
+        made(values, stream(source))
+    return values

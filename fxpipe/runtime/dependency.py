@@ -29,6 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fxpipe.runtime.streams import pass_on
+
 
 def carries_gradient(value: object) -> bool:
     """Whether the backward pass will go through this value."""
@@ -46,6 +48,7 @@ def gate(values: Any, apply: Callable[..., tuple[Tensor, ...]]) -> Any:
     if not where:
         return values
     for i, tensor in zip(where, apply(*(leaves[i] for i in where)), strict=True):
+        pass_on(leaves[i], tensor)
         leaves[i] = tensor
     return build(leaves)
 

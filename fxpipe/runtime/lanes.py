@@ -33,7 +33,7 @@ from torch import Tensor, fx
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.clock import Record, Stopwatch
 from fxpipe.runtime.program import CALLER, Env, Instruction, Program
-from fxpipe.runtime.streams import COMPUTE, COPY, current, make_wait, on, stream, stream_name
+from fxpipe.runtime.streams import current, handed_over, has_streams, on
 
 Message = tuple[fx.Node | None, Any]
 Job = Callable[[], None]
@@ -140,24 +140,38 @@ class _Run:
             self.rested[lane].set()
 
 
+@dataclass(frozen=True)
 class _HandOver:
-    """Between the streams of the caller, on which a lane computes too, and those that are the
-    lane's own."""
+    """What a lane is handed over with a run.
 
-    def __init__(self, device: torch.device, streams: Sequence[torch.Stream]) -> None:
-        self.device = device
-        self.streams = streams  # of the caller, on all devices that have to do with the run
-        self.compute, self.copy = (stream(stream_name(device, role)) for role in (COMPUTE, COPY))
+    It computes on the caller's streams, on all devices that have to do with the run, and knows what
+    these had been given up to now.
+    """
+
+    device: torch.device
+    streams: Sequence[torch.Stream]
+    begun: dict[torch.device, torch.Event]
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """The lane's part of the run."""
-        with on(*self.streams):
-            make_wait(self.copy, self.compute, ())
+        with on(*self.streams), handed_over(self.begun), _current(self.device):
             yield
 
-    def finish(self, output: Any) -> None:
-        make_wait(self.compute, self.copy, output)
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    """A lane's device is the current one in its thread: what a stage makes on "cuda", and kernels
+    that look for the current device, are to be there."""
+    if not has_streams(device):
+        yield
+        return
+    before = torch.accelerator.current_device_index()
+    torch.accelerator.set_device_index(device)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
 
 
 def run_inline(program: Program, values: Sequence[Any], record: Record | None = None) -> Any:
@@ -202,7 +216,8 @@ class Lanes:
         ambient = Ambient.here()
         given = [value.device for value in values if isinstance(value, Tensor)]
         streams = current([*self._devices, *given])
-        hand_overs = [_HandOver(device, streams) for device in self._devices]
+        begun = {stream.device: stream.record_event() for stream in streams}
+        hand_overs = [_HandOver(device, streams, begun) for device in self._devices]
         lanes = [lane for lane in program.lanes if lane != CALLER]
         with self._lock:  # all lanes get their runs in one order, so that none waits for another
             for lane in lanes:
@@ -213,17 +228,15 @@ class Lanes:
             for lane in others:
                 run.inboxes[lane].put((node, env[node]))
         try:
-            run.execute(CALLER, program.lanes[CALLER], env)
+            with handed_over(begun):
+                run.execute(CALLER, program.lanes[CALLER], env)
         except _Dropped:
             pass
         except BaseException as error:  # KeyboardInterrupt, say
             run.fail(error)
         run.rest()
         run.outcome()
-        output = env[program.output]
-        for hand_over in hand_overs:
-            hand_over.finish(output)
-        return output
+        return env[program.output]
 
     def is_one(self, thread: threading.Thread) -> bool:
         """Whether the thread is one of these lanes, which must not wait for itself."""

@@ -18,6 +18,7 @@ A cell has a *life*: how often its tensor may still be taken out. At zero it let
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fxpipe.runtime.copy import moved
+from fxpipe.runtime.copy import moved, on_the_way_back
 from fxpipe.runtime.dependency import carries_gradient
 from fxpipe.runtime.engine import first
-from fxpipe.runtime.streams import COMPUTE, device_of, keep, stream, stream_name
+from fxpipe.runtime.streams import (
+    COMPUTE,
+    COPY,
+    await_made,
+    device_of,
+    keep,
+    made,
+    pass_on,
+    stream,
+    stream_name,
+)
 
 
 class PortalError(RuntimeError):
@@ -43,7 +54,7 @@ class Hidden:
             raise ValueError(f"a portal's life must be at least 1, got {life}")
         self._tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
         self._life = life
-        self._grad: Tensor | None = None
+        self._grads: list[Tensor] = []
         self._backward = -1  # the one that the gradient belongs to
 
     def take(self) -> Any:
@@ -60,20 +71,25 @@ class Hidden:
         return tensor
 
     def put_grad(self, grad: Tensor | None) -> None:
-        """Add a consumer's gradient; ``None`` (a consumer that yields none) adds nothing."""
+        """Keep a consumer's gradient; ``None`` (a consumer that yields none) adds nothing."""
         if grad is None:
             return
         # A backward that has failed on its way leaves its gradient here; the next one starts anew.
         # The engine numbers its runs, and does not say so in public: a test fails when that goes.
         running = torch._C._current_graph_task_id()
-        is_first = self._grad is None or running != self._backward
-        self._grad = grad if is_first else self._grad + grad  # type: ignore[operator]
+        if running != self._backward:
+            self._grads = []
+        self._grads.append(grad)
         self._backward = running
 
     def take_grad(self) -> Tensor | None:
-        """The sum of the consumers' gradients, which the cell then forgets."""
-        grad, self._grad = self._grad, None
-        return grad
+        """The sum of the consumers' gradients, in the order in which they came; the cell then
+        forgets them. It is formed on the stream that is current, which waits for them."""
+        grads, self._grads = self._grads, []
+        if not grads:
+            return None
+        await_made(_computing(grads[0]), grads)
+        return functools.reduce(torch.add, grads)
 
 
 @dataclass(frozen=True)
@@ -101,26 +117,24 @@ class _Blue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[None, Tensor | None]:
-        grad = ctx.hidden.take_grad()
-        _keep_here(grad)
-        return None, grad
+        return None, ctx.hidden.take_grad()
 
 
 class _PortalCopy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, near: Hidden, far: Hidden, home: torch.device, source: str, target: str, p: Tensor
+        ctx: Any, near: Hidden, far: Hidden, home: torch.device, device: torch.device, p: Tensor
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.near, ctx.far, ctx.home, ctx.source, ctx.target = near, far, home, source, target
-        return p.to(device_of(target) or p.device).view(0)
+        ctx.near, ctx.far, ctx.home = near, far, home
+        return p.new_empty(0, device=device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         grad = ctx.far.take_grad()
         if grad is not None:
-            ctx.near.put_grad(moved(grad, ctx.home, ctx.target, ctx.source))
-        return (None,) * 6
+            ctx.near.put_grad(moved(grad, ctx.home, COPY))
+        return (None,) * 5
 
 
 class _Orange(torch.autograd.Function):
@@ -134,14 +148,20 @@ class _Orange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
-        ctx.hidden.put_grad(grads[0])
+        if grads[0] is not None:
+            made(grads[0], _computing(grads[0]))
+            ctx.hidden.put_grad(grads[0])
         return None, None
+
+
+def _computing(tensor: Tensor) -> torch.Stream | None:
+    return stream(stream_name(tensor.device, COMPUTE))
 
 
 def _keep_here(value: Any) -> None:
     """The waits along the way have kept the phony's memory, and could not see what was hidden."""
     if isinstance(value, Tensor):
-        keep(stream(stream_name(value.device, COMPUTE)), value)
+        keep(_computing(value), value)
 
 
 def portal_blue(tensor: Any, life: int = 1) -> Portal:
@@ -165,13 +185,18 @@ def portal_copy(portal: Portal, source: str, target: str, life: int = 1) -> Port
     tensor = portal.hidden.take()
     if not isinstance(tensor, Tensor):
         return Portal(Hidden(tensor, life), portal.phony)
-    far = Hidden(moved(tensor, device_of(target), source, target), life)
-    if not carries_gradient(portal.phony):
-        return Portal(far, portal.phony)
-    phony: Tensor = _PortalCopy.apply(  # type: ignore[no-untyped-call]
-        portal.hidden, far, tensor.device, source, target, portal.phony
-    )
-    return Portal(far, *first((phony,)))
+    pass_on(portal.phony, tensor)  # the waits along the way speak of the phony
+    device = device_of(target) or tensor.device
+    arrived = moved(tensor, device, source)
+    far, phony = Hidden(arrived, life), portal.phony
+    if carries_gradient(phony):
+        with on_the_way_back(tensor.device, device):
+            made_far = _PortalCopy.apply(portal.hidden, far, tensor.device, device, phony)  # type: ignore[no-untyped-call]
+        (phony,) = first((made_far,))
+    else:
+        phony = torch.empty(0)
+    pass_on(arrived, phony)
+    return Portal(far, phony)
 
 
 def portal_orange(portal: Portal) -> Any:

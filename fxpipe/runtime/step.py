@@ -36,7 +36,7 @@ from fxpipe.runtime.copy import moved
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.penalty import Penalty, homes_of, leaves_of, penalties
 from fxpipe.runtime.shared import share
-from fxpipe.runtime.streams import CALLER, device_of, make_wait, stream
+from fxpipe.runtime.streams import CALLER, await_made, device_of, pass_on, stream
 
 Deferred = tuple[GradientEdge | Tensor, Tensor, list[Tensor]]
 """Where a backward begins, the gradient there, and the parameters that it is for."""
@@ -286,7 +286,9 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        result = moved(value.detach(), device, source, target)
+        arrived = moved(value, device, source)
+        result = arrived.detach()
+        pass_on(arrived, result)
         return result.requires_grad_(value.requires_grad)
 
     return tuple(pytree.tree_map(move, value) for value in values)
@@ -294,8 +296,8 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
 
 def replicate(parameter: Tensor, target: str, user: str) -> Tensor:
     """A leaf with the parameter's value, on the target stream's device, for the user stream."""
-    value = moved(parameter.detach(), device_of(target), CALLER, target)
-    make_wait(stream(user), stream(target), value)
+    value = moved(parameter.detach(), device_of(target), CALLER)
+    await_made(stream(user), value)
     return nn.Parameter(value, parameter.requires_grad)
 
 

@@ -1,13 +1,25 @@
-"""Streams by name, on any kind of device.
+"""Streams by name, on any kind of device; and from when on a value may be used.
 
-A stream is named by its device and what it is for: ``"cuda:1/compute"`` is the stream on which the
-running thread computes on that device, ``"cuda:1/copy"`` one that fxpipe keeps for copies.
+``"cuda:1/compute"`` is the stream on which the running thread computes on that device.
+``"cuda:1/copy"`` stands for the streams of the links that end there: each pair of devices has two
+links, one for each direction, so that no copy waits for another that goes elsewhere::
+
+    cuda:0                                      cuda:1
+    compute ── a ──•event                       compute ─────────────── uses a
+                    `─ link 0→1, its end here ═ link 0→1, its end there ─•event
+               link 1→0 ═══════════════════════ link 1→0
+
 ``"caller"`` is wherever the inputs are and the thread that called computes. On the CPU there are no
 streams: a thread does one thing after the other, and hand-over between threads waits by itself.
+
+**What is awaited is a value, not a stream.** A stream that waited for all that another one has been
+given so far would wait for too much: for the next micro-batch's forward as well, if the host has
+launched that already. So an event is recorded when a value has been made, and goes with it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 COMPUTE, COPY, CALLER = "compute", "copy", "caller"
 
@@ -31,22 +44,37 @@ def device_of(name: str) -> torch.device | None:
     return None if name == CALLER else torch.device(name.split("/")[0])
 
 
-@cache
-def _copy_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
+def has_streams(device: torch.device | None) -> bool:
+    """Whether work on the device goes to streams: it does on accelerators only."""
+    accelerator = torch.accelerator.current_accelerator()
+    return device is not None and accelerator is not None and device.type == accelerator.type
 
 
 def stream(name: str) -> torch.Stream | None:
-    """The stream of that name in this thread; None on the CPU, and on any device without."""
+    """The stream on which this thread computes on the device of that name; None on the CPU, on any
+    other device without streams, and for a name of links, which are many."""
     device = device_of(name)
-    if device is None or device.type == "cpu":
+    if device is None or name.endswith(COPY) or not has_streams(device):
         return None
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or device.type != accelerator.type:
-        return None
-    if name.endswith(COPY):
-        return _copy_stream(device)
     return torch.accelerator.current_stream(device)
+
+
+Ends = tuple[torch.Stream | None, torch.Stream | None]
+
+
+def link(source: torch.device, target: torch.device, of_inputs: bool = False) -> Ends:
+    """The streams of a link, at its source and at its target; None where a device has none.
+
+    ``of_inputs``: the link for what the caller gives, which must not queue behind what stages send.
+    """
+    return _link(source, target, of_inputs)
+
+
+@cache  # which takes calls for different ones that name an argument, or leave it out
+def _link(source: torch.device, target: torch.device, of_inputs: bool) -> Ends:
+    ends = (device if has_streams(device) else None for device in (source, target))
+    one, other = (None if device is None else torch.Stream(device) for device in ends)
+    return one, other
 
 
 def current(devices: Iterable[torch.device]) -> list[torch.Stream]:
@@ -75,21 +103,88 @@ def on(*streams: torch.Stream | None) -> Iterator[None]:
         torch.accelerator.set_device_index(device)
 
 
-def make_wait(waiting: torch.Stream | None, awaited: torch.Stream | None, values: Any) -> None:
-    """What ``waiting`` does from now on comes after what ``awaited`` has been given so far.
+# ------------------------------------------------------------------- from when on a value is there
 
-    The values' memory is kept until ``waiting`` is done with it.
-    """
-    if waiting is None or awaited is None or waiting == awaited:
+_EVENTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The event of a tensor: once it has come, the tensor has been made."""
+
+
+def made(values: Any, by: torch.Stream | None) -> None:
+    """Note that the tensors among the values are there once a stream has done what it has been
+    given so far."""
+    if by is None:
         return
-    waiting.wait_stream(awaited)
-    keep(waiting, values)
+    event = by.record_event()
+    for tensor in _tensors(values):
+        _EVENTS[tensor] = event
+
+
+def pass_on(known: Tensor, other: Tensor) -> None:
+    """The other tensor has been made when the first one has, whose view or stand-in it is; unless
+    more is known of it already."""
+    event = _event(known) if _EVENTS else None
+    if event is not None and other not in _EVENTS:
+        _EVENTS[other] = event
+
+
+def _event(tensor: Tensor) -> torch.Event | None:
+    event: torch.Event | None = _EVENTS.get(tensor)  # type: ignore[no-untyped-call]
+    return event
+
+
+def await_made(waiting: torch.Stream | None, values: Any) -> None:
+    """What the stream does from now on comes after the values have been made.
+
+    Their memory is kept until the stream is done with it. A value of which no event is known has
+    been made by the thread's own streams, in whose order it is used.
+    """
+    if waiting is None:
+        return
+    tensors = _tensors(values)
+    for event in dict.fromkeys(map(_event, tensors)):
+        if event is not None:
+            waiting.wait_event(event)
+    keep(waiting, tensors)
 
 
 def keep(stream: torch.Stream | None, values: Any) -> None:
     """Do not reuse the values' memory before the stream has done what it has been given so far."""
     if stream is None:
         return
-    for tensor in pytree.tree_leaves(values):
-        if isinstance(tensor, Tensor) and tensor.device == stream.device and tensor.numel():
+    for tensor in _tensors(values):
+        if tensor.device == stream.device and tensor.numel():
             tensor.record_stream(stream)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+# --------------------------------------------------------------------------------------- hand-over
+
+_here = threading.local()  # .begun: by device, the event of the caller's stream at hand-over
+
+
+@contextmanager
+def handed_over(events: dict[torch.device, torch.Event]) -> Iterator[None]:
+    """Within it, and in this thread, what the caller has given is there once these events have
+    come: copies of it wait for no more, whatever stages have been given to do since."""
+    before = getattr(_here, "begun", {})
+    _here.begun = events
+    try:
+        yield
+    finally:
+        _here.begun = before
+
+
+def await_callers(waiting: torch.Stream | None, tensor: Tensor) -> None:
+    """The stream waits for a tensor that the caller has given, and keeps its memory."""
+    if waiting is None:
+        return
+    event = _event(tensor) or getattr(_here, "begun", {}).get(tensor.device)
+    if event is not None:
+        waiting.wait_event(event)
+    else:
+        for computing in current([tensor.device]):
+            waiting.wait_stream(computing)
+    keep(waiting, tensor)

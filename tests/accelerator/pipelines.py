@@ -216,6 +216,35 @@ def test_what_goes_wrong_in_a_lane_leaves_all_streams_as_they_were():
     assert same(here(gradients(model)), expected[1])
 
 
+class OnTheCurrentDevice(nn.Module):
+    """It names no index, as code that was written for one device does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x + twos_like(x)
+
+
+@torch.fx.wrap
+def twos_like(x):
+    return torch.full(x.shape, 2.0, device="sim")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_in_a_lane_its_device_is_the_current_one(checkpoint):
+    torch.accelerator.set_device_index(0)
+    model = nn.Sequential(OnTheCurrentDevice(), OnTheCurrentDevice()).to("sim:0")
+    x = torch.randn(BATCH, 6, device="sim:0")
+    with fxpipe.compile(
+        model, FOUR[:2], chunks=3, checkpoint=checkpoint, partition=["1.linear"]
+    ) as pipe:
+        pipe(x).sum().backward()
+    assert torch.accelerator.current_device_index() == 0
+
+
 def test_stages_may_share_a_device():
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)

@@ -8,6 +8,7 @@ from fxpipe.runtime.streams import (
     COPY,
     current,
     device_of,
+    link,
     on,
     stream,
     stream_name,
@@ -25,8 +26,12 @@ def test_what_has_no_streams_has_none_and_work_goes_on(name):
     assert stream(name) is None
     with on(stream(name)):
         pass
-    streams.make_wait(stream(name), stream(name), (torch.ones(1),))
-    streams.keep(stream(name), (torch.ones(1),))
+    x = torch.ones(1)
+    streams.made((x,), stream(name))
+    streams.await_made(stream(name), (x,))
+    streams.await_callers(stream(name), x)
+    streams.keep(stream(name), (x,))
+    assert link(torch.device("cpu"), torch.device("meta")) == (None, None)
 
 
 needs_accelerator = pytest.mark.skipif(
@@ -34,20 +39,42 @@ needs_accelerator = pytest.mark.skipif(
 )
 
 
+def device(index=0):
+    return torch.device(torch.accelerator.current_accelerator().type, index)
+
+
 @needs_accelerator
-def test_computation_is_on_the_current_stream_and_copies_are_on_another():
-    device = torch.device(torch.accelerator.current_accelerator().type, 0)
-    compute, copy = (stream(stream_name(device, role)) for role in (COMPUTE, COPY))
-    assert compute == torch.accelerator.current_stream(device)
-    assert copy != compute and copy == stream(stream_name(device, COPY))
-    assert current([device, torch.device("cpu"), device]) == [compute]
-    with on(copy):
-        assert torch.accelerator.current_stream(device) == copy
-        assert current([device]) == [copy]
-    assert torch.accelerator.current_stream(device) == compute
-    x = torch.ones(1000, device=device)
-    with on(copy):
-        streams.make_wait(copy, compute, (x,))
+def test_computation_is_on_the_current_stream():
+    compute = stream(stream_name(device(), COMPUTE))
+    assert compute == torch.accelerator.current_stream(device())
+    assert stream(stream_name(device(), COPY)) is None, "links have it: there are many"
+    other = torch.Stream(device())
+    assert current([device(), torch.device("cpu"), device()]) == [compute]
+    with on(other):
+        assert torch.accelerator.current_stream(device()) == other
+        assert current([device()]) == [other]
+    assert torch.accelerator.current_stream(device()) == compute
+
+
+@needs_accelerator
+def test_each_direction_has_a_link_and_so_have_inputs():
+    cpu = torch.device("cpu")
+    (there, none), (other, back) = link(device(), cpu), link(cpu, device())
+    assert none is None and other is None
+    assert there == link(device(), cpu, of_inputs=False)[0], "the same each time"
+    assert len({there, back, link(cpu, device(), of_inputs=True)[1]}) == 3
+
+
+@needs_accelerator
+def test_a_stream_that_waits_for_a_value_uses_it_after_it_has_been_made():
+    compute, other = stream(stream_name(device(), COMPUTE)), torch.Stream(device())
+    x = torch.ones(1000, device=device())
+    streams.made((x,), compute)
+    streams.await_made(other, (x,))
+    with on(other):
         y = x * 2
-    streams.make_wait(compute, copy, (y,))
-    assert y.sum().item() == 2000
+    streams.made((y,), other)
+    view = y.view_as(y)
+    streams.pass_on(y, view)
+    streams.await_made(compute, (view,))
+    assert view.sum().item() == 2000

@@ -1,0 +1,109 @@
+"""How long a pipeline takes on several devices, in virtual time (``clocks.py``).
+
+Each stage works one second for a row in the forward and two in the backward, and a micro-batch is a
+row, so that with free copies the ideal of gpipe and 1F1B is (micro-batches + stages - 1) x 3.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from tests.accelerator.clocks import Speed, begin, makespan, virtual_time
+
+WIDTH = 128  # of a row, which is then 512 bytes
+CHUNKS = 8
+
+
+class Work(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.ops.sim.work(x, 1.0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.ops.sim.work(grad, 2.0)
+
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x, mask=None):
+        y = Work.apply(x + self.weight)
+        return y if mask is None else y * mask
+
+
+class Chain(nn.Module):
+    """Stages one after the other; with a mask, all of them take it."""
+
+    def __init__(self, stages):
+        super().__init__()
+        self.stages = nn.ModuleList(Stage() for _ in range(stages))
+
+    def forward(self, x, mask=None):
+        for stage in self.stages:
+            x = stage(x, mask)
+        return x
+
+
+def step_takes(schedule, lanes=4, where="sim:0", copy_s=0.0, masked=False, run="step"):
+    """The makespan of a training step, the second one: caches are then filled."""
+    devices = [f"sim:{i}" for i in range(lanes)]
+    speed = Speed(link_bytes_per_s=4 * WIDTH / copy_s if copy_s else 0.0)
+    inputs = (torch.randn(CHUNKS, WIDTH, device=where),)
+    if masked:
+        inputs += (torch.ones(CHUNKS, WIDTH, device=where),)
+    target = torch.randn(CHUNKS, WIDTH, device=where if where == "cpu" else devices[-1])
+
+    def loss_fn(output, target):
+        return ((output - target) ** 2).sum()
+
+    with (
+        virtual_time(speed),
+        fxpipe.compile(
+            Chain(lanes),
+            devices,
+            chunks=CHUNKS,
+            schedule=schedule,
+            loss_fn=loss_fn,
+            partition=[f"stages.{i}" for i in range(1, lanes)],
+        ) as pipe,
+    ):
+        for _ in range(2):
+            torch.accelerator.synchronize()
+            begin(speed)
+            if run == "step":
+                pipe.step(*inputs, target=target)
+            else:
+                loss_fn(pipe(*inputs), target.to(devices[-1])).backward()
+        return makespan()
+
+
+@pytest.mark.parametrize("where", ["sim:0", "cpu"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_with_free_copies_a_step_takes_as_long_as_its_schedule(schedule, where):
+    assert step_takes(schedule, where=where) == pytest.approx((CHUNKS + 4 - 1) * 3)
+
+
+def test_on_two_lanes_too():
+    assert step_takes("1f1b", lanes=2) == pytest.approx((CHUNKS + 2 - 1) * 3)
+
+
+def test_a_mask_that_all_stages_take_does_not_queue_behind_the_first_stage():
+    assert step_takes("1f1b", masked=True) == pytest.approx((CHUNKS + 4 - 1) * 3)
+
+
+def test_copies_that_take_time_are_hidden_but_where_the_pipeline_fills_and_drains():
+    # Three links are crossed on the way in, and three on the way back; a copy from the host more.
+    fill_and_drain = 6 * 0.2
+    for where, first in (("sim:0", 0.0), ("cpu", 0.2)):
+        took = step_takes("gpipe", where=where, copy_s=0.2)
+        assert took == pytest.approx((CHUNKS + 4 - 1) * 3 + fill_and_drain + first)
+
+
+def test_a_backward_of_ones_own_takes_as_long_as_gpipe():
+    assert step_takes("gpipe", run="backward") == pytest.approx((CHUNKS + 4 - 1) * 3)
