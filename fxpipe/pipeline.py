@@ -132,17 +132,24 @@ class Pipeline(Views, nn.Module):
 
         Raises:
             ValueError: if the loss is no scalar, the target has another number of rows, the
-                schedule does not fit the number of micro-batches, or both a scaler and an optimizer
-                are given, whose gradients would be scaled.
+                schedule does not fit the number of micro-batches, an optimizer holds no parameter
+                that gets a gradient, or both a scaler and an optimizer are given, whose gradients
+                would be scaled.
             TypeError: for a target with arrays that are no tensors.
-            RuntimeError: in inference mode, where there are no gradients.
+            RuntimeError: in inference mode and under ``torch.no_grad()``, where there are no
+                gradients.
         """
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "a training step needs gradients, which are turned off here: call it outside of "
+                "no_grad; pipe(x) gives the outputs without them"
+            )
         optimizers = _listed(optimizer)
         _check(scaler, optimizers)
         unrolled, values = self._ready_to_step(args, kwargs, target)
         last = self._options.devices[-1]
         scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
-        stepping = Stepping(optimizers) if optimizers else None
+        stepping = Stepping(optimizers, self.module.parameters()) if optimizers else None
         with torch.no_grad():  # each forward records for itself
             total, losses = self._run(unrolled, [*values, scale, stepping])
         if stepping is not None:

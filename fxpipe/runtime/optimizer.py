@@ -27,20 +27,60 @@ from torch.optim.optimizer import (
 
 
 class Stepping:
-    """One step of some optimizers: :meth:`part` in the lanes, :meth:`finish` after them."""
+    """One step of some optimizers: :meth:`part` in the lanes, :meth:`finish` after them.
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+    Args:
+        parameters: the model's. An optimizer that holds none of them may still be meant, for
+            parameters of the loss; whether it is, the gradients say once they are all there. Then
+            no optimizer steps in parts, so that none has stepped if one has to be refused.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> None:
+        own = {id(parameter) for parameter in parameters}
         self._each = [_One(optimizer) for optimizer in optimizers]
+        self._foreign = [_Foreign(each.optimizer) for each in self._each if each.is_foreign(own)]
 
     def part(self, parameters: Collection[Tensor]) -> None:
-        """Step these, as far as the optimizers have them."""
-        for each in self._each:
+        """Step these parameters, as far as the optimizers hold them."""
+        for each in () if self._foreign else self._each:
             each.part(parameters)
 
     def finish(self) -> None:
-        """Step all that have not been, one optimizer after the other."""
+        """Step all parameters that have not been stepped, one optimizer after the other.
+
+        Raises ValueError, before any is stepped, if an optimizer has none to step.
+        """
+        for foreign in self._foreign:
+            foreign.check()
         for each in self._each:
             each.finish()
+
+
+class _Foreign:
+    """An optimizer that holds none of the model's parameters, as it is before a step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._before = [parameter.grad for parameter in _parameters(optimizer)]
+        self._versions = [_version(grad) for grad in self._before]
+
+    def check(self) -> None:
+        """Raise ValueError unless a parameter that it holds has got a gradient meanwhile."""
+        grads = [parameter.grad for parameter in _parameters(self.optimizer)]
+        if [_version(grad) for grad in grads] == self._versions and all(
+            now is before for now, before in zip(grads, self._before, strict=True)
+        ):
+            raise ValueError(
+                f"the optimizer {type(self.optimizer).__name__} holds none of the model's "
+                "parameters, and none that gets a gradient in this step, so that it would train "
+                "nothing: make it from pipe.parameters(); gradients have been computed, and no "
+                "optimizer has stepped"
+            )
+
+
+def _version(grad: Tensor | None) -> int | None:
+    """How often a gradient has been written to."""
+    return None if grad is None else grad._version
 
 
 class _One:
@@ -49,6 +89,12 @@ class _One:
         self._in_parts = _has_plain_step(optimizer)
         self._known = len(optimizer.state)
         self._done: set[int] = set()
+
+    def is_foreign(self, own: Collection[int]) -> bool:
+        """Whether it holds parameters, and none with these ids, and would step nothing else: an
+        optimizer of another kind may hold copies of the parameters that it trains."""
+        held = _parameters(self.optimizer) if self._in_parts else []
+        return bool(held) and not any(id(parameter) in own for parameter in held)
 
     def part(self, parameters: Collection[Tensor]) -> None:
         if self._in_parts:

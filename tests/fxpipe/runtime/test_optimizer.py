@@ -152,7 +152,7 @@ def test_a_part_is_stepped_at_once_and_the_rest_at_the_end():
     a, b, c = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     for p in (a, b, c):
         p.grad = torch.ones(2)
-    stepping = Stepping([SGD([a, b], lr=1.0)])
+    stepping = Stepping([SGD([a, b], lr=1.0)], [a, b])
     stepping.part([a, c])
     assert same([a.tolist(), b.tolist(), c.tolist()], [[-1, -1], [0, 0], [0, 0]])
     stepping.finish()

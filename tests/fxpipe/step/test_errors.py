@@ -124,3 +124,14 @@ def test_where_the_target_is_given_without_its_name_the_error_says_so():
 def test_in_inference_mode_there_is_no_step():
     with compiled() as pipe, torch.inference_mode(), pytest.raises(RuntimeError, match="outside"):
         pipe.step(torch.randn(4, 12), target=torch.randn(4))
+
+
+def test_without_gradients_there_is_no_step():
+    with compiled() as pipe:
+        before = gradients(pipe.module)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="outside of no_grad"):
+            pipe.step(torch.randn(4, 12), target=torch.randn(4))
+        assert same(gradients(pipe.module), before), "none"
+        with torch.no_grad():  # which leaves the gradients as they are
+            pipe.measure(torch.randn(4, 12), target=torch.randn(4), rounds=1)
+        assert same(gradients(pipe.module), before)
