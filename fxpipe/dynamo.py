@@ -21,10 +21,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor, fx, nn
 
 from fxpipe.api import compile
+from fxpipe.ir._torch import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    SET_GRAD_ENABLED,
+    dynamo,
+    may_vary,
+    rename,
+)
 from fxpipe.ir.graph import is_work
 from fxpipe.pipeline import Pipeline
 
@@ -112,8 +119,8 @@ class Backend:
         has_asked = False
         for each in inputs:
             dim = dims.get(each.path)
-            if dim is not None and dim not in getattr(each.example, _MARKS, ()):
-                torch._dynamo.maybe_mark_dynamic(each.example, dim)
+            if dim is not None and dim not in may_vary(each.example):
+                dynamo().maybe_mark_dynamic(each.example, dim)
                 has_asked = True
         if has_asked:
             raise _BeginAnew(restart_reason="the batch's size has to be symbolic")
@@ -129,13 +136,10 @@ class Backend:
 
 
 class _BeginAnew(
-    torch._dynamo.exc.TensorifyScalarRestartAnalysis,  # which a backend may raise
-    torch._dynamo.exc.UnspecializeRestartAnalysis,  # after which Dynamo may take another way
+    dynamo().exc.TensorifyScalarRestartAnalysis,  # type: ignore[misc] # which a backend may raise
+    dynamo().exc.UnspecializeRestartAnalysis,  # type: ignore[misc] # after which Dynamo may take another way
 ):
     """Dynamo traces again."""
-
-
-_MARKS = "_dynamo_weak_dynamic_indices"  # what maybe_mark_dynamic leaves on a tensor
 
 
 def _refuse_a_part(gm: fx.GraphModule) -> None:
@@ -193,7 +197,7 @@ class _Input:
         path = _within_model(name) if is_owned else _argument(name)
         if not is_owned:
             node.target = path
-            node._rename(path)
+            rename(node, path)
         return _Input(node, example, path, is_owned, is_number)
 
     @property
@@ -358,11 +362,11 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     region: list[fx.Node] = []
     grad, casts = usual, 0
     for node in filter(is_work, list(graph.nodes)):
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is SET_GRAD_ENABLED:
             grad = bool(node.args[0])
-        elif node.target is torch.amp.autocast_mode._enter_autocast:
+        elif node.target is ENTER_AUTOCAST:
             casts += 1
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        elif node.target is EXIT_AUTOCAST:
             casts -= 1
         elif grad == usual and not casts:
             continue

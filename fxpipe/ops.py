@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from fxpipe.ir._torch import pytree
 from fxpipe.runtime import batch_norm as _batch_norm
 from fxpipe.runtime import checkpoint as _checkpoint
 from fxpipe.runtime import copy as _copy

@@ -10,20 +10,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import TransformType
 
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.options import Options
 from fxpipe.inspect.views import NotYet, Views
+from fxpipe.ir._torch import TransformType, transforms
 from fxpipe.ir.counts import count
 from fxpipe.ir.graph import WRITTEN
 from fxpipe.ir.hooks import HOOKS
 from fxpipe.ir.progress import report_progress
 from fxpipe.meaning.sample import Sample
 from fxpipe.planning.estimates import measured
-from fxpipe.runtime.ambient import is_intercepted, is_traced, transforms
+from fxpipe.runtime.ambient import is_intercepted, is_traced
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
 from fxpipe.runtime.optimizer import Stepping

@@ -1,8 +1,16 @@
-"""The house: who imports whom, as ``[tool.importlinter]`` in pyproject.toml says it."""
+"""The house: who imports whom, and who uses what is private to PyTorch."""
+
+import ast
+from pathlib import Path
 
 import grimp
 import networkx as nx
+import pytest
 from importlinter.cli import lint_imports
+
+import fxpipe
+import passes
+from fxpipe.ir import _torch
 
 
 def test_imports_point_one_way_and_make_no_circle():
@@ -18,3 +26,98 @@ def test_no_module_leads_back_to_itself_not_even_through_imports_in_functions():
     )
     circles = [sorted(c) for c in nx.strongly_connected_components(imports) if len(c) > 1]
     assert circles == []
+
+
+FILES = sorted(
+    path
+    for package in (fxpipe, passes)
+    for path in Path(package.__file__).parent.rglob("*.py")
+    if path != Path(_torch.__file__)
+)
+
+OF_MODULES = {
+    *("_parameters", "_buffers", "_modules", "_apply", "_is_full_backward_hook"),
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+}
+"""What subclasses and pickles of ``nn.Module`` have long relied on, see ``fxpipe.ir._torch``."""
+OF_PYTHON = {"_replace", "_getframe", "_fields"}  # of named tuples, and of sys
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(tree):
+    """The names that a file defines: functions, classes, and what is assigned to."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def private_uses(tree, own):
+    """The lines at which a file uses a private name of others, and that name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute) and node.attr not in own | OF_MODULES | OF_PYTHON:
+            is_operator = ast.unparse(node).startswith("torch.ops.aten.")
+            names = [] if is_operator else [node.attr]
+        else:
+            continue
+        for name in names:
+            if any(map(is_private, name.split("."))):
+                yield node.lineno, name
+
+
+@pytest.fixture(scope="module")
+def trees():
+    return {path: ast.parse(path.read_text()) for path in FILES}
+
+
+def test_private_names_of_pytorch_are_used_in_ir_torch_only(trees):
+    own = {name for tree in trees.values() for name in own_names(tree) if is_private(name)}
+    used = [
+        f"{path}:{line}: {name}"
+        for path, tree in trees.items()
+        for line, name in private_uses(tree, own)
+    ]
+    assert used == []
+
+
+def test_strings_do_not_name_them_elsewhere_either(trees):
+    private = {
+        name
+        for node in ast.walk(ast.parse(Path(_torch.__file__).read_text()))
+        for name in (
+            getattr(node, "attr", ""),
+            getattr(node, "value", ""),
+            getattr(node, "name", ""),
+        )
+        if isinstance(name, str) and name.isidentifier() and is_private(name)
+    }
+    assert {"_version", "_flat_weights", "_schema"} <= private
+    spelled = [
+        f"{path}:{node.lineno}: {node.value!r}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in private - OF_MODULES
+    ]
+    assert spelled == []
+
+
+@pytest.mark.parametrize(
+    "code, name",
+    [
+        ("from torch.utils import _pytree", "torch.utils._pytree"),
+        ("from torch._C import thing", "torch._C.thing"),
+        ("import torch._dynamo", "torch._dynamo"),
+        ("torch._C.call()", "_C"),
+        ("tensor._version", "_version"),
+    ],
+)
+def test_such_a_use_would_be_noticed(code, name):
+    assert [found for _, found in private_uses(ast.parse(code), set())] == [name]

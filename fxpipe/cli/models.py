@@ -217,7 +217,8 @@ def bench(
 def mean(output: Any, target: Any) -> Any:
     """Stands in for a loss: the sum of the means of all tensors that have gradients."""
     import torch
-    from torch.utils import _pytree as pytree
+
+    from fxpipe.ir._torch import pytree
 
     tensors = [
         leaf

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ir._torch import version_of
 from fxpipe.ir.graph import attribute
 from fxpipe.runtime.regions import regions_in
 
@@ -37,7 +38,7 @@ class Binding:
         if theirs is None or self.device is None or theirs.device == self.device:
             self.ours[self.name] = theirs
             return
-        now = (theirs, 0 if theirs.is_inference() else theirs._version)
+        now = (theirs, 0 if theirs.is_inference() else version_of(theirs))
         known, version = self._replicated or (None, 0)
         if known is not theirs or version != now[1]:
             self.ours[self.name], self._replicated = theirs.detach().to(self.device), now

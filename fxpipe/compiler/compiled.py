@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.bindings import Binding
 from fxpipe.compiler.loss import own_loss
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, cost_of
 from fxpipe.ir.graph import STAGE, stage_nodes
 from fxpipe.meaning.sample import Sample, batch_size

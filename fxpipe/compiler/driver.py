@@ -21,12 +21,13 @@ from fxpipe.compiler.loss import Loss, Target
 from fxpipe.compiler.options import Options, RunPass
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
+from fxpipe.ir._torch import transforms
 from fxpipe.ir.errors import AnotherStrategy, is_the_models
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.meaning.batch import input_dims, other_input_dims, output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
-from fxpipe.runtime.ambient import compiling, transforms
+from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.program import lower
 from fxpipe.trace import (

@@ -8,8 +8,8 @@ from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.structure import Structure
 from fxpipe.runtime.random import alone
 

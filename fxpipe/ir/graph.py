@@ -36,13 +36,6 @@ ONCE = "once"  #: True at what is done once for a mini-batch, after its micro-ba
 FIRST = "first"  #: True at what is done once for a mini-batch, ahead of its micro-batches
 
 
-class OuterModule(fx.GraphModule):
-    """A graph module around others: when its own graph has changed, theirs have not."""
-
-    def _recompile_submodules(self) -> list[Any]:  # fx would compile all of them again
-        return []
-
-
 def attribute(gm: fx.GraphModule, target: str) -> Any:
     """What a ``get_attr`` or ``call_module`` node of that target stands for."""
     return operator.attrgetter(target)(gm)

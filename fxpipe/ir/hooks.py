@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
+
+from fxpipe.ir._torch import any_global_module_hook
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -43,4 +44,4 @@ def has_hooks(module: nn.Module) -> bool:
 
 def all_are_watched() -> bool:
     """Whether somebody wants to know of the calls of all modules there are."""
-    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+    return any_global_module_hook()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch import fx
 
+from fxpipe.ir._torch import OpOverload
 from fxpipe.ir.graph import MICROBATCH, STAGE, STREAM
 
 
@@ -15,7 +15,7 @@ def operator_name(node: fx.Node) -> str:
     """What a node calls: a function's name, ``.method`` or the path of a module."""
     if node.op == "call_function":
         target = node.target
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, OpOverload):
             return str(target)
         return getattr(target, "__name__", str(target))
     if node.op == "call_method":

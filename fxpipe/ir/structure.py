@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpipe.ir._torch import pytree
+
 # The pytree that torch.export and Hugging Face register their types with.
-from torch.utils import _pytree as pytree
 
 VARYING = (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What may differ from call to call, also while a model is traced; all else is constant."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
+
+from fxpipe.ir._torch import DisableTorchFunction, memory_number, pytree
 
 _WITHOUT_TENSORS = {type(None), bool, int, float, str, slice, torch.dtype, torch.device}
 
@@ -32,8 +33,7 @@ def tensor_bytes(value: Any) -> int:
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that stands for the tensor's memory, the same for all its views. A tensor that has
     no memory of one piece (it is sparse, say, or a lazy parameter) stands for itself."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if is_lazy(tensor) or tensor.layout != torch.strided:
             return id(tensor)
-        memory: int = tensor.untyped_storage()._cdata
-        return memory
+        return memory_number(tensor)

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.errors import AnotherStrategy
 from fxpipe.ir.graph import ALIAS, LARGER, RANDOM, VALUE
 from fxpipe.ir.structure import Structure, children, leaves, map_tensors

@@ -8,14 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, overrides
-from torch._C._functorch import TransformType
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
+from torch import fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._device import DeviceContext
+
+from fxpipe.ir._torch import (
+    DeviceContext,
+    FakeTensor,
+    FunctionalTensor,
+    exchange_function_modes,
+    function_modes,
+    has_dispatch_modes,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    pytree,
+    saved_tensors_hooks,
+    transforms,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Ambient:
             torch.is_inference_mode_enabled(),
             tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
             torch.is_autocast_cache_enabled(),
-            _modes(),
+            function_modes(),
         )
 
     @contextmanager
@@ -81,31 +89,16 @@ class Ambient:
 
 @contextmanager
 def _function_modes(modes: tuple[TorchFunctionMode, ...]) -> Iterator[None]:
-    """This thread has these torch function modes, the outermost first, and no others.
-
-    They are not entered as context managers: a mode is entered once, by whoever made it, and a
-    default device would set a variable of the whole process.
-    """
-    before = _modes()
+    """This thread has these torch function modes, the outermost first, and no others."""
+    before = function_modes()
     if before == modes:
         yield
         return
-    _exchange(before, modes)
+    exchange_function_modes(modes)
     try:
         yield
     finally:
-        _exchange(modes, before)
-
-
-def _exchange(before: tuple[TorchFunctionMode, ...], modes: tuple[TorchFunctionMode, ...]) -> None:
-    for _ in before:
-        overrides._pop_mode()  # type: ignore[no-untyped-call]
-    for mode in modes:
-        overrides._push_mode(mode)  # type: ignore[no-untyped-call]
-
-
-def _modes() -> tuple[TorchFunctionMode, ...]:
-    return tuple(overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+        exchange_function_modes(before)
 
 
 def is_intercepted() -> bool:
@@ -113,13 +106,13 @@ def is_intercepted() -> bool:
 
     Torch function and dispatch modes, functorch transforms and hooks on saved tensors hold for one
     thread. A default device is a torch function mode that watches nothing: other threads are given
-    it too (:class:`Ambient`). PyTorch has no public way to ask for these; tests fail when one goes.
+    it too (:class:`Ambient`).
     """
     return bool(
-        any(type(mode) is not DeviceContext for mode in _modes())
-        or torch._C._len_torch_dispatch_stack()
+        any(type(mode) is not DeviceContext for mode in function_modes())
+        or has_dispatch_modes()
         or transforms()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or saved_tensors_hooks() is not None
     )
 
 
@@ -134,16 +127,6 @@ def is_traced(values: Iterable[Any]) -> bool:
         leaves = pytree.tree_leaves(list(values))
         return any(isinstance(leaf, FakeTensor | FunctionalTensor) for leaf in leaves)
     return any(isinstance(value, fx.Proxy) for value in values)
-
-
-def transforms() -> list[TransformType]:
-    """The functorch transforms that run in this thread, the outermost first."""
-    return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
-
-
-def is_forward_mode() -> bool:
-    """Whether tangents are computed along with values: within a ``forward_ad.dual_level``."""
-    return forward_ad._current_level >= 0
 
 
 @contextmanager
@@ -161,11 +144,11 @@ def compiling() -> Iterator[None]:
 def without_saved_tensors_hooks() -> Iterator[None]:
     """What is done meanwhile is none of the business of hooks on saved tensors around it."""
     hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := saved_tensors_hooks()) is not None:
         hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensors_hooks()
     try:
         yield
     finally:
         for pair in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+            push_saved_tensors_hooks(pair)

@@ -30,10 +30,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as pytorch
 
-from fxpipe.runtime.ambient import is_forward_mode, is_traced, transforms
+from fxpipe.ir._torch import (
+    DisableTorchFunction,
+    after_backward,
+    is_forward_mode,
+    is_in_a_group,
+    pytree,
+    running_backward,
+    transforms,
+    version_of,
+)
+from fxpipe.runtime.ambient import is_traced
 from fxpipe.runtime.dependency import gate
 from fxpipe.runtime.op_log import OpLog, compared
 from fxpipe.runtime.random import GeneratorState
@@ -180,7 +189,7 @@ def _cut_off(
 ) -> Tensor:
     if isinstance(tensor, torch.nn.Parameter):  # a replica: it has no history to lose
         return tensor
-    with torch._C.DisableTorchFunction(), torch.enable_grad():
+    with DisableTorchFunction(), torch.enable_grad():
         twin = _twin(tensor, attributes)
         if not requires_grad:
             return twin
@@ -192,7 +201,7 @@ def _cut_off(
 
 def _twin(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
     """The tensor without history, but of its class and with these attributes."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         twin = tensor.detach()
         kind = type(tensor)
         if type(twin) is not kind and kind is not torch.nn.Parameter:
@@ -407,7 +416,7 @@ def _unpack(packed: Any) -> Tensor:
 
 def _version(tensor: Tensor) -> int:
     """How often it has been written to. Inference tensors do not count that."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _check_version(tensor: Tensor, version: int, what: str) -> None:
@@ -421,7 +430,7 @@ def _check_version(tensor: Tensor, version: int, what: str) -> None:
 
 def _looks(tensor: Tensor) -> tuple[Any, ...]:
     """What must be the same in both runs."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return tensor.dtype, tensor.shape, tensor.device
 
 
@@ -437,8 +446,7 @@ def _name(fn: Callable[..., Any]) -> str:
 
 def _forget_after_backward(slots: list[weakref.ref[_Slot]]) -> None:
     """Empty the slots that a backward for a part of the graph has not asked for, at its end."""
-    # The engine has no public notion of "at the end of this backward"; FSDP uses the same call.
-    if torch._C._current_graph_task_id() == -1 or _in_a_group():
+    if running_backward() == -1 or is_in_a_group():
         return
 
     def forget() -> None:
@@ -446,14 +454,7 @@ def _forget_after_backward(slots: list[weakref.ref[_Slot]]) -> None:
             if (slot := ref()) is not None:
                 slot.value = None
 
-    torch.autograd.Variable._execution_engine.queue_callback(forget)
-
-
-def _in_a_group() -> bool:
-    """Whether backwards for other parts follow, and share the second run with this one: within
-    ``torch.utils.checkpoint.GraphExecGroup``, which PyTorch 2.11 may not have."""
-    group = getattr(torch._C, "_get_graph_exec_group", None)
-    return group is not None and group() is not None
+    after_backward(forget)
 
 
 class Handle:

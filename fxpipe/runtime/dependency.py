@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from fxpipe.ir._torch import pytree
 from fxpipe.runtime.streams import pass_on
 
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fxpipe.ir._torch import set_sequence_number
+
 FIRST = 2**63  # above all that are counted, below the nodes that accumulate into ``.grad``
 
 
@@ -23,5 +25,5 @@ def first(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     Where nothing is recorded there is no node.
     """
     if tensors and (made_by := tensors[0].grad_fn) is not None:
-        made_by._set_sequence_nr(FIRST)  # type: ignore[attr-defined]
+        set_sequence_number(made_by, FIRST)
     return tensors

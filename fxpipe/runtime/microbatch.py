@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from fxpipe.ir._torch import pytree
 
 ANY = "any"
 """In place of a dimension: what all micro-batches have alike, since nothing in it is of a batch."""

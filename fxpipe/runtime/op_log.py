@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.ir._torch import TorchDispatchMode, pytree
 from fxpipe.ir.source import is_of_a_model
 
 

@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    Optimizer,
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-)
+from torch.optim.optimizer import Optimizer
+
+from fxpipe.ir._torch import mark_stepped, step_hooks
 
 
 class Stepping:
@@ -106,7 +104,7 @@ class _One:
             self.optimizer.step()
             return
         self._step(lambda parameter: id(parameter) not in self._done)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined] # for learning rate schedulers
+        mark_stepped(self.optimizer)
         state = self.optimizer.state
         if len(state) > self._known:  # in the order in which lanes have come by
             for parameter in _parameters(self.optimizer):
@@ -140,10 +138,5 @@ def _has_plain_step(optimizer: Optimizer) -> bool:
     if not kind.__module__.startswith("torch.optim."):
         return False
     own: Any = vars(optimizer).get("step")  # by a learning rate scheduler, around the class's
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-    )
+    hooks = step_hooks(optimizer)
     return (own is None or getattr(own, "__wrapped__", None) is kind.step) and not any(hooks)

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from fxpipe.ir._torch import pytree, running_backward
 from fxpipe.runtime.copy import moved, on_the_way_back
 from fxpipe.runtime.dependency import carries_gradient
 from fxpipe.runtime.engine import first
@@ -76,7 +76,7 @@ class Hidden:
             return
         # A backward that has failed on its way leaves its gradient here; the next one starts anew.
         # The engine numbers its runs, and does not say so in public: a test fails when that goes.
-        running = torch._C._current_graph_task_id()
+        running = running_backward()
         if running != self._backward:
             self._grads = []
         self._grads.append(grad)

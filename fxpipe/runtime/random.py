@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from fxpipe.ir._torch import pytree
 
 LOCK = threading.RLock()  # held by whoever needs the default generators to be nobody else's
 _here = threading.local()  # .alone: whether it is held by this thread, while it runs others' code

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.ir._torch import FLAT_WEIGHTS
+
 
 class _Share(torch.autograd.Function):
     @staticmethod
@@ -58,7 +60,7 @@ def _replica(module: nn.Module | None) -> nn.Module:
     assert module is not None
     replica: nn.Module = object.__new__(type(module))  # a graph module's own would make a class
     replica.__dict__.update(module.__dict__)
-    for part in ("_parameters", "_modules", "_flat_weights"):  # the last one: recurrent modules
+    for part in ("_parameters", "_modules", FLAT_WEIGHTS):  # the last one: recurrent modules
         if part in replica.__dict__:
             replica.__dict__[part] = replica.__dict__[part].copy()
     return replica

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
+from fxpipe.ir._torch import gradient_hooks, pytree
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.runtime.checkpoint import Handle, Options, checkpointed
 from fxpipe.runtime.copy import moved
@@ -96,7 +96,7 @@ class Tape:
         one, or the second half."""
         reached = set(leaves_of(roots))
         for parameter, grad in self.penalties:
-            if parameter._backward_hooks:  # they have seen it when it was made
+            if gradient_hooks(parameter)[0]:  # they have seen it when it was made
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             elif parameter in reached:
                 roots.append(parameter)

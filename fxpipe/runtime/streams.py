@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
+
+from fxpipe.ir._torch import pytree
 
 COMPUTE, COPY, CALLER = "compute", "copy", "caller"
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fxpipe.ir._torch import EnableTorchFunction, asks_torch_function
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.random import RandomState
@@ -53,7 +54,7 @@ class Surroundings:
     ) -> None:
         # Casts of parameters that were kept in the second call would outlive its autocast.
         self._ambient = replace(Ambient.here(), autocast_cache=False)
-        self._asks_subclasses = torch._C._is_torch_function_enabled()
+        self._asks_subclasses = asks_torch_function()
         self._context = copy_context()
         module = module_of(fn)
         self._tensors = _Tensors(module)
@@ -78,7 +79,7 @@ class Surroundings:
             self._random.restored() if self._random else nullcontext(),
             self._ambient.applied(),
             # A subclass's backward may have switched off that its functions are asked.
-            torch._C._EnableTorchFunction() if self._asks_subclasses else nullcontext(),
+            EnableTorchFunction() if self._asks_subclasses else nullcontext(),
         ):
             yield
 

@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.ir._torch import TorchDispatchMode, schema_of
 from fxpipe.ir.tensors import memory_of
 
 Key = TypeVar("Key")
@@ -30,7 +30,7 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
         self.unwritten = {memory_of(tensor): (key, tensor) for key, tensor in tensors.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = getattr(func, "_schema", None)
+        schema = schema_of(func)
         if schema is not None and schema.is_mutable:
             for i, argument in enumerate(schema.arguments):
                 value = args[i] if i < len(args) else (kwargs or {}).get(argument.name)

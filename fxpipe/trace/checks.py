@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 # The pytree that torch.export and Hugging Face register their types with.
-from torch.utils import _pytree as pytree
-
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.errors import TraceError
 from fxpipe.ir.structure import is_opened, leaves
 from fxpipe.trace.errors import Refused, first_line

@@ -18,8 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 # The pytree that torch.export and Hugging Face register their types with.
-from torch.utils import _pytree as pytree
-
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.runtime.microbatch import first_rows

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import skip
+from fxpipe.ir._torch import FakeTensor
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
 from fxpipe.trace import checkpoints, whole

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import skip
+from fxpipe.ir._torch import gradient_hooks
 from fxpipe.ir.hooks import hooks_of, is_torchs
 from fxpipe.runtime.random import RandomState
 from fxpipe.runtime.writes import Writes, same_values
@@ -87,7 +88,7 @@ def _eagerly() -> AbstractContextManager[Any]:
 
 def _hooks_on(parameter: nn.Parameter) -> list[dict[int, Any]]:
     """Those on its gradient, and those for when it has been added."""
-    kinds: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    kinds: Any = gradient_hooks(parameter)
     return [hooks for hooks in kinds if hooks]
 
 

@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import _SingleLevelFunction
 from torch.distributions import Distribution
 
+from fxpipe.ir._torch import VALIDATE_ARGS, SingleLevelFunction
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace.errors import GRADIENTS, Refused
 
@@ -186,7 +186,7 @@ def functions_handled(handle: Handle) -> Iterator[None]:
 
     with (
         patched(torch.autograd.Function, "apply", replace),
-        patched(_SingleLevelFunction, "apply", replace),
+        patched(SingleLevelFunction, "apply", replace),
     ):
         yield
 
@@ -217,7 +217,7 @@ def eased() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patched(nn.Module, "_apply", _only_where_needed))
         # Distributions look at the values of their parameters, to refuse what makes no sense.
-        stack.enter_context(patched(Distribution, "_validate_args", lambda _: False))
+        stack.enter_context(patched(Distribution, VALIDATE_ARGS, lambda _: False))
         for name in ("grad", "backward"):
             stack.enter_context(patched(torch.autograd, name, _refused))
         yield

@@ -20,9 +20,9 @@ from typing import Any
 
 import networkx as nx
 from torch import Tensor, fx, nn
-from torch._functorch import predispatch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxpipe.ir._torch import VMAP_BEGINS, VMAP_ENDS, schema_of
 from fxpipe.trace import whole
 
 _KEPT = "stack_trace", "nn_module_stack"
@@ -36,13 +36,13 @@ def enclose_vmaps(graph: fx.Graph, attributes: Attributes) -> None:
     depth = 0
     regions: list[list[fx.Node]] = []
     for node in graph.nodes:
-        if node.target is predispatch._vmap_increment_nesting:
+        if node.target is VMAP_BEGINS:
             if not depth:
                 regions.append([])
             depth += 1
         if depth and node.op != "get_attr":
             regions[-1].append(node)
-        if node.target is predispatch._vmap_decrement_nesting:
+        if node.target is VMAP_ENDS:
             depth -= 1
     for number, nodes in enumerate(regions):
         _enclose(graph, attributes, nodes, f"vmap_{number}")
@@ -109,7 +109,7 @@ def _between(graph: fx.Graph, group: set[fx.Node]) -> set[fx.Node]:
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operator writes to."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     if schema is None or not schema.is_mutable:
         return []
     named = {a.name: a for a in schema.arguments}

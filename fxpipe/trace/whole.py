@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from fxpipe.ir._torch import FakeTensor, version_of
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.random import RandomState
@@ -240,11 +240,11 @@ def seen(paths: dict[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict
     def watched(module: nn.Module, forward: Any, key: str, args: Any, kwargs: Any) -> Any:
         given, inputs = Structure.of((args, kwargs))
         buffers = dict(module.named_buffers())
-        before = [tensor._version for tensor in (*given, *buffers.values())]
+        before = [version_of(tensor) for tensor in (*given, *buffers.values())]
         tensors = (*given, *module.parameters(), *buffers.values())
         state = RandomState({tensor.device for tensor in tensors})
         output = forward(*args, **kwargs)
-        after = [tensor._version for tensor in (*given, *buffers.values())]
+        after = [version_of(tensor) for tensor in (*given, *buffers.values())]
         if after[: len(given)] != before[: len(given)]:
             raise NotWhole(module, "it writes to its inputs")
         made, outputs = Structure.of(output)

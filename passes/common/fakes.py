@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import (
+
+from fxpipe.ir._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    disable_current_modes,
+    enable_python_dispatcher,
+    is_view,
+    pytree,
 )
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
-
 from fxpipe.ir.errors import NeedsValues
 from fxpipe.ir.graph import LARGER, VALUE
 from fxpipe.ir.printing import format_node
@@ -128,7 +129,7 @@ def _numbers(buffers: Mapping[str, Tensor], fakes: Mapping[str, FakeTensor]) -> 
     On "meta" they have no values, and any will do.
     """
     numbers = [name for name, buffer in buffers.items() if buffer.dim() == 0]
-    with _disable_current_modes():  # which may count what is done here
+    with disable_current_modes():  # which may count what is done here
         for name in numbers:
             own = buffers[name]
             known = not own.is_meta and not isinstance(own, FakeTensor)
@@ -179,5 +180,5 @@ def _cut_off(tensor: Tensor) -> Tensor:
     if tensor.grad_fn is None:
         return tensor
     # In place, which takes a fiftieth of the time, where that may be.
-    own = tensor.detach() if tensor._is_view() else tensor.detach_()
+    own = tensor.detach() if is_view(tensor) else tensor.detach_()
     return own.requires_grad_()

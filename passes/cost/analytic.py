@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe import ops
+from fxpipe.ir._torch import pytree, stored_values
 from fxpipe.ir.cost import Cost, batch_bytes, copies_of, times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.graph import COST, LARGER, NO_BACKWARD, SAVED, VALUE, attribute, stage_nodes
@@ -292,7 +292,7 @@ def _memory_bytes(tensor: Tensor) -> int:
     """How large that memory is; of a sparse tensor, the values in it."""
     if tensor.layout == torch.strided:
         return tensor.untyped_storage().nbytes()
-    return tensor._nnz() * tensor.element_size()
+    return stored_values(tensor) * tensor.element_size()
 
 
 def _state(gm: fx.GraphModule, node: fx.Node) -> list[Tensor]:

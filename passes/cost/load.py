@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import (
     FlopCounterMode,
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
 
+from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.tensors import tensor_bytes, tensors_of
 

@@ -23,8 +23,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, stage_nodes

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.graph import VALUE
 from fxpipe.ir.tensors import memory_of, tensors_of
 

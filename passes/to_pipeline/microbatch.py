@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import FIRST, MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN, OuterModule
+from fxpipe.ir._torch import OuterModule
+from fxpipe.ir.graph import FIRST, MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN
 from fxpipe.runtime.microbatch import Dims
 
 

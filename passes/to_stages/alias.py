@@ -29,8 +29,8 @@ from typing import Any, ClassVar
 import networkx as nx
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.ir._torch import TorchDispatchMode, schema_of, version_of
 from fxpipe.ir.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
 from fxpipe.ir.tensors import memory_of, tensors_of
 from passes.common.fakes import FakeInterpreter, backward_edges
@@ -102,7 +102,7 @@ class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator that may draw does: an attention, or a recurrent layer, drops nothing
     where the probability is zero, or outside of training."""
-    expected = func._schema.arguments
+    expected = schema_of(func).arguments
     given = {a.name: a.default_value for a in expected if a.has_default_value()}
     given |= {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
     return all(given.get(n) != 0 for n in ("dropout_p", "dropout", "train", "training"))
@@ -134,17 +134,17 @@ class _Watcher(FakeInterpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        before = [(tensor, tensor._version) for tensor in tensors_of((args, kwargs))]
+        before = [(tensor, version_of(tensor)) for tensor in tensors_of((args, kwargs))]
         own = self._buffers(n)
-        versions = [buffer._version for buffer in own]
+        versions = [version_of(buffer) for buffer in own]
         with _Randomness() as randomness:  # type: ignore[no-untyped-call]
             value = super().run_node(n)
-        written = {memory_of(tensor) for tensor, version in before if tensor._version != version}
+        written = {memory_of(tensor) for tensor, version in before if version_of(tensor) != version}
         if written:
             self.written[n] = written
         for buffer, version in zip(own, versions, strict=True):
             self.buffer_users.setdefault(id(buffer), set()).add(n)
-            if buffer._version != version:
+            if version_of(buffer) != version:
                 self.written_buffers.add(id(buffer))
         if randomness.drawn:
             n.meta[RANDOM] = True

@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fxpipe import ops
+from fxpipe.ir._torch import BatchNorm
 from fxpipe.ir.graph import ONCE, attribute
 
 
@@ -40,7 +40,7 @@ class DeferredBatchNorm:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in list(gm.graph.find_nodes(op="call_module")):
             module = gm.get_submodule(str(node.target))
-            if isinstance(module, _BatchNorm) and _is_plain(module):
+            if isinstance(module, BatchNorm) and _is_plain(module):
                 _take_apart(node, *_of_module(node, module))
         counters = _counters(gm)
         target = torch.ops.aten.batch_norm.default
@@ -53,9 +53,9 @@ class DeferredBatchNorm:
         return gm
 
 
-def _is_plain(module: _BatchNorm) -> bool:
+def _is_plain(module: BatchNorm) -> bool:
     """Whether it does what PyTorch's does, and updates running statistics."""
-    is_torchs = type(module).forward is _BatchNorm.forward
+    is_torchs = type(module).forward is BatchNorm.forward
     return is_torchs and module.training and module.running_mean is not None
 
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._higher_order_ops.wrap import wrap_with_autocast
 
+from fxpipe.ir._torch import wrap_with_autocast
 from fxpipe.ir.graph import VALUE, attribute
 from fxpipe.runtime.regions import regions_in, with_body
 

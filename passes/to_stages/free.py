@@ -20,9 +20,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor, fx
 
+from fxpipe.ir._torch import OpOverload
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import (
     ALIAS,
@@ -152,6 +152,6 @@ def _is_number(node: fx.Node) -> bool:
 
 def _operator(node: fx.Node) -> str:
     """An operator's name, whatever front end it comes from."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target.overloadpacket.__name__).removeprefix("sym_")
     return operator_name(node)

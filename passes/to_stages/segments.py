@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import fx
 
+from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.cost import Cost
-from fxpipe.ir.graph import COST, STAGE, OuterModule, attribute, is_work
+from fxpipe.ir.graph import COST, STAGE, attribute, is_work
 from passes.partition.automatic import Auto
 from passes.partition.partition import Partition, PartitionError
 from passes.to_stages.split import Split

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.graph import (
     COPIES,
     FIRST,
@@ -29,7 +30,6 @@ from fxpipe.ir.graph import (
     STAGE,
     VALUE,
     WRITES,
-    OuterModule,
     attribute,
     rename_in_meta,
     stage_nodes,

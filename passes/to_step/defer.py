@@ -22,13 +22,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.nn.modules.conv import _ConvNd
 
 from fxpipe import ops
+from fxpipe.ir._torch import ConvNd
 from fxpipe.ir.graph import attribute
 from fxpipe.ir.hooks import has_hooks
 
-MODULES = (nn.Linear, nn.Bilinear, _ConvNd, nn.Embedding)
+MODULES = (nn.Linear, nn.Bilinear, ConvNd, nn.Embedding)
 _aten = torch.ops.aten
 FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {

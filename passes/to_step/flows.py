@@ -15,9 +15,9 @@ from functools import cached_property
 from itertools import pairwise
 
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe import ops
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.graph import ONCE, STAGE, VALUE, attribute
 from passes.to_step.defer import Defer
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from fxpipe import ops
+from fxpipe.ir._torch import pytree
 from fxpipe.schedule import Action, Kind
 from passes.to_step.backward import send_back
 from passes.to_step.draft import Draft

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.ir.graph import DEVICE, MICROBATCH, STAGE, STREAM, OuterModule, attribute
+from fxpipe.ir._torch import OuterModule
+from fxpipe.ir.graph import DEVICE, MICROBATCH, STAGE, STREAM, attribute
 from fxpipe.runtime.streams import COMPUTE, stream_name
 from fxpipe.schedule import Action, Schedule
 

@@ -11,10 +11,10 @@ from typing import Any
 import graphviz  # type: ignore[import-untyped]
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from fxpipe import ops
 from fxpipe.inspect.draw.svg import Drawing
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.graph import ORIGIN, VALUE
 from fxpipe.ir.tensors import tensor_bytes
 from fxpipe.ir.text import human_bytes

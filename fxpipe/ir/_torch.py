@@ -1,0 +1,304 @@
+"""Every name that is private to PyTorch and that fxpipe or passes use, with what it is for.
+
+A name is private if a part of it begins with one underscore: ``torch._C``, ``Tensor._version``.
+PyTorch may change these in any release, so no other file of fxpipe or passes uses one, which a test
+asserts; and ``tests/fxpipe/ir/test_torch.py`` asserts of each that it still does what is said here.
+
+Two kinds of names with underscores are used elsewhere. ``_parameters``, ``_buffers``, ``_modules``
+and the dictionaries of hooks of an ``nn.Module``, and ``nn.Module._apply``, are what subclasses and
+pickles of modules have relied on since PyTorch 0.1. ``torch.ops.aten._name`` is an operator, which
+stands in graphs under this name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Collection
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx, overrides
+
+# The kinds of functorch transforms, such as grad and vmap.
+from torch._C._functorch import TransformType
+
+# Kernels written in Python do not look at values where those in C++ do.
+from torch._dispatch.python import enable_python_dispatcher
+
+# The two functions that stand in a graph of torch.export for a torch.vmap.
+from torch._functorch import predispatch
+
+# What torch.export makes of a torch.autocast.
+from torch._higher_order_ops.wrap import wrap_with_autocast
+
+# The type of the operators in the graphs of torch.export.
+from torch._ops import OpOverload
+
+# Tensors without values, on which graphs are examined; the exceptions say that values are needed.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+# What torch.export traces with: a value of this type says that it is traced.
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import _has_any_global_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
+
+# The registry of containers that torch.export and Hugging Face register their types with.
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+# The torch function mode of ``torch.device`` and ``torch.set_default_device``.
+from torch.utils._device import DeviceContext
+
+# A mode sees every operator that a computation calls; PyTorch's tutorials import it from here.
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+__all__ = [
+    "DataDependentOutputException",
+    "DeviceContext",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "OpOverload",
+    "TorchDispatchMode",
+    "TransformType",
+    "enable_python_dispatcher",
+    "pytree",
+    "wrap_with_autocast",
+]
+
+# ---------------------------------------------------------------------------- values and operators
+
+
+def schema_of(target: Any) -> Any:
+    """The schema of an operator, which says what it writes to; None for what is no operator."""
+    return getattr(target, "_schema", None)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How many times a tensor has been written to in place: autograd's own count.
+
+    Raises RuntimeError for tensors made under ``torch.inference_mode``, which have none.
+    """
+    return tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd takes a tensor for a view of another, so that it cannot be detached in
+    place."""
+    return tensor._is_view()
+
+
+def memory_number(tensor: Tensor) -> int:
+    """A number that stands for the memory of a strided tensor, the same for all its views.
+
+    ``data_ptr()`` does not: it is 0 for all fake tensors and for all tensors without elements.
+    """
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def stored_values(tensor: Tensor) -> int:
+    """How many values a sparse tensor stores, without making it coalesced."""
+    return tensor._nnz()
+
+
+def disable_current_modes() -> Any:
+    """A context in which no dispatch mode of this thread, such as a fake tensor mode, is active."""
+    return _disable_current_modes()
+
+
+# ------------------------------------------------------------- what is active in the running thread
+
+
+def function_modes() -> tuple[TorchFunctionMode, ...]:
+    """The torch function modes that are active in this thread, the outermost first."""
+    return tuple(overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def exchange_function_modes(modes: tuple[TorchFunctionMode, ...]) -> None:
+    """Let these torch function modes be active in this thread in place of all that are.
+
+    As context managers they could not be entered again: whoever made a mode has entered it, and a
+    default device would set a variable of the whole process.
+    """
+    for _ in function_modes():
+        overrides._pop_mode()  # type: ignore[no-untyped-call]
+    for mode in modes:
+        overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def has_dispatch_modes() -> bool:
+    """Whether a torch dispatch mode is active in this thread."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+"""A context in which functions of torch do not ask ``__torch_function__`` of tensor subclasses, nor
+torch function modes."""
+
+EnableTorchFunction = torch._C._EnableTorchFunction
+"""A context in which they ask again, within one in which they do not."""
+
+
+def asks_torch_function() -> bool:
+    """Whether functions of torch ask ``__torch_function__`` of tensor subclasses in this thread."""
+    return torch._C._is_torch_function_enabled()
+
+
+def is_forward_mode() -> bool:
+    """Whether tangents are computed along with values: within a ``forward_ad.dual_level``."""
+    return forward_ad._current_level >= 0
+
+
+def transforms() -> list[TransformType]:
+    """The functorch transforms that run in this thread, the outermost first."""
+    return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+SavedTensorsHooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What ``torch.autograd.graph.saved_tensors_hooks`` is given: pack and unpack."""
+
+
+def saved_tensors_hooks() -> SavedTensorsHooks | None:
+    """The hooks on saved tensors that are active in this thread, of several the innermost ones."""
+    top: SavedTensorsHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top
+
+
+def pop_saved_tensors_hooks() -> None:
+    """Deactivate the innermost hooks on saved tensors."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def push_saved_tensors_hooks(hooks: SavedTensorsHooks) -> None:
+    """Activate hooks on saved tensors that have been taken away."""
+    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+# --------------------------------------------------------------------------------------- backwards
+
+
+def running_backward() -> int:
+    """The autograd engine's number of the backward that this thread is part of; -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def is_in_a_group() -> bool:
+    """Whether the running backward is one of several that share what checkpoints recompute: within
+    ``torch.utils.checkpoint.GraphExecGroup``, which PyTorch 2.11 may not have."""
+    group = getattr(torch._C, "_get_graph_exec_group", None)
+    return group is not None and group() is not None
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Let the autograd engine call a function at the end of the running backward, as FSDP does."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def set_sequence_number(node: torch.autograd.graph.Node, number: int) -> None:
+    """Let the autograd engine take a node as if it had been made as the ``number``-th of its
+    thread: of nodes that are ready it takes the one with the highest number first."""
+    node._set_sequence_nr(number)  # type: ignore[attr-defined]
+
+
+def gradient_hooks(tensor: Tensor) -> tuple[Any, Any]:
+    """The hooks on a tensor's gradient, and those for when it has been accumulated.
+
+    Each is a dictionary, or None.
+    """
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+# ------------------------------------------------------------------------------ modules, optimizers
+
+BatchNorm = _BatchNorm
+"""The base class of the batch norms of all numbers of dimensions."""
+
+ConvNd = _ConvNd
+"""The base class of the convolutions of all numbers of dimensions."""
+
+FLAT_WEIGHTS = "_flat_weights"
+"""The attribute of recurrent modules with their parameters, which their forward takes from it."""
+
+
+def any_global_module_hook() -> bool:
+    """Whether a hook is registered that the calls of all modules run."""
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
+
+
+def step_hooks(optimizer: Optimizer) -> tuple[Collection[Any], ...]:
+    """The hooks that run before and after an optimizer's step: its own, and those on all."""
+    return (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Tell learning rate schedulers that the optimizer has made a step, or they warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+VALIDATE_ARGS = "_validate_args"
+"""The attribute of ``Distribution`` that says whether values of parameters are looked at.
+
+``Distribution.set_default_validate_args`` sets it, and nothing public tells what it was before.
+"""
+
+
+# ----------------------------------------------------------------------- what traces have in them
+
+SingleLevelFunction = _SingleLevelFunction
+"""The base class of ``torch.autograd.Function``, whose ``apply`` that of ``Function`` calls."""
+
+VMAP_BEGINS = predispatch._vmap_increment_nesting
+VMAP_ENDS = predispatch._vmap_decrement_nesting
+"""What torch.export leaves of a ``torch.vmap`` in its graphs: a call where it begins and ends."""
+
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+"""What Dynamo leaves of ``torch.no_grad``, ``torch.enable_grad`` and ``torch.autocast``."""
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node of a graph another name, made unique within the graph."""
+    node._rename(name)
+
+
+class OuterModule(fx.GraphModule):
+    """A graph module around others: when its own graph has changed, theirs have not."""
+
+    def _recompile_submodules(self) -> list[Any]:  # fx would compile all of them again
+        return []
+
+
+# ------------------------------------------------------------------------------------------ Dynamo
+
+
+def dynamo() -> ModuleType:
+    """``torch._dynamo``, imported only at the first call: its import takes seconds."""
+    return importlib.import_module("torch._dynamo")
+
+
+def may_vary(tensor: Tensor) -> Collection[int]:
+    """The dimensions that ``torch._dynamo.maybe_mark_dynamic`` has marked on a tensor."""
+    marked: Collection[int] = getattr(tensor, "_dynamo_weak_dynamic_indices", ())
+    return marked

@@ -1,0 +1,412 @@
+"""What is private to PyTorch, each name with what is relied on, and what would make it needless.
+
+Where a test fails that a name ``does not exist in public``, PyTorch has got a public name for it:
+once the oldest release that fxpipe supports has it too, the private one can go.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import fx, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fxpipe.ir import _torch
+
+
+def does_not_exist_in_public(owner, *names):
+    return not any(hasattr(owner, name) for name in names)
+
+
+# ---------------------------------------------------------------------------- values and operators
+
+
+def test_pytree_is_the_registry_that_export_uses():
+    class Pair:
+        def __init__(self, *parts):
+            self.parts = parts
+
+    _torch.pytree.register_pytree_node(
+        Pair,
+        lambda pair: (list(pair.parts), None),
+        lambda parts, _: Pair(*parts),
+        serialized_type_name="tests.Pair",
+    )
+    leaves, spec = _torch.pytree.tree_flatten({"a": Pair(1, 2)})
+    assert leaves == [1, 2]
+    assert _torch.pytree.tree_unflatten([3, 4], spec)["a"].parts == (3, 4)
+    assert importlib.util.find_spec("torch.utils.pytree") is None
+
+
+def test_fake_tensors_have_shapes_and_no_values():
+    with _torch.FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(3))
+        assert isinstance(fake, _torch.FakeTensor) and fake.fake_mode is mode
+        assert (fake + 1).shape == (3,)
+        with pytest.raises(_torch.DataDependentOutputException):
+            fake.sum().item()
+        with pytest.raises(_torch.DynamicOutputShapeException):
+            fake.nonzero()
+    assert does_not_exist_in_public(torch, "FakeTensor", "FakeTensorMode")
+
+
+def test_an_export_works_on_fake_or_functional_tensors():
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            seen.append(type(x))
+            return x + 1
+
+    torch.export.export(Looks(), (torch.ones(2),))
+    assert seen and all(issubclass(t, _torch.FakeTensor | _torch.FunctionalTensor) for t in seen)
+
+
+def test_a_dispatch_mode_sees_operators_which_are_overloads_with_a_schema():
+    seen = []
+
+    class Sees(_torch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Sees():
+        torch.ones(2).add_(1)
+        with _torch.disable_current_modes():
+            torch.ones(2).mul_(2)
+    add = seen[-1]
+    assert isinstance(add, _torch.OpOverload) and str(add) == "aten.add_.Tensor"
+    schema = _torch.schema_of(add)
+    assert schema.is_mutable and schema.arguments[0].alias_info.is_write
+    assert schema.arguments[1].alias_info is None
+    assert _torch.schema_of(torch.add) is None
+    assert does_not_exist_in_public(_torch.OpOverload, "schema")
+
+
+def test_kernels_in_python_run_where_those_in_c_need_values():
+    with _torch.enable_python_dispatcher():
+        assert torch.ones(2).add(1).tolist() == [2, 2]
+
+
+def test_the_version_of_a_tensor_counts_writes_also_those_through_views():
+    tensor = torch.zeros(2)
+    before = _torch.version_of(tensor)
+    tensor[0].add_(1)
+    assert _torch.version_of(tensor) == before + 1
+    assert does_not_exist_in_public(torch.Tensor, "version")
+    assert not hasattr(torch.autograd.graph, "version_of")
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="version counter"):
+        _torch.version_of(torch.zeros(2))
+
+
+def test_a_view_is_known_from_what_is_none():
+    tensor = torch.zeros(2)
+    assert _torch.is_view(tensor[:1]) and not _torch.is_view(tensor)
+    assert does_not_exist_in_public(torch.Tensor, "is_view")
+
+
+def test_views_have_their_tensors_memory_also_fake_ones_where_no_address_tells():
+    with _torch.FakeTensorMode():
+        one, other = torch.zeros(2), torch.zeros(2)
+        assert _torch.memory_number(one) == _torch.memory_number(one[1:])
+        assert _torch.memory_number(one) != _torch.memory_number(other)
+    assert does_not_exist_in_public(torch.UntypedStorage, "cdata", "id")
+
+
+def test_the_stored_values_of_a_sparse_tensor_are_counted_before_they_are_coalesced():
+    twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
+    assert _torch.stored_values(twice) == 2
+    with pytest.raises(RuntimeError, match="uncoalesced"):
+        twice.values()
+    assert does_not_exist_in_public(torch.Tensor, "nnz")
+
+
+# ------------------------------------------------------------- what is active in the running thread
+
+
+def test_function_modes_of_the_running_thread_are_told_and_exchanged():
+    assert _torch.function_modes() == ()
+    with torch.device("meta"):
+        modes = _torch.function_modes()
+        assert [type(mode) for mode in modes] == [_torch.DeviceContext]
+        _torch.exchange_function_modes(())
+        assert torch.ones(1).device.type == "cpu"
+        _torch.exchange_function_modes(modes)
+        assert torch.ones(1).device.type == "meta"
+    assert does_not_exist_in_public(torch.overrides, "get_current_function_mode_stack")
+
+
+def test_dispatch_modes_of_the_running_thread_are_noticed():
+    assert not _torch.has_dispatch_modes()
+    with _torch.FakeTensorMode():
+        assert _torch.has_dispatch_modes()
+    names = "get_dispatch_modes", "has_dispatch_modes"
+    assert does_not_exist_in_public(torch.overrides, *names)
+
+
+def test_whether_functions_ask_subclasses_is_switched_off_and_on_again():
+    assert _torch.asks_torch_function()
+    with _torch.DisableTorchFunction():
+        assert not _torch.asks_torch_function()
+        with _torch.EnableTorchFunction():
+            assert _torch.asks_torch_function()
+        assert not _torch.asks_torch_function()
+
+
+def test_forward_mode_is_noticed():
+    assert not _torch.is_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch.is_forward_mode()
+    assert does_not_exist_in_public(torch.autograd.forward_ad, "current_level", "is_enabled")
+
+
+def test_backwards_that_share_what_checkpoints_recompute_are_noticed():
+    group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
+    assert not _torch.is_in_a_group()
+    if group is not None:  # PyTorch 2.11 may not have it
+        with group():
+            assert _torch.is_in_a_group()
+
+
+def test_functional_transforms_are_told_from_the_outermost_to_the_innermost():
+    seen = []
+    torch.func.grad(torch.func.vmap(lambda x: seen.append(_torch.transforms()) or x))
+    torch.func.grad(
+        lambda x: torch.func.vmap(lambda y: seen.append(_torch.transforms()) or y)(x).sum()
+    )(torch.ones(2))
+    assert seen == [[_torch.TransformType.Grad, _torch.TransformType.Vmap]]
+    assert _torch.transforms() == []
+
+
+def test_hooks_on_saved_tensors_can_be_taken_away_and_put_back():
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor
+
+    x = torch.ones(2, requires_grad=True)
+    assert _torch.saved_tensors_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hooks = _torch.saved_tensors_hooks()
+        assert hooks[0] is pack
+        _torch.pop_saved_tensors_hooks()
+        x.exp()
+        assert not packed
+        _torch.push_saved_tensors_hooks(hooks)
+        x.exp()
+        assert packed
+    names = "current_saved_tensors_hooks", "get_saved_tensors_hooks"
+    assert does_not_exist_in_public(torch.autograd.graph, *names)
+
+
+# --------------------------------------------------------------------------------------- backwards
+
+
+def test_backwards_are_numbered_and_call_back_at_their_end():
+    events = []
+
+    class Notes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            events.append(_torch.running_backward())
+            _torch.after_backward(lambda: events.append("end"))
+            return grad
+
+    assert _torch.running_backward() == -1
+    x = torch.ones(1, requires_grad=True)
+    Notes.apply(Notes.apply(x)).backward()
+    Notes.apply(x).backward()
+    first, again, *ends, second, end = events
+    assert first == again != second and first != -1
+    assert [*ends, end] == ["end", "end", "end"]
+    names = "current_graph_task_id", "queue_callback", "register_end_of_backward"
+    assert does_not_exist_in_public(torch.autograd.graph, *names)
+
+
+def test_of_nodes_that_are_ready_that_with_the_highest_number_runs_first():
+    def order(first, second):
+        """In which order two nodes run that have these numbers, and are ready at the same time."""
+        ran = []
+        x = torch.ones(1, requires_grad=True)
+        made = x.exp(), x.sin()
+        for node, number in zip(made, (first, second), strict=True):
+            _torch.set_sequence_number(node.grad_fn, number)
+            node.grad_fn.register_prehook(lambda _, number=number: ran.append(number))
+        torch.autograd.backward(made)
+        return ran
+
+    assert order(10**6, 10**7) == order(10**7, 10**6) == [10**7, 10**6]
+    assert does_not_exist_in_public(torch.autograd.graph.Node, "set_sequence_nr", "priority")
+
+
+def test_hooks_on_gradients_are_seen():
+    parameter = nn.Parameter(torch.ones(1))
+    assert not any(_torch.gradient_hooks(parameter))
+    parameter.register_hook(lambda grad: None)
+    assert [bool(hooks) for hooks in _torch.gradient_hooks(parameter)] == [True, False]
+    parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert all(_torch.gradient_hooks(parameter))
+
+
+# ------------------------------------------------------------------------------ modules, optimizers
+
+
+def test_layers_of_all_numbers_of_dimensions_have_common_base_classes():
+    for dims in (1, 2, 3):
+        assert issubclass(getattr(nn, f"BatchNorm{dims}d"), _torch.BatchNorm)
+        assert issubclass(getattr(nn, f"Conv{dims}d"), _torch.ConvNd)
+    assert does_not_exist_in_public(nn, "BatchNorm", "ConvNd")
+
+
+def test_a_recurrent_layer_takes_its_weights_from_a_list_beside_its_parameters():
+    layer = nn.LSTM(2, 2)
+    flat = vars(layer)[_torch.FLAT_WEIGHTS]
+    assert {id(weight) for weight in flat} == {id(p) for p in layer.parameters()}
+
+
+def test_hooks_on_all_modules_are_seen():
+    assert not _torch.any_global_module_hook()
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert _torch.any_global_module_hook()
+    finally:
+        handle.remove()
+
+
+def test_hooks_on_the_steps_of_an_optimizer_are_seen():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not any(_torch.step_hooks(optimizer))
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert any(_torch.step_hooks(optimizer))
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        assert any(_torch.step_hooks(other))
+    finally:
+        handle.remove()
+
+
+def test_a_learning_rate_scheduler_does_not_warn_of_an_optimizer_marked_as_stepped(recwarn):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    _torch.mark_stepped(optimizer)
+    scheduler.step()
+    assert not [w for w in recwarn if "before `optimizer.step()`" in str(w.message)]
+
+
+def test_whether_distributions_are_validated_is_set_in_public_and_not_told():
+    kind = torch.distributions.Distribution
+    before = getattr(kind, _torch.VALIDATE_ARGS)
+    try:
+        for value in (False, True):
+            kind.set_default_validate_args(value)
+            assert getattr(kind, _torch.VALIDATE_ARGS) is value
+    finally:
+        kind.set_default_validate_args(before)
+    assert does_not_exist_in_public(kind, "get_default_validate_args", "default_validate_args")
+
+
+# ----------------------------------------------------------------------- what traces have in them
+
+
+def targets(function, *args):
+    class Module(nn.Module):
+        def forward(self, *inputs):
+            return function(*inputs)
+
+    program = torch.export.export(Module(), args, strict=False)
+    return {
+        node.target
+        for module in program.graph_module.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    }
+
+
+def test_an_export_marks_where_a_vmap_begins_and_ends():
+    found = targets(lambda x: torch.vmap(torch.sin)(x), torch.ones(2))
+    assert {_torch.VMAP_BEGINS, _torch.VMAP_ENDS} <= found
+
+
+def test_an_export_wraps_what_runs_under_autocast():
+    def casts(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    assert _torch.wrap_with_autocast in targets(casts, torch.ones(2, 2))
+
+
+def test_dynamo_leaves_calls_that_switch_gradients_and_autocast():
+    found = set()
+
+    def keep(gm, inputs):
+        found.update(node.target for node in gm.graph.nodes)
+        return gm.forward
+
+    def switches(x):
+        with torch.no_grad():
+            x = x + 1
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    torch.compile(switches, backend=keep)(torch.ones(2, 2))
+    switched = _torch.SET_GRAD_ENABLED, _torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST
+    assert found.issuperset(switched)
+
+
+def test_a_function_that_autograd_applies_goes_by_its_base_class():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+    called = []
+
+    def apply(function, *args):
+        called.append(function)
+        return super(_torch.SingleLevelFunction, function).apply(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch.SingleLevelFunction, "apply", classmethod(apply))
+        assert Double.apply(torch.ones(1)).item() == 2
+    assert called == [Double]
+
+
+def test_the_node_of_a_graph_gets_a_name_that_is_unique():
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    _torch.rename(y, "z")
+    assert y.name == "z"
+    _torch.rename(y, x.name)
+    assert y.name == "x_1"
+    assert does_not_exist_in_public(fx.Node, "rename")
+
+
+def test_a_graph_module_around_others_does_not_compile_them_again(monkeypatch):
+    inner = fx.symbolic_trace(nn.ReLU())
+    graph = fx.Graph()
+    graph.output(graph.call_module("inner", (graph.placeholder("x"),)))
+    outer = _torch.OuterModule({"inner": inner}, graph)
+    compiled = []
+    monkeypatch.setattr(type(inner), "recompile", lambda self: compiled.append(self))
+    outer.recompile()
+    assert not compiled
+    fx.GraphModule({"inner": inner}, graph).recompile()
+    assert compiled, "else the subclass is not needed"
+
+
+# ------------------------------------------------------------------------------------------ Dynamo
+
+
+def test_a_dimension_that_may_vary_is_marked_on_the_tensor():
+    tensor = torch.ones(2, 3)
+    assert 1 not in _torch.may_vary(tensor)
+    _torch.dynamo().maybe_mark_dynamic(tensor, 1)
+    assert 1 in _torch.may_vary(tensor)
+    assert does_not_exist_in_public(torch.compiler, "maybe_mark_dynamic")
