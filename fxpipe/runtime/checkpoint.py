@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,9 +48,16 @@ from fxpipe.runtime.op_log import OpLog, compared
 from fxpipe.runtime.random import GeneratorState
 from fxpipe.runtime.surroundings import Surroundings, module_of
 
+F = TypeVar("F", bound=Callable[..., Any])
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _CHECKS = ("default", "none")
 _here = threading.local()  # .repetition: the innermost of this thread; .saves_inputs
+
+
+def _hook(function: F) -> F:
+    """A hook on saved tensors. Where the checkpointed function is compiled, it is called from
+    within what Dynamo has compiled, and Dynamo would compile the hook as well."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class CheckpointError(pytorch.CheckpointError):
@@ -264,6 +271,7 @@ class _Frame:
             if (slot := ref()) is not None:
                 yield i, slot
 
+    @_hook
     def pack(self, tensor: Tensor) -> Any:
         if self.surroundings.has_parameter(tensor):
             return tensor, _version(tensor)  # alive anyway, but an optimizer may write to it
@@ -321,7 +329,7 @@ class _Repetition:
         try:
             with (
                 frame.again() as (args, kwargs),
-                torch.autograd.graph.saved_tensors_hooks(self.pack, lambda held: held),
+                torch.autograd.graph.saved_tensors_hooks(self.pack, _held),
                 frame.logs[1] if frame.logs else nullcontext(),
                 frame.second,
             ):
@@ -343,6 +351,7 @@ class _Repetition:
         if self.is_done:
             raise _Stop(self)
 
+    @_hook
     def pack(self, tensor: Tensor) -> Any:
         frame, index = self.frame, self.count
         if frame.surroundings.has_parameter(tensor):
@@ -399,6 +408,12 @@ def _saves_inputs() -> bool:
     return getattr(_here, "saves_inputs", False)
 
 
+@_hook
+def _held(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@_hook
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, tuple):
         parameter, version = packed
