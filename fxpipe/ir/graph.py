@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
+from torch.fx.immutable_collections import immutable_dict
 
 STAGE = "stage"  #: int
 MICROBATCH = "microbatch"  #: int
@@ -65,3 +66,16 @@ def is_work(node: fx.Node) -> bool:
     """Whether a node is part of a stage: no placeholder, ``get_attr``, or output."""
     is_once = ONCE in node.meta or FIRST in node.meta
     return node.op not in ("placeholder", "get_attr", "output") and not is_once
+
+
+def mutable(value: Any) -> Any:
+    """A node's arguments with lists and dicts that a function may write to, as the code that fx
+    generates gives them; in the graph they are immutable."""
+    if isinstance(value, list | tuple):
+        parts = [mutable(part) for part in value]
+        if isinstance(value, list):
+            return parts
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if type(value) in (dict, immutable_dict):
+        return {key: mutable(part) for key, part in value.items()}
+    return value

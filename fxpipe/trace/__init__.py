@@ -19,7 +19,6 @@ pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 
 import torch
@@ -29,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from fxpipe.ir.errors import NeedsValues, TraceError
 from fxpipe.ir.structure import leaves
 from fxpipe.trace import checks, export, symbolic
-from fxpipe.trace.errors import Refused, first_line, sentence
+from fxpipe.trace.errors import Refused, first_line, may_be_the_models, sentence
 from fxpipe.trace.example import (
     BatchDims,
     Example,
@@ -131,6 +130,8 @@ def _trace(
                 traced.refused_sizes = checks.refused_sizes(example, references)
             return traced
         except Exception as error:  # a front end runs the model's code: anything may come out
+            if not may_be_the_models(error):
+                raise
             reasons.append(f"  {name}: {sentence(error)}{warning}")
             last = error
     if written:
@@ -154,8 +155,11 @@ def _checked(example: Example, references: list[checks.Reference], traced: Trace
     except Refused as refusal:
         if traced.otherwise is None:
             raise
-        with suppress(Exception):
+        try:
             return _checked(example, references, traced.otherwise(example))
+        except Exception as error:
+            if not may_be_the_models(error):
+                raise
         raise refusal
 
 

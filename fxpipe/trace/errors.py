@@ -7,9 +7,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import is_of_a_model, is_ours
 from fxpipe.trace import whole
 
 DEPENDS_ON_VALUES = "which way it goes depends on the values of tensors"
@@ -19,6 +20,20 @@ GRADIENTS = "it computes gradients within its forward, of what might be in sever
 
 class Refused(Exception):
     """A front end's graph is not the model; the message says how it differs."""
+
+
+_OURS = AttributeError, NameError, LookupError, AssertionError
+
+
+def may_be_the_models(error: Exception) -> bool:
+    """Whether an exception may be due to what the model does, so that another way is worth trying.
+
+    It is not where memory has run out, nor where a line of this package is wrong.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return not (isinstance(error, _OURS) and frames and is_ours(frames[-1].filename))
 
 
 def first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,83 +21,152 @@ from fxpipe.ir._torch import FakeTensor
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
 from fxpipe.trace import checkpoints, whole
-from fxpipe.trace.errors import Refused, at
+from fxpipe.trace.conditions import ASSERTED, asserted
+from fxpipe.trace.errors import Refused, at, may_be_the_models
 from fxpipe.trace.example import Example, Traced
+from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
-from fxpipe.trace.patches import data_used, eased, functions_called, silent
+from fxpipe.trace.patches import data_used, eased, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps
+from fxpipe.trace.running import Running
 
 
-def front_end(example: Example, *, functions_whole: bool = False) -> Traced:
-    """By ``torch.export``.
+@dataclass(frozen=True)
+class Strategy:
+    """How an attempt to export a model gets around what stands in the way."""
 
-    It looks into the forward of a ``torch.autograd.Function``, and loses the backward that the
-    function has of its own. Where that turns out to matter, the modules that call them are kept
-    whole.
+    whole: Mapping[nn.Module, str] = field(default_factory=dict)
+    """The modules that are kept whole, with their paths."""
+    functions_as_nodes: bool = False
+    """Export looks into the forward of a ``torch.autograd.Function``, and loses the backward that
+    it has of its own; or does not look into it."""
+    detached_data: bool = False
+    """``tensor.data``, of which export loses sight, is ``tensor.detach()``."""
+
+
+class Failure(Exception):
+    """An attempt has failed: by which strategy, where, and what has been seen until then."""
+
+    def __init__(self, strategy: Strategy, error: Exception, module: nn.Module | None) -> None:
+        super().__init__(str(error))
+        self.strategy, self.error, self.module = strategy, error, module
+        self.data_is_used = False
+
+
+def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
+    """By ``torch.export``, with the first strategy that serves.
+
+    Each failure says which strategy may serve next: the module that is to blame is kept whole as
+    well, from the innermost outwards, until that would be the model itself.
     """
-    hooked = [name for name, module in example.model.named_modules() if name and has_hooks(module)]
+    model = example.model
+    _warn_of_hooks(model)
+    strategies, failures = [strategy or Strategy()], list[Failure]()
+    # With gradients: under no_grad, modules may choose kernels that have no backward.
+    with (
+        untouched(model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        silent(),
+        eased(),
+        asserted(),
+    ):
+        for each in strategies:
+            try:
+                return _attempt(example, each)
+            except Failure as failure:
+                failures.append(failure)
+                strategies += _next(model, failure)
+    first, last = failures[0].error, failures[-1].error
+    raise first if isinstance(last, whole.NotWhole) else last
+
+
+def _next(model: nn.Module, failure: Failure) -> list[Strategy]:
+    """What to try after a failure: one strategy, or none."""
+    strategy = failure.strategy
+    more = whole.more(model, strategy.whole, failure.module)
+    if more:
+        return [replace(strategy, whole=more)]
+    # It is the model itself, or what cannot be kept whole.
+    if failure.data_is_used and not strategy.detached_data:
+        return [replace(strategy, whole={}, detached_data=True)]
+    return []
+
+
+def _attempt(example: Example, strategy: Strategy) -> Traced:
+    """The graph by one strategy. Raises :class:`Failure`."""
+    structures: list[Structure] = []
+    running = Running()
+    # Export takes sizes 0 and 1 for constants, so that a batch must have two rows to be symbolic.
+    tensors = example.tensors if example.batch != 1 else example.resized(2)
+    dynamic = tuple(
+        None if dim is None else {dim: torch.export.Dim.AUTO} for dim in example.batch_dims
+    )
+    with (
+        data_used(detached=strategy.detached_data) as data,
+        values_read(running) as read,
+        running.watched(example.model),
+    ):
+        try:
+            calls: dict[str, whole.Opaque] = {}
+            if strategy.whole:
+                calls |= whole.seen(strategy.whole, _runs(example))
+            with (
+                whole.kept_whole(strategy.whole, calls),
+                functions_called(calls if strategy.functions_as_nodes else None) as functions,
+                checkpoints.noted(checkpoints.graph_of_export) as checkpointed,
+            ):
+                program = torch.export.export(
+                    _OnTensors(example, structures.append),
+                    tuple(tensor.clone() for tensor in tensors),
+                    dynamic_shapes={"inputs": dynamic},
+                    strict=False,
+                )
+            exported = program.module(check_guards=False)
+            graph_module = _on_the_model(exported, example, calls)
+            checkpoints.enclose(graph_module, checkpointed)
+            traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
+            unknown = _size_by_value(graph_module, example.model)
+            if unknown is not None:
+                _enclosed(traced, example, unknown)
+        except Exception as error:
+            if not may_be_the_models(error):
+                raise
+            blamed = blamed_on_the_reader(error, read)
+            failure = Failure(strategy, blamed, _to_blame(example.model, blamed, running))
+            failure.data_is_used = bool(data)
+            raise failure from error
+    traced.largest_batch = _largest_batch(program, example.batch or 0)
+    traced.warning = _fixed_batch(program)
+    if functions and not strategy.functions_as_nodes:
+        traced.otherwise = partial(front_end, strategy=replace(strategy, functions_as_nodes=True))
+    return traced
+
+
+def _to_blame(model: nn.Module, error: Exception, running: Running) -> nn.Module | None:
+    """The module that an attempt has failed in, None if it is not within the model."""
+    if isinstance(error, whole.Blamed):
+        return error.module
+    module = running.raised_by(error)
+    if module is not None and module is not model:
+        return module
+    named = _FAKE_CONSTANT.search(str(error))
+    return model.get_submodule(named["module"]) if named else None
+
+
+# Of a tensor that cannot become part of the program, torch.export says whose it is in words only.
+_FAKE_CONSTANT = re.compile(r"model attribute: model\.(?P<module>[\w.]+)\.\w+\.")
+
+
+def _warn_of_hooks(model: nn.Module) -> None:
+    hooked = [name for name, module in model.named_modules() if name and has_hooks(module)]
     if hooked:
         warnings.warn(
             f"hooks on {hooked[0]!r} ({len(hooked)} such modules) will not be called: the model is "
             'traced by torch.export, which leaves no modules; if it can be, use tracer="symbolic"',
             stacklevel=2,
         )
-    # Export takes sizes 0 and 1 for constants, so that a batch must have two rows to be symbolic.
-    tensors = example.tensors if example.batch != 1 else example.resized(2)
-    dynamic = tuple(
-        None if dim is None else {dim: torch.export.Dim.AUTO} for dim in example.batch_dims
-    )
-    structures: list[Structure] = []
-    paths: dict[nn.Module, str] = {}  # of the modules that are kept whole
-    first_error: Exception | None = None
-    # With gradients: under no_grad, modules may choose kernels that have no backward.
-    with (
-        untouched(example.model),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        silent(),
-        eased(),
-        data_used() as data,
-        functions_called(refused=functions_whole) as functions,
-        values_read(example.model) as read,
-    ):
-        while True:
-            try:
-                calls = whole.seen(paths, _runs(example)) if paths else {}
-                with (
-                    whole.kept_whole(paths, calls),
-                    checkpoints.noted(checkpoints.graph_of_export) as checkpointed,
-                ):
-                    program = torch.export.export(
-                        _OnTensors(example, structures.append),
-                        tuple(tensor.clone() for tensor in tensors),
-                        dynamic_shapes={"inputs": dynamic},
-                        strict=False,
-                    )
-                exported = program.module(check_guards=False)
-                graph_module = _on_the_model(exported, example, calls)
-                checkpoints.enclose(graph_module, checkpointed)
-                traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
-                unknown = _size_by_value(graph_module, example.model)
-                if unknown is not None:
-                    _enclosed(traced, example, unknown)
-                break
-            except Exception as raised:
-                error = blamed_on_the_reader(raised, read)
-                first_error = first_error or error
-                paths = whole.more(example.model, paths, error) or {}
-                if paths:
-                    continue
-                # It is the model itself, or what cannot be kept whole.
-                if data.in_sight or not data.is_used:
-                    raise first_error if isinstance(error, whole.NotWhole) else error from None
-                data.in_sight = True
-    traced.largest_batch = _largest_batch(program, example.batch or 0)
-    traced.warning = _fixed_batch(program)
-    if functions and not functions_whole:
-        traced.otherwise = partial(front_end, functions_whole=True)
-    return traced
 
 
 class _OnTensors(nn.Module):
@@ -174,7 +244,7 @@ def _fixed_batch(program: torch.export.ExportedProgram) -> str:
 
 
 def _on_the_model(
-    exported: fx.GraphModule, example: Example, calls: dict[str, whole.Call]
+    exported: fx.GraphModule, example: Example, calls: Mapping[str, whole.Opaque]
 ) -> fx.GraphModule:
     """The exported graph on the model's own tensors, by the model's own names, without guards."""
     graph = fx.Graph()
@@ -182,7 +252,7 @@ def _on_the_model(
     attributes: dict[str, Any] = {}
     names = iter(example.names)
     for node in sorted(exported.graph.nodes, key=lambda node: node.op != "placeholder"):
-        if node.target in _GUARDS:
+        if node.target in _GUARDS and not _is_the_models_check(node):
             continue
         if node.op == "placeholder":
             name = next(names)
@@ -200,8 +270,12 @@ def _on_the_model(
     enclose_vmaps(graph, attributes)
     # What guards looked at, and all but one name of tied parameters.
     graph.eliminate_dead_code(partial(_is_needed, attributes))
-    attributes |= whole.as_modules(graph, calls)
+    attributes |= whole.as_nodes(graph, calls)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
+
+
+def _is_the_models_check(node: fx.Node) -> bool:
+    return any(isinstance(each, str) and each.startswith(ASSERTED) for each in node.args)
 
 
 def _is_needed(attributes: Mapping[str, Any], node: fx.Node) -> bool:

@@ -9,11 +9,13 @@ that compile take turns, by :data:`LOCK`.
 
     nn.Module.__getattribute__          attributes_read   which attributes a forward goes by
     autograd.Function.apply             functions_handled a graph keeps the user's backward
+    nn.Module._call_impl                Running           which module is to blame
     nn.Module._apply                    eased             module.to() inside of a forward
     Distribution._validate_args         eased             checks of values, which fakes have not
     autograd.grad, autograd.backward    eased             a backward inside of a forward
     Tensor.data                         data_used         export loses sight of it
     utils.checkpoint, fxpipe.checkpoint noted             a checkpoint of the model's is one node
+    Tensor.__bool__                     asserted          checks of values that only raise
     ShapeEnv.create_unbacked_sym...     values_read       who reads a number from a tensor
     logging.Logger.handle, sys.stderr   quiet, silent     what PyTorch prints of attempts that fail
 """
@@ -28,8 +30,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -92,6 +93,15 @@ class _DataHere(_Here):
 
     def __set__(self, instance: Any, value: Any) -> None:
         self.seen().__set__(instance, value)
+
+
+def caller() -> FrameType:
+    """For a replacement: the frame that calls what is patched."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    assert frame is not None, "a replacement is called by somebody"
+    return frame
 
 
 def _function_here(original: Callable[..., Any], replacement: Callable[..., Any]) -> Any:
@@ -191,23 +201,6 @@ def functions_handled(handle: Handle) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def functions_called(*, refused: bool) -> Iterator[list[type]]:
-    """Yields the autograd Functions that the model calls while it is exported, a list that grows;
-    or refuses them."""
-    called: list[type] = []
-
-    def handle(function: type, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():  # modules that are kept whole are run besides
-            called.append(function)
-            if refused:
-                raise Refused(f"{function.__name__} has a backward of its own, which export loses")
-        return NotImplemented
-
-    with functions_handled(handle):
-        yield called
-
-
 # --------------------------------------------------------------- what stands in torch.export's way
 
 
@@ -250,32 +243,26 @@ def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@dataclass
-class Data:
-    """``tensor.data``, of which export loses sight: what is written to it is left out, or fails.
-
-    ``in_sight``: it is ``tensor.detach()`` instead. Of writes to that autograd takes notice: a
-    graph then fails where the model computes gradients with values that came later.
-    """
-
-    is_used: bool = False
-    in_sight: bool = False
-
-
 @contextmanager
-def data_used() -> Iterator[Data]:
-    """Yields whether the model takes ``tensor.data``, and what that is."""
-    use = Data()
+def data_used(*, detached: bool) -> Iterator[list[str]]:
+    """Yields the files whose code takes ``tensor.data`` meanwhile, a list that grows.
+
+    Export loses sight of it: what is written to it is left out, or fails. With ``detached`` it is
+    ``tensor.detach()`` instead. Of writes to that autograd takes notice: a graph then fails where
+    the model computes gradients with values that came later.
+    """
+    files: list[str] = []
 
     def replace(original: Any) -> Any:
         def data(tensor: Tensor) -> Tensor:
-            if torch.compiler.is_exporting() and is_of_a_model(sys._getframe(2).f_code.co_filename):
-                use.is_used = True
-                if use.in_sight:
+            code = caller().f_code
+            if torch.compiler.is_exporting() and is_of_a_model(code.co_filename):
+                files.append(code.co_filename)
+                if detached:
                     return tensor.detach()
             return original.__get__(tensor, Tensor)  # type: ignore[no-any-return]
 
         return property(data, original.__set__)
 
     with patched(Tensor, "data", replace):
-        yield use
+        yield files

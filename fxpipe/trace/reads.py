@@ -10,19 +10,17 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any
 
-from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from fxpipe.trace import whole
 from fxpipe.trace.errors import DEPENDS_ON_VALUES, at, is_model_line
 from fxpipe.trace.patches import patched
+from fxpipe.trace.running import Running
 
 Symbol = Any  # of sympy
 
@@ -30,16 +28,15 @@ _KINDS = "create_unbacked_symint", "create_unbacked_symfloat", "create_unbacked_
 
 
 @contextmanager
-def values_read(model: nn.Module) -> Iterator[dict[Symbol, whole.Blamed]]:
+def values_read(running: Running) -> Iterator[dict[Symbol, whole.Blamed]]:
     """Yields the numbers and sizes that an export reads from tensors, which grow; and what to blame
     on the module within the model that has read each."""
-    parts = {module for name, module in model.named_modules() if name}
     found: dict[Symbol, whole.Blamed] = {}
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
         def create(*args: Any, **kwargs: Any) -> Any:
             number = original(*args, **kwargs)
-            reader = _running(parts)
+            reader = running.part
             for symbol in number.node.expr.free_symbols:
                 found.pop(symbol, None)  # of an export before this one
                 if reader is not None:
@@ -61,17 +58,6 @@ def blamed_on_the_reader(error: Exception, read: Mapping[Symbol, whole.Blamed]) 
         return error
     symbols = getattr(error.cond, "free_symbols", ())
     return next((blamed for symbol, blamed in read.items() if symbol in symbols), error)
-
-
-def _running(parts: set[nn.Module]) -> nn.Module | None:
-    """The innermost of these modules that is running now."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and owner in parts:
-            return owner
-        frame = frame.f_back
-    return None
 
 
 def _reading() -> str:

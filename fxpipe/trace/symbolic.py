@@ -25,6 +25,7 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.trace import checkpoints
 from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
+from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, untouched
 from fxpipe.trace.patches import functions_handled
 
@@ -158,18 +159,9 @@ def _stack_line(code: CodeType, number: int) -> str:
     return f'  File "{code.co_filename}", line {number}, in {code.co_name}\n    {text}\n'
 
 
-_APPLY = vars(torch.autograd.Function)["apply"]
-
-
 def _as_a_node(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Keep autograd Functions whole: fx would look into their forward, and lose their backward."""
     proxy = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
     if proxy is None:
         return NotImplemented
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return _APPLY.__get__(None, function)(*args, **kwargs)
-
-    # The printed code then reads ``round_1 = my_model_Round(x)``.
-    call.__name__, call.__module__ = function.__name__, function.__module__
-    return proxy.tracer.create_proxy("call_function", call, args, kwargs)
+    return proxy.tracer.create_proxy("call_function", as_callable(function), args, kwargs)

@@ -8,11 +8,11 @@ they are found by running the model at several batch sizes, beforehand.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -102,10 +102,14 @@ class Call:
             shapes.append(_Shape(sizes, made[0].dtype, made[0].requires_grad))
         return Call(module, first.inputs, first.outputs, shapes, first.written, first.draws)
 
-    def like(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Empty outputs."""
-        device = inputs[0].device
-        return [torch.empty(s.of(inputs), dtype=s.dtype, device=device) for s in self.shapes]
+        device = tensors[0].device
+        return [torch.empty(s.of(tensors), dtype=s.dtype, device=device) for s in self.shapes]
+
+    def node(self, graph: fx.Graph, key: str, inputs: Sequence[fx.Node]) -> fx.Node:
+        """A call of the module in a graph, whose module is called ``key``."""
+        return graph.call_module(key, tuple(inputs))
 
 
 def _numbers(outputs: Structure) -> list[int | float]:
@@ -176,28 +180,39 @@ class Whole(nn.Module):
 
 # ---------------------------------------------------------------------------------- while exporting
 
-_CALLS: dict[str, Call] = {}
-"""Of the export that is going on."""
+
+class Opaque(Protocol):
+    """What export does not look into: it becomes a node of the graph as it is."""
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Empty outputs, for these inputs."""
+
+    def node(self, graph: fx.Graph, key: str, inputs: Sequence[fx.Node]) -> fx.Node:
+        """The node, which gives a list of tensors."""
+
+
+_calls: ContextVar[Mapping[str, Opaque]] = ContextVar("calls")
+"""By the operator's key, in the export that is going on: its fake kernel is given nothing else."""
 
 
 @torch.library.custom_op(
     "fxpipe::whole", mutates_args=(), schema="(Tensor[] inputs, str key) -> Tensor[]"
 )
 def whole(inputs: list[Tensor], key: str) -> list[Tensor]:
-    """In an exported graph: the call of a module that is kept whole."""
-    raise NotImplementedError("stands in a graph for the call of a module, and is never run")
+    """In a graph that is being exported: what export does not look into."""
+    raise NotImplementedError("stands in a graph for a call, and is never run")
 
 
 @whole.register_fake
 def _(inputs: list[Tensor], key: str) -> list[Tensor]:
-    return _CALLS[key].like(inputs)
+    return _calls.get()[key].like(inputs)
 
 
 OP = torch.ops.fxpipe.whole.default
 
 
 @contextmanager
-def _instead(paths: dict[nn.Module, str], stand_in: Callable[..., Any]) -> Iterator[None]:
+def _instead(paths: Mapping[nn.Module, str], stand_in: Callable[..., Any]) -> Iterator[None]:
     """``stand_in(module, forward, key, args, kwargs)`` in place of the forwards of modules.
 
     ``forward`` is the module's own. The key is its path and, from the second call on, a number.
@@ -227,7 +242,7 @@ def _instead(paths: dict[nn.Module, str], stand_in: Callable[..., Any]) -> Itera
                 vars(module)["forward"] = forward
 
 
-def seen(paths: dict[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict[str, Call]:
+def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict[str, Call]:
     """All calls of these modules, as seen in runs of the model at several batch sizes.
 
     Raises:
@@ -273,37 +288,38 @@ def seen(paths: dict[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict
 
 
 @contextmanager
-def kept_whole(paths: dict[nn.Module, str], calls: dict[str, Call]) -> Iterator[None]:
-    """Export sees calls of these modules, and does not look into them."""
+def kept_whole(paths: Mapping[nn.Module, str], calls: Mapping[str, Opaque]) -> Iterator[None]:
+    """Export sees calls of these modules, and does not look into them; nor into what else there is
+    in ``calls`` by the time that it is called."""
 
     def call(module: nn.Module, _: Any, key: str, args: Any, kwargs: Any) -> Any:
         tensors, structure = Structure.of((args, kwargs))
-        if key not in calls or not calls[key].inputs.fits(structure):
+        known = calls.get(key)
+        if not isinstance(known, Call) or not known.inputs.fits(structure):
             raise NotWhole(module, "it is called otherwise than it was")
         if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise NotWhole(module, "it is given values that depend on those of tensors")
-        return calls[key].outputs.fill(OP(tensors, key))
+        return known.outputs.fill(OP(tensors, key))
 
-    _CALLS.update(calls)
+    token = _calls.set(calls)
     try:
         with _instead(paths, call):
             yield
     finally:
-        _CALLS.clear()
+        _calls.reset(token)
 
 
 def more(
-    model: nn.Module, paths: dict[nn.Module, str], error: BaseException
+    model: nn.Module, paths: Mapping[nn.Module, str], module: nn.Module | None
 ) -> dict[nn.Module, str] | None:
-    """The modules to keep whole after this error: those of the class that is to blame as well.
+    """The modules to keep whole where an export has failed in this one: those of its class as well.
 
-    That is the innermost module that was running or, if that is kept whole already, or is a part of
-    one that is (of which another method than its forward is called), the one that calls it. None if
-    that is the model itself.
+    Where it is kept whole already, or is a part of one that is, the module that calls it is kept
+    whole in its place. None if that is the model itself.
     """
     names = {module: name for name, module in model.named_modules()}
-    module = _culprit(error, names)
     kept = tuple(f"{path}." for path in paths.values())
+    module = module if module in names else None
     while module is not None and (f"{names[module]}.".startswith(kept) or _is_container(module)):
         parent = names[module].rpartition(".")[0]
         module = model.get_submodule(parent) if parent else None
@@ -317,37 +333,21 @@ def more(
     }
 
 
-def _culprit(error: BaseException, names: dict[nn.Module, str]) -> nn.Module | None:
-    found = error.module if isinstance(error, Blamed) and error.module in names else None
-    frame = error.__traceback__
-    while frame is not None:
-        owner = frame.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and names.get(owner):  # the model's own name is ""
-            found = owner
-        frame = frame.tb_next
-    if found is None and (named := _OWNER.search(str(error))):
-        owners = {name: module for module, name in names.items()}
-        found = owners.get(named["module"])
-    return found
-
-
-# What export says of a tensor that a module makes and that cannot become part of the program.
-_OWNER = re.compile(r"model attribute: model\.(?P<module>[\w.]+)\.\w+\.")
-
-
 def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-def as_modules(graph: fx.Graph, calls: dict[str, Call]) -> dict[str, nn.Module]:
-    """Replace the operator in a graph by calls of modules, and return these by name."""
+def as_nodes(graph: fx.Graph, calls: Mapping[str, Opaque]) -> dict[str, nn.Module]:
+    """Replace the operator in a graph by what it stands for; return the modules that are called."""
     used: dict[str, nn.Module] = {}
     for node in graph.find_nodes(op="call_function", target=OP):
         inputs, key = node.args
-        used[key] = Whole(calls[key])
+        known = calls[key]
+        if isinstance(known, Call):
+            used[key] = Whole(known)
         with graph.inserting_before(node):
-            module = graph.call_module(key, tuple(inputs))
-        module.meta = dict(node.meta)
-        node.replace_all_uses_with(module)
+            call = known.node(graph, key, inputs)
+        call.meta = dict(node.meta)
+        node.replace_all_uses_with(call)
         graph.erase_node(node)
     return used

@@ -20,7 +20,7 @@ from fxpipe.ir._torch import (
     pytree,
 )
 from fxpipe.ir.errors import NeedsValues
-from fxpipe.ir.graph import LARGER, VALUE
+from fxpipe.ir.graph import LARGER, VALUE, mutable
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.tensors import tensors_of
 
@@ -87,6 +87,10 @@ class FakeInterpreter(fx.Interpreter):
                 "modules whole that need values" + "".join(f"\n{line}" for line in where[-2:])
             ) from error
 
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return mutable(args), mutable(kwargs)
+
     def fake(self, value: Any) -> Any:
         """The value, its tensors faked; the same tensor always gives the same fake."""
         return pytree.tree_map_only(
@@ -149,10 +153,24 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
+def history_of(tensor: Tensor) -> Any:
+    """The autograd node that has made a tensor; None if there is none.
+
+    Of one of several views that an operator gives at once (``unbind``, ``split``), autograd refuses
+    to say once the memory has been written to by another way. A model may hold such a view, and
+    must not use it in what it computes gradients of.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def backward_edges(values: Any) -> Iterator[Any]:
     """The autograd nodes that a backward from these values visits, each once for every edge that
     leads to it."""
-    front = [tensor.grad_fn for tensor in tensors_of(values) if tensor.grad_fn is not None]
+    histories = map(history_of, tensors_of(values))
+    front = [history for history in histories if history is not None]
     yield from front
     seen = set(front)
     while front:
@@ -177,7 +195,7 @@ def forget_history(graph: fx.Graph) -> None:
 
 
 def _cut_off(tensor: Tensor) -> Tensor:
-    if tensor.grad_fn is None:
+    if not tensor.requires_grad:
         return tensor
     # In place, which takes a fiftieth of the time, where that may be.
     own = tensor.detach() if is_view(tensor) else tensor.detach_()

@@ -26,7 +26,7 @@ from fxpipe import ops
 from fxpipe.ir._torch import pytree, stored_values
 from fxpipe.ir.cost import Cost, batch_bytes, copies_of, times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
-from fxpipe.ir.graph import COST, LARGER, NO_BACKWARD, SAVED, VALUE, attribute, stage_nodes
+from fxpipe.ir.graph import COST, LARGER, NO_BACKWARD, SAVED, VALUE, attribute, mutable, stage_nodes
 from fxpipe.ir.tensors import memory_of, tensor_bytes, tensors_of
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 from passes.cost.load import Counting, Load
@@ -211,6 +211,7 @@ class _Runs:
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda tensor: _fresh(tensor, leaves, next(wants, False)), (args, kwargs)
         )
+        args, kwargs = mutable((args, kwargs))
         inputs = tensors_of((args, kwargs))
         ends = [tensor.grad_fn or id(tensor) for tensor in inputs]  # before a write to them
         kept: dict[int, int] = {}

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
-from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, stage_nodes
+from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, mutable, stage_nodes
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.runtime.random import RandomState
 from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost
@@ -138,7 +138,7 @@ class _Stopwatch(fx.Interpreter):
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda t: t.clone() if WRITES in n.meta else t, arguments
             )
-            result, ahead = self._timed(lambda: run(n.target, args, kwargs))
+            result, ahead = self._timed(lambda: run(n.target, *mutable((args, kwargs))))
         given = [t for t in tensors_of(result) if t.grad_fn is not None]
         wanted = list({id(t): t for t in (*leaves, *parameters)}.values())
         if NO_BACKWARD in n.meta:

@@ -33,7 +33,7 @@ from torch import Tensor, fx
 from fxpipe.ir._torch import TorchDispatchMode, schema_of, version_of
 from fxpipe.ir.graph import ALIAS, NO_BACKWARD, RANDOM, SAME_AS, VALUE, WRITES
 from fxpipe.ir.tensors import memory_of, tensors_of
-from passes.common.fakes import FakeInterpreter, backward_edges
+from passes.common.fakes import FakeInterpreter, backward_edges, history_of
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Alias:
         # Who writes to memory gives all its tensors another history: of those less is known.
         rewritten = set(seen.sharing(set().union(*seen.written.values())))
         for node, value in seen.env.items():
-            made_by = value.grad_fn if isinstance(value, Tensor) else None
+            made_by = history_of(value) if isinstance(value, Tensor) else None
             if made_by is not None:
                 known = made_by in reached or node in rewritten
                 if not known or node not in live:

@@ -276,3 +276,32 @@ def test_an_input_may_be_written_to_in_a_later_stage():
         z = y.clone()
         assert same(pipe(x, z), expected)
         assert same(z, y * 2)
+
+
+class Rotary(nn.Module):
+    """Turns half of its features in place, by way of views of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = self.first(x) * 1
+        u, v = q[:, 2:].unflatten(-1, (2, -1)).unbind(-2)
+        q[:, 2:] = torch.cat([-v, u], -1)
+        return self.second(q)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_a_write_through_a_slice_leaves_its_views_without_history(tracer):
+    model, x = Rotary(), torch.randn(4, 8)
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer)
+    output = pipe(x)
+    output.sum().backward()
+    gradient = model.first.weight.grad.clone()
+    model.zero_grad()
+    parts = [model(part) for part in x.chunk(2)]
+    for part in reversed(parts):
+        part.sum().backward()
+    assert torch.allclose(output, torch.cat(parts))
+    assert torch.allclose(gradient, model.first.weight.grad)

@@ -14,8 +14,10 @@ from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.trace import patches
+from fxpipe.trace.functions import functions_called
 from fxpipe.trace.premises import attributes_read
 from fxpipe.trace.reads import values_read
+from fxpipe.trace.running import Running
 
 PATCHED = [
     (nn.Module, "__getattribute__"),
@@ -49,16 +51,16 @@ def elsewhere(function):
 
 
 @pytest.fixture
-def everything_patched(monkeypatch, capsys):
+def everything_patched(monkeypatch):
     """All patches, as an export in the middle of a compile has them."""
     monkeypatch.setattr(Distribution, "_validate_args", True)  # Dynamo, if imported, has it off
     with ExitStack() as stack:
         for patch in (
             attributes_read(nn.Linear(2, 2)),
-            patches.functions_called(refused=True),
+            functions_called({}),
             patches.eased(),
-            patches.data_used(),
-            values_read(nn.Linear(2, 2)),
+            patches.data_used(detached=True),
+            values_read(Running()),
             patches.silent(),
         ):
             stack.enter_context(patch)
@@ -74,10 +76,10 @@ def test_all_is_as_it_was_afterwards() -> None:
     stderr = sys.stderr
     with (
         attributes_read(nn.Linear(2, 2)),
-        patches.functions_called(refused=True),
+        functions_called({}),
         patches.eased(),
-        patches.data_used(),
-        values_read(nn.Linear(2, 2)),
+        patches.data_used(detached=True),
+        values_read(Running()),
         patches.silent(),
     ):
         during = [raw(owner, name) for owner, name in PATCHED]
@@ -108,9 +110,7 @@ def test_another_thread_has_its_distributions_validated(everything_patched) -> N
     torch.distributions.Normal(0.0, -1.0)
 
 
-def test_another_thread_has_its_tracebacks_printed_and_its_logs(
-    everything_patched, capsys, caplog
-) -> None:
+def test_another_thread_has_its_tracebacks_printed_and_its_logs(capsys, caplog) -> None:
     def work() -> None:
         try:
             raise KeyError("of the other thread")
@@ -118,10 +118,11 @@ def test_another_thread_has_its_tracebacks_printed_and_its_logs(
             traceback.print_exc()
         logging.getLogger("torch.other").warning("from the other thread")
 
-    elsewhere(work)
-    print("of this thread", file=sys.stderr)
-    logging.getLogger("torch.other").warning("from this thread")
-    logging.getLogger("mine").warning("not PyTorch's")
+    with patches.silent():
+        elsewhere(work)
+        print("of this thread", file=sys.stderr)
+        logging.getLogger("torch.other").warning("from this thread")
+        logging.getLogger("mine").warning("not PyTorch's")
     error = capsys.readouterr().err
     assert "of the other thread" in error and "of this thread" not in error
     assert [r.getMessage() for r in caplog.records] == ["from the other thread", "not PyTorch's"]

@@ -208,3 +208,35 @@ def test_who_reads_a_buffer_by_the_name_of_what_wrote_to_it_stays_with_the_write
     model = Counter()
     gm = Alias((torch.ones(2, 3),))(fx.GraphModule(model, Tracer().trace(model)))
     assert {n.name for n in gm.graph.nodes if ALIAS in n.meta} == {"add_", "add"}
+
+
+def test_a_view_that_a_write_to_its_memory_has_left_without_history():
+    class Rotary(nn.Module):
+        def forward(self, x):
+            q = x * 1
+            u, v = q[:, 2:].unflatten(-1, (2, -1)).unbind(-2)
+            q[:, 2:] = torch.cat([-v, u], -1)
+            return q
+
+    _, notes = noted(Rotary(), torch.ones(4, 8, requires_grad=True))
+    _, written = notes["setitem"]
+    assert {"mul", "unbind"} <= set(written), "u and v see the memory that is written to"
+    assert len({notes[n][0] for n in ("mul", "unbind", "setitem")}) == 1
+
+
+def test_a_function_may_write_to_a_list_that_it_is_given():
+    gm, notes = noted(Ended(), torch.ones(4, 8))
+    assert notes["ended"] == (None, ())
+    assert gm(torch.ones(4, 8)).tolist() == Ended()(torch.ones(4, 8)).tolist()
+
+
+@fx.wrap
+def ended(parts, names):
+    parts.append(parts[0] * 2)
+    names["last"] = parts[-1]
+    return torch.cat(parts) + names["last"].sum()
+
+
+class Ended(nn.Module):
+    def forward(self, x):
+        return ended([x, x + 1], {"first": x})
