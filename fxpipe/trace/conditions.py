@@ -13,12 +13,13 @@ raise. What has been looked at becomes an assertion in the graph.
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -61,13 +62,25 @@ def _goes_on_with(frame: FrameType) -> bool | None:
     """The truth value of what is being decided in a frame with which it does not raise; None if
     neither branch is there to raise, or more than this value decides."""
     code = frame.f_code
-    if not is_of_a_model(code.co_filename):
+    if not is_of_a_model(code.co_filename) or not _branches(code, frame.f_lasti):
         return None
-    place = next(islice(code.co_positions(), frame.f_lasti // 2, None))
+    # The instruction that branches may have the place of the whole statement; the one before it
+    # has computed the value, and has the place of the expression.
+    last = frame.f_lasti // 2
+    places = list(islice(code.co_positions(), last - 1, last + 1))
     for test, raises_with in _checks(code.co_filename):
-        if (value := _decides(test, place, raises_with)) is not None:
-            return not value
+        for place in reversed(places):
+            if (value := _decides(test, place, raises_with)) is not None:
+                return not value
     return None
+
+
+def _branches(code: CodeType, instruction: int) -> bool:
+    """Whether an instruction asks for the truth value to branch by it; functions such as ``all``
+    ask too, and decide by it what nobody here knows."""
+    name = dis.opname[code.co_code[instruction]]
+    # From Python 3.13 on a comparison of which only the truth is asked gives that.
+    return "JUMP" in name or name in ("TO_BOOL", "COMPARE_OP")
 
 
 Place = tuple[int | None, int | None, int | None, int | None]
@@ -106,6 +119,8 @@ def _only_raises(body: list[ast.stmt]) -> bool:
 def _decides(test: ast.expr, place: Place, value: bool) -> bool | None:
     """With which truth value the expression at ``place`` gives all of a test this ``value``, those
     before it having been evaluated; None if it is no part of the test, or does not decide."""
+    if isinstance(test, ast.Compare) and len(test.ops) > 1:
+        return None  # a < b < c is decided in two steps, in one place
     if (test.lineno, test.end_lineno, test.col_offset, test.end_col_offset) == place:
         return value
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):

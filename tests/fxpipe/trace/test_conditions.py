@@ -26,7 +26,8 @@ class Classifier(nn.Module):
         if self.strict and (ids.max() >= 10 or ids.min() < 0):
             message = f"ids between 0 and 9, not {ids.max()}"
             raise ValueError(message)
-        assert mask.any(), "nothing is attended to"
+        if not mask.any():
+            raise RuntimeError("nothing is attended to")
         return self.second(self.first(self.embedding(ids).mean(1)) * mask)
 
 
@@ -45,7 +46,7 @@ def test_the_model_is_compiled_whole_as_if_nothing_were_checked() -> None:
 @pytest.mark.parametrize(
     ("ids", "mask", "line"),
     [
-        (torch.full((4, 3), 9), torch.zeros(4, 1), "assert mask.any"),
+        (torch.full((4, 3), 9), torch.zeros(4, 1), "if not mask.any"),
         (torch.full((4, 3), -1), torch.ones(4, 1), "ids.min() < 0"),
     ],
 )
@@ -74,9 +75,43 @@ def test_a_branch_that_does_not_only_raise_is_not_a_check() -> None:
                 return x
             return x * 2
 
-    for model in (Branching(), Returning()):
+    class Several(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if all([x[0].sum() > 0, x[1].sum() > 0]):  # one of them may be, and nothing is wrong
+                raise ValueError
+            return x * 2
+
+    class Between(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if 1 < x.sum() < 2:
+                raise ValueError
+            return x * 2
+
+    for model in (Branching(), Returning(), Several(), Between()):
         with pytest.raises(TraceError, match="depends on the values of tensors"):
             trace(model, (-x().abs(),))
+
+
+ASSERTS = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        assert x.abs().sum() > 0 and x.abs().max() < 100, "a sensible x"
+        return x * 2
+"""
+
+
+def test_an_assertion_is_a_check_in_which_each_part_decides(tmp_path) -> None:
+    file = tmp_path / "asserts.py"  # not in this file, whose assertions pytest rewrites
+    file.write_text(ASSERTS)
+    names: dict = {}
+    exec(compile(ASSERTS, str(file), "exec"), names)
+    traced = trace(names["Model"](), (x(),))
+    assert torch.equal(run(traced, x(3)), x(3) * 2)
+    for wrong in (torch.zeros(3, 8), torch.full((3, 8), 100.0)):
+        with pytest.raises(RuntimeError, match=r"asserts\.py:6: assert x\.abs"):
+            run(traced, wrong)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +128,7 @@ def test_a_branch_that_does_not_only_raise_is_not_a_check() -> None:
         ("not (a or b)", "b", False),
         ("c or (a and not b)", "b", False),
         ("f(a)", "a", None),  # decided within f
+        ("a < b < c", "a", None),  # in two steps
     ],
 )
 def test_which_value_of_a_part_makes_a_condition_true(
