@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,16 @@ def may_be_the_models(error: Exception) -> bool:
         return False
     frames = traceback.extract_tb(error.__traceback__)
     return not (isinstance(error, _OURS) and frames and is_ours(frames[-1].filename))
+
+
+@contextmanager
+def suppressed() -> Iterator[None]:
+    """An exception that may be the model's means no; any other is raised."""
+    try:
+        yield
+    except Exception as error:
+        if not may_be_the_models(error):
+            raise
 
 
 def first_line(error: BaseException) -> str:

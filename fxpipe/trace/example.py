@@ -31,6 +31,7 @@ from fxpipe.trace.isolation import (
     parameters_put_back,
     untouched,
 )
+from fxpipe.trace.patches import tensor_hooks
 
 BatchDims = Sequence[int | None]
 
@@ -214,6 +215,7 @@ class Example:
             watch as written,
             mode,
             checkpoints.with_any_backward(),
+            tensor_hooks() as hooks,
         ):
             # Cloned, since an output may be a buffer, and buffers are about to be restored.
             results, structure = Structure.of(self.call(clones, traced))
@@ -225,6 +227,8 @@ class Example:
             history = None
             if recorded:
                 history, nodes = _history(results)
+                if hooks:  # which may do anything to gradients: it is like no other
+                    history = object()
                 del results
                 # From the outputs on: each would else free the next, recursively.
                 nodes.reverse()

@@ -197,16 +197,28 @@ _GUARDS = {
 
 
 def _runs(example: Example, traced: Traced | None = None) -> Iterator[Callable[[], Any]]:
-    """Runs of the model, or of its graph, at the batch sizes that it takes, of a few."""
+    """Runs of the model, or of its graph, at a few batch sizes that it takes: small ones, since a
+    run may take long; else that of the example, and twice that."""
     batch = example.batch
-    for size in [2] if batch is None else sorted({max(batch, 2), batch + 1, batch + 3}):
-        tensors = example.resized(size)
-        try:
-            with untouched(example.model):
-                _call(example, tensors, traced)
-        except Exception:  # it does not take this one
-            continue
-        yield partial(_call, example, tensors, traced)
+    sizes = (2,) if batch is None else (2, 3, 5)
+    taken = [size for size in sizes if _takes(example, size, traced)]
+    if batch is not None and len(taken) < 2:
+        more = {max(batch, 2), 2 * batch} - set(sizes)
+        taken += [size for size in sorted(more) if _takes(example, size, traced)]
+    for size in taken:
+        yield partial(_call, example, example.resized(size), traced)
+
+
+def _takes(example: Example, size: int, traced: Traced | None) -> bool:
+    """Whether the model, or its graph, runs at a batch size."""
+    try:
+        with untouched(example.model):
+            _call(example, example.resized(size), traced)
+    except Exception as error:
+        if not may_be_the_models(error):
+            raise
+        return False
+    return True
 
 
 def _call(example: Example, tensors: Sequence[Tensor], traced: Traced | None) -> Any:

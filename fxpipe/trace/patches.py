@@ -9,6 +9,7 @@ that compile take turns, by :data:`LOCK`.
 
     nn.Module.__getattribute__          attributes_read   which attributes a forward goes by
     autograd.Function.apply             functions_handled a graph keeps the user's backward
+    Tensor.register_hook                tensor_hooks      equal histories, other gradients
     nn.Module._call_impl                Running           which module is to blame
     nn.Module._apply                    eased             module.to() inside of a forward
     Distribution._validate_args         eased             checks of values, which fakes have not
@@ -199,6 +200,22 @@ def functions_handled(handle: Handle) -> Iterator[None]:
         patched(SingleLevelFunction, "apply", replace),
     ):
         yield
+
+
+@contextmanager
+def tensor_hooks() -> Iterator[list[Tensor]]:
+    """Yields the tensors on which hooks for their gradients are registered meanwhile."""
+    hooked: list[Tensor] = []
+
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+            hooked.append(tensor)
+            return original(tensor, hook)
+
+        return register_hook
+
+    with patched(Tensor, "register_hook", replace):
+        yield hooked
 
 
 # --------------------------------------------------------------- what stands in torch.export's way
