@@ -42,6 +42,7 @@ from fxpipe.trace import (
     untouched,
 )
 from fxpipe.trace.isolation import evaluating, on_one_device
+from fxpipe.trace.patches import quiet
 from fxpipe.trace.premises import Premises, attributes_read
 from passes.chain import ToPipeline, ToStages, ToStep
 from passes.common.fakes import forget_history
@@ -159,7 +160,7 @@ class Compiler:
                 "before, or give example_inputs to compile()"
             )
         some, named = canonical(self.model, args, kwargs)
-        with compiling():
+        with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             mode = self._compile(some, named, dims)
         return self._known.learn(args, kwargs, mode)

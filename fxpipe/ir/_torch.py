@@ -265,6 +265,10 @@ VALIDATE_ARGS = "_validate_args"
 
 # ----------------------------------------------------------------------- what traces have in them
 
+CALL = "_call_impl"
+"""The method of every module that ``nn.Module.__call__`` calls, with hooks and forward. It is
+patched to know which module runs: fx and torch.export patch ``__call__``, and pass others by."""
+
 SingleLevelFunction = _SingleLevelFunction
 """The base class of ``torch.autograd.Function``, whose ``apply`` that of ``Function`` calls."""
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from fxpipe.ir._torch import FakeTensor
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace.patches import caller, patched
 
@@ -55,7 +55,7 @@ def asserted() -> Iterator[None]:
 def _assert(tensor: Tensor, value: bool, frame: FrameType) -> None:
     file, line = frame.f_code.co_filename, frame.f_lineno
     where = f"{ASSERTED}at {file}:{line}: {linecache.getline(file, line).strip()}"
-    torch._assert_async(tensor if value else tensor.logical_not(), where)
+    torch.ops.aten._assert_async.msg(tensor if value else tensor.logical_not(), where)
 
 
 def _goes_on_with(frame: FrameType) -> bool | None:

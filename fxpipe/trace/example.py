@@ -6,6 +6,7 @@ import inspect
 import keyword
 import re
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -73,12 +74,34 @@ def autocast_of(tensors: Sequence[Tensor]) -> tuple[torch.dtype | None, ...]:
     )
 
 
+class Same:
+    """Stands for a module in a key: equal to what stands for the very same one.
+
+    Its ``id`` alone would not do: another module may have it once this one is gone. The module is
+    not kept alive, and of one that is gone nothing is equal to what stood for it.
+    """
+
+    __slots__ = "_hash", "_module"
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._hash = weakref.ref(module), id(module)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return NotImplemented
+        module = self._module()
+        return self is other or (module is not None and module is other._module())
+
+
 class InputKey(NamedTuple):
     """What a trace is specialised on."""
 
     spec: Hashable  # of the inputs, as pytree has it
     constants: tuple[Hashable, ...]  # the inputs that are no tensors, in the order of the leaves
-    modules: tuple[tuple[int, bool, bool], ...]  # with their training flags, and whether hooked
+    modules: tuple[tuple[Same, bool, bool], ...]  # with their training flags, and whether hooked
     autocast: tuple[torch.dtype | None, ...]
     shapes: tuple[Hashable, ...] = ()
 
@@ -104,7 +127,7 @@ def input_key(
     constants = tuple(
         (path, type(part), _constant_key(leaf)) for part in parts for path, leaf in leaves(part)
     )
-    modules = tuple((id(m), m.training, has_hooks(m)) for m in model.modules())
+    modules = tuple((Same(m), m.training, has_hooks(m)) for m in model.modules())
     key = InputKey(spec, constants, modules, autocast_of(tensors))
     if not shapes:
         return key

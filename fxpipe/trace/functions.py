@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ir._torch import version_of
 from fxpipe.ir.structure import Structure
 from fxpipe.trace import whole
 from fxpipe.trace.errors import Refused
@@ -44,9 +45,9 @@ class Application:
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Empty outputs, for fake tensors. Raises ``Refused`` if it writes to its inputs."""
-        before = [tensor._version for tensor in tensors]
+        before = [version_of(tensor) for tensor in tensors]
         outputs = self(*tensors)
-        if [tensor._version for tensor in tensors] != before:
+        if [version_of(tensor) for tensor in tensors] != before:
             raise _lost(self.function, "and writes to its inputs")
         # New ones, since an operator must not give what it has been given.
         return [

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fxpipe.ir._torch import CALL
 from fxpipe.trace.patches import patched
 
 
@@ -37,7 +38,7 @@ class Running:
         parts = set(model.modules())
 
         def replace(original: Callable[..., Any]) -> Callable[..., Any]:
-            def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 if module not in parts:
                     return original(module, *args, **kwargs)
                 self.modules.append(module)
@@ -50,9 +51,9 @@ class Running:
                 finally:
                     self.modules.pop()
 
-            return _call_impl
+            return call
 
-        with patched(nn.Module, "_call_impl", replace):
+        with patched(nn.Module, CALL, replace):
             yield
 
 

@@ -285,3 +285,25 @@ def test_a_model_that_needs_values_is_refused_with_the_line():
 
     with pytest.raises(TraceError, match=r"(?s)depends on the values of tensors.*x.max\(\).item"):
         fxpipe.compile(Item(), ["cpu"] * 2)(BATCH)
+
+
+class Attention(nn.Module):
+    """Adds a mask (length, length) to weights of which there are as many rows in a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        return self.last(self.attention(x, x, x, attn_mask=mask)[0])
+
+
+def test_attempts_that_fail_on_the_way_are_not_printed(capfd):
+    # PyTorch logs each failure on fake tensors with its traceback: here the mask is taken for rows
+    # at first, which another batch size shows to be wrong.
+    model, x, mask = Attention(), torch.randn(6, 6, 8), torch.zeros(6, 6)
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer="export")
+    output = pipe(x, mask)
+    expected = torch.cat([model(part, mask) for part in x.chunk(2)])
+    assert torch.allclose(output, expected, atol=1e-6)
+    assert capfd.readouterr().err == ""

@@ -315,6 +315,19 @@ def test_whether_distributions_are_validated_is_set_in_public_and_not_told():
 # ----------------------------------------------------------------------- what traces have in them
 
 
+def test_a_module_is_called_by_a_method_that_tracers_leave_alone(monkeypatch):
+    called = []
+    original = getattr(nn.Module, _torch.CALL)
+
+    def call(module, *args):
+        called.append(type(module))
+        return original(module, *args)
+
+    monkeypatch.setattr(nn.Module, _torch.CALL, call)
+    torch.export.export(nn.Sequential(nn.ReLU()), (torch.ones(2),))
+    assert {nn.Sequential, nn.ReLU} <= set(called)
+
+
 def targets(function, *args):
     class Module(nn.Module):
         def forward(self, *inputs):

@@ -78,3 +78,34 @@ def test_a_model_that_computes_gradients_is_refused_with_the_line(tracer: str) -
     match = rf"{tracer}: it computes gradients within its forward.*\(at .*test_checks.py.*grad\("
     with pytest.raises(TraceError, match=match):
         trace(Slope(), (x(),), tracer=tracer)
+
+
+class Counting(MLP):
+    """Counts the rows that it is run on, with values."""
+
+    rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            Counting.rows += x.shape[0]
+        return super().forward(x)
+
+
+@BOTH
+def test_the_model_is_run_on_few_rows_however_many_the_example_has(tracer: str) -> None:
+    Counting.rows = 0
+    trace(Counting(), (x(512),), tracer=tracer)
+    assert Counting.rows == 3, "two rows, and one with a history"
+
+
+@BOTH
+def test_hooks_of_the_models_own_on_gradients_are_not_lost(tracer: str) -> None:
+    class Clipped(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layers[0](x)
+            if isinstance(y, Tensor) and y.requires_grad:
+                y.register_hook(lambda gradient: gradient * 100)
+            return self.layers[2](y)
+
+    with pytest.raises(TraceError, match="another gradient"):
+        trace(Clipped(), (x(),), tracer=tracer)

@@ -120,3 +120,21 @@ def test_objects_of_any_class_are_inputs_and_outputs(tracer: str) -> None:
 def test_an_array_is_no_input() -> None:
     with pytest.raises(TraceError, match="an input is a ndarray, whose values a graph cannot see"):
         trace(MLP(), (x().numpy(),))
+
+
+def test_a_key_is_of_its_modules_and_of_none_that_come_to_lie_where_they_lay() -> None:
+    holder = nn.Sequential(nn.ReLU())
+    before = input_key(holder, (x(),), {})
+    assert before == input_key(holder, (x(),), {}) and hash(before) == hash(
+        input_key(holder, (x(),), {})
+    )
+    place = id(holder[0])
+    del holder[0]  # and nobody else holds it
+    for _ in range(1000):
+        other = nn.ReLU()
+        if id(other) == place:
+            break
+    else:
+        pytest.skip("this allocator does not give the place again")
+    holder.append(other)
+    assert input_key(holder, (x(),), {}) != before
