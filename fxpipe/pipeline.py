@@ -1,35 +1,40 @@
-"""The pipeline: a module that runs the programs that the compiler makes of a model."""
+"""The pipeline: a module that runs the programs that the compiler makes of a model.
+
+::
+
+    Pipeline ─ is a ─ ModelProxy      to others it is the model: parameters, states, attributes
+       ├─── has a ─── Runner          compiles for a call, and runs it on the lanes
+       └─── has ───── Views           graphs, stages, drawings, predictions and reports
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import threading
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import graphviz  # type: ignore[import-untyped]
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
-from fxpipe.compiler.loss import Target
+from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.options import Options
-from fxpipe.inspect.views import NotYet, Views
-from fxpipe.ir._torch import TransformType, transforms
+from fxpipe.compiler.runner import Runner
+from fxpipe.inspect.views import Stage, Views
 from fxpipe.ir.counts import count
 from fxpipe.ir.graph import WRITTEN
-from fxpipe.ir.hooks import HOOKS
+from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
-from fxpipe.meaning.sample import Sample
 from fxpipe.planning.estimates import measured
-from fxpipe.runtime.ambient import is_intercepted, is_traced
+from fxpipe.proxy import ModelProxy, moved_to
 from fxpipe.runtime.clock import Record
-from fxpipe.runtime.lanes import Lanes, run_inline
 from fxpipe.runtime.optimizer import Stepping
-from fxpipe.runtime.random import is_alone
 from fxpipe.schedule import Timeline
 from fxpipe.trace import untouched
+from passes.common.skips import SkipLayout
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,40 +63,26 @@ class _LikeTheModels:
         return self.function if pipe is None else _Bound(self.function, pipe)
 
 
-class Pipeline(Views, nn.Module):
+class Pipeline(ModelProxy):
     """A model that runs as a pipeline. Made by :func:`compile`.
 
     Called like the model, it gives the model's outputs, differentiably. It shares the model's
     parameters, buffers, hooks and submodules, so that its state dict, optimizers, ``train()`` and
-    ``eval()`` are the model's; ``module`` is the model itself.
+    ``eval()`` are the model's; ``module`` is the model itself. The model's other attributes can be
+    read and set at the pipeline, too, but for those whose names a pipeline has itself, such as
+    ``stages`` or ``chunks``: these are ``pipe.module.stages`` and ``pipe.module.chunks``.
     """
 
-    _lanes: Lanes
     losses: tuple[Tensor, ...]
-    _closed: bool
+    _runner: Runner
+    _views: Views
 
     def __init__(self, model: nn.Module, options: Options) -> None:
-        super().__init__()
-        self._set_up(Compiler(model, options))
+        super().__init__(model)
+        self._set_up(Runner(Compiler(model, options)))
 
-    def _set_up(self, compiler: Compiler, example: Sample | None = None) -> None:
-        model = compiler.model
-        self.__dict__.update(
-            module=model,
-            # The very same dicts: what is registered at one is registered at both.
-            _parameters=model._parameters,
-            _buffers=model._buffers,
-            _modules=model._modules,
-            **{name: vars(model)[name] for name in HOOKS},
-            _compiler=compiler,
-            _lanes=Lanes(compiler.options.lanes),
-            _shown=None,
-            _step=None,
-            _measured=None,
-            losses=(),
-            _example=example,
-            _closed=False,
-        )
+    def _set_up(self, runner: Runner) -> None:
+        self.__dict__.update(_runner=runner, _views=Views(runner), losses=())
 
     # ------------------------------------------------------------------------------------- running
 
@@ -99,8 +90,8 @@ class Pipeline(Views, nn.Module):
     @_opaque
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these arguments, computed micro-batch by micro-batch."""
-        mode, values, unrolled = self._ready(args, kwargs)
-        return mode.traced.rebuild(self._run(unrolled, values))
+        mode, values, unrolled = self._runner.ready(args, kwargs)
+        return mode.traced.rebuild(self._runner.run(unrolled, values))
 
     @_opaque
     def step(
@@ -146,12 +137,12 @@ class Pipeline(Views, nn.Module):
             )
         optimizers = _listed(optimizer)
         _check(scaler, optimizers)
-        unrolled, values = self._ready_to_step(args, kwargs, target)
-        last = self._options.devices[-1]
+        unrolled, values = self._runner.ready_to_step(args, kwargs, target)
+        last = self._runner.options.devices[-1]
         scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
         stepping = Stepping(optimizers, self.module.parameters()) if optimizers else None
         with torch.no_grad():  # each forward records for itself
-            total, losses = self._run(unrolled, [*values, scale, stepping])
+            total, losses = self._runner.run(unrolled, [*values, scale, stepping])
         if stepping is not None:
             stepping.finish()
         self.__dict__["losses"] = losses
@@ -168,7 +159,7 @@ class Pipeline(Views, nn.Module):
             rounds: how many steps, after one to warm up.
         """
         rounds = count("rounds", rounds, "the number of steps to measure")
-        unrolled, values = self._ready_to_step(args, kwargs, target)
+        unrolled, values = self._runner.ready_to_step(args, kwargs, target)
         inputs = unrolled.graph_module.graph.find_nodes(op="placeholder")
         written = {i for i, node in enumerate(inputs) if WRITTEN in node.meta}
         found = []
@@ -177,161 +168,18 @@ class Pipeline(Views, nn.Module):
             own = [value.clone() if i in written else value for i, value in enumerate(values)]
             record = Record()
             with untouched(self.module), torch.no_grad():
-                self._run(unrolled, [*own, None, None], record)
+                self._runner.run(unrolled, [*own, None, None], record)
             if number:
-                found.append(measured("measured", self._lane_names, record.marks))
+                found.append(measured("measured", self._views.lane_names, record.marks))
         found.sort(key=lambda timeline: timeline.makespan)
-        self.__dict__["_measured"] = found[len(found) // 2]
-        return found[len(found) // 2]
+        self._views.measured = found[len(found) // 2]
+        return self._views.measured
 
-    def _ready_to_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[Unrolled, list[Any]]:
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError("a training step needs gradients: call it outside of inference_mode")
-        if target is not None and self._options.loss_fn is None:
-            if "target" not in inspect.signature(self.module.forward).parameters:
-                raise ValueError("a target is given, but no loss_fn: give compile(loss_fn=...)")
-            kwargs, target = {**kwargs, "target": target}, None
-        self._check_open()
-        try:
-            mode, values, chunks = self._compiler.ready(args, kwargs)
-        except TypeError as error:
-            if target is None and self._options.loss_fn is not None:
-                error.add_note("the target is given by its name: step(x, target=y)")
-            raise
-        wanted = Target.of(target, mode.batch_of(values))
-        unrolled = self._compiler.step(mode, chunks, wanted)
-        self.__dict__.update(_shown=(mode, chunks), _step=unrolled)
-        values += wanted.leaves
-        return unrolled, [v.detach() if isinstance(v, Tensor) else v for v in values]
-
-    def _run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
-        in_a_lane = self._lanes.is_one(threading.current_thread())  # a hook may call us again
-        if unrolled.lanes is None or in_a_lane or is_intercepted() or is_alone():
-            return run_inline(unrolled.inline, values, record)
-        return self._lanes.run(unrolled.lanes, values, record)
+    # ------------------------------------------------------------------------------------ its life
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for calls like this one, without running it."""
-        self._ready(args, kwargs)
-
-    def close(self) -> None:
-        """End the lanes' threads. The pipeline cannot be called any more; the model can."""
-        self.__dict__["_closed"] = True
-        self._lanes.close()
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(
-                "this pipeline is closed: compile the model again, or call the model itself"
-            )
-
-    def _ready(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Mode, list[Any], Unrolled]:
-        self._check_open()
-        if is_traced((*args, *kwargs.values())):
-            raise RuntimeError(
-                "a pipeline cannot be traced: what runs is on threads of its own; trace the model "
-                "itself, pipe.module, or take a graph that there is, such as pipe.model_graph"
-            )
-        if TransformType.Grad in transforms():
-            raise RuntimeError(
-                "torch.func.grad, vjp and jacrev cannot go through a pipeline, whose backward "
-                "keeps an order of its own: use torch.autograd.grad or "
-                "torch.autograd.functional, or the model itself, pipe.module"
-            )
-        mode, values, chunks = self._compiler.ready(args, kwargs)
-        self.__dict__["_shown"] = mode, chunks
-        return mode, values, self._compiler.pipeline(mode, chunks)
-
-    def _last(self) -> tuple[Mode, int]:
-        """What has run last, or would run with the example inputs; and its micro-batches."""
-        if self._shown is None and self._example is not None:
-            args, kwargs = self._example.repeated()
-            self.prepare(*args, **kwargs)
-        if self._shown is None:
-            raise NotYet(
-                "this pipeline is not compiled yet: call it, or give example_inputs to compile()"
-            )
-        return self._shown
-
-    # ------------------------------------------------------------------------- like any nn.Module
-
-    @property
-    def training(self) -> bool:
-        """The model's."""
-        return self.module.training if "module" in self.__dict__ else True
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        if "module" in self.__dict__:
-            self.module.training = value
-
-    @property
-    def _is_full_backward_hook(self) -> bool | None:
-        """The model's, as the backward hooks are."""
-        return self.module._is_full_backward_hook if "module" in self.__dict__ else None
-
-    @_is_full_backward_hook.setter
-    def _is_full_backward_hook(self, value: bool | None) -> None:
-        if "module" in self.__dict__:
-            self.module._is_full_backward_hook = value
-
-    def __getattr__(self, name: str) -> Any:
-        """What the model has besides: its configuration, say. Not its methods, which would run the
-        model itself, stage by stage on several devices."""
-        own = getattr(type(self), name, None)
-        if isinstance(own, property):  # there is nothing to see yet: it says so itself
-            return own.__get__(self)
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            value = getattr(self.__dict__.get("module"), name, error)
-            if value is error:
-                raise
-            if callable(value):
-                raise AttributeError(
-                    f"{error}, but its model has: take pipe.module.{name}"
-                ) from None
-            return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Where the model has it, the model's."""
-        model = self.__dict__.get("module")
-        is_own = name in self.__dict__ or hasattr(type(self), name)
-        if model is not None and not is_own and name in vars(model):
-            setattr(model, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's."""
-        return self.module.load_state_dict(*args, **kwargs)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
-        """``to(dtype)``, ``half()`` and the like, on the model. Stages stay on their devices."""
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            device = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).device
-            if device != tensor.device:
-                raise RuntimeError(
-                    f"a pipeline cannot be moved to {device}: its stages are on "
-                    f"{', '.join(self._options.names)}; compile the model for other devices"
-                )
-        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.recompile()
-        return self
+        self._runner.ready(args, kwargs)
 
     def recompile(self) -> None:
         """Compile again at the next call, cut alike.
@@ -339,30 +187,148 @@ class Pipeline(Views, nn.Module):
         What a trace cannot see has to be told so: that a global variable which the forward reads
         has changed, say, or a part of an object deep within an attribute.
         """
-        if self._shown is not None:
-            self.__dict__["_example"] = self._shown[0].example
-        self.__dict__["_shown"] = None
-        self._compiler.forget()
+        self._runner.forget()
+
+    def close(self) -> None:
+        """End the lanes' threads. The pipeline cannot be called any more; the model can."""
+        self._runner.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
+        """``to(dtype)``, ``half()`` and the like, on the model. Stages stay on their devices."""
+        device = moved_to(self.module, fn)
+        if device is not None:
+            raise RuntimeError(
+                f"a pipeline cannot be moved to {device}: its stages are on "
+                f"{', '.join(self._runner.options.names)}; compile the model for other devices"
+            )
+        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.recompile()
+        return self
+
+    # ------------------------------------------------------------------------------- to look at
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The pipeline graph of the last call, or of the example inputs."""
+        return self._views.graph_module
+
+    @property
+    def step_graph(self) -> fx.GraphModule:
+        """The step graph of the last call of :meth:`step`."""
+        return self._views.step_graph
+
+    @property
+    def stage_graph(self) -> fx.GraphModule:
+        """The model as a graph with one ``call_module`` for each stage."""
+        return self._views.stage_graph
+
+    @property
+    def model_graph(self) -> fx.GraphModule:
+        """The traced model; its nodes are labelled with their costs and stages."""
+        return self._views.model_graph
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The ``fx.Graph`` of :attr:`graph_module`."""
+        return self.graph_module.graph
+
+    @property
+    def code(self) -> str:
+        """The pipeline graph as Python, each line with its stage, micro-batch and stream."""
+        return format_code(self.graph_module)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages, in order."""
+        return self._views.stages
+
+    @property
+    def skip_layout(self) -> SkipLayout:
+        """Which values travel from which stage to which, and how."""
+        return self._views.skip_layout
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches of the last call, or of the example inputs.
+
+        There are fewer than asked for where the batch is small, or where the model does not take
+        micro-batches as small as they would be.
+        """
+        return self._views.chunks
+
+    @property
+    def guards(self) -> Guards:
+        """What the last call's graphs have been compiled for, to be printed. A call for which they
+        do not hold is compiled anew."""
+        return self._views.guards
+
+    def draw(
+        self, level: str = "pipeline", *, stage: int | None = None, microbatch: int | None = None
+    ) -> graphviz.Source:
+        """A drawing of the "pipeline", "stage", "model" or "step" graph; ``str`` of it is DOT.
+
+        :func:`fxpipe.inspect.draw.render_svg` makes SVG of it, with Graphviz's ``dot`` or with
+        ``graphviz-pure``; notebooks show that.
+
+        Args:
+            stage, microbatch: draw this part of the graph only, and in full: a box for each node.
+        """
+        return self._views.draw(level, stage=stage, microbatch=microbatch)
+
+    def report(self) -> str:
+        """Per stage: time, memory, bytes; the skips, the bubble, and what limits the speed."""
+        return str(self._views.report())
+
+    def report_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as one page: a single HTML file, which needs no network.
+
+        The page has :meth:`report`, with tables that sort; drawings of the stages, the pipeline and
+        the training step (measured, if :meth:`measure` has been called); memory; what each pass
+        changed; and the code. What the passes changed is kept as compressed text while they run,
+        unless a graph has more than 5,000 nodes.
+        """
+        self._views.write_page(path)
+
+    def timeline(self) -> Timeline:
+        """The training step as predicted: what each lane does, and when.
+
+        From the times of :meth:`measure`, if that has been called, else from estimated costs. The
+        memory is estimated: parameters, their gradients, what Adam keeps for them, buffers, and
+        activations. Checkpointed micro-batches have activations only while they are computed again;
+        until then they have what the stage has received.
+        """
+        return self._views.timeline()
+
+    def _repr_html_(self) -> str | None:
+        """The stages, drawn, and the report, for notebooks; as text before it is compiled."""
+        return self._views.html()
 
     def __getstate__(self) -> dict[str, Any]:
         """The model, and what is needed to compile it again: graphs and threads are made anew."""
+        runner = self._runner
         return {
             "module": self.module,
-            "options": self._options,
-            "layout": self._compiler.layout,
-            "example": self._shown[0].example if self._shown else self._example,
-            "closed": self._closed,
+            "options": runner.options,
+            "layout": runner.compiler.layout,
+            "example": runner.example,
+            "is_closed": runner.is_closed,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        nn.Module.__init__(self)
+        ModelProxy.__init__(self, state["module"])
         compiler = Compiler(state["module"], state["options"], state["layout"])
-        self._set_up(compiler, state["example"])
-        self.__dict__["_closed"] = state["closed"]
+        self._set_up(Runner(compiler, state["example"]))
+        self._runner.is_closed = state["is_closed"]
 
     def extra_repr(self) -> str:
-        """What the pipeline is made of, ahead of the model's modules."""
-        return f"devices=[{', '.join(self._options.names)}]"
+        """The devices of the stages, ahead of the model's modules."""
+        return f"devices=[{', '.join(self._runner.options.names)}]"
 
 
 def _listed(optimizer: Any) -> list[Any]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.compiler.bindings import Binding
+from fxpipe.compiler.guards import Guards
+from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import own_loss
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, cost_of
@@ -18,10 +20,7 @@ from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.runtime.microbatch import SUM, Dims
 from fxpipe.runtime.program import Program
 from fxpipe.trace import Traced
-from fxpipe.trace.premises import Premises, are_alike
-
-# For which calls what has been compiled for one serves too. Symbolic graphs have no shapes.
-ANY_SHAPES, ANY_SIZE, ONE_SIZE = KINDS = "any shapes", "any batch size", "one batch size"
+from fxpipe.trace.premises import are_alike
 
 
 @dataclass
@@ -31,6 +30,7 @@ class Unrolled:
     graph_module: fx.GraphModule
     inline: Program
     lanes: Program | None
+    history: History
 
 
 @dataclass
@@ -42,20 +42,14 @@ class Mode:
     in_dims: list[int | None]
     out_dims: list[Dims]
     example: Sample
-    premises: list[Premises]
-    """States of the model's attributes by which it comes to these graphs."""
+    history: History
+    guards: Guards
+    """What it serves calls by."""
     chunks: int | None = None
     """Of how many micro-batches, if the graph is for those of one size and no other."""
     bindings: list[Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
     steps: dict[Any, Unrolled] = field(default_factory=dict)
-
-    @property
-    def kind(self) -> str:
-        """For which other calls this serves too."""
-        if self.chunks is not None:
-            return ONE_SIZE
-        return ANY_SHAPES if self.traced.front_end == "symbolic" else ANY_SIZE
 
     @property
     def model_graph(self) -> fx.GraphModule:
@@ -90,28 +84,15 @@ class Mode:
         for binding in self.bindings:
             binding.refresh()
 
-    def holds(self) -> bool:
-        """Whether the graphs are the model's, whose attributes may have changed."""
-        return any(premises.hold() for premises in self.premises)
+    def equals(self, other: Mode) -> bool:
+        """Whether what has been compiled for a changed model is the same."""
+        ours = self.in_dims, self.out_dims, self.chunks
+        theirs = other.in_dims, other.out_dims, other.chunks
+        return ours == theirs and are_alike(self.stage_graph, other.stage_graph)
 
-    def accepts(self, other: Mode, model: nn.Module) -> bool:
-        """Whether what has been compiled for a changed model is the same: then it is known.
-
-        Modules that the graph has as they are do what their attributes say: which of these may
-        change is known from now on. What others have as attributes may make a difference next time.
-        """
-        if (self.in_dims, self.out_dims, self.chunks) != (
-            other.in_dims,
-            other.out_dims,
-            other.chunks,
-        ) or not are_alike(self.stage_graph, other.stage_graph):
-            return False
-        kept = set(model.modules()).intersection(self.stage_graph.modules())
-        free = {each for p in self.premises for each in p.broken() if each[0] in kept}
-        self.premises = [premises.without(free) for premises in self.premises]
-        if not self.holds():
-            self.premises += [premises.without(free) for premises in other.premises]
-        return True
+    def kept_modules(self, model: nn.Module) -> set[nn.Module]:
+        """The model's modules that the graphs call as they are."""
+        return set(model.modules()).intersection(self.stage_graph.modules())
 
     def batch_of(self, values: Sequence[Any]) -> int | None:
         """The size of the mini-batch."""

@@ -14,11 +14,13 @@ from torch import Tensor, fx, nn
 
 import passes
 from fxpipe.compiler.bindings import bindings, stages_of
-from fxpipe.compiler.cache import Known
+from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compiled import Mode, Unrolled
+from fxpipe.compiler.guards import ANY_SHAPES, ANY_SIZE, ONE_SIZE, Guards
+from fxpipe.compiler.history import History, name_of
 from fxpipe.compiler.layout import CutAlike, Layout
 from fxpipe.compiler.loss import Loss, Target
-from fxpipe.compiler.options import Options, RunPass
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
 from fxpipe.ir._torch import transforms
@@ -60,13 +62,13 @@ class _ModelGraph:
     traced: Traced
     context: ToStages
     chain: passes.Chain
-    run_pass: RunPass
+    history: History
 
     def run(self, since: str | None = None, until: str | None = None) -> fx.GraphModule:
         """The graph after some passes of the chain, from one to the one ahead of another."""
         gm = self.traced.graph_module
         for rewrite in self.chain.passes(self.context, since=since, until=until):
-            gm = self.run_pass(rewrite, gm)
+            gm = self.history(rewrite, gm)
         return gm
 
     @property
@@ -82,7 +84,7 @@ class Compiler:
         self.model = model
         self.options = options
         self.layout = layout or Layout(len(options.devices))
-        self._known = Known(model)
+        self.cache = Cache(model)
         self._lock = threading.RLock()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any], int]:
@@ -126,31 +128,31 @@ class Compiler:
         )
         return self._lowered(mode, f"step of {chunks}", context, chunks)
 
-    def _runner(self, title: str, gm: fx.GraphModule) -> RunPass:
-        """How to run the passes that begin with this graph."""
-        observer = self.options.observer
-        run = run_pass if observer is None else observer(f"{type(self.model).__name__} {title}", gm)
+    def _history(self, title: str, gm: fx.GraphModule) -> History:
+        """Runs the passes that begin with this graph, and keeps what each of them changes."""
+        title, observer = f"{type(self.model).__name__} {title}", self.options.observer
+        run = run_pass if observer is None else observer(title, gm)
 
-        def told(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
-            report_progress(str(getattr(rewrite, "name", type(rewrite).__name__)))
+        def reported(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
+            report_progress(name_of(rewrite))
             return run(rewrite, gm)
 
-        return told
+        return History(title, gm, reported)
 
     def forget(self) -> None:
         """All that has been compiled, but for where the model is cut."""
         with self._lock:
-            self._known.forget()
+            self.cache.forget()
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
         """The mode for a call, compiled now if it has not been, and the values of its inputs."""
-        found = self._known.at_once(args, kwargs)
+        found = self.cache.at_once(args, kwargs)
         if found is not None:
             return found
         dims = input_dims(self.model, args, kwargs, self.options.in_dims)
-        mode = self._known.mode(args, kwargs, dims) or self._new(args, kwargs, dims)
+        mode = self.cache.mode(args, kwargs, dims) or self._new(args, kwargs, dims)
         values = mode.traced.bind(args, kwargs)
-        self._known.remember(args, kwargs, mode, values)
+        self.cache.remember(args, kwargs, mode, values)
         return mode, values
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]) -> Mode:
@@ -163,7 +165,7 @@ class Compiler:
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             mode = self._compile(some, named, dims)
-        return self._known.learn(args, kwargs, mode)
+        return self.cache.learn(args, kwargs, mode)
 
     def _to_the_model(
         self, inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -246,14 +248,21 @@ class Compiler:
             in_dims=dims,
             out_dims=prepared.out_dims,
             example=Sample.of(args, kwargs, dims, batch),
-            premises=[Premises(self.model, reads)],
+            guards=self._guards(prepared.traced, Premises(self.model, reads), chunks),
             chunks=chunks,
+            history=prepared.history,
         )
         for gm in (mode.model_graph, stage_graph):
             mode.bindings += bindings(gm, self.model)
         for gm, device in zip(stages_of(stage_graph), options.devices, strict=True):
             mode.bindings += bindings(gm, self.model, device)
         return mode
+
+    def _guards(self, traced: Traced, premises: Premises, chunks: int | None) -> Guards:
+        """The guards of what has been compiled; ``chunks`` if it is for one batch size only."""
+        kind = ANY_SHAPES if traced.front_end == "symbolic" else ANY_SIZE
+        kind = kind if chunks is None else ONE_SIZE
+        return Guards(self.model, kind, [premises], traced.largest_batch)
 
     def _traced(
         self,
@@ -267,8 +276,8 @@ class Compiler:
         report_progress("trace")
         traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying)
         context = self._to_stages(traced, inputs, dims, chunks)
-        run = self._runner("stages", traced.graph_module)
-        prepared = _ModelGraph(traced, context, self.options.passes, run)
+        history = self._history("stages", traced.graph_module)
+        prepared = _ModelGraph(traced, context, self.options.passes, history)
         try:
             with untouched(self.model):
                 traced.graph_module = prepared.run(until="partition")
@@ -368,12 +377,12 @@ class Compiler:
     ) -> Unrolled:
         """What the passes from the stage graph on make of it, ready to run."""
         gm = mode.stage_graph
-        run = self._runner(title, gm)
+        history = self._history(title, gm)
         for rewrite in self.options.passes.passes(context):
-            gm = run(rewrite, gm)
-        return self._unrolled(mode, gm, chunks)
+            gm = history(rewrite, gm)
+        return self._unrolled(mode, gm, chunks, history)
 
-    def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int) -> Unrolled:
+    def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int, history: History) -> Unrolled:
         """Make a graph ready to run."""
         stages = stages_of(mode.stage_graph)
         for made in gm.modules():  # the graph itself, and what passes have added to it
@@ -382,4 +391,4 @@ class Compiler:
         # One micro-batch has nothing to run beside it.
         runs_inline = chunks == 1 or len(self.options.lanes) == 1
         in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
-        return Unrolled(gm, lower(gm), in_lanes)
+        return Unrolled(gm, lower(gm), in_lanes, history)

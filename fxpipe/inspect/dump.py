@@ -19,17 +19,24 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from torch import fx
 
+from fxpipe.compiler.history import (
+    BEGIN,
+    KEPT,
+    History,
+    Snapshot,
+    about,
+    name_of,
+    parts,
+)
 from fxpipe.inspect.draw import draw_graph, render_svg
 from fxpipe.inspect.html import page_html
-from fxpipe.ir.printing import format_code, format_graph
-from fxpipe.ir.text import human_time, summary
+from fxpipe.ir.printing import format_code
 from passes import Pass
 
 CONTEXT = 2  # lines that are shown around a change
@@ -74,85 +81,50 @@ class Dump:
         return folder
 
 
-class Changes:
-    """Runs passes, one after the other, and tells what each changed: ``sections``, in HTML."""
+class Trail:
+    """Runs passes, one after the other, and writes what each made of its graph to a folder."""
 
-    is_open = False  # whether the changes are shown at once
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.sections: list[str] = []
-        self._number = 0
-        self._text, self._meta = "", Counter[str]()
-        self._record("before", gm, "What the passes begin with.")
+    def __init__(self, folder: Path, title: str, gm: fx.GraphModule) -> None:
+        self._folder, self._title = folder, title
+        self._sections: list[str] = []
+        self._last: Snapshot | None = None
+        self._record(gm, "before", BEGIN)
 
     def __call__(self, rewrite: Pass, gm: fx.GraphModule) -> fx.GraphModule:
-        name, about = _name(rewrite), summary(type(rewrite))
+        """Run a pass."""
         begin = time.perf_counter()
         try:
             gm = rewrite(gm)
         except Exception as error:
             said = html.escape(f"{type(error).__name__}: {error}")
-            self._add(f"{self._number:02} {name}", about, f'<pre class="failed">{said}</pre>')
+            name = f"{len(self._sections):02} {name_of(rewrite)}"
+            about_it = about(rewrite, time.perf_counter() - begin)
+            self._add(_section(name, about_it, f'<pre class="failed">{said}</pre>'))
             raise
-        seconds = time.perf_counter() - begin
-        self._record(name, gm, f"{about} Took {human_time(seconds)}.")
+        self._record(gm, name_of(rewrite), about(rewrite, time.perf_counter() - begin))
         return gm
 
-    def _record(self, name: str, gm: fx.GraphModule, about: str) -> None:
-        text, meta = whole_text(gm), _metadata(gm)
-        body = [f"<p>{self._links(name, gm, text)} <span>{len(gm.graph.nodes)} nodes</span></p>"]
-        if self._number:
-            changes = diff_html(self._text, text, self.is_open)
-            body += [_metadata_html(self._meta, meta), changes]
-        self._add(f"{self._number:02} {name}", about, "".join(body))
-        self._text, self._meta = text, meta
-        self._number += 1
+    def _record(self, gm: fx.GraphModule, name: str, said: str) -> None:
+        number, now = len(self._sections), Snapshot.of(gm, name, said)
+        links = self._links(number, now, gm)
+        self._add(change_html(number, self._last, now, links=links, is_open=True))
+        self._last = now
 
-    def _links(self, name: str, gm: fx.GraphModule, text: str) -> str:
-        """To what else there is of it."""
-        return ""
-
-    def _add(self, title: str, about: str, body: str) -> None:
-        self.sections.append(
-            f"<section><h3>{html.escape(title)}</h3><p>{html.escape(about)}</p>{body}</section>"
-        )
-
-
-class Trail(Changes):
-    """Changes that are written to a folder, with all graphs in full."""
-
-    is_open = True
-
-    def __init__(self, folder: Path, title: str, gm: fx.GraphModule) -> None:
-        self._folder, self._title = folder, title
-        super().__init__(gm)
-
-    def _links(self, name: str, gm: fx.GraphModule, text: str) -> str:
-        stem = f"{self._number:02}-{_file_name(name)}"
-        files = {f"{stem}.txt": text, f"{stem}.py": whole_code(gm)}
-        if self._number == 0 or text != self._text:
+    def _links(self, number: int, now: Snapshot, gm: fx.GraphModule) -> str:
+        """Write the graph in full, as text, code and drawing; gives the links to these files."""
+        stem = f"{number:02}-{_file_name(now.name)}"
+        files = {f"{stem}.txt": now.text, f"{stem}.py": whole_code(gm)}
+        if self._last is None or now.text != self._last.text:
             files |= _drawing(f"{stem}.svg", gm)
         for file, content in files.items():
             (self._folder / file).write_text(content, encoding="utf-8")
         return " ".join(f'<a href="{file}">{file}</a>' for file in files)
 
-    def _add(self, title: str, about: str, body: str) -> None:
-        super()._add(title, about, body)
+    def _add(self, section: str) -> None:
+        self._sections.append(section)
         up = '<p><a href="../index.html">all</a></p>'
-        page = page_html(self._title, up + "".join(self.sections))
+        page = page_html(self._title, up + "".join(self._sections))
         (self._folder / "index.html").write_text(page, encoding="utf-8")
-
-
-class Story:
-    """All chains of passes of a compilation, kept as HTML."""
-
-    def __init__(self) -> None:
-        self.chains: dict[str, Changes] = {}
-
-    def __call__(self, title: str, gm: fx.GraphModule) -> Changes:
-        """A chain of passes begins with this graph."""
-        self.chains[title] = Changes(gm)
-        return self.chains[title]
 
 
 def _file_name(words: str) -> str:
@@ -163,29 +135,14 @@ def _number(chain: Path) -> int:
     return int(chain.name.partition("-")[0])
 
 
-def _name(rewrite: Pass) -> str:
-    return str(getattr(rewrite, "name", type(rewrite).__name__))
-
-
 # -------------------------------------------------------------------------------- a graph, written
-
-
-def whole_text(gm: fx.GraphModule) -> str:
-    """:func:`fxpipe.ir.printing.format_graph` of a graph and of those that it calls, each once."""
-    return "\n".join(f"{head}{format_graph(part)}" for head, part in _parts(gm))
 
 
 def whole_code(gm: fx.GraphModule) -> str:
     """The generated Python of a graph, and of those that it calls."""
     return "\n\n".join(
-        f"{f'# {head}' if head else ''}{format_code(part)}" for head, part in _parts(gm)
+        f"# {path}:\n{format_code(part)}" if path else format_code(part) for path, part in parts(gm)
     )
-
-
-def _parts(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    for path, part in gm.named_modules():
-        if isinstance(part, fx.GraphModule):
-            yield f"{path}:\n" if path else "", part
 
 
 def _drawing(file: str, gm: fx.GraphModule) -> dict[str, str]:
@@ -195,18 +152,30 @@ def _drawing(file: str, gm: fx.GraphModule) -> dict[str, str]:
         return {}
 
 
-def _metadata(gm: fx.GraphModule) -> Counter[str]:
-    """How many nodes have which metadata."""
-    return Counter(
-        key
-        for _, part in _parts(gm)
-        for node in part.graph.nodes
-        for key, value in node.meta.items()
-        if value is not None
-    )
-
-
 # --------------------------------------------------------------------------------------- the pages
+
+
+def history_html(history: History) -> str:
+    """What each pass of a chain has changed."""
+    if not history.snapshots:
+        return f"<p>Not kept, since a graph has more than {KEPT} nodes: compile with dump=.</p>"
+    pairs = zip([None, *history.snapshots], history.snapshots, strict=False)
+    return "".join(change_html(number, *pair) for number, pair in enumerate(pairs))
+
+
+def change_html(
+    number: int, before: Snapshot | None, now: Snapshot, *, links: str = "", is_open: bool = False
+) -> str:
+    """What a pass has changed. ``is_open``: whether the changed lines are shown at once."""
+    body = f"<p>{links} <span>{now.nodes} nodes</span></p>"
+    if before is not None:
+        body += _metadata_html(before.metadata, now.metadata)
+        body += diff_html(before.text, now.text, is_open)
+    return _section(f"{number:02} {now.name}", now.about, body)
+
+
+def _section(title: str, said: str, body: str) -> str:
+    return f"<section><h3>{html.escape(title)}</h3><p>{html.escape(said)}</p>{body}</section>"
 
 
 def diff_html(before: str, after: str, is_open: bool = True) -> str:

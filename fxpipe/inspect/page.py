@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.inspect.dump import Changes
+from fxpipe.compiler.history import History
+from fxpipe.inspect.dump import history_html
 from fxpipe.inspect.html import (
     Section,
     drawing_html,
@@ -28,7 +29,7 @@ class Page:
     Args:
         drawings: by their headings, as SVG.
         timeline: of a training step, with the memory that it takes.
-        changes: by the titles of chains of passes, what each pass changed.
+        changes: what each pass changed, a history for each chain of passes.
         codes: by their names.
     """
 
@@ -36,7 +37,7 @@ class Page:
     report: Report
     drawings: Mapping[str, str]
     timeline: Timeline
-    changes: Mapping[str, Changes]
+    changes: Sequence[History]
     codes: Mapping[str, str]
 
     def __str__(self) -> str:
@@ -84,7 +85,6 @@ def _rows(hops: Iterable[Hop]) -> Iterable[list[tuple[float | str, str]]]:
         ]
 
 
-def _chains(changes: Mapping[str, Changes]) -> Iterable[str]:
-    for title, chain in changes.items():
-        inner = "".join(chain.sections)
-        yield f"<details><summary>{title}</summary>{inner}</details>"
+def _chains(changes: Iterable[History]) -> Iterable[str]:
+    for history in changes:
+        yield f"<details><summary>{history.title}</summary>{history_html(history)}</details>"

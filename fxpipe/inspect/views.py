@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 
 import graphviz  # type: ignore[import-untyped]
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxpipe.compiler.bindings import stages_of
-from fxpipe.compiler.compiled import Mode, Unrolled
-from fxpipe.compiler.driver import Compiler
+from fxpipe.compiler.guards import Guards
+from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Target
-from fxpipe.compiler.options import Options
+from fxpipe.compiler.runner import NotYet, Runner
 from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, draw_step, render_svg
-from fxpipe.inspect.dump import Changes, Story
 from fxpipe.inspect.page import Page
 from fxpipe.inspect.report import Report
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import human_bytes, human_time
-from fxpipe.meaning.sample import Sample
 from fxpipe.planning.estimates import estimated_costs, estimated_memory, measured_costs, predicted
 from fxpipe.schedule import AUTO, StageCost, Timeline
 from passes.common.skips import SkipLayout, skip_layout
@@ -55,69 +53,47 @@ class Stage:
             return None
 
 
-class NotYet(RuntimeError, AttributeError):
-    """What there is to see comes with a call that has not been made.
+class Views:
+    """Shows what a runner has run last, or would run for its example: graphs, stages, drawings,
+    predictions and reports.
 
-    To those who ask whether a pipeline has such an attribute, it has not.
+    ``measured``: the training step as measured, if it has been.
     """
 
-
-class Views:
-    """The part of a :class:`fxpipe.Pipeline` that shows it: as of its last call, or its example."""
-
-    module: nn.Module
-    _compiler: Compiler
-    _shown: tuple[Mode, int] | None  # what has run last, and its micro-batches
-    _example: Sample | None
-    _step: Unrolled | None
-    _measured: Timeline | None
-
-    @property
-    def _options(self) -> Options:
-        return self._compiler.options
-
-    def _last(self) -> tuple[Mode, int]:
-        """What has run last, or would run with the example inputs; and its micro-batches."""
-        raise NotImplementedError
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._options = runner.options
+        self.measured: Timeline | None = None
 
     # -------------------------------------------------------------------------------------- graphs
 
     @property
     def graph_module(self) -> fx.GraphModule:
         """The pipeline graph of the last call (or of the example inputs)."""
-        return self._compiler.pipeline(*self._last()).graph_module
+        return self._runner.last_pipeline().graph_module
 
     @property
     def step_graph(self) -> fx.GraphModule:
         """The training step of the last call of :meth:`step`."""
-        if self._step is None:
+        step = self._runner.last_step()
+        if step is None:
             raise NotYet("there has been no training step yet: call step()")
-        return self._step.graph_module
+        return step.graph_module
 
     @property
     def stage_graph(self) -> fx.GraphModule:
         """The model, one ``call_module`` a stage."""
-        return self._last()[0].stage_graph
+        return self._runner.last()[0].stage_graph
 
     @property
     def model_graph(self) -> fx.GraphModule:
         """The traced model, its nodes labelled with their stages."""
-        return self._last()[0].model_graph
-
-    @property
-    def graph(self) -> fx.Graph:
-        """That of :attr:`graph_module`."""
-        return self.graph_module.graph
-
-    @property
-    def code(self) -> str:
-        """The pipeline graph as Python, each line with its stage, micro-batch and stream."""
-        return format_code(self.graph_module)
+        return self._runner.last()[0].model_graph
 
     @property
     def stages(self) -> list[Stage]:
         """The stages, in order."""
-        mode, _ = self._last()
+        mode, _ = self._runner.last()
         return [
             Stage(i, module, device, cost)
             for i, (module, device, cost) in enumerate(
@@ -132,21 +108,18 @@ class Views:
 
     @property
     def chunks(self) -> int:
-        """The number of micro-batches of the last call: fewer than asked for where the batch is
-        small, or where the model does not take micro-batches as small as they would be."""
-        return self._last()[1]
+        """The number of micro-batches of the last call."""
+        return self._runner.last()[1]
+
+    @property
+    def guards(self) -> Guards:
+        """The guards of the last call's graphs."""
+        return self._runner.last()[0].guards
 
     def draw(
         self, level: str = "pipeline", *, stage: int | None = None, microbatch: int | None = None
     ) -> graphviz.Source:
-        """A drawing of the "pipeline", "stage", "model" or "step" graph; ``str`` of it is DOT.
-
-        :func:`fxpipe.inspect.draw.render_svg` makes SVG of it, with Graphviz's ``dot`` or with
-        ``graphviz-pure``; notebooks show that.
-
-        Args:
-            stage, microbatch: draw this part of the graph only, and in full: a box a node.
-        """
+        """A drawing of the graph of a level, or of a part of it, node by node."""
         drawn = self._drawings.get(level)
         if drawn is None:
             raise ValueError(f'level is {level!r}: give "model", "stage", "pipeline" or "step"')
@@ -176,64 +149,49 @@ class Views:
     @property
     def _drawn_step(self) -> fx.GraphModule:
         """The step graph; if there has been no step, that of a call like the last, not run."""
-        if self._step is not None:
+        if self._runner.last_step() is not None:
             return self.step_graph
-        mode, chunks = self._last()
-        return self._compiler.step(mode, chunks, Target.of(None, None)).graph_module
+        mode, chunks = self._runner.last()
+        return self._runner.compiler.step(mode, chunks, Target.of(None, None)).graph_module
 
-    def _repr_html_(self) -> str | None:
-        """The stages, drawn, and the report, for notebooks; as text before it is compiled."""
-        if self._shown is None and self._example is None:
+    def html(self) -> str | None:
+        """The stages, drawn, and the report; None if there is nothing to show yet."""
+        if not self._runner.has_a_call:
             return None
-        report = f"<pre>{html.escape(self.report())}</pre>"
+        report = f"<pre>{escape(str(self.report()))}</pre>"
         try:
             return render_svg(self.draw("stage")) + report
         except RuntimeError:  # nothing here lays out drawings
             return report
 
-    def report(self) -> str:
-        """Per stage: time, memory, bytes; the skips, the bubble, and what limits the speed."""
-        return str(self._report())
-
-    def report_html(self, path: str | os.PathLike[str]) -> None:
-        """Write all there is to see as one page: a single HTML file, which needs no network.
-
-        :meth:`report`, with tables that sort; the stages, the pipeline and the training step
-        (measured, if :meth:`measure` has been called), drawn; memory; what each pass changed; and
-        the code. What the passes changed is not kept, as that would take memory in every run: the
-        model is traced again, cut as it is, which takes about as long as compiling it did.
-        """
+    def write_page(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as one page: a single HTML file."""
         report_progress("drawing")
         codes = {f"stage {stage.index}": format_code(stage.module) for stage in self.stages}
         page = Page(
-            f"{type(self.module).__name__} on {len(self.stages)} stages",
-            self._report(),
+            f"{type(self._runner.compiler.model).__name__} on {len(self.stages)} stages",
+            self.report(),
             {
                 "Stage graph": render_svg(self.draw("stage")),
                 "Pipeline graph": render_svg(self.draw("pipeline")),
             },
             self.timeline(),
-            self._changes(),
-            {"pipeline": self.code, **codes},
+            self.histories,
+            {"pipeline": format_code(self.graph_module), **codes},
         )
         Path(path).write_text(str(page), encoding="utf-8")
 
-    def _changes(self) -> dict[str, Changes]:
-        """What each pass has changed: all is compiled once more, cut as it is, and looked at."""
-        story, example = Story(), self._last()[0].example
-        if example is None:
-            return {}
-        labels = dict(self._compiler.layout.labels)
-        costs = "analytic" if self._options.costs == "measured" else self._options.costs
-        options = replace(self._options, observer=story, partition=labels, costs=costs)
-        args, kwargs = example.repeated()
-        compiler = Compiler(self.module, options)
-        mode, _, chunks = compiler.ready(args, kwargs)
-        compiler.pipeline(mode, chunks)
-        return story.chains
+    @property
+    def histories(self) -> list[History]:
+        """What each pass has changed, on the way to the graphs of the last call and step."""
+        mode, _ = self._runner.last()
+        step = self._runner.last_step()
+        steps = [] if step is None else [step.history]
+        return [mode.history, self._runner.last_pipeline().history, *steps]
 
-    def _report(self) -> Report:
-        mode, chunks = self._last()
+    def report(self) -> Report:
+        """What the stages hold, send and wait for, and what limits the speed."""
+        mode, chunks = self._runner.last()
         example = mode.example
         return Report(
             self.model_graph,
@@ -251,16 +209,10 @@ class Views:
     # --------------------------------------------------------------------------------- predictions
 
     def timeline(self) -> Timeline:
-        """The training step as predicted: what each lane does, and when.
-
-        From the times of :meth:`measure`, if that has been called, else from estimated costs. The
-        memory is estimated: parameters, their gradients, what Adam keeps for them, buffers, and
-        activations; of checkpointed micro-batches, those only while they are computed again, and
-        else what the stage has received.
-        """
+        """The training step, predicted from measured or estimated costs."""
         chunks = self.chunks
-        if self._measured is not None:
-            costs = measured_costs(self._measured, len(self.stages))
+        if self.measured is not None:
+            costs = measured_costs(self.measured, len(self.stages))
             return self._simulated(chunks, costs)
         return self._simulated(chunks, self._estimated(chunks))
 
@@ -291,8 +243,9 @@ class Views:
             options.checkpoint_segments,
         )
         found = predicted(schedule, costs, layout, options.names, memory)
-        return replace(found, lanes=tuple(self._lane_names))
+        return replace(found, lanes=tuple(self.lane_names))
 
     @property
-    def _lane_names(self) -> list[str]:
+    def lane_names(self) -> list[str]:
+        """The lanes by their numbers and devices."""
         return [f"lane {i} · {device}" for i, device in enumerate(self._options.lanes)]

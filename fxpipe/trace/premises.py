@@ -86,6 +86,10 @@ class Premises:
             and all(_state(value) == state for value, state in self._contents)
         )
 
+    def attributes(self) -> list[Attribute]:
+        """The attributes that the graph has been made by."""
+        return [(owner.module, name) for owner in self._owners for name in owner.states]
+
     def broken(self) -> list[Attribute]:
         """The attributes that have changed."""
         return [(owner.module, name) for owner in self._owners for name in owner.changed()]

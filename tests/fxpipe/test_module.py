@@ -98,3 +98,48 @@ def test_tensors_that_are_exchanged_are_seen_at_the_next_call():
         assert model.gain.grad is not None
         model.layers[0] = nn.Linear(12, 12)
         torch.testing.assert_close(pipe(x), model(x))
+
+
+class WithNames(MLP):
+    """Its attributes are called like those of a pipeline."""
+
+    def __init__(self):
+        super().__init__()
+        self.chunks, self.step, self.stages = 5, 0, nn.ModuleList([nn.Linear(12, 12)])
+        self.scale = 2.0
+
+    def forward(self, x):
+        return self.stages[0](super().forward(x)) * self.scale + self.chunks
+
+
+def test_names_of_a_pipeline_are_the_pipelines_and_the_models_are_at_the_model():
+    model, x = WithNames(), torch.randn(6, 12)
+    with fxpipe.compile(model, TWO, chunks=3, example_inputs=(x,)) as pipe:
+        assert pipe.chunks == 3 and pipe.module.chunks == 5
+        assert len(pipe.stages) == 2 and pipe.module.stages is model.stages
+        pipe.module.chunks = 7
+        assert same(pipe(x), torch.cat([model(part) for part in x.chunk(3)]))
+
+
+@pytest.mark.parametrize("name", ["chunks", "step", "stages", "graph", "losses", "module"])
+def test_names_of_a_pipeline_cannot_be_set(name):
+    model = WithNames()
+    with fxpipe.compile(model, TWO) as pipe:
+        before = getattr(model, name, None)
+        with pytest.raises(AttributeError, match=f"'{name}' is a name of every Pipeline and"):
+            setattr(pipe, name, before)
+        assert getattr(model, name, None) is before
+        pipe.scale, pipe.note = 3.0, "of the pipeline"
+        assert model.scale == 3.0 and not hasattr(model, "note")
+
+
+def test_where_to_set_a_name_of_a_pipeline_is_said():
+    with fxpipe.compile(WithNames(), TWO) as pipe:
+        with pytest.raises(AttributeError) as error:
+            pipe.chunks = 4
+        assert str(error.value) == (
+            "'chunks' is a name of every Pipeline and cannot be set; the WithNames has a 'chunks' "
+            "too: set pipe.module.chunks"
+        )
+        with pytest.raises(AttributeError, match=r"with the WithNames, set pipe\.module\.code$"):
+            pipe.code = "x"

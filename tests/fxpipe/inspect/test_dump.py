@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.inspect.dump import diff_html, whole_text
+from fxpipe.compiler.history import whole_text
+from fxpipe.inspect.dump import diff_html
 from fxpipe.ir.text import summary
 from passes import Random, Step, default_chain
 from passes.chain import Level

@@ -41,7 +41,7 @@ def compiled(model, **options):
 
 
 def modes(pipe):
-    return [mode for alike in pipe._compiler._known._modes.values() for mode in alike]
+    return pipe._runner.compiler.cache.modes
 
 
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
@@ -78,7 +78,7 @@ def test_what_has_been_compiled_is_used_again_when_all_is_as_it_was():
             torch.testing.assert_close(pipe(X), model(X))
         model.weights = dict(model.weights)
         torch.testing.assert_close(pipe(X), model(X))
-        assert len(modes(pipe)) == 2 and sum(len(mode.premises) for mode in modes(pipe)) == 2
+        assert len(modes(pipe)) == 2 and sum(len(mode.guards.premises) for mode in modes(pipe)) == 2
 
 
 def test_what_has_made_no_difference_may_make_one_later():
@@ -114,7 +114,7 @@ def test_modules_that_the_graph_has_may_change_as_they_like():
             pipe(X)
         (mode,) = modes(pipe)
         model.drop.p = 0.4
-        assert mode.holds(), "it is not compiled again for that"
+        assert mode.guards.hold(), "it is not compiled again for that"
         model.drop.p = 0.0
         torch.testing.assert_close(pipe(X), model(X))
         assert modes(pipe) == [mode]

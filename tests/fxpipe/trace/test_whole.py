@@ -135,7 +135,7 @@ def test_it_may_write_what_autograd_does_not_see(checkpoint: str) -> None:
     with fxpipe.compile(model, ["cpu"] * 4, chunks=3, checkpoint=checkpoint) as pipe:
         output = pipe(x)
         loss_of(output).backward()
-        assert wholes(pipe._last()[0].traced) == {f"mixtures.{i}": Moving for i in range(3)}
+        assert wholes(pipe._runner.last()[0].traced) == {f"mixtures.{i}": Moving for i in range(3)}
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
@@ -198,7 +198,7 @@ def test_sizes_within_it_may_follow_from_values(checkpoint: str) -> None:
     with fxpipe.compile(model, ["cpu"] * 3, chunks=3, checkpoint=checkpoint) as pipe:
         output = pipe(x)
         loss_of(output).backward()
-        assert list(wholes(pipe._last()[0].traced)) == ["values_0"], "a part of it is"
+        assert list(wholes(pipe._runner.last()[0].traced)) == ["values_0"], "a part of it is"
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
 
@@ -240,7 +240,7 @@ def test_it_may_compute_gradients_of_its_own() -> None:
     with fxpipe.compile(model, ["cpu"] * 3, chunks=3) as pipe:
         output = pipe(x)
         loss_of(output).backward()
-        assert wholes(pipe._last()[0].traced) == {"1": Forces}
+        assert wholes(pipe._runner.last()[0].traced) == {"1": Forces}
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
     with pytest.raises(TraceError, match=r"computes gradients within .*test_whole.py.*autograd"):
@@ -277,7 +277,7 @@ def test_a_number_that_it_gives_is_no_constant(rows: int) -> None:
     model, x = OneSize(nn.Linear(6, 6), Routed(), nn.Linear(6, 6)), torch.randn(6, 6)
     with fxpipe.compile(model, ["cpu"] * 3, chunks=6 // rows) as pipe:
         pipe.prepare(torch.ones(6, 6))
-        assert wholes(pipe._last()[0].traced) == {"1": Routed}
+        assert wholes(pipe._runner.last()[0].traced) == {"1": Routed}
         torch.testing.assert_close(pipe(x), model(x))
 
 
@@ -389,7 +389,7 @@ def test_rows_of_several_lengths_may_be_packed_within_it() -> None:
     with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
         output = pipe(x, lengths)
         loss_of(output).backward()
-        assert wholes(pipe._last()[0].traced) == {"first": Recurrent, "second": Recurrent}
+        assert wholes(pipe._runner.last()[0].traced) == {"first": Recurrent, "second": Recurrent}
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
 

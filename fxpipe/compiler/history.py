@@ -1,0 +1,123 @@
+"""What each pass of a compilation made of its graph, kept as text, for the report page.
+
+::
+
+    before     x ─ linear ─ relu                after each pass: the text of the graph, zipped,
+    alias      the same, "val" at 3 nodes       and how many nodes have which metadata
+    split      x ─ stage_0 ─ stage_1
+
+Graphs are rewritten in place, so they cannot be kept themselves. Their text is written right after
+each pass, which takes about a hundredth of the time of a compilation, and is compared only by those
+who ask for it. Graphs with more than :data:`KEPT` nodes are passed by.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fxpipe.compiler.options import RunPass
+from fxpipe.ir.printing import format_graph
+from fxpipe.ir.text import human_time, summary
+from passes import Pass
+
+BEGIN = "What the passes begin with."
+KEPT = 5_000
+"""The most nodes that a graph may have for its text to be kept after every pass."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A graph after a pass: its text, its size, and how many nodes have which metadata.
+
+    ``name``: of the pass; ``about``: what it does, and how long that took, in a sentence.
+    """
+
+    name: str
+    about: str
+    nodes: int
+    metadata: Counter[str]
+    zipped: bytes = field(repr=False)
+
+    @staticmethod
+    def of(gm: fx.GraphModule, name: str, about: str) -> Snapshot:
+        text = zlib.compress(whole_text(gm).encode(), level=1)
+        return Snapshot(name, about, len(gm.graph.nodes), metadata_of(gm), text)
+
+    @property
+    def text(self) -> str:
+        """The graph, a node a line, with the graphs that it calls."""
+        return zlib.decompress(self.zipped).decode()
+
+
+class History:
+    """Runs the passes of one chain, one after the other, and keeps a snapshot after each.
+
+    Args:
+        title: what is being made, such as "UNet stages".
+        gm: the graph that the passes begin with.
+        run: how to run a pass.
+
+    ``snapshots`` is empty if a graph had more than :data:`KEPT` nodes.
+    """
+
+    def __init__(self, title: str, gm: fx.GraphModule, run: RunPass) -> None:
+        self.title, self._run = title, run
+        self.snapshots: list[Snapshot] = []
+        self._is_kept = True
+        self._keep(gm, "before", BEGIN)
+
+    def __call__(self, rewrite: Pass, gm: fx.GraphModule) -> fx.GraphModule:
+        """Run a pass."""
+        begin = time.perf_counter()
+        gm = self._run(rewrite, gm)
+        self._keep(gm, name_of(rewrite), about(rewrite, time.perf_counter() - begin))
+        return gm
+
+    def _keep(self, gm: fx.GraphModule, name: str, said: str) -> None:
+        self._is_kept &= len(gm.graph.nodes) <= KEPT
+        if self._is_kept:
+            self.snapshots.append(Snapshot.of(gm, name, said))
+        else:
+            self.snapshots.clear()
+
+
+def name_of(rewrite: Pass) -> str:
+    """The name of a pass, which may be a plain function."""
+    return str(getattr(rewrite, "name", None) or getattr(rewrite, "__name__", type(rewrite)))
+
+
+def about(rewrite: Pass, seconds: float) -> str:
+    """What a pass does, and how long that took, in two sentences."""
+    documented = rewrite if hasattr(rewrite, "__name__") else type(rewrite)
+    return f"{summary(documented)} Took {human_time(seconds)}."
+
+
+def parts(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """A graph, under no name, and those that it calls, by their paths; each once."""
+    for path, part in gm.named_modules():
+        if isinstance(part, fx.GraphModule):
+            yield path, part
+
+
+def whole_text(gm: fx.GraphModule) -> str:
+    """:func:`fxpipe.ir.printing.format_graph` of a graph, and of those that it calls, each once."""
+    return "\n".join(
+        f"{path}:\n{format_graph(part)}" if path else format_graph(part) for path, part in parts(gm)
+    )
+
+
+def metadata_of(gm: fx.GraphModule) -> Counter[str]:
+    """How many nodes, of a graph and of those that it calls, have which metadata."""
+    return Counter(
+        key
+        for _, part in parts(gm)
+        for node in part.graph.nodes
+        for key, value in node.meta.items()
+        if value is not None
+    )

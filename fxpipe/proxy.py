@@ -1,0 +1,121 @@
+"""A module that is to others what its model is: same parameters, states, hooks and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir.hooks import HOOKS
+
+
+class ModelProxy(nn.Module):
+    """Shares parameters, buffers, submodules and hooks with a model, and shows its attributes.
+
+    Names that the proxy's own class has come first, so that ``proxy.chunks`` means the same for
+    every model; they cannot be set. A model's own attribute of such a name is read and set at the
+    model: ``proxy.module.chunks``.
+    """
+
+    module: nn.Module
+    _OPEN: ClassVar[frozenset[str]] = frozenset({"training", "forward"})
+    """Names of the class that may be set nevertheless."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(
+            module=model,
+            # The very same dicts: what is registered at one is registered at both.
+            _parameters=model._parameters,
+            _buffers=model._buffers,
+            _modules=model._modules,
+            **{name: vars(model)[name] for name in HOOKS},
+        )
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in train mode."""
+        return self.module.training if "module" in self.__dict__ else True
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        if "module" in self.__dict__:
+            self.module.training = value
+
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """The model's, as the backward hooks are."""
+        return self.module._is_full_backward_hook if "module" in self.__dict__ else None
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, value: bool | None) -> None:
+        if "module" in self.__dict__:
+            self.module._is_full_backward_hook = value
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the model: its configuration, say. Methods of the model are refused, as
+        they would run it stage by stage on several devices."""
+        own = getattr(type(self), name, None)
+        if isinstance(own, property):  # its value is not there yet, and its error says why
+            return own.__get__(self)
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            value = getattr(self.__dict__.get("module"), name, error)
+            if value is error:
+                raise
+            if callable(value):
+                raise AttributeError(
+                    f"{error}, but its model has: take pipe.module.{name}"
+                ) from None
+            return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the model, if the model has it; else of the proxy.
+
+        Raises:
+            AttributeError: for names that the proxy has of its own.
+        """
+        model = self.__dict__.get("module")
+        if model is not None and self._is_own(name):
+            kind, owner = type(self).__name__, type(model).__name__
+            there = (
+                f"the {owner} has a {name!r} too: set"
+                if hasattr(model, name)
+                else f"to keep it with the {owner}, set"
+            )
+            raise AttributeError(
+                f"{name!r} is a name of every {kind} and cannot be set; {there} pipe.module.{name}"
+            )
+        if model is not None and name not in self.__dict__ and name in vars(model):
+            setattr(model, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a name is one of those that the proxy adds to ``nn.Module``."""
+        if name in ("module", "losses"):
+            return True
+        is_added = hasattr(type(self), name) and not hasattr(nn.Module, name)
+        return is_added and not name.startswith("_") and name not in self._OPEN
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the model, under the model's own keys."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the model, as the model does."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+def moved_to(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> torch.device | None:
+    """The device to which a function, as ``nn.Module.to`` applies one, would move a tensor of the
+    model; None if it leaves all where they are."""
+    tensors: Sequence[Tensor] = (*model.parameters(), *model.buffers())
+    for tensor in tensors:
+        device = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).device
+        if device != tensor.device:
+            return device
+    return None
