@@ -37,7 +37,11 @@ python_use_unqualified_type_names = True
 # A name that leads nowhere is an error (-n). Names of other projects lead nowhere on purpose: the
 # reference is built without a network. So do types that are nobody's business but ours.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|fx|nn|pytree|graphviz|os|pathlib|collections|fractions|types)\..*"),
+    (
+        r"py:.*",
+        r"(torch|fx|nn|pytree|graphviz|os|pathlib|collections|contextlib|fractions|types)\..*",
+    ),
+    (r"py:.*", r".*\.[A-Z]"),  # type variables
     (r"py:.*", r"fxpipe\.(runtime|compiler)\..*|passes\.partition\.(problem|cut)\..*|.*\._\w+"),
 ]
 

@@ -139,7 +139,7 @@ class _BeginAnew(
     dynamo().exc.TensorifyScalarRestartAnalysis,  # type: ignore[misc] # which a backend may raise
     dynamo().exc.UnspecializeRestartAnalysis,  # type: ignore[misc] # after which Dynamo may take another way
 ):
-    """Dynamo traces again."""
+    """Makes Dynamo trace the model again, with the sizes that have been marked as symbols."""
 
 
 def _refuse_a_part(gm: fx.GraphModule) -> None:
@@ -212,7 +212,8 @@ class _Input:
         return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
     def value(self, given: Any) -> Any:
-        """What the pipeline takes."""
+        """The value of this input, as the pipeline takes it: symbolic sizes and numbers as plain
+        ones."""
         if isinstance(given, torch.SymInt):
             return int(given)
         return float(given) if self.is_number else given
@@ -232,7 +233,7 @@ def _argument(source: str) -> str:
 
 
 class Bound:
-    """A tensor of the model's, which the graph holds too."""
+    """A parameter or buffer of the model, which the graph module holds under the same name."""
 
     def __init__(self, owner: nn.Module, name: str, tensor: Tensor) -> None:
         self.name = name
@@ -245,14 +246,15 @@ class Bound:
         self.tensor = tensor
 
     def stay(self) -> None:
-        """Where a buffer has been put on another device, the model's own goes there."""
+        """Move the model's own buffer to the device to which its copy in the graph has been
+        moved."""
         placed = self.place[self.name]
         if placed is not self.tensor:
             self.tensor.data = placed.data
             self.place[self.name] = self.tensor
 
     def refresh(self, tensor: Tensor) -> None:
-        """The model may have another object by now."""
+        """Take the tensor of a call, where the model has another object by now."""
         if tensor is not self.tensor:
             self.tensor = self.place[self.name] = tensor
 

@@ -40,13 +40,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _opaque(function: F) -> F:
-    """What Dynamo compiles around a call of it calls it as it is: lanes cannot be captured."""
+    """Keep Dynamo out of a function: what it compiles around a call runs the function as it is,
+    since lanes cannot be captured in a graph."""
     why = "a pipeline is compiled already"
     return torch.compiler.disable(function, reason=why)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _Bound(functools.partial[Any]):
-    """A pipeline's ``forward``: it takes what the model's takes."""
+    """A bound ``forward`` whose signature is that of the model's ``forward``."""
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -54,7 +55,7 @@ class _Bound(functools.partial[Any]):
 
 
 class _LikeTheModels:
-    """A method that has the signature of the model's, for those who look what may be given."""
+    """A method with the signature of the model's ``forward``, for libraries that inspect it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -338,7 +339,7 @@ def _listed(optimizer: Any) -> list[Any]:
 
 
 def _check(scaler: torch.amp.GradScaler | None, optimizers: Sequence[Any]) -> None:
-    """Whether a step can do with these."""
+    """Raise TypeError or ValueError for a scaler or optimizers that a step cannot use."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler is a {type(scaler).__name__}: give a torch.amp.GradScaler")
     for optimizer in optimizers:

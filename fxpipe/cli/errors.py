@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 USERS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
-"""What fxpipe and models raise where arguments do not fit. Others are bugs: with a traceback."""
+"""The errors that fxpipe and models raise for arguments that do not fit. Any other error is taken
+for a bug, and shown with its traceback."""
 
 
 class UserError(click.ClickException):
@@ -15,7 +16,7 @@ class UserError(click.ClickException):
 
 
 def is_users(error: Exception) -> bool:
-    """Whether it is one that the user can fix."""
+    """Whether the user can fix what has raised an error."""
     is_clicks = isinstance(error, click.exceptions.Exit | click.Abort)  # which are RuntimeErrors
     return isinstance(error, USERS) and not is_clicks
 

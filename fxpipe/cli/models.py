@@ -40,7 +40,8 @@ def _compiled(given: Given, **options: Any) -> Pipeline:
 
 
 def _parts() -> int:
-    """Of a compilation, up to its pipeline graph: a trace, and the passes."""
+    """The number of steps that a compilation reports: the trace, and each pass to the pipeline
+    graph."""
     from passes.chain import Level, default_chain
 
     return 1 + sum(entry.leads_to != Level.STEP for entry in default_chain().entries)
@@ -107,7 +108,7 @@ def compile_(
         click.echo(text, nl=False)
         if report and report.suffix == ".html":
             said = writing(report)
-            with working("writing the report", 1 + _parts()):
+            with working("writing the report", 1):
                 pipe.report_html(report)
             click.echo(said)
         elif report:

@@ -95,7 +95,7 @@ _PIPELINE = (
 
 
 def pipeline_options(command: Callable[..., None]) -> Callable[..., None]:
-    """What a pipeline is to be like, wherever it runs."""
+    """Add the options that say how a pipeline is cut, checkpointed and scheduled to a command."""
     for option in reversed(_PIPELINE):
         command = option(command)
     return command
@@ -109,7 +109,7 @@ def writing(path: Path) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, and say so."""
+    """Write a file, and print its path."""
     said = writing(path)
     path.write_text(text, encoding="utf-8")
     click.echo(said)

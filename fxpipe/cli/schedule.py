@@ -75,7 +75,7 @@ def schedule(
 
 
 def _sizes(name: str, lanes: int | None, stages: int | None) -> tuple[int, int]:
-    """What is not given follows from what is."""
+    """The numbers of lanes and stages: one that is not given follows from the other."""
     usual = stages_per_lane(name)
     if lanes is None:
         lanes = LANES if stages is None else max(1, stages // usual)

@@ -27,11 +27,13 @@ class Binding:
     ours: dict[str, Any]
     theirs: dict[str, Any]
     device: torch.device | None = None
-    """Where a buffer has to be that several stages read: one of them has a replica."""
+    """The stage's device. A stage on another device than the model's buffer reads a replica of
+    it."""
     _replicated: tuple[Tensor, int] | None = None  # and its version then
 
     def refresh(self) -> None:
-        """It may be another object by now: assigned, loaded, or exchanged by functional_call."""
+        """Take the model's tensor of now: it may have been assigned, loaded, or exchanged by
+        ``torch.func.functional_call`` since."""
         if self.name not in self.theirs:
             return
         theirs = self.theirs[self.name]
@@ -47,7 +49,8 @@ class Binding:
 def bindings(
     gm: fx.GraphModule, model: nn.Module, device: torch.device | None = None
 ) -> list[Binding]:
-    """Of all tensors that a graph has of a model. ``device``: of the stage that the graph is."""
+    """The bindings of all tensors of a model that a graph reads. ``device``: where the graph runs,
+    if it is a stage."""
     found: list[Binding] = []
     for _, _, region in regions_in(gm):
         found += bindings(region.body, model, device)

@@ -1,4 +1,4 @@
-"""What has been compiled for one kind of call: its graphs, its example, its bindings."""
+"""A mode: the graphs that have been compiled for one kind of call, with their guards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fxpipe.trace.premises import are_alike
 
 @dataclass
 class Unrolled:
-    """A pipeline graph for one number of micro-batches, ready to run."""
+    """A pipeline or step graph for one number of micro-batches, ready to run inline or in lanes."""
 
     graph_module: fx.GraphModule
     inline: Program
@@ -35,7 +35,8 @@ class Unrolled:
 
 @dataclass
 class Mode:
-    """The model as traced for one kind of call: one structure of inputs, train or eval, ..."""
+    """The model as compiled for one kind of call: one structure of inputs, train or eval mode, and
+    whatever else its guards say."""
 
     traced: Traced
     stage_graph: fx.GraphModule
@@ -44,9 +45,9 @@ class Mode:
     example: Sample
     history: History
     guards: Guards
-    """What it serves calls by."""
+    """The conditions under which these graphs are the model's."""
     chunks: int | None = None
-    """Of how many micro-batches, if the graph is for those of one size and no other."""
+    """The number of micro-batches, where the graph is for one batch size only; else None."""
     bindings: list[Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
     steps: dict[Any, Unrolled] = field(default_factory=dict)
@@ -58,7 +59,7 @@ class Mode:
 
     @property
     def costs(self) -> list[Cost]:
-        """Of each stage, for the example's mini-batch."""
+        """The cost of each stage, for the mini-batch of the example."""
         members: dict[int, list[fx.Node]] = {}
         for node in stage_nodes(self.model_graph.graph):
             members.setdefault(node.meta[STAGE], []).append(node)
@@ -80,7 +81,7 @@ class Mode:
         return self.batch_of(self.traced.bind(args, kwargs))
 
     def refresh(self) -> None:
-        """Take what the model has now, where its tensors have been exchanged."""
+        """Let the graphs read the tensors that the model has now."""
         for binding in self.bindings:
             binding.refresh()
 

@@ -1,4 +1,5 @@
-"""From a call of the model to a program: trace, cut, place, unroll; and what is kept of it."""
+"""The driver: traces a model for a kind of call, runs the passes on the graph, and keeps the
+result."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ from passes.common.fakes import forget_history
 
 
 def run_pass(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
-    """Run a pass that nobody looks at."""
+    """Run a pass without an observer."""
     return rewrite(gm)
 
 
@@ -140,12 +141,14 @@ class Compiler:
         return History(title, gm, reported)
 
     def forget(self) -> None:
-        """All that has been compiled, but for where the model is cut."""
+        """Forget all compiled programs, so that the next call is compiled; the cut of the model
+        stays."""
         with self._lock:
             self.cache.forget()
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
-        """The mode for a call, compiled now if it has not been, and the values of its inputs."""
+        """The mode that serves a call, which is compiled now if there is none, and the input
+        values."""
         found = self.cache.at_once(args, kwargs)
         if found is not None:
             return found
@@ -212,7 +215,8 @@ class Compiler:
         dims: list[int | None],
         why: AnotherStrategy,
     ) -> Mode | None:
-        """Compiled for micro-batches of the one size that this batch has them in."""
+        """The mode for this batch size only, with micro-batches of equal size; None if that fails,
+        too."""
         batch = batch_size(Structure.of((args, kwargs))[0], dims)
         if not batch or not isinstance(why, TraceError):
             return None
@@ -228,7 +232,8 @@ class Compiler:
         dims: list[int | None],
         chunks: int | None = None,
     ) -> Mode:
-        """The stages; with ``chunks`` from a trace of the first of so many micro-batches."""
+        """Compile to the stage graph. With ``chunks`` the model is traced with one micro-batch of
+        so many."""
         options = self.options
         tensors, _ = Structure.of((args, kwargs))
         batch = batch_size(tensors, dims)
@@ -272,7 +277,7 @@ class Compiler:
         chunks: int | None,
         tracer: str | CustomTracer,
     ) -> _ModelGraph:
-        """The model graph, ready to be cut."""
+        """Trace the model, and run the passes ahead of the one that cuts it."""
         report_progress("trace")
         traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying)
         context = self._to_stages(traced, inputs, dims, chunks)
@@ -324,7 +329,8 @@ class Compiler:
         )
 
     def _where_it_runs(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """A model whose stages have been placed comes back together to be traced once more."""
+        """A context in which the model runs: stages that have been placed on several devices come
+        back together on that of the inputs."""
         if not self.layout.labels or not inputs:
             return nullcontext()
         return on_one_device(self.model, inputs[0].device)
@@ -356,7 +362,8 @@ class Compiler:
         rows: int,
         times: int,
     ) -> Any:
-        """The model's own output for some rows several times over; nothing is dropped."""
+        """The model's own output, without dropout, for ``rows`` rows that are given ``times``
+        times."""
         with evaluating(self.model):
             return self._with_rows(with_rows(inputs, dims, rows), dims, times * rows)
 
@@ -375,7 +382,7 @@ class Compiler:
     def _lowered(
         self, mode: Mode, title: str, context: ToPipeline | ToStep, chunks: int
     ) -> Unrolled:
-        """What the passes from the stage graph on make of it, ready to run."""
+        """Run the passes that begin with the stage graph, and make their graph ready to run."""
         gm = mode.stage_graph
         history = self._history(title, gm)
         for rewrite in self.options.passes.passes(context):
@@ -383,7 +390,8 @@ class Compiler:
         return self._unrolled(mode, gm, chunks, history)
 
     def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int, history: History) -> Unrolled:
-        """Make a graph ready to run."""
+        """Lower a graph to programs that run it inline and in lanes, with the model's tensors
+        bound."""
         stages = stages_of(mode.stage_graph)
         for made in gm.modules():  # the graph itself, and what passes have added to it
             if isinstance(made, fx.GraphModule) and made not in stages:

@@ -41,7 +41,7 @@ class Layout:
                 self.homes.setdefault(path, node.meta[STAGE])
 
     def forget(self) -> None:
-        """The model is about to be cut otherwise."""
+        """Forget the cut, as the model is about to be cut in another way."""
         self.labels, self.homes = {}, {}
 
     def known(self, gm: fx.GraphModule) -> dict[fx.Node, int] | None:

@@ -1,4 +1,5 @@
-"""What :func:`fxpipe.compile` has been told, checked: whatever cannot be is refused at once."""
+"""The options of :func:`fxpipe.compile`, checked when they are given: mistakes are refused at
+once."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ from passes.partition.partition import Spec
 
 RunPass = Callable[[Pass, fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], RunPass]
-"""Told that a chain of passes begins: its title and its graph. Gives what is to run them."""
+"""Called with the title and the graph when a chain of passes begins; returns what runs each
+pass."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What :func:`fxpipe.compile` has been told. ``devices``: one for each stage."""
+    """The options of :func:`fxpipe.compile`. ``devices`` has one for each stage, ``placement`` the
+    number of each stage's lane."""
 
     devices: tuple[torch.device, ...]
     placement: tuple[int, ...]  # of each stage: its lane
@@ -89,7 +92,8 @@ class Options:
             )
 
     def _check_fit(self) -> None:
-        """Chunks and schedule have to agree."""
+        """Raise ValueError if the schedule does not take this number of micro-batches, or of
+        stages."""
         chunks = self._chunks
         if isinstance(self.schedule, str) and self.schedule != AUTO and self.chunks is not None:
             stages, lanes = len(self.devices), len(self.lanes)
@@ -120,12 +124,13 @@ class Options:
 
     @property
     def chooses_chunks(self) -> bool:
-        """Whether the number of micro-batches is nobody's wish."""
+        """Whether the number of micro-batches is chosen here, as neither ``chunks`` nor a schedule
+        says."""
         return self.chunks is None and not isinstance(self.schedule, Schedule)
 
     @property
     def _chunks(self) -> int:
-        """Micro-batches of a batch that is large enough."""
+        """The number of micro-batches of a batch that has a row for each of them, or more."""
         return microbatches_of(self.schedule, self.chunks, len(self.devices))
 
     def chunks_for(self, batch: int | None, refused: Collection[int] = ()) -> int:
@@ -135,7 +140,8 @@ class Options:
         return next((n for n in range(most, 1, -1) if (batch or 0) // n not in refused), 1)
 
     def even_chunks_for(self, batch: int) -> int:
-        """As many, or as few less as make micro-batches that are all of one size."""
+        """The largest number of micro-batches, up to what is wanted, that divides the batch
+        evenly."""
         return next(n for n in range(self.chunks_for(batch), 0, -1) if batch % n == 0)
 
 

@@ -80,7 +80,7 @@ def homes_of(
 
 
 def _read_by(stage: fx.GraphModule) -> list[str]:
-    """The tensors that a stage reads by itself, and not a module that it calls."""
+    """The tensors that the nodes of a stage read themselves, and not by calling a module."""
     called = [str(node.target) for node in stage.graph.find_nodes(op="call_module")]
     tensors: list[str] = []
     for node in stage.graph.find_nodes(op="get_attr"):

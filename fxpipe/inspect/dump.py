@@ -60,7 +60,8 @@ class Dump:
             ) from None
 
     def __call__(self, title: str, gm: fx.GraphModule) -> Trail:
-        """A chain of passes begins with this graph."""
+        """Make a folder for a chain of passes that begins with this graph; gives what runs the
+        passes."""
         trail = Trail(self._next(title), title, gm)
         _write_index(self.folder, [chain.name for chain in self._chains()])
         return trail
@@ -179,7 +180,7 @@ def _section(title: str, said: str, body: str) -> str:
 
 
 def diff_html(before: str, after: str, is_open: bool = True) -> str:
-    """What is in one text and not in the other, as HTML."""
+    """The lines that differ between two texts, with some lines around them, as HTML."""
     lines = list(
         difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=CONTEXT)
     )[2:]
@@ -214,6 +215,6 @@ def _write_index(folder: Path, chains: list[str]) -> None:
 
 
 def dump_of(given: str | os.PathLike[str] | None) -> Dump | None:
-    """What is asked for, by an argument or else by ``FXPIPE_DUMP``; None if nothing is."""
+    """The folder that an argument, or else ``FXPIPE_DUMP``, asks for; None if neither does."""
     folder = os.environ.get("FXPIPE_DUMP") if given is None else os.fspath(given)
     return Dump(Path(folder)) if folder else None

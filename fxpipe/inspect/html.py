@@ -104,13 +104,13 @@ def sections_html(title: str, sections: Sequence[Section]) -> str:
 
 
 def list_html(lines: Iterable[str]) -> str:
-    """An item a line."""
+    """A list with one item for each line of text."""
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     return f"<ul>{items}</ul>"
 
 
 Row = Sequence[tuple[float | str, str]]
-"""Of each cell what it is sorted by, and how it is written."""
+"""Each cell of a row: the value by which the column is sorted, and its text."""
 
 
 def table_html(columns: Sequence[str], rows: Iterable[Row]) -> str:

@@ -95,7 +95,7 @@ class Report:
 
     @property
     def lines(self) -> list[str]:
-        """What is said of the whole, and advice."""
+        """The lines below the table: what holds for the whole pipeline, and advice."""
         chosen = " (chosen: give chunks= to change it)" * self.was_chosen
         said = "no training step: its schedule cannot run"
         if self.timeline is not None:
@@ -203,7 +203,8 @@ def _seconds(nodes: Sequence[fx.Node]) -> float:
 
 
 def of_the_bubble(now: float, then: float, more: int) -> list[str]:
-    """Whether ``more`` micro-batches are worth it, by the bubble now and then."""
+    """Advice to take ``more`` micro-batches, if that makes the bubble smaller by enough; else
+    none."""
     if now - then < WORTH:
         return []
     return [f"with chunks={more} the bubble would be {then:.0%}, in place of {now:.0%}"]

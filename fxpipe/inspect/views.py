@@ -1,4 +1,4 @@
-"""What of a pipeline can be looked at: graphs, stages, drawings, predictions, reports."""
+"""Views of a pipeline: its graphs and stages, drawings, predictions and reports."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Views:
 
     @property
     def stage_graph(self) -> fx.GraphModule:
-        """The model, one ``call_module`` a stage."""
+        """The model as a graph with one ``call_module`` for each stage."""
         return self._runner.last()[0].stage_graph
 
     @property
@@ -103,7 +103,7 @@ class Views:
 
     @property
     def skip_layout(self) -> SkipLayout:
-        """Who sends which value to whom."""
+        """Which values travel from which stage to which, and how."""
         return skip_layout(self.stage_graph)
 
     @property

@@ -99,7 +99,7 @@ def values_with(
 ) -> dict[fx.Node, Any]:
     """The fake value of each node, at this batch size or one of a few more.
 
-    Raises :class:`fxpipe.ir.errors.OneSizeOnly` if the graph does not take so many rows.
+    Raises ``OneSizeOnly`` if the graph does not take so many rows.
     """
     interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
     interpreter.garbage_collect_values = False

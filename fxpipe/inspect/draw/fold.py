@@ -37,7 +37,7 @@ class Box:
 
     @property
     def name(self) -> str:
-        """That of its first node: no other box has it."""
+        """The name of its first node, which no other box has."""
         return self.nodes[0].name
 
     @property
@@ -46,7 +46,7 @@ class Box:
 
     @property
     def path(self) -> str:
-        """Of its module; empty if it has none, or several."""
+        """The path of its module; empty if its nodes are of no module, or of several."""
         return ".".join(self.paths[0]) if len(self.paths) == 1 else ""
 
     @property
@@ -83,7 +83,7 @@ def fold(nodes: Sequence[fx.Node], limit: int, place: Callable[[fx.Node], Hashab
 
 
 def _taken_apart(nodes: Sequence[fx.Node]) -> list[Box]:
-    """A box a node; but where a result has many parts, one for these."""
+    """One box for each node, but a single one for all parts of a result that has many."""
     found = []
     for maker, run in groupby(nodes, _maker):
         parts = tuple(run)

@@ -41,7 +41,7 @@ _NAMED = Line("value of another box, by its name", color=GREY, penwidth="0.6", a
 _ELSEWHERE = Line("from and to other parts", style="dotted", arrowhead="vee")
 _SMALL = {"fontsize": "8", "height": "0.2", "margin": "0.05,0.02"}
 Edges = dict[tuple[str, str], Line]
-"""By the names of their ends."""
+"""Edges, by the names of the boxes that they connect."""
 
 _OUTPUTS = 8  # lines that go to the output at most: else one for each stage
 _LINES = 3  # that a number has at most: where it is used more often, it is named there
@@ -120,7 +120,8 @@ class _Nodes:
         return all(wish is None or wish == is_there for wish, is_there in pairs)
 
     def _settle(self, node: fx.Node) -> None:
-        """What is no work has a box of its own; a parameter of folded nodes has none."""
+        """Inputs, outputs and parameters have boxes of their own, but for parameters of folded
+        nodes."""
         if node in self.box_of:
             return
         if node.op == "get_attr":
@@ -259,13 +260,13 @@ class _Nodes:
                     self.picture.order(box.name, _title(lower))
 
     def _firsts(self, place: Place, edges: Edges) -> list[str]:
-        """What no work of its cluster comes before."""
+        """The first nodes of each cluster: those that need nothing from another node of it."""
         own = [box.name for box in self.clusters[place] if box.nodes[0].op != "get_attr"]
         later = {head for tail, head in edges if tail in own}
         return [name for name in own if name not in later]
 
     def _lasts(self, place: Place, edges: Edges) -> list[Box]:
-        """What nothing of its cluster comes after."""
+        """The last nodes of each cluster: those that no other node of it needs."""
         own = {box.name for box in self.clusters[place]}
         earlier = {tail for tail, head in edges if head in own}
         return [box for box in self.clusters[place] if box.name not in earlier]

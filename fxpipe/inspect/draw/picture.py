@@ -106,7 +106,8 @@ class Picture:
             self.dot.edge(tail, head, **_INVISIBLE, **more)
 
     def source(self, legend_at: Point | None = None) -> graphviz.Source:
-        """The whole, with a legend: its upper left corner there, or else beside all."""
+        """The finished drawing with its legend, whose upper left corner is at ``legend_at``, if
+        given."""
         if self.lines or self.notes:
             with self.dot.subgraph(name="cluster_legend") as legend:
                 legend.attr(label="legend", style="rounded", color=PALE)
@@ -174,7 +175,7 @@ def numbers(*values: float) -> str:
 
 
 def width_of(text: str) -> float:
-    """About how many points wide it is."""
+    """The approximate width of a text, in points."""
     return 5.2 * len(text)
 
 

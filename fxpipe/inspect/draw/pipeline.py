@@ -48,7 +48,8 @@ class _Link:
 
     @property
     def lane(self) -> tuple[str, str]:
-        """One for each value; but where that passes in two ways, one for each."""
+        """The lane in which it passes cells: one for each value, and for each kind of line of
+        it."""
         return self.line.meaning, self.value
 
     @property
@@ -57,7 +58,7 @@ class _Link:
         return cell[0] if isinstance(cell, tuple) else 0
 
     def passed(self, stages: int) -> range:
-        """The rows between its ends."""
+        """The rows that the line passes, between the rows of its ends."""
         first = self.tail[1] + 1 if isinstance(self.tail, tuple) else 0
         return range(first, self.head[1] if isinstance(self.head, tuple) else stages)
 
@@ -173,18 +174,18 @@ class _Grid:
 
     @property
     def column(self) -> float:
-        """From one micro-batch to the next."""
+        """The distance between the columns of adjacent micro-batches, in points."""
         return self.width + 22 + self.lane_width * len(self.lanes)
 
     @property
     def right(self) -> float:
-        """Where the rows end."""
+        """The x coordinate at which the rows end, in points."""
         names = max((width_of(link.value) + 8 for link in self.named), default=0)
         return self.head + self.microbatches * self.column + names
 
     @property
     def below(self) -> Point:
-        """Where there is room below all."""
+        """The point (x, y) below everything that has been drawn."""
         return 0, self.y(self.stages) - 30
 
     def y(self, stage: int) -> float:

@@ -130,12 +130,13 @@ class _Grid:
 
     @property
     def width(self) -> float:
-        """Of a box: all kinds of lines that come and go have room beside each other."""
+        """The width of a box, in points: the lines that enter and leave it need room beside each
+        other."""
         return 2 * max(15.0, 7.0 + 8 * len(self.skips))
 
     @property
     def room(self) -> float:
-        """Between boxes of a row, in which skips pass it."""
+        """The distance between the boxes of a row, in points; skips pass the row there."""
         return max(14.0, 16.0 * len(self.skips))
 
     def _line(self, link: _Link) -> Line:
@@ -171,7 +172,7 @@ class _Grid:
         return found
 
     def gap(self, lane: int) -> float:
-        """How much room there is below a lane."""
+        """The height of the gap below a lane, in points."""
         used = [track for gap, track in self.tracks.values() if gap == lane]
         return 20 + self.track * (1 + max(used, default=-1))
 
@@ -185,12 +186,12 @@ class _Grid:
 
     @property
     def right(self) -> float:
-        """Where the rows end."""
+        """The x coordinate at which the rows end, in points."""
         return max(map(self.x, self.slots), default=0) + self.width / 2 + 12
 
     @property
     def below(self) -> Point:
-        """Where there is room below all."""
+        """The point (x, y) below everything that has been drawn."""
         last = 1 + max(self.placement)
         return 0, self.y(last - 1) - self.height / 2 - self.pad - 24
 
