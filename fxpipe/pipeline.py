@@ -292,7 +292,7 @@ class Pipeline(ModelProxy):
         The page has :meth:`report`, with tables that sort; drawings of the stages, the pipeline and
         the training step (measured, if :meth:`measure` has been called); memory; what each pass
         changed; and the code. What the passes changed is kept as compressed text while they run,
-        unless a graph has more than 5,000 nodes.
+        unless a graph has more than 2,000 nodes.
         """
         self._views.write_page(path)
 

@@ -7,7 +7,7 @@
     split      x ─ stage_0 ─ stage_1
 
 Graphs are rewritten in place, so they cannot be kept themselves. Their text is written right after
-each pass, which takes about a hundredth of the time of a compilation, and is compared only by those
+each pass, which takes some hundredths of the time of a compilation, and is compared only by those
 who ask for it. Graphs with more than :data:`KEPT` nodes are passed by.
 """
 
@@ -27,7 +27,7 @@ from fxpipe.ir.text import human_time, summary
 from passes import Pass
 
 BEGIN = "What the passes begin with."
-KEPT = 5_000
+KEPT = 2_000
 """The most nodes that a graph may have for its text to be kept after every pass."""
 
 
