@@ -242,6 +242,7 @@ def steps(
     chunks: int,
     checkpoint: str = "never",
     checkpoint_segments: int = 1,
+    deferred_batch_norm: bool = False,
     chain: passes.Chain | None = None,
 ) -> Iterator[tuple[str, fx.GraphModule]]:
     """The graph after every pass of the chain that leads to the pipeline graph, with the pass's
@@ -249,7 +250,14 @@ def steps(
     chain, devices = chain or default_chain(), ("cpu",) * (len(starts) + 1)
     in_dims = (0,) * len(inputs)
     gm: fx.GraphModule = fx.symbolic_trace(model)
-    to_stages = ToStages(inputs, in_dims, devices, Partition(len(devices), starts), chunks=chunks)
+    to_stages = ToStages(
+        inputs,
+        in_dims,
+        devices,
+        Partition(len(devices), starts),
+        chunks=chunks,
+        deferred_batch_norm=deferred_batch_norm,
+    )
     for rewrite in chain.passes(to_stages):
         gm = rewrite(gm)
         yield rewrite.name, gm

@@ -6,12 +6,14 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as own_checkpoint
 
 import fxpipe
 from fxpipe import ops
 from fxpipe.ir.graph import STAGE
-from fxpipe.schedule import Schedule, joined, named
-from tests.zoo import MLP, MODELS, gradients, mean_loss, same, step_of_loop
+from fxpipe.schedule import Kind, Schedule, joined, named
+from tests.zoo import MLP, MODELS, gradients, mean_loss, parts, same, step_of_loop
 
 
 @pytest.mark.parametrize("checkpoint", ["except_last", "always"])
@@ -80,3 +82,41 @@ def test_what_is_checkpointed_defers_its_gradients_too(segments):
             found[node.target] += 1
             assert node.target is not ops.replay or node.args[1] is True, "in halves"
     assert set(found.values()) == {3 * segments}, "each segment has its own"
+
+
+class OwnCheckpoint(nn.Module):
+    """A model that checkpoints a block with a batch norm, whose second run counts once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.block = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh())
+
+    def forward(self, x):
+        return self.b(own_checkpoint(self.block, self.a(x), use_reentrant=False))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+def test_running_statistics_within_a_models_own_checkpoint_are_those_of_the_loop(
+    schedule, checkpoint
+):
+    model, x, target = OwnCheckpoint(), torch.randn(9, 12), torch.randn(9)
+    reference, rows, outputs = copy.deepcopy(model), parts(x, 3), {}
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        chunks=3,
+        partition=["b"],
+        schedule=schedule,
+        checkpoint=checkpoint,
+        loss_fn=mean_loss,
+    ) as pipe:
+        pipe.step(x, target=target)
+    for action in joined(named(schedule, lanes=2, microbatches=3), [(0, 1)]).actions(0):
+        if action.kind is Kind.FORWARD:
+            outputs[action.microbatch] = reference(rows[action.microbatch])
+        else:
+            outputs.pop(action.microbatch).sum().backward()
+    assert model.block[1].num_batches_tracked == 6, "PyTorch's checkpoint counts twice"
+    assert same(list(model.buffers()), list(reference.buffers()))
