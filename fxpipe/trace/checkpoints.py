@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import getitem
 from typing import Any
@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.runtime import checkpoint
+from fxpipe.runtime.checkpoint import Options
 from fxpipe.runtime.regions import Region, Settings
 from fxpipe.trace.patches import patched
 
@@ -117,11 +118,15 @@ def noted(graph: Callable[[], fx.Graph | None]) -> Iterator[Calls]:
         return generate
 
     def ours(original: Any) -> Any:
-        def checkpointed(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def checkpointed(
+            function: Any, *args: Any, options: Options | None = None, **kwargs: Any
+        ) -> Any:
             if calls.graph() is None:
-                return original(function, *args, **kwargs)
-            options = {f.name: kwargs.pop(f.name) for f in fields(Settings) if f.name in kwargs}
-            settings = Settings(**{"writes_again": False, **options})
+                return original(function, *args, options=options, **kwargs)
+            options = options or Options()
+            settings = Settings(
+                options.preserve_rng_state, options.early_stop, writes_again=options.writes_again
+            )
             with calls.noted(settings, (*args, *kwargs.values())):
                 return function(*args, **kwargs), None
 
