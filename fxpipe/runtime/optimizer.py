@@ -133,7 +133,8 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _has_plain_step(optimizer: Optimizer) -> bool:
-    """Whether its step does the same to each parameter, and nothing besides."""
+    """Whether an optimizer's step treats each parameter by itself, as those of ``torch.optim`` do,
+    and nothing else happens in it, such as hooks."""
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):
         return False

@@ -1,4 +1,4 @@
-"""What a loss has for parameters of the stages: that of a penalty on them, say.
+"""Gradients that a loss has for parameters of the stages, for example from a penalty on weights.
 
 ::
 
@@ -56,6 +56,10 @@ def homes_of(leaves: Iterable[Tensor], stages: Sequence[nn.Module | None]) -> di
 
 
 def penalties(value: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> list[Penalty]:
-    """What the backward of a loss brings to these parameters. The loss's graph is kept."""
+    """The gradients of a loss for these parameters, as far as it depends on them directly.
+
+    ``grad`` is the gradient of the loss itself, by which all are scaled. The loss's graph is kept
+    for the backward that follows.
+    """
     found = torch.autograd.grad(value, parameters, grad, retain_graph=True, allow_unused=True)
     return [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]

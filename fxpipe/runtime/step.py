@@ -44,7 +44,11 @@ _recording = threading.local()  # .tape: that of the forward which runs in this 
 
 
 class Tape:
-    """The autograd graph of one forward, by its ends."""
+    """The autograd graph of one forward, by its two ends: the arguments and the results.
+
+    A backward starts at the results and leaves gradients at the arguments; parameters get theirs in
+    ``.grad`` as in any backward.
+    """
 
     def __init__(self) -> None:
         self.found: list[Tensor | None] = []  # gradients, one for each leaf of the arguments
@@ -58,7 +62,7 @@ class Tape:
         self.homes: dict[Tensor, Tape] = {}  # of a loss: the parameters in it, and whose they are
 
     def record(self, function: Callable[..., tuple[Any, ...]], args: Any) -> tuple[Any, ...]:
-        """Run a function of these arguments. Gives what it gives, without history."""
+        """Run a function, recording its graph. Returns its results, detached from that graph."""
         leaves, self.spec = pytree.tree_flatten(args)
         self.found = [None] * len(leaves)
         anchor = torch.empty(0, requires_grad=True)
@@ -92,8 +96,9 @@ class Tape:
         return pytree.tree_unflatten(found, self.spec)
 
     def _begin_at_penalties(self, roots: list[Tensor], given: list[Tensor]) -> None:
-        """Make what the loss has brought a part of the backward that comes by its parameters: this
-        one, or the second half."""
+        """Let the gradients that the loss has for parameters of this stage (see
+        :mod:`fxpipe.runtime.penalty`) be summed with those of the stage itself: in this backward if
+        it reaches the parameter, else in its second half."""
         reached = set(leaves_of(roots))
         for parameter, grad in self.penalties:
             if gradient_hooks(parameter)[0]:  # they have seen it when it was made
@@ -129,7 +134,8 @@ class _Entry(torch.autograd.Function):
 
 @contextmanager
 def _recorded_by(tape: Tape | None) -> Iterator[None]:
-    """What is deferred meanwhile goes to this tape; None: nothing is."""
+    """In this thread, let :func:`defer` put parameters' gradients off to this tape's second half;
+    with None it puts nothing off."""
     outer, _recording.tape = getattr(_recording, "tape", None), tape
     try:
         yield
@@ -147,7 +153,8 @@ def _is_inner(value: Any) -> bool:
 
 
 def _cut_off(value: Any) -> Any:
-    """Without history, but with the word whether it had one: whether a gradient is wanted."""
+    """The value detached. It requires a gradient if it had a history, so that the next stage knows
+    whether a gradient is wanted."""
     return value.detach().requires_grad_() if _is_inner(value) else value
 
 
@@ -250,7 +257,8 @@ def backward(tape: Tape, grads: Sequence[Any]) -> Any:
 
 
 def backward_input(tape: Tape, grads: Sequence[Any]) -> Any:
-    """The first half: what is deferred gives the gradient of its input only."""
+    """The first half of a backward: the gradients of the arguments, and of those parameters that
+    are not deferred."""
     return tape.backward(grads)
 
 
@@ -302,7 +310,7 @@ def replicate(parameter: Tensor, target: str, user: str) -> Tensor:
 
 
 def gathered(replica: Tensor) -> Tensor | None:
-    """What the backwards have left there."""
+    """The gradient that the backwards have summed up in a replica; None if there was none."""
     return replica.grad
 
 

@@ -34,18 +34,18 @@ class Flow:
     stages: list[int]
 
     def before(self, stage: int) -> int:
-        """Where it has come from."""
+        """The stage from which the value comes to this one."""
         return self.stages[self.stages.index(stage) - 1]
 
     def after(self, stage: int) -> int | None:
-        """Where it goes from there."""
+        """The stage to which the value goes from this one; None if no later one uses it."""
         later = self.stages[self.stages.index(stage) + 1 :]
         return later[0] if later else None
 
 
 @dataclass
 class Stage:
-    """What a stage takes and gives: nodes of the stage graph."""
+    """A stage, by the nodes of the stage graph that are its call, its results and its arguments."""
 
     call: fx.Node
     module: fx.GraphModule
@@ -54,12 +54,12 @@ class Stage:
 
     @property
     def gives(self) -> list[fx.Node]:
-        """All that leaves it."""
+        """The values that leave the stage: its results, then the arguments that it passes on."""
         return [*self.results, *self.passed]
 
     @property
     def is_single(self) -> bool:
-        """Whether it returns one value by itself."""
+        """Whether the stage returns one value, and not a tuple of values."""
         return self.results == [self.call]
 
     @cached_property
@@ -69,14 +69,16 @@ class Stage:
 
     @property
     def owned(self) -> list[nn.Parameter]:
-        """The parameters that it makes values of for others (pass "shared")."""
+        """The parameters that live in this stage and are used in others, which get their values
+        from it (pass "shared")."""
         shares = self.module.graph.find_nodes(op="call_function", target=ops.share)
         sources = [node.args[0] for node in shares]
         return [attribute(self.module, n.target) for n in sources if n.op == "get_attr"]
 
 
 class Flows:
-    """The stages of a stage graph, and what goes where. The loss is one stage more."""
+    """The stages of a stage graph, and the stages that each value visits. The loss is one stage
+    more, after the last."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
@@ -98,8 +100,8 @@ class Flows:
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """From which stage to which something goes. The last one computes the loss too, in which
-        there may be parameters of any stage."""
+        """Pairs of stages between which values travel. Every stage leads to the last, since this
+        computes the loss too, and a loss may contain parameters of any stage."""
         last = self.loss_stage - 1
         hops = {hop for flow in self.of.values() for hop in pairwise(flow.stages)}
         leading = {a for a, _ in hops}
@@ -107,7 +109,7 @@ class Flows:
         return sorted({(a, min(b, last)) for a, b in hops if a != last})
 
     def foreign(self, stage: Stage) -> tuple[str, ...]:
-        """The names of a stage's parameters that live in another."""
+        """The names of those parameters of a stage that live in another stage."""
         own = {id(parameter) for parameter in stage.owned}
         others = {id(parameter) for other in self.stages for parameter in other.owned} - own
         named = stage.module.named_parameters()
@@ -115,7 +117,7 @@ class Flows:
 
 
 def is_differentiable(value: fx.Node) -> bool:
-    """Whether gradients can come back for a value of the stage graph: not for integers, say."""
+    """Whether a value of the stage graph can have a gradient: integers, for example, cannot."""
     leaves = pytree.tree_leaves(value.meta.get(VALUE))
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
 

@@ -37,7 +37,7 @@ class Nodes:
         self.attributes: dict[str, Any] = {}
 
     def _own(self, stage: int) -> int:
-        """The loss, one stage more, is where the last one is."""
+        """The number of a stage; of the last stage for the loss, which runs in its place."""
         return min(stage, self.schedule.stages - 1)
 
     def whole_stage(self, stage: int) -> int:
@@ -45,15 +45,15 @@ class Nodes:
         return stage if stage == len(self.labels) else self.labels[stage][0]
 
     def lane(self, stage: int) -> int:
-        """Where a stage runs."""
+        """The lane that a stage runs in."""
         return self.schedule.placement[self._own(stage)]
 
     def stream(self, stage: int, role: str) -> str:
-        """A stream of a stage's device."""
+        """The name of a stream of the stage's device; the role is COMPUTE or COPY."""
         return stream_name(self.devices[self._own(stage)], role)
 
     def place(self, node: fx.Node, stage: int, microbatch: int, role: str = COMPUTE) -> None:
-        """Say where a node belongs."""
+        """Note a node's stage, micro-batch, device and stream in its metadata."""
         own = self._own(stage)
         node.meta |= {
             STAGE: own,
@@ -65,7 +65,7 @@ class Nodes:
     def call(
         self, function: Any, args: tuple[Any, ...], name: str, at: Action, role: str = COMPUTE
     ) -> fx.Node:
-        """A call within an action."""
+        """A call that is part of an action, and belongs to the action's stage and micro-batch."""
         label = "_".join(map(str, self.labels[self._own(at.stage)]))
         node = self.whole(function, args, f"{name}_s{label}_mb{at.microbatch}")
         self.place(node, at.stage, at.microbatch, role)
@@ -76,11 +76,11 @@ class Nodes:
         return self.graph.create_node("call_function", function, args, name=name)
 
     def item(self, values: fx.Node, index: int | str, name: str, at: Action) -> fx.Node:
-        """One of the values that a call gives."""
+        """One element of the tuple, list or dict that a call gives."""
         return self.call(operator.getitem, (values, index), name, at)
 
     def part(self, values: fx.Node, microbatch: int, name: str) -> fx.Node:
-        """A micro-batch's part of what the caller has given for all."""
+        """A micro-batch's part of a value that there is for the whole mini-batch."""
         return self.whole(operator.getitem, (values, microbatch), f"{name}_mb{microbatch}")
 
     def module(self, path: str, module: nn.Module, at: Action) -> fx.Node:
@@ -91,11 +91,11 @@ class Nodes:
         return node
 
     def attribute(self, path: str) -> fx.Node:
-        """A tensor of the stage graph's."""
+        """A parameter or buffer of the stage graph, under the same path."""
         self.attributes[path] = attribute(self.gm, path)
         return self.graph.create_node("get_attr", path)
 
     def done(self, output: Any) -> fx.GraphModule:
-        """What has been written."""
+        """The graph module, once all nodes but the output are written."""
         self.graph.output(output)
         return OuterModule(self.attributes, self.graph)
