@@ -8,9 +8,15 @@ and the random number generators as they were.
 
 ::
 
-    example   the call, taken apart        isolation   the model, run without a trace
-    symbolic, export   the front ends      checks   their graphs beside the model
-    patches, reads, regions   what export needs besides       errors   what to say
+    example              the call that is traced: its tensors, and all else
+    isolation            the model is run, and what that changes on it is put back
+    symbolic, export     the two front ends
+    checks               a front end's graph is run beside the model and compared
+    premises             the attributes that a trace has gone by
+    patches              what of PyTorch is patched meanwhile
+    whole, functions, checkpoints, regions, conditions, reads, running
+                         what torch.export cannot look into, and how it gets around that
+    errors               what to say where no front end succeeds
 
 All graphs are called alike: with a value for each tensor among the inputs, in the order in which
 pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are part of the trace.
@@ -147,7 +153,10 @@ def _trace(
 
 
 def _checked(example: Example, references: list[checks.Reference], traced: Traced) -> Traced:
-    """The graph, or the one to try otherwise, if it does what the model does."""
+    """The graph if it does what the model does, else that of ``traced.otherwise`` if that does.
+
+    Raises ``Refused`` where neither does, with how the first differs.
+    """
     try:
         tolerance = 0.0 if traced.front_end == "symbolic" else checks.EXPORT_TOLERANCE
         checks.compare(example, references, traced, tolerance)

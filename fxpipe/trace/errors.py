@@ -39,7 +39,7 @@ def may_be_the_models(error: Exception) -> bool:
 
 @contextmanager
 def suppressed() -> Iterator[None]:
-    """An exception that may be the model's means no; any other is raised."""
+    """An exception that may be the model's ends the block quietly; any other is raised."""
     try:
         yield
     except Exception as error:
@@ -69,7 +69,7 @@ def is_model_line(frame: traceback.FrameSummary) -> bool:
 
 
 def since(function: Callable[..., Any]) -> list[traceback.FrameSummary]:
-    """What is running now, from the last call of a function on."""
+    """The frames that are running now, below the latest call of a function."""
     stack = traceback.extract_stack()
     code = function.__code__
     calls = [

@@ -316,8 +316,8 @@ def _updates_statistics(node: fx.Node) -> bool:
 
 
 def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blamed | None:
-    """What to blame where numbers or sizes follow from the values of tensors: all else here has to
-    know them ahead."""
+    """An error that blames the module in which a number or a size first follows from the values of
+    tensors; None if none does. Cuts, costs and micro-batches need sizes that are known ahead."""
     for node in graph_module.graph.nodes:
         if free_unbacked_symbols(node.meta.get("val")):
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
@@ -331,7 +331,7 @@ def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blam
 
 
 def _enclosed(traced: Traced, example: Example, unknown: whole.Blamed) -> None:
-    """Make one node of what is of such a size; where that cannot be, its module is to blame."""
+    """Make one node of all that is of such a size; raise ``unknown`` where that is impossible."""
     try:
         enclose_unknown_sizes(traced.graph_module, _runs(example, traced))
     except Exception:  # whatever stands in the way, or the graph says of a batch size

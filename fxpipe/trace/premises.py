@@ -66,7 +66,8 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
 class Premises:
     """The state of a model that a graph has been made by.
 
-    What the forward itself has assigned ahead of reading it, in ``reads``, is none.
+    An attribute that the forward assigns before it reads it is no premise: it is computed, and has
+    another state after the trace than when it was read.
     """
 
     def __init__(self, model: nn.Module, reads: Reads) -> None:
@@ -79,7 +80,7 @@ class Premises:
         self._watch([_Owner(module, own) for module, own in states.items()])
 
     def hold(self) -> bool:
-        """Whether all is as it was."""
+        """Whether a graph that was made by these premises is still that of the model."""
         return (
             self._shapes_now() == self._shapes
             and all(owner.has_the_same() for owner in self._owners)
@@ -95,7 +96,7 @@ class Premises:
         return [(owner.module, name) for owner in self._owners for name in owner.changed()]
 
     def without(self, attributes: Collection[Attribute]) -> Premises:
-        """The others."""
+        """The same premises, less these attributes, which have turned out not to matter."""
         found = copy.copy(self)
         found._watch([owner.without(attributes) for owner in self._owners])
         return found
@@ -114,7 +115,7 @@ class Premises:
 
 
 class _Owner:
-    """A module, and what some of its attributes were."""
+    """A module, and the state that some of its attributes had when the graph was made."""
 
     def __init__(self, module: nn.Module, states: dict[str, Any]) -> None:
         self.module, self.states = module, states
@@ -136,11 +137,11 @@ class _Owner:
         return not unsure or not any(self._changed(unsure))
 
     def changed(self) -> Iterator[str]:
-        """The attributes that have."""
+        """The names of the attributes whose state is another now."""
         return self._changed(self.states)
 
     def without(self, attributes: Collection[Attribute]) -> _Owner:
-        """All but these."""
+        """The same module, with fewer of its attributes watched."""
         kept = {n: s for n, s in self.states.items() if (self.module, n) not in attributes}
         return _Owner(self.module, kept)
 
@@ -159,7 +160,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether nothing of it can change that is looked at."""
+    """Whether a value cannot change without becoming another object: then ``is`` is enough."""
     is_tuple = type(value) is tuple
     return _is_plain(value) or callable(value) or (is_tuple and all(map(_is_constant, value)))
 
@@ -177,7 +178,8 @@ class _Is:
 
 
 def _state(value: Any, depth: int = 2) -> Any:
-    """All that may change of a value, to be compared: of a configuration, its attributes."""
+    """What of a value is compared to see whether it has changed: of a container its elements, of a
+    configuration object its attributes, of anything else which object it is."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if depth:

@@ -29,8 +29,8 @@ _KINDS = "create_unbacked_symint", "create_unbacked_symfloat", "create_unbacked_
 
 @contextmanager
 def values_read(running: Running) -> Iterator[dict[Symbol, whole.Blamed]]:
-    """Yields the numbers and sizes that an export reads from tensors, which grow; and what to blame
-    on the module within the model that has read each."""
+    """Yields, for each number that the export reads from a tensor, an error that blames the module
+    that has read it. The dictionary grows while the export runs."""
     found: dict[Symbol, whole.Blamed] = {}
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,8 +52,8 @@ def values_read(running: Running) -> Iterator[dict[Symbol, whole.Blamed]]:
 
 
 def blamed_on_the_reader(error: Exception, read: Mapping[Symbol, whole.Blamed]) -> Exception:
-    """What could not be decided, if that is it, is the fault of the first module that has read one
-    of the values."""
+    """The error to act on: if a branch could not be decided because it depends on a number read
+    from a tensor, the module that has read the number is to blame, not the one that branches."""
     if not isinstance(error, GuardOnDataDependentSymNode):
         return error
     symbols = getattr(error.cond, "free_symbols", ())

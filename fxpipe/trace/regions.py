@@ -49,8 +49,9 @@ def enclose_vmaps(graph: fx.Graph, attributes: Attributes) -> None:
 
 
 def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[[], Any]]) -> None:
-    """Make one node of all that is of a size which follows from values, with what makes it and
-    what makes of it something of a known size.
+    """Make one node of all operators that give or take tensors whose size depends on values.
+
+    The node then takes and gives tensors of known sizes only.
 
     ``runs``: of the graph, at several batch sizes. Raises ``whole.NotWhole`` if sizes of results do
     not follow from those of what is given.
@@ -96,7 +97,7 @@ def _of_unknown_sizes(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _between(graph: fx.Graph, group: set[fx.Node]) -> set[fx.Node]:
-    """The nodes of a group, and all on a way from one to another."""
+    """The nodes of a group, and all nodes on a path of the graph from one of them to another."""
     after, before = set(group), set(group)
     for node in graph.nodes:
         if not after.isdisjoint(node.all_input_nodes):
@@ -173,7 +174,7 @@ def _enclose(
 
 
 def _move_behind(last: fx.Node, nodes: Sequence[fx.Node]) -> None:
-    """Move what needs any of the nodes, and stands between them, behind the last."""
+    """Move nodes that stand between these, and depend on one of them, behind the last of them."""
     needing, between = set(nodes), []
     node = nodes[0]
     while node is not last:

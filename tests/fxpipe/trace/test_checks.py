@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.trace import TraceError, trace
+from fxpipe.trace import TraceError, checks, trace
 from tests.fxpipe.trace.small import BOTH, MLP, run, x
 
 
@@ -109,3 +109,26 @@ def test_hooks_of_the_models_own_on_gradients_are_not_lost(tracer: str) -> None:
 
     with pytest.raises(TraceError, match="another gradient"):
         trace(Clipped(), (x(),), tracer=tracer)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), MemoryError("no room")])
+@BOTH
+def test_a_lack_of_memory_is_no_reason_to_try_another_way(tracer: str, error: Exception) -> None:
+    class Full(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x) is not Tensor:  # while it is traced
+                raise error
+            return super().forward(x)
+
+    with pytest.raises(type(error), match="no room"):
+        trace(Full(), (x(),), tracer=tracer)
+
+
+def test_a_mistake_in_a_front_end_is_raised_as_it_is(monkeypatch) -> None:
+    def wrong(*_: object) -> None:
+        raise AttributeError("a bug")
+
+    wrong.__code__ = wrong.__code__.replace(co_filename=checks.__file__)
+    monkeypatch.setattr(checks, "_compare", wrong)
+    with pytest.raises(AttributeError, match="a bug"):
+        trace(MLP(), (x(),))
