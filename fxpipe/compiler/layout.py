@@ -13,6 +13,7 @@ from fxpipe.ir.graph import STAGE, attribute, stage_nodes
 from fxpipe.runtime.regions import WITHIN
 from passes import Partition
 from passes.partition.automatic import cut_around
+from passes.partition.pieces import warn_of_the_heaviest
 from passes.partition.problem import order_of_sums, reads_before_writes, together
 
 
@@ -90,6 +91,7 @@ class CutAlike:
                 self.before_moving()
                 self.layout.forget()
             gm = self.partition(gm)
+            warn_of_the_heaviest(gm.graph, self.layout.stages)
         else:
             for node, stage in known.items():
                 node.meta[STAGE] = stage

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from networkx.utils import UnionFind
 from rich.console import Console
 from rich.table import Table
 from torch import fx
@@ -18,7 +17,7 @@ from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.runtime.regions import regions_in
 from fxpipe.schedule import Timeline
 from passes.common.skips import SkipLayout
-from passes.partition.problem import together
+from passes.partition.pieces import Piece, pieces
 
 UNEVEN = 1.2  # slowest stage over the mean: above this the report says what limits the cut
 USUAL = 4  # micro-batches for each stage
@@ -171,31 +170,20 @@ def advice(gm: fx.GraphModule, times: Sequence[float]) -> list[str]:
     if times[slowest] * count < UNEVEN * total or not total:
         return []
     found = f"stage {slowest} takes {times[slowest] / total:.0%} of the time"
-    piece = max(_pieces(gm, slowest), key=_seconds)
-    largest, share = max(piece, key=lambda node: _seconds([node])), _seconds(piece) / total
-    if share * count >= UNEVEN:
-        more = f" and {len(piece) - 1} more that stay with it" if len(piece) > 1 else ""
+    work = [node for node in stage_nodes(gm.graph) if node.meta.get(STAGE) == slowest]
+    nodes = max(pieces(work), key=_seconds)
+    piece = Piece(nodes, _seconds(nodes) / total)
+    if piece.share * count >= UNEVEN:
+        why, help = piece.reason
         return [
-            f"{found}: the cut is limited by {largest.name!r}{more}, with {share:.0%} "
-            f"in one piece; no cut into {int(1 / share) + 1} stages or more can be even"
+            f"{found}: the cut is limited by {piece.name}, with {piece.share:.0%} in one piece; no "
+            f"cut into {int(1 / piece.share) + 1} stages or more can be even, since {why}; {help}"
         ]
     wish = "" if GAP in gm.meta else '; partition="auto" looks for a more even cut'
     return [
-        f"{found}, and all others wait for it; its largest part is {largest.name!r}, with "
-        f"{share:.0%}{wish}"
+        f"{found}, and all others wait for it; its largest part is {piece.name}, with "
+        f"{piece.share:.0%}{wish}"
     ]
-
-
-def _pieces(gm: fx.GraphModule, stage: int) -> list[list[fx.Node]]:
-    """The nodes of a stage, those that no cut may separate together."""
-    work = [node for node in stage_nodes(gm.graph) if node.meta.get(STAGE) == stage]
-    joined = UnionFind(work)
-    for group in together(work):
-        joined.union(*(node for node in group if node.meta.get(STAGE) == stage))
-    pieces: dict[fx.Node, list[fx.Node]] = {}
-    for node in work:
-        pieces.setdefault(joined[node], []).append(node)
-    return list(pieces.values())
 
 
 def _seconds(nodes: Sequence[fx.Node]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -28,3 +29,15 @@ def is_of_a_model(filename: str) -> bool:
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
     return filename == _DEMO or not filename.startswith(_OTHERS)
+
+
+_FRAME = re.compile(r' *(?P<text>File "(?P<file>.*?)", line (?P<number>\d+).*\n.*)')
+
+
+def model_frame(trace: str | None) -> re.Match[str] | None:
+    """The innermost frame of a stack trace that is of a model; None if none is.
+
+    Its groups: "text", as Python prints it, without the indentation; "file" and "number".
+    """
+    frames = [f for f in _FRAME.finditer(trace or "") if is_of_a_model(f["file"])]
+    return frames[-1] if frames else None

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpipe.ir.graph import MICROBATCH, STAGE, attribute
 from fxpipe.ir.printing import format_node
-from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.source import model_frame
 
 CALLER = -1
 Env = dict[fx.Node, Any]
@@ -170,7 +170,5 @@ def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
 
 def _model_line(node: fx.Node) -> str | None:
     """Where in the model's source a node comes from: the last line of its trace that is."""
-    trace = node.meta.get("stack_trace") or ""
-    frames = re.finditer(r' *(?P<text>File "(?P<file>.*?)", line .*\n.*)', trace)
-    own = [frame["text"] for frame in frames if is_of_a_model(frame["file"])]
-    return f"  {own[-1]}" if own else None
+    frame = model_frame(node.meta.get("stack_trace"))
+    return f"  {frame['text']}" if frame else None

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe.ir._torch import VMAP_BEGINS, VMAP_ENDS, schema_of
+from fxpipe.ir.graph import WHOLE
 from fxpipe.trace import whole
 
 _KEPT = "stack_trace", "nn_module_stack"
@@ -45,7 +46,7 @@ def enclose_vmaps(graph: fx.Graph, attributes: Attributes) -> None:
         if node.target is VMAP_ENDS:
             depth -= 1
     for number, nodes in enumerate(regions):
-        _enclose(graph, attributes, nodes, f"vmap_{number}")
+        _enclose(graph, attributes, nodes, f"vmap_{number}", "it is one call of torch.vmap")
 
 
 def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[[], Any]]) -> None:
@@ -65,7 +66,9 @@ def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[
     parts: dict[nn.Module, str] = {}
     for number, nodes in enumerate(_of_unknown_sizes(graph)):
         name = f"values_{number}"
-        part = _enclose(graph, attributes, nodes, name)
+        part = _enclose(
+            graph, attributes, nodes, name, "sizes within it depend on values of tensors"
+        )
         graph_module.add_submodule(name, part)
         parts[part] = name
     graph_module.recompile()
@@ -123,7 +126,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _enclose(
-    graph: fx.Graph, attributes: Attributes, nodes: Sequence[fx.Node], name: str
+    graph: fx.Graph, attributes: Attributes, nodes: Sequence[fx.Node], name: str, why: str
 ) -> nn.Module:
     """Replace nodes by one, which calls a module of this name; return the module.
 
@@ -161,7 +164,7 @@ def _enclose(
     _move_behind(last, nodes)
     with graph.inserting_after(last):
         call = graph.create_node("call_module", name, tuple(inputs), name=name)
-    call.meta = {key: last.meta[key] for key in _KEPT if key in last.meta}
+    call.meta = {key: last.meta[key] for key in _KEPT if key in last.meta} | {WHOLE: why}
     at = call
     for i, node in enumerate(results):
         with graph.inserting_after(at):

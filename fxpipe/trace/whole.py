@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import FakeTensor, version_of
+from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.random import RandomState
@@ -347,7 +348,7 @@ def as_nodes(graph: fx.Graph, calls: Mapping[str, Opaque]) -> dict[str, nn.Modul
             used[key] = Whole(known)
         with graph.inserting_before(node):
             call = known.node(graph, key, inputs)
-        call.meta = dict(node.meta)
+        call.meta = {**node.meta, WHOLE: "what it does depends on values of tensors"}
         node.replace_all_uses_with(call)
         graph.erase_node(node)
     return used

@@ -25,6 +25,7 @@ from passes.partition.by_name import check_names, check_stage, named
 from passes.partition.cut.dag import Machine, prices
 from passes.partition.cut.search import EQUAL
 from passes.partition.cut.solve import Cut, solve, solve_in_order, tightest
+from passes.partition.pieces import heaviest
 from passes.partition.problem import OBJECTIVES, PartitionError, Problem, problem
 
 
@@ -139,8 +140,8 @@ def posed(
         raise PartitionError(
             f"{target.stages} stages asked for, but the model can be cut into {found.dag.size}, no "
             f"more: it has {len(work)} node{'s' * (len(work) != 1)}, of which those that share "
-            "written memory, or are parts of one result, stay together; give as many devices, or "
-            "fewer"
+            f"written memory, or are parts of one result, stay together; {heaviest(graph)}; give "
+            f"{found.dag.size} device{'s' * (found.dag.size != 1)}, or fewer"
         )
     return found, target, _pins(found, work, spec.pins, target.stages)
 

@@ -53,7 +53,8 @@ def test_a_node_that_is_too_large_for_any_even_cut_is_named():
     (line,) = advice(*cut((1,), (6, 1), (2,)))
     assert line == (
         "stage 1 takes 70% of the time: the cut is limited by 'exp', "
-        "with 60% in one piece; no cut into 2 stages or more can be even"
+        "with 60% in one piece; no cut into 2 stages or more can be even, "
+        "since exp is a single operation; compute it in several parts"
     )
 
 

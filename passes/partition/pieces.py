@@ -1,0 +1,140 @@
+"""Not a pass: the pieces of a model graph that no cut can separate, and what the largest one means.
+
+::
+
+    embed ─ lstm ─ head          times 1 18 1: in any number of stages, one takes 90% of the time,
+            ────                 and a pipeline is at most 1.1 times as fast as one lane
+
+Most pieces are single nodes. Nodes that write to memory which others read, and nodes that take the
+result of another one apart, form a piece with these (:func:`passes.partition.problem.together`).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from networkx.utils import UnionFind
+from torch import fx, nn
+
+from fxpipe import ops
+from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import ALIAS, COST, WHOLE, attribute, stage_nodes
+from fxpipe.ir.hooks import has_hooks
+from fxpipe.ir.printing import operator_name
+from fxpipe.ir.source import model_frame
+from passes.partition.problem import together
+
+MOST = 0.75  # of the time: a pipeline whose largest piece takes more is hardly worth having
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Nodes that stay in one stage, and which part of the model's time they take."""
+
+    nodes: list[fx.Node]
+    share: float
+
+    @property
+    def largest(self) -> fx.Node:
+        """The node that takes most of the piece's time."""
+        return max(self.nodes, key=_seconds)
+
+    @property
+    def name(self) -> str:
+        """The largest node, the module that it calls, and the line of the model that it is from."""
+        node = self.largest
+        module, frame = _module(node), model_frame(node.meta.get("stack_trace"))
+        called = getattr(module, "module", module)  # what a front end has wrapped
+        is_named = called is not None and not isinstance(called, fx.GraphModule)
+        said = [type(called).__name__] if is_named else []
+        if frame is not None:
+            said.append(f"{os.path.basename(frame['file'])}, line {frame['number']}")
+        more = f" and {len(self.nodes) - 1} more that stay with it" if len(self.nodes) > 1 else ""
+        return repr(node.name) + (f" ({', '.join(said)})" if said else "") + more
+
+    @property
+    def reason(self) -> tuple[str, str]:
+        """Why the piece cannot be cut, and what would help."""
+        node = self.largest
+        module = _module(node)
+        if ALIAS in node.meta and len(self.nodes) > 1:
+            return (
+                "they share memory that is written to",
+                "write x = x + y where the model writes x += y",
+            )
+        if WHOLE in node.meta:
+            return (
+                str(node.meta[WHOLE]),
+                "compute it in several modules, one after the other, or with masks and torch.where "
+                "in place of values",
+            )
+        if module is not None and has_hooks(module):
+            return "a module with hooks is called as a whole", "put the hooks on its submodules"
+        if module is not None:
+            return (
+                f"{type(module).__name__} is called as a whole",
+                "use several such modules, one after the other, of fewer layers each",
+            )
+        return f"{operator_name(node)} is a single operation", "compute it in several parts"
+
+    @property
+    def takes(self) -> str:
+        """Which part of the time it takes, as a clause."""
+        return f"{self.name} take{'s' * (len(self.nodes) == 1)} {self.share:.0%} of the time"
+
+    def __str__(self) -> str:
+        why, help = self.reason
+        return f"{self.takes} in one piece ({why}; {help})"
+
+
+def heaviest(graph: fx.Graph) -> Piece:
+    """The piece of a model graph with costs that takes the most time."""
+    work = list(stage_nodes(graph))
+    total = sum(map(_seconds, work)) or 1.0
+    piece = max(pieces(work), key=lambda nodes: sum(map(_seconds, nodes)))
+    return Piece(piece, sum(map(_seconds, piece)) / total)
+
+
+def pieces(work: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The nodes, those together that no cut may separate."""
+    own = set(work)
+    joined = UnionFind(work)
+    for group in together(work):
+        joined.union(*(node for node in group if node in own))
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in work:
+        found.setdefault(joined[node], []).append(node)
+    return list(found.values())
+
+
+def warn_of_the_heaviest(graph: fx.Graph, stages: int) -> None:
+    """Say so where a pipeline is of little use, since one piece takes most of the time."""
+    piece = heaviest(graph)
+    if stages > 1 and piece.share > MOST:
+        why, help = piece.reason
+        warnings.warn(
+            f"{stages} stages can be at most {1 / piece.share:.1f} times as fast as one: "
+            f"{piece.takes} in one stage, since {why}; {help}",
+            stacklevel=2,
+        )
+
+
+def _module(node: fx.Node) -> nn.Module | None:
+    """The module that a node calls."""
+    gm = node.graph.owning_module
+    if gm is None:
+        return None
+    if node.op == "call_module":
+        return gm.get_submodule(str(node.target))
+    if node.target is ops.call and isinstance(node.args[0], fx.Node):
+        module = attribute(gm, str(node.args[0].target))
+        return module if isinstance(module, nn.Module) else None
+    return None
+
+
+def _seconds(node: fx.Node) -> float:
+    cost: Cost = node.meta.get(COST, Cost())
+    return cost.seconds
