@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
+from fxpipe.ir.graph import STAGE, stage_nodes
 from tests.passes.partition.test_problem import random_cut
 from tests.zoo import gradients, outputs_of_loop, same
 
@@ -113,3 +114,50 @@ def test_a_mode_with_more_users_of_a_value_sums_its_gradients_in_its_own_order(f
             for stage in pipe.stages:
                 for path, _ in stage.module.named_parameters():
                     assert homes.setdefault(path, stage.index) == stage.index, "it has moved"
+
+
+class Waves(nn.Module):
+    """Two users of one value; in the second mode the value is an output as well, and has three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.stem(x)
+        z = self.head(y.sin() * 3 + y.cos() * 7)
+        return [z] if self.training else [z, y]
+
+
+CROSSED = {"stem": 0, "cos": 0, "sin": 1, "head": 1}  # the second user is in the earlier stage
+
+
+def test_names_that_would_sum_gradients_in_another_order_are_not_gone_by():
+    model, x = Waves(), torch.randn(64, 6)
+    reference = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, partition=CROSSED, tracer="symbolic") as pipe:
+        pipe(x)
+        assert stages_of_nodes(pipe)["cos"] < stages_of_nodes(pipe)["sin"], "two may be crossed"
+        for each in (model, reference):
+            each.eval()
+        total(pipe(x)).backward()
+        for part in reversed(outputs_of_loop(reference, (x,), 2)):
+            total(part).backward()
+        assert stages_of_nodes(pipe)["cos"] >= stages_of_nodes(pipe)["sin"]
+    assert same(gradients(model), gradients(reference))
+
+
+def test_a_users_own_cut_that_sums_gradients_in_another_order_is_kept():
+    model, x = Waves().eval(), torch.randn(4, 6)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, partition=CROSSED, tracer="symbolic") as pipe:
+        for training in (False, True):
+            model.train(training)
+            pipe(x)
+            assert stages_of_nodes(pipe)["cos"] < stages_of_nodes(pipe)["sin"]
+            pipe.recompile()
+            pipe(x)
+            assert stages_of_nodes(pipe)["cos"] < stages_of_nodes(pipe)["sin"]
+
+
+def stages_of_nodes(pipe):
+    return {node.name: node.meta[STAGE] for node in stage_nodes(pipe.model_graph.graph)}
