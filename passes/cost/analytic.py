@@ -103,7 +103,7 @@ class Work:
         return replace(self, forward=forward, backward=backward)
 
     def seconds(self, device: DeviceSpec) -> float:
-        """Forward and backward, by the roofline."""
+        """Seconds of the forward and of the backward, by the roofline model."""
         return self.forward.seconds(device) + self.backward.seconds(device)
 
 
@@ -153,7 +153,7 @@ class _Runs:
             self.copies.setdefault(memory_of(one), 1 if is_divided else self.chunks)
 
     def of(self, node: fx.Node) -> Work:
-        """What a node does."""
+        """The work of one node, measured by running it on fake tensors."""
         key = signature(self.gm, node)
         if key is None:
             return self._run(node)
@@ -258,7 +258,7 @@ class _Forward:
 
     @property
     def inside(self) -> tuple[int, ...]:
-        """The sizes of what is kept beside inputs and outputs."""
+        """Bytes of each tensor kept for the backward that is neither an input nor an output."""
         shown = {memory_of(t) for t in (*self.inputs, *self.outputs)}
         return tuple(size for memory, size in self.kept.items() if memory not in shown)
 
@@ -290,7 +290,7 @@ def _inputs(node: fx.Node) -> list[Tensor]:
 
 
 def _memory_bytes(tensor: Tensor) -> int:
-    """How large that memory is; of a sparse tensor, the values in it."""
+    """Bytes of the memory of a tensor; of a sparse tensor, those of its values."""
     if tensor.layout == torch.strided:
         return tensor.untyped_storage().nbytes()
     return stored_values(tensor) * tensor.element_size()

@@ -1,4 +1,4 @@
-"""Not a pass: which of the cost passes is meant."""
+"""Not a pass: chooses the cost pass that ``costs=`` asks for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cost_pass(
     optimizer_states: float = ADAM,
     chunks: int = 1,
 ) -> AnalyticCost | MeasuredCost | GivenCost:
-    """The pass for these costs.
+    """The cost pass that ``costs`` asks for.
 
     ``inputs`` and ``device`` are for measuring only; ``spec`` describes the device, ``chunks`` is
     the number of micro-batches.

@@ -40,18 +40,21 @@ class Profile:
 
     @staticmethod
     def of(gm: fx.GraphModule, device: str = "") -> Profile:
-        """What the nodes of a model graph cost."""
+        """A profile of the costs that the nodes of a model graph have now."""
         return Profile({node.name: node.meta[COST] for node in stage_nodes(gm.graph)}, device)
 
     def save(self, path: str | Path) -> None:
-        """As JSON: seconds and bytes."""
+        """Write the profile as JSON, in seconds and bytes."""
         costs = {name: asdict(cost) for name, cost in self.costs.items()}
         data = {"format": FORMAT, "device": self.device, "torch": torch.__version__, "costs": costs}
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(path: str | Path) -> Profile:
-        """What :meth:`save` has written. Raises :class:`ProfileError` for anything else."""
+        """Read a profile that :meth:`save` has written.
+
+        Raises :class:`ProfileError` for any other file.
+        """
         try:
             data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
             if data["format"] != FORMAT:

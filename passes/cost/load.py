@@ -19,7 +19,7 @@ from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
 @dataclass
 class Load:
-    """What operators compute and move."""
+    """The FLOPs that operators compute, the bytes that they move, and how many operators run."""
 
     flops: int = 0
     bytes: int = 0
@@ -32,7 +32,10 @@ class Load:
         return Load(self.flops * count, self.bytes * count, operators, self.is_half)
 
     def seconds(self, device: DeviceSpec) -> float:
-        """By the roofline."""
+        """Seconds on a device by the roofline model (Williams et al. 2009).
+
+        The longer of computing and moving bytes, plus the launches of the operators.
+        """
         rate = device.half_flops_per_s if self.is_half else None
         computing = self.flops / (rate or device.flops_per_s)
         return max(computing, self.bytes / device.bytes_per_s) + self.operators * device.launch_s
@@ -53,7 +56,7 @@ def _attention_backward_flops(
 
 
 def _of_heads(shape: Any, heads: int) -> Any:
-    """With as many heads as the queries, of which several may share one."""
+    """The shape of keys or values as if each query head had its own (grouped-query attention)."""
     return (shape[0], heads, *shape[2:])
 
 
@@ -61,7 +64,7 @@ ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
-"""What torch's counter knows of other devices' kernels, for the CPU's."""
+"""FLOP formulas for the CPU's attention kernels, which ``FlopCounterMode`` does not know."""
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -175,7 +175,7 @@ class _Stopwatch(fx.Interpreter):
         return [tensor for tensor in moved.values() if tensor.requires_grad]
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """With the tensors that have been moved in."""
+        """Call a module with its parameters and buffers on the device that is measured."""
         if not self.moved:
             return super().call_module(target, args, kwargs)
         return torch.func.functional_call(self.fetch_attr(target), self.moved, args, kwargs)
@@ -219,7 +219,7 @@ class _Stopwatch(fx.Interpreter):
 
 @contextmanager
 def _as_it_was(gm: fx.GraphModule, device: torch.device | None) -> Iterator[None]:
-    """Puts buffers and random states back."""
+    """Restores, at exit, the buffers and random number generators that timing runs change."""
     buffers = [(buffer, buffer.clone()) for buffer in gm.buffers()]
     state = RandomState(() if device is None else (device,))
     with torch.no_grad():

@@ -123,7 +123,7 @@ def posed(
     devices: Sequence[DeviceSpec] | None,
     again: float,
 ) -> tuple[Problem, Machine, dict[int, int]]:
-    """What is to be solved: the DAG, the machine, and the pins."""
+    """The problem to solve: a DAG of the nodes, the machine, and the stages of pinned nodes."""
     work = list(stage_nodes(graph))
     groups = [[node for name in names for node in named(work, name)] for names in spec.together]
     found = problem(

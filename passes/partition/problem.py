@@ -228,7 +228,7 @@ def order_of_sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 def _saved(
     work: Sequence[fx.Node], costs: Sequence[Cost]
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], tuple[Kept, ...]]:
-    """What each node keeps alone, and what several keep."""
+    """Bytes that each node alone keeps for the backward, and memory that several nodes keep."""
     saved = np.zeros(len(work))
     keepers: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}

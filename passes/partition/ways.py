@@ -62,7 +62,7 @@ def ways_out(
 
 
 def _kinds(settings: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
-    """The names of no setting, of one, of two, and so on."""
+    """All subsets of the settings' names, smaller ones first."""
     return [c for size in range(len(settings) + 1) for c in combinations(settings, size)]
 
 

@@ -88,7 +88,7 @@ class Alias:
 
 
 class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices operators that draw random numbers."""
+    """Notices whether operators that draw random numbers run."""
 
     drawn = False
 
@@ -129,7 +129,7 @@ class _Watcher(FakeInterpreter):
         return buffers
 
     def sharing(self, memories: set[int]) -> list[fx.Node]:
-        """The nodes that give any of these."""
+        """The nodes whose results share memory with any of these tensors."""
         return list(dict.fromkeys(node for m in memories for node in self.given[m]))
 
     def run_node(self, n: fx.Node) -> Any:
@@ -221,7 +221,7 @@ def _inseparable(
 
 
 def _disjoint(groups: Iterable[set[fx.Node]]) -> list[set[fx.Node]]:
-    """Groups that share a node are one."""
+    """Merge groups that have a node in common."""
     graph: nx.Graph[fx.Node] = nx.Graph()
     for group in groups:
         nx.add_path(graph, group)

@@ -37,7 +37,7 @@ class Devices:
         return gm
 
     def _move(self, stage: fx.GraphModule, device: torch.device) -> bool:
-        """Whether there was anything to move."""
+        """Replace the device in the arguments of a graph's nodes; return whether any named it."""
         moved: list[torch.device] = []
 
         def own(value: Any) -> Any:

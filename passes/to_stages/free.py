@@ -138,7 +138,7 @@ class _Again:
                 self.graph.erase_node(node)
 
     def _is_at(self, tensor: fx.Node, stage: int) -> bool:
-        """Whether a stage has a tensor anyway."""
+        """Whether a tensor is made in a stage, or is sent there for another user."""
         if tensor.meta.get(STAGE) == stage:
             return True
         users = (user for user in tensor.users if user.meta.get(STAGE) == stage)

@@ -25,7 +25,7 @@ from passes.to_stages.alias import Alias
 
 
 class InputError(ValueError):
-    """A model writes to an input in a way that micro-batches cannot."""
+    """A model writes to an input in a way that cannot be split into micro-batches."""
 
 
 @dataclass(frozen=True)

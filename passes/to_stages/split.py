@@ -37,7 +37,7 @@ from fxpipe.ir.graph import (
 
 
 class SplitError(ValueError):
-    """The labels of a model graph do not make stages."""
+    """The ``meta["stage"]`` of a model graph's nodes does not describe a chain of stages."""
 
 
 @dataclass(frozen=True)

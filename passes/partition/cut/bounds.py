@@ -1,4 +1,4 @@
-"""Bounds: what the slowest stage takes at least, whatever the cut.
+"""Bounds: lower bounds on the time of the slowest stage, which hold for every cut.
 
 Three, of which the largest counts: all work, shared out evenly; the largest node; and "atoms and
 fluid": a node that comes before or after every other one (in a residual net, nearly all) cannot be
@@ -17,7 +17,7 @@ PRECISION = 1e-6
 
 
 def lower_bound(dag: Dag, machine: Machine) -> float:
-    """No cut has a slowest stage that takes less time."""
+    """Seconds that the slowest stage of any cut takes at least."""
     rows = dag.seconds[[s % len(dag.seconds) for s in range(machine.stages)]]
     low = max(_shared_out(rows), float(dag.weight.max(initial=0.0)))
     sums = np.concatenate([np.zeros((len(rows), 1)), rows.cumsum(axis=1)], axis=1)
@@ -85,5 +85,5 @@ def _fits(sums: Floats, is_atom: NDArray[np.bool_], limit: float) -> bool:
 
 
 def gap(slowest: float, bound: float) -> float:
-    """How much slower than the bound, as a fraction."""
+    """By which fraction of the bound the slowest stage of a cut is slower than the bound."""
     return max(0.0, slowest / bound - 1) if bound > 0 else (0.0 if slowest <= 0 else float(np.inf))

@@ -153,7 +153,7 @@ class Machine:
             object.__setattr__(self, name, value)
 
     def hop(self, source: int, target: int, volume: float, count: int) -> float:
-        """Seconds that a hop occupies both its ends."""
+        """Seconds for which a transfer between two stages occupies the links of both."""
         assert self.bandwidth is not None and self.latency is not None
         return float(volume / self.bandwidth[source, target] + count * self.latency[source, target])
 
@@ -186,7 +186,10 @@ def route(value: Value, stage: Sequence[int]) -> list[int]:
 
 
 def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
-    """What it costs to put each node into its stage; -1 leaves a node out."""
+    """The time, memory and traffic of each stage, with node ``i`` in stage ``stage[i]``.
+
+    Nodes in stage -1 are left out.
+    """
     k = machine.stages
     label = np.asarray(stage)
     compute, fixed, saved = np.zeros(k), np.zeros(k), np.zeros(k)

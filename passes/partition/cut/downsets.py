@@ -1,4 +1,4 @@
-"""Downsets: what may be behind a cut.
+"""Downsets: the sets of nodes that may lie before a stage boundary.
 
 ::
 

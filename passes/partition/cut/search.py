@@ -43,7 +43,7 @@ class TooMuch(Exception):
 
 @dataclass
 class Search:
-    """One DAG, machine and family.
+    """The search for the best cut of one DAG on one machine, over one family of downsets.
 
     Args:
         limit: only cuts whose slowest stage takes no longer are looked for.
@@ -107,7 +107,7 @@ class Search:
             self.begun[:, i] = self.family[:, list(v.users)].any(axis=1)
 
     def _kept(self) -> None:
-        """The same for memory that several nodes keep."""
+        """As :func:`_columns`, for memory that several nodes keep for the backward."""
         kept = self.dag.kept
         self.keepers = np.zeros((len(self.family), len(kept)), dtype=np.int32)
         for i, k in enumerate(kept):
@@ -308,7 +308,7 @@ class Search:
 
 
 class _Descent:
-    """Branch and bound from the first boundary to the last. ``best`` is what it found."""
+    """Branch and bound from the first boundary to the last; ``best`` is the best cut so far."""
 
     def __init__(
         self,
