@@ -33,7 +33,7 @@ NO_BACKWARD = "no_backward"  #: True where it has a gradient that no output lead
 WRITTEN = "written"  #: True at the placeholder of an input that is written to
 SEED = "seed"  #: True at the placeholder of the seed
 RANDOM = "random"  #: True where random numbers are drawn
-WHOLE = "whole"  #: str: why a front end has made one node of what this node calls
+WHOLE = "whole"  #: tuple[str, str]: why a front end has made one node of this; what would help
 ONCE = "once"  #: True at what is done once for a mini-batch, after its micro-batches
 FIRST = "first"  #: True at what is done once for a mini-batch, ahead of its micro-batches
 

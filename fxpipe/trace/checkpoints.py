@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointFunction
 
+from fxpipe.ir.graph import WHOLE
 from fxpipe.runtime import checkpoint
 from fxpipe.runtime.checkpoint import Options
 from fxpipe.runtime.regions import Region, Settings
@@ -203,6 +204,7 @@ def _enclose(gm: fx.GraphModule, nodes: Sequence[fx.Node], number: int, settings
         node = graph.create_node("call_module", name, tuple(inputs), name=name)
     node.target = node.name  # which is unique
     node.meta = {"nn_module_stack": stack, "stack_trace": nodes[0].meta.get("stack_trace")}
+    node.meta[WHOLE] = "the model checkpoints it", "checkpoint smaller parts of it, each by itself"
     places = map(list(inputs).index, given or inputs)
     body = fx.GraphModule(gm, inside, node.name)
     gm.add_submodule(node.name, Region(body, settings, tuple(places)))

@@ -27,6 +27,8 @@ from fxpipe.ir.graph import WHOLE
 from fxpipe.trace import whole
 
 _KEPT = "stack_trace", "nn_module_stack"
+_VMAP = "it is one call of torch.vmap", "call torch.vmap for its parts, one after the other"
+_SIZES = "sizes within it depend on values of tensors", whole.WITHOUT_VALUES
 
 Attributes = dict[str, Any]
 """What a graph's nodes call and get, by target."""
@@ -46,7 +48,7 @@ def enclose_vmaps(graph: fx.Graph, attributes: Attributes) -> None:
         if node.target is VMAP_ENDS:
             depth -= 1
     for number, nodes in enumerate(regions):
-        _enclose(graph, attributes, nodes, f"vmap_{number}", "it is one call of torch.vmap")
+        _enclose(graph, attributes, nodes, f"vmap_{number}", _VMAP)
 
 
 def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[[], Any]]) -> None:
@@ -66,9 +68,7 @@ def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[
     parts: dict[nn.Module, str] = {}
     for number, nodes in enumerate(_of_unknown_sizes(graph)):
         name = f"values_{number}"
-        part = _enclose(
-            graph, attributes, nodes, name, "sizes within it depend on values of tensors"
-        )
+        part = _enclose(graph, attributes, nodes, name, _SIZES)
         graph_module.add_submodule(name, part)
         parts[part] = name
     graph_module.recompile()
@@ -126,7 +126,11 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _enclose(
-    graph: fx.Graph, attributes: Attributes, nodes: Sequence[fx.Node], name: str, why: str
+    graph: fx.Graph,
+    attributes: Attributes,
+    nodes: Sequence[fx.Node],
+    name: str,
+    why: tuple[str, str],
 ) -> nn.Module:
     """Replace nodes by one, which calls a module of this name; return the module.
 

@@ -23,6 +23,9 @@ from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.random import RandomState
 
+WITHOUT_VALUES = "compute it in several modules, or with masks and torch.where in place of values"
+"""What helps where a part of a model is one node since it goes by values."""
+
 
 class Blamed(Exception):
     """No graph can be made of what a module does; the message says why."""
@@ -348,7 +351,9 @@ def as_nodes(graph: fx.Graph, calls: Mapping[str, Opaque]) -> dict[str, nn.Modul
             used[key] = Whole(known)
         with graph.inserting_before(node):
             call = known.node(graph, key, inputs)
-        call.meta = {**node.meta, WHOLE: "what it does depends on values of tensors"}
+        call.meta = dict(node.meta)
+        if isinstance(known, Call):
+            call.meta[WHOLE] = "what it does depends on values of tensors", WITHOUT_VALUES
         node.replace_all_uses_with(call)
         graph.erase_node(node)
     return used

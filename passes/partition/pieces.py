@@ -48,8 +48,8 @@ class Piece:
         node = self.largest
         module, frame = _module(node), model_frame(node.meta.get("stack_trace"))
         called = getattr(module, "module", module)  # what a front end has wrapped
-        is_named = called is not None and not isinstance(called, fx.GraphModule)
-        said = [type(called).__name__] if is_named else []
+        is_ours = called is None or type(called).__module__.startswith(("fxpipe.", "torch.fx."))
+        said = [] if is_ours else [type(called).__name__]
         if frame is not None:
             said.append(f"{os.path.basename(frame['file'])}, line {frame['number']}")
         more = f" and {len(self.nodes) - 1} more that stay with it" if len(self.nodes) > 1 else ""
@@ -66,11 +66,8 @@ class Piece:
                 "write x = x + y where the model writes x += y",
             )
         if WHOLE in node.meta:
-            return (
-                str(node.meta[WHOLE]),
-                "compute it in several modules, one after the other, or with masks and torch.where "
-                "in place of values",
-            )
+            why, help = node.meta[WHOLE]
+            return why, help
         if module is not None and has_hooks(module):
             return "a module with hooks is called as a whole", "put the hooks on its submodules"
         if module is not None:

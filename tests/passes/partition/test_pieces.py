@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from passes import PartitionError
@@ -65,6 +66,15 @@ class Rows(nn.Module):
         return x.index_add(0, rows, self.layers(x[rows]))
 
 
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)))
+
+    def forward(self, x):
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
 class Hooked(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(16, 16) for _ in range(20)))
@@ -90,6 +100,12 @@ def said(model, devices=TWO, chunks=2):
         (Layers, "'part_lstm' (LSTM, ", "LSTM is called as a whole", "several such modules"),
         (Experts, "'part' (Experts, ", "what it does depends on values", "masks and torch.where"),
         (Rows, "'values_0' (test_pieces.py, ", "sizes within it depend on values", "masks and"),
+        (
+            Checkpointed,
+            "_checkpoint' (test_pieces.py, ",
+            "the model checkpoints it",
+            "smaller parts",
+        ),
         (Hooked, "'part' (Hooked, ", "a module with hooks is called as", "on its submodules"),
     ],
 )
