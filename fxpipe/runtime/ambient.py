@@ -1,4 +1,8 @@
-"""What PyTorch keeps per thread and a computation depends on, to be set up elsewhere again."""
+"""The thread-local settings of PyTorch that a computation depends on, such as grad mode.
+
+A lane, and the second run of a checkpoint, compute under the settings of the thread that they work
+for. They are read there once and applied in the thread that computes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ class Ambient:
 
     @staticmethod
     def here() -> Ambient:
-        """That of the running thread."""
+        """The settings of the running thread."""
         accelerator = torch.accelerator.current_accelerator()
         kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
         return Ambient(
@@ -55,7 +59,7 @@ class Ambient:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The running thread computes under it."""
+        """Within this context the running thread has these settings."""
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled() != self.inference:
                 stack.enter_context(torch.inference_mode(self.inference))
@@ -89,7 +93,8 @@ class Ambient:
 
 @contextmanager
 def _function_modes(modes: tuple[TorchFunctionMode, ...]) -> Iterator[None]:
-    """This thread has these torch function modes, the outermost first, and no others."""
+    """Within this context the running thread has exactly these torch function modes, the
+    outermost first."""
     before = function_modes()
     if before == modes:
         yield
@@ -102,7 +107,7 @@ def _function_modes(modes: tuple[TorchFunctionMode, ...]) -> Iterator[None]:
 
 
 def is_intercepted() -> bool:
-    """Whether somebody watches this thread's operations, who would miss those of another thread.
+    """Whether something watches the operators of this thread, and would miss those of a lane.
 
     Torch function and dispatch modes, functorch transforms and hooks on saved tensors hold for one
     thread. A default device is a torch function mode that watches nothing: other threads are given

@@ -61,11 +61,11 @@ def _hook(function: F) -> F:
 
 
 class CheckpointError(pytorch.CheckpointError):
-    """A function did not do the second time what it had done the first time."""
+    """The second run of a checkpointed function saved other tensors than its first run."""
 
 
 class _Stop(BaseException):
-    """Ends a second run: the last tensor that is needed is there."""
+    """Raised within a second run, to end it once the last tensor that is needed is there."""
 
     def __init__(self, repetition: _Repetition) -> None:
         self.repetition = repetition
@@ -94,19 +94,25 @@ class Options:
 
     @property
     def stops_early(self) -> bool:
-        """Also by ``torch.utils.checkpoint.set_checkpoint_early_stop``, which overrides it."""
+        """Whether the second run may end early.
+
+        ``torch.utils.checkpoint.set_checkpoint_early_stop`` overrides the option.
+        """
         enabled: bool | None = getattr(pytorch, "_enable_checkpoint_early_stop", None)
         return self.early_stop if enabled is None else enabled
 
     @property
     def debugs(self) -> bool:
-        """Also by ``torch.utils.checkpoint.set_checkpoint_debug_enabled``, which overrides it."""
+        """Whether operators are noted.
+
+        ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` overrides the option.
+        """
         enabled: bool | None = getattr(pytorch, "_checkpoint_debug_enabled", None)
         return self.debug if enabled is None else enabled
 
 
 class _Slot:
-    """The place of one saved tensor: empty but for the time between the second run and use."""
+    """The place of one saved tensor. The second run fills it, and the backward empties it."""
 
     __slots__ = ("__weakref__", "frame", "like", "value", "version")
 
@@ -118,8 +124,11 @@ class _Slot:
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors the way autograd does: whoever packs saved tensors around us packs these too,
-    and a tensor that is written to before it is needed again is noticed."""
+    """Saves tensors as autograd does.
+
+    So hooks on saved tensors around the checkpoint pack them (an outer checkpoint does not keep
+    them), and autograd raises if one is written to before it is needed again.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -165,7 +174,7 @@ class _Inputs:
         return leaf
 
     def save(self) -> None:
-        """From now on autograd has the tensors."""
+        """Hand the tensors over to autograd, which keeps them until they are asked for."""
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         _here.saves_inputs = True
         try:
@@ -176,7 +185,7 @@ class _Inputs:
         self.tensors = []
 
     def again(self) -> Any:
-        """The arguments, cut off from the history that they had in the first call."""
+        """The arguments of the first call, without the autograd history that they had."""
         leaves = [
             leaf.again() if isinstance(leaf, GeneratorState) else leaf for leaf in self.leaves
         ]
@@ -187,7 +196,8 @@ class _Inputs:
 
 
 def _can_be_saved(leaf: Any) -> bool:
-    """Inference tensors cannot be: autograd refuses them. They are kept like any other object."""
+    """Whether it is a tensor that autograd saves. It refuses inference tensors, which are kept like
+    any other object."""
     return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
@@ -249,7 +259,7 @@ class _Frame:
         self.surroundings = Surroundings(fn, tensors, to.preserve_rng_state, to.writes_again)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward, its saved tensors replaced by slots."""
+        """Run the function for the first time; autograd saves slots instead of tensors."""
         with (
             self.surroundings.watched(),
             torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack),
@@ -266,7 +276,7 @@ class _Frame:
         return output
 
     def living(self) -> Iterator[tuple[int, _Slot]]:
-        """The slots that somebody may still ask for."""
+        """The slots that the autograd graph still has, with their indices."""
         for i, ref in enumerate(self.slots):
             if (slot := ref()) is not None:
                 yield i, slot
@@ -300,7 +310,8 @@ class _Frame:
 
     @contextmanager
     def again(self) -> Iterator[Any]:
-        """The arguments and the surroundings of the forward, for whoever runs it once more."""
+        """The arguments of the forward; within this context its surroundings are restored, so that
+        the caller can repeat it."""
         # The arguments first: a checkpoint around this one may have to run again for them, and to
         # wait for another thread that does. This thread must not have the random generators then.
         inputs = self.inputs.again()
@@ -323,7 +334,8 @@ class _Repetition:
         self.differences: list[str] = []
 
     def run(self) -> set[int]:
-        """Fill the slots. Gives those whose tensors have been written to after they were saved."""
+        """Fill the slots. Returns the indices of those whose tensors the function has written to
+        after they were saved."""
         frame = self.frame
         outer, _here.repetition = _repetition(), self
         try:
@@ -344,7 +356,7 @@ class _Repetition:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing that comes is needed."""
+        """Whether all slots that are needed are filled, so that the run can end."""
         return self.frame.early_stop and self.count > self.last
 
     def stop_if_done(self) -> None:
@@ -383,7 +395,7 @@ class _Repetition:
         slot.value, slot.version = tensor, _version(tensor)
 
     def check(self) -> None:
-        """Raise if the function has done something else than in the forward."""
+        """Raise a :class:`CheckpointError` if the function saved other tensors than before."""
         frame, known = self.frame, len(self.frame.slots)
         saved_others = frame.complete and not frame.early_stop and self.count != known
         if self.count <= self.last or saved_others:
@@ -430,7 +442,7 @@ def _unpack(packed: Any) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it has been written to. Inference tensors do not count that."""
+    """How often the tensor has been written to; 0 for inference tensors, which do not count it."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
@@ -444,7 +456,7 @@ def _check_version(tensor: Tensor, version: int, what: str) -> None:
 
 
 def _looks(tensor: Tensor) -> tuple[Any, ...]:
-    """What must be the same in both runs."""
+    """The dtype, shape and device of a saved tensor, which must be the same in both runs."""
     with DisableTorchFunction():
         return tensor.dtype, tensor.shape, tensor.device
 
@@ -460,7 +472,11 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 def _forget_after_backward(slots: list[weakref.ref[_Slot]]) -> None:
-    """Empty the slots that a backward for a part of the graph has not asked for, at its end."""
+    """Empty all slots when the running backward ends.
+
+    A backward for a part of the graph does not ask for all of them, and the tensors in the others
+    would stay until the graph is freed.
+    """
     if running_backward() == -1 or is_in_a_group():
         return
 
@@ -473,7 +489,7 @@ def _forget_after_backward(slots: list[weakref.ref[_Slot]]) -> None:
 
 
 class Handle:
-    """What :func:`recompute` needs of a checkpointed call. It keeps nothing alive."""
+    """Leads to a checkpointed call, by a weak reference, so that it can be run again early."""
 
     def __init__(self, frame: _Frame) -> None:
         self._frame = weakref.ref(frame)
@@ -583,7 +599,8 @@ class _Recompute(torch.autograd.Function):
 
 
 def recompute(values: Any, handle: Handle | None) -> Any:
-    """The values; when the backward comes by, the checkpointed call is run again."""
+    """The values, unchanged. When the backward reaches them, the checkpointed call is run again,
+    ahead of its own backward."""
     if handle is None:
         return values
     return gate(values, partial(_Recompute.apply, handle))

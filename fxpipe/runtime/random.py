@@ -25,7 +25,7 @@ _here = threading.local()  # .alone: whether it is held by this thread, while it
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """The default generators are nobody else's meanwhile, whatever is run that may draw."""
+    """Within this context no other thread of ours draws from the default generators."""
     with LOCK:
         outer, _here.alone = is_alone(), True
         try:
@@ -63,7 +63,7 @@ class RandomState:
 
     @property
     def has_changed(self) -> bool:
-        """Whether random numbers have been drawn since."""
+        """Whether random numbers have been drawn since the states were read."""
         with LOCK:
             return not torch.equal(self.cpu, torch.get_rng_state()) or any(
                 not torch.equal(state, backend.get_rng_state(device))
@@ -71,7 +71,7 @@ class RandomState:
             )
 
     def put_back(self) -> None:
-        """The generators are as they were."""
+        """Set the generators to these states."""
         with LOCK:
             torch.set_rng_state(self.cpu)
             for backend, device, state in self.others:
@@ -79,21 +79,22 @@ class RandomState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The generators are as they were; afterwards as they are now."""
+        """Within this context the generators start from these states. At its end they go back to
+        the states that they had when it was entered."""
         with borrowed(device for _, device, _ in self.others):
             self.put_back()
             yield
 
 
 class GeneratorState:
-    """What a generator is going to draw."""
+    """The state of a generator, from which another one can draw the same numbers."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.device = generator.device
         self.state = generator.get_state()
 
     def again(self) -> torch.Generator:
-        """A generator that draws the same."""
+        """A new generator, which draws the numbers that the first one has drawn since."""
         generator = torch.Generator(self.device)
         generator.set_state(self.state)
         return generator

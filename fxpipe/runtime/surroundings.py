@@ -1,4 +1,4 @@
-"""What a call depends on beside its arguments, kept for whoever makes it once more.
+"""What a call depends on besides its arguments, kept so that the call can be repeated.
 
 ::
 
@@ -36,7 +36,7 @@ from fxpipe.runtime.writes import Writes, same_values
 
 
 class Surroundings:
-    """Those of a call of ``fn`` that is about to be made.
+    """Reads, just before ``fn`` is called, all that the call depends on besides its arguments.
 
     Args:
         fn: a function, a module, or a method of one.
@@ -66,13 +66,13 @@ class Surroundings:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The first call: what it writes to is noticed."""
+        """The first call is made within this context, which notices what the module writes to."""
         with self._written.watched():
             yield
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """The second call, in the same surroundings."""
+        """The second call is made within this context, and finds all as the first found it."""
         with (
             self._tensors.as_before(),
             self._written.as_before(),
@@ -84,18 +84,25 @@ class Surroundings:
             yield
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function with the context variables of the first call. What it sets is dropped."""
+        """Call a function with the context variables (``contextvars``) of the first call.
+
+        The function runs in a copy of that context, so a variable that it sets is not changed for
+        anybody else.
+        """
         return self._context.copy().run(fn, *args, **kwargs)
 
     def has_parameter(self, tensor: Tensor) -> bool:
-        """Whether it is one of the module's parameters, or a view of one."""
+        """Whether the tensor is one of the module's parameters, or a view of one."""
         memory = memory_of(tensor)
         return memory in self._memories or memory in self._written.standing_in
 
 
 class _Tensors:
-    """The tensors that a module had in its first call. By the second others may have come in their
-    places: those of the first were lent by ``torch.func.functional_call``, say."""
+    """The parameters and buffers that a module had in the first call.
+
+    The second call may find others in their places: ``torch.func.functional_call`` gives a module
+    other tensors for one call only.
+    """
 
     def __init__(self, module: nn.Module | None) -> None:
         modules = [] if module is None else list(module.modules())
@@ -107,7 +114,7 @@ class _Tensors:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """The module has the tensors that it had."""
+        """Within this context the module has the tensors of the first call."""
         exchanged = [
             (own, key, own[key], tensor)
             for own, key, tensor in self.own
@@ -153,7 +160,11 @@ class _WrittenState:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The first call: what it writes to is saved ahead of it, or found by comparing."""
+        """The first call is made within this context.
+
+        A parameter is copied just before the first operator that writes to it. Buffers are copied
+        beforehand, and copies of those that have not changed are dropped.
+        """
         if self.module is None or not self.learning:
             yield
             return
@@ -172,7 +183,8 @@ class _WrittenState:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """The module runs on copies of them as they were before its first call."""
+        """Within this context the module has copies of these tensors, with the values that they had
+        before the first call."""
         if self.module is None:
             yield
             return
@@ -197,14 +209,14 @@ class _WrittenState:
 
 @dataclass(frozen=True)
 class _Written:
-    """The names of what a module writes to."""
+    """The names of the buffers and parameters that a module writes to."""
 
     buffers: list[str]
     parameters: list[str]
 
 
 def _owner(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
-    """Where a buffer is, and under which key."""
+    """The dictionary that holds a buffer, and the buffer's key in it."""
     path, _, key = name.rpartition(".")
     return module.get_submodule(path)._buffers, key
 

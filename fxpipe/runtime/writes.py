@@ -1,4 +1,4 @@
-"""Noticing writes to tensors, also those that leave no trace, by way of ``.data``."""
+"""Notice which tensors are written to, also by way of ``.data``, which counts no version."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
 
 
 def same_values(tensor: Tensor, before: Tensor) -> bool:
-    """Whether a tensor still has the values of a copy of it. Sparse ones are compared too."""
+    """Whether a tensor, which may be sparse, still has the values that a copy of it has."""
     if tensor.layout == torch.strided:
         return torch.equal(tensor, before)
     one, other = (t.to_sparse(layout=torch.sparse_coo).coalesce() for t in (tensor, before))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import weakref
 
@@ -172,3 +173,26 @@ def test_a_part_may_be_compiled_to_torchscript():
     model, x = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))), torch.randn(3, 4)
     expected = grads(model(x).sum(), *model.parameters())
     assert same(grads(checkpoint(model, x).sum(), *model.parameters()), expected)
+
+
+factor = contextvars.ContextVar("factor", default=1.0)
+
+
+def test_context_variables_are_those_of_the_forward():
+    """And what the second run sets is not seen outside of it."""
+
+    def fn(x):
+        y = torch.sin(x * factor.get())
+        factor.set(factor.get() + 1)
+        return torch.exp(y)
+
+    x = torch.ones(3, requires_grad=True)
+    token = factor.set(2.0)
+    try:
+        out = checkpoint(fn, x, early_stop=False)
+        assert factor.get() == 3.0, "the first call is a call like any other"
+    finally:
+        factor.reset(token)
+    expected = torch.exp(torch.sin(x * 2.0))
+    assert same(grads(out.sum(), x), grads(expected.sum(), x))
+    assert factor.get() == 1.0
