@@ -213,6 +213,11 @@ def loss(
                 f"the loss of micro-batch {number} is {what}: a scalar tensor is needed; give "
                 "loss_fn(output, target) that returns one"
             )
+        if value.is_complex():  # backward() refuses it too: a gradient of it is no descent
+            raise ValueError(
+                f"the loss of micro-batch {number} is of {value.dtype}: a real number is needed; "
+                "give loss_fn(output, target) that returns its absolute value, say"
+            )
         if not value.requires_grad:
             raise ValueError(
                 f"the loss of micro-batch {number} does not depend on any parameter that requires "

@@ -33,6 +33,11 @@ def test_an_array_of_another_library_is_refused_as_a_target():
             "the loss of micro-batch 0 is a int: a scalar",
         ),
         (
+            {"loss_fn": lambda o, t: torch.view_as_complex(o.reshape(-1, 2)).mean()},
+            lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
+            "the loss of micro-batch 0 is of torch.complex64: a real number is needed",
+        ),
+        (
             {"loss_fn": lambda o, t: o.detach().sum()},
             lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
             "does not depend on any parameter",
