@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fxpipe.dynamo import BackendError, backend
     from fxpipe.inspect.views import Stage
     from fxpipe.ir.devices import DeviceSpec
-    from fxpipe.meaning.batch import BatchError
+    from fxpipe.meaning.errors import BatchError, BatchWarning
     from fxpipe.pipeline import Pipeline
     from fxpipe.planning import Plan, plan
     from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
@@ -26,6 +26,7 @@ __all__ = [
     "Auto",
     "BackendError",
     "BatchError",
+    "BatchWarning",
     "Chain",
     "CheckpointError",
     "DeviceSpec",
@@ -55,7 +56,8 @@ _HOMES = {
     "default_chain": "passes.chain",
     "checkpoint": "fxpipe.runtime.checkpoint",
     "CheckpointError": "fxpipe.runtime.checkpoint",
-    "BatchError": "fxpipe.meaning.batch",
+    "BatchError": "fxpipe.meaning.errors",
+    "BatchWarning": "fxpipe.meaning.errors",
     "TraceError": "fxpipe.trace",
     "PartitionError": "passes.partition.partition",
     "Auto": "passes.partition.automatic",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.compiler.loss import LossFunction
+from fxpipe.compiler.loss import LossFunction, LossWeight
 from fxpipe.compiler.options import Options
 from fxpipe.inspect.dump import dump_of
 from fxpipe.pipeline import Pipeline
@@ -34,11 +34,13 @@ def compile(
     schedule: str | Schedule = "gpipe",
     stages: int | None = None,
     loss_fn: LossFunction | None = None,
+    loss_weight: LossWeight | None = None,
     in_dims: Any = None,
     out_dims: Any = None,
     deferred_batch_norm: bool = False,
     tracer: str | CustomTracer = "auto",
     passes: Chain | None = None,
+    check: bool | str = True,
     dump: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """The same model, as a pipeline over several devices.
@@ -83,6 +85,9 @@ def compile(
         tracer: "auto", "symbolic", "export", or ``(model, args, kwargs) -> fx.GraphModule``.
         passes: the chain of passes to run. None: :func:`fxpipe.default_chain`, to which you can add
             passes of your own: ``fxpipe.default_chain().before("split", Mine())``.
+        check: whether what the pipeline means is compared with the model, on a few rows of each
+            kind of call: True, what differs is refused; "warn", it is warned of; False, it is
+            accepted.
         dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
             code and, if it is small, drawn, after every pass. None: what ``FXPIPE_DUMP`` in the
             environment says, if anything.
@@ -109,6 +114,8 @@ def compile(
         schedule,
         stages,
         loss_fn=loss_fn,
+        loss_weight=loss_weight,
+        check=check,
         chunks=chunks,
         partition=partition,
         costs=costs,

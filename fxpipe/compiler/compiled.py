@@ -48,6 +48,8 @@ class Mode:
     """The conditions under which these graphs are the model's."""
     chunks: int | None = None
     """The number of micro-batches, where the graph is for one batch size only; else None."""
+    notes: list[str] = field(default_factory=list)
+    """What the check of the micro-batches' meaning has to say."""
     bindings: list[Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
     steps: dict[Any, Unrolled] = field(default_factory=dict)

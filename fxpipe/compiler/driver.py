@@ -3,7 +3,6 @@ result."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,10 +24,11 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
 from fxpipe.ir._torch import transforms
-from fxpipe.ir.errors import AnotherStrategy, is_the_models
+from fxpipe.ir.errors import AnotherStrategy
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.structure import Structure, map_tensors
-from fxpipe.meaning.batch import input_dims, other_input_dims, output_dims
+from fxpipe.meaning.call import Asked, Meaning, known_dims, meaning_of
+from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.microbatch import Dims
@@ -38,13 +38,11 @@ from fxpipe.trace import (
     NeedsValues,
     Traced,
     TraceError,
-    called,
     canonical,
-    parameters_put_back,
     trace,
     untouched,
 )
-from fxpipe.trace.isolation import evaluating, on_one_device
+from fxpipe.trace.isolation import on_one_device
 from fxpipe.trace.patches import quiet
 from fxpipe.trace.premises import Premises, attributes_read
 from passes.chain import ToPipeline, ToStages, ToStep
@@ -152,13 +150,14 @@ class Compiler:
         found = self.cache.at_once(args, kwargs)
         if found is not None:
             return found
-        dims = input_dims(self.model, args, kwargs, self.options.in_dims)
-        mode = self.cache.mode(args, kwargs, dims) or self._new(args, kwargs, dims)
+        dims = known_dims(self.model, args, kwargs, self.options.in_dims)
+        mode = None if dims is None else self.cache.mode(args, kwargs, dims)
+        mode = mode or self._new(args, kwargs)
         values = mode.traced.bind(args, kwargs)
         self.cache.remember(args, kwargs, mode, values)
         return mode, values
 
-    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]) -> Mode:
+    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
         if transforms():
             raise RuntimeError(
                 "a pipeline cannot be compiled inside of a torch.func transform: call it once "
@@ -167,8 +166,23 @@ class Compiler:
         some, named = canonical(self.model, args, kwargs)
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
-            mode = self._compile(some, named, dims)
+            meaning = self._meaning(some, named)
+            mode = self.cache.mode(args, kwargs, meaning.in_dims)
+            if mode is not None:  # of a call that differs in what did not matter
+                return mode
+            mode = self._compile(some, named, meaning)
         return self.cache.learn(args, kwargs, mode)
+
+    def _meaning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
+        """How the call is cut into micro-batches: checked against the model."""
+        report_progress("check")
+        options = self.options
+        asked = Asked(
+            options.in_dims, options.out_dims, options.check, options.loss_weight, options.sizes
+        )
+        tensors, _ = Structure.of((args, kwargs))
+        with self._where_it_runs(tensors):
+            return meaning_of(self.model, args, kwargs, asked)
 
     def _to_the_model(
         self, inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -191,37 +205,29 @@ class Compiler:
         args, kwargs = map_tensors(brought, inputs)
         return args, kwargs
 
-    def _compile(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]
-    ) -> Mode:
-        """Compiled for any size of the batch; where there is no such graph, with other dimensions
-        as the batch's; at last for micro-batches of the one size that this batch has them in."""
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Meaning) -> Mode:
+        """Compiled for any size of the batch; where there is no such graph, for micro-batches of
+        the one size that this batch has them in."""
+        if meaning.one_row_only:
+            return self._compiled(args, kwargs, meaning, 1)
         try:
-            return self._compiled(args, kwargs, dims)
+            return self._compiled(args, kwargs, meaning)
         except AnotherStrategy as error:
-            # It may be that inputs have been taken for parts of the batch.
-            other = other_input_dims(self.model, args, kwargs, dims, self.options.in_dims)
-            if other is not None:
-                return self._compiled(args, kwargs, other)
-            mode = self._of_one_size(args, kwargs, dims, error)
+            mode = self._of_one_size(args, kwargs, meaning, error)
             if mode is None:
                 raise
             return mode
 
     def _of_one_size(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dims: list[int | None],
-        why: AnotherStrategy,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Meaning, why: AnotherStrategy
     ) -> Mode | None:
         """The mode for this batch size only, with micro-batches of equal size; None if that fails,
         too."""
-        batch = batch_size(Structure.of((args, kwargs))[0], dims)
+        batch = batch_size(Structure.of((args, kwargs))[0], meaning.in_dims)
         if not batch or not isinstance(why, TraceError):
             return None
         try:
-            return self._compiled(args, kwargs, dims, self.options.even_chunks_for(batch))
+            return self._compiled(args, kwargs, meaning, self.options.even_chunks_for(batch))
         except AnotherStrategy:  # why it cannot be for any size says more
             return None
 
@@ -229,12 +235,12 @@ class Compiler:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        dims: list[int | None],
+        meaning: Meaning,
         chunks: int | None = None,
     ) -> Mode:
         """Compile to the stage graph. With ``chunks`` the model is traced with one micro-batch of
         so many."""
-        options = self.options
+        options, dims = self.options, meaning.in_dims
         tensors, _ = Structure.of((args, kwargs))
         batch = batch_size(tensors, dims)
         traced_with, varying = (args, kwargs), dims
@@ -243,7 +249,7 @@ class Compiler:
             varying = [None] * len(dims)
 
         with self._where_it_runs(tensors), attributes_read(self.model) as reads:
-            prepared = self._traced(traced_with, varying, dims, chunks, options.tracer)
+            prepared = self._traced(traced_with, varying, meaning, chunks, options.tracer)
         prepared.traced.graph_module = prepared.run(since="partition", until="split")
         stage_graph = prepared.run(since="split")
         place(self.model, stage_graph, options.devices)
@@ -255,6 +261,7 @@ class Compiler:
             example=Sample.of(args, kwargs, dims, batch),
             guards=self._guards(prepared.traced, Premises(self.model, reads), chunks),
             chunks=chunks,
+            notes=meaning.notes,
             history=prepared.history,
         )
         for gm in (mode.model_graph, stage_graph):
@@ -273,14 +280,14 @@ class Compiler:
         self,
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         varying: list[int | None],
-        dims: list[int | None],
+        meaning: Meaning,
         chunks: int | None,
         tracer: str | CustomTracer,
     ) -> _ModelGraph:
         """Trace the model, and run the passes ahead of the one that cuts it."""
         report_progress("trace")
         traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying)
-        context = self._to_stages(traced, inputs, dims, chunks)
+        context = self._to_stages(traced, inputs, meaning, chunks)
         history = self._history("stages", traced.graph_module)
         prepared = _ModelGraph(traced, context, self.options.passes, history)
         try:
@@ -290,7 +297,7 @@ class Compiler:
             if tracer != "auto":
                 raise
             # Export keeps modules whole that go by values; fx has looked into them.
-            return self._traced(inputs, varying, dims, chunks, "export")
+            return self._traced(inputs, varying, meaning, chunks, "export")
         forget_history(traced.graph_module.graph)
         return prepared
 
@@ -298,17 +305,16 @@ class Compiler:
         self,
         traced: Traced,
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
-        dims: list[int | None],
+        meaning: Meaning,
         chunks: int | None,
     ) -> ToStages:
         """What the passes from the model graph to the stage graph are made from."""
         options, values = self.options, traced.bind(*inputs)
+        dims, found = meaning.in_dims, meaning.outputs
         several = options.chunks_for(batch_size(values, dims), traced.refused_sizes)
-        repeated = functools.partial(self._repeated, inputs, dims)
 
         def output(gm: fx.GraphModule) -> list[Dims]:
-            larger = None if chunks is None else self._with_more_rows(inputs, dims)
-            return output_dims(gm, values, dims, options.out_dims, traced.rebuild, larger, repeated)
+            return output_dims(gm, values, dims, options.out_dims, traced.rebuild, found)
 
         return ToStages(
             inputs=tuple(values),
@@ -334,38 +340,6 @@ class Compiler:
         if not self.layout.labels or not inputs:
             return nullcontext()
         return on_one_device(self.model, inputs[0].device)
-
-    def _with_more_rows(
-        self, inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: list[int | None]
-    ) -> Any:
-        """The model's own output for a batch of one row more; of twice as many, if it takes rows
-        in pairs, say, only."""
-        rows = batch_size(Structure.of(inputs)[0], dims) or 0
-        try:
-            return self._with_rows(inputs, dims, rows + 1)
-        except Exception as error:
-            if not is_the_models(error):
-                raise
-            return self._with_rows(inputs, dims, 2 * rows)
-
-    def _with_rows(
-        self, inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: list[int | None], rows: int
-    ) -> Any:
-        """The model's own output for a batch of so many rows."""
-        with parameters_put_back(self.model), torch.no_grad():
-            return called(self.model, *with_rows(inputs, dims, rows))
-
-    def _repeated(
-        self,
-        inputs: tuple[tuple[Any, ...], dict[str, Any]],
-        dims: list[int | None],
-        rows: int,
-        times: int,
-    ) -> Any:
-        """The model's own output, without dropout, for ``rows`` rows that are given ``times``
-        times."""
-        with evaluating(self.model):
-            return self._with_rows(with_rows(inputs, dims, rows), dims, times * rows)
 
     def _unroll(self, mode: Mode, chunks: int) -> Unrolled:
         options = self.options

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.compiler.loss import LossFunction
+from fxpipe.compiler.loss import LossFunction, LossWeight
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.counts import count
 from fxpipe.planning.estimates import estimated_costs
@@ -45,6 +45,8 @@ class Options:
     tracer: str | CustomTracer
     passes: Chain
     costs: Costs = "analytic"
+    check: bool | str = True
+    loss_weight: LossWeight | None = None
     observer: Observer | None = None
 
     @staticmethod
@@ -84,6 +86,11 @@ class Options:
             raise TypeError(
                 f"loss_fn is a {type(self.loss_fn).__name__}: give a function of the output and "
                 "the target that returns a scalar tensor"
+            )
+        if self.check not in (True, False, "warn"):
+            raise ValueError(
+                f'check is {self.check!r}: give True, "warn" (what is not the model\'s is warned '
+                "of), or False (it is accepted)"
             )
         if not isinstance(self.passes, Chain):
             raise TypeError(
@@ -138,6 +145,11 @@ class Options:
         none empty, and none of a size that the model refuses."""
         most = min(self._chunks, 1 if batch is None else batch)
         return next((n for n in range(most, 1, -1) if (batch or 0) // n not in refused), 1)
+
+    def sizes(self, batch: int) -> tuple[int, ...]:
+        """Of the micro-batches for a batch of that size."""
+        chunks = self.chunks_for(batch)
+        return tuple(batch // chunks + (i < batch % chunks) for i in range(chunks))
 
     def even_chunks_for(self, batch: int) -> int:
         """The largest number of micro-batches, up to what is wanted, that divides the batch

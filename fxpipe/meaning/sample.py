@@ -1,4 +1,4 @@
-"""The rows of a call: how many there are, and the same call with fewer or more of them."""
+"""The rows of a call: how many there are, and the same call with fewer, more or other ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.ir.structure import map_tensors
 from fxpipe.runtime.microbatch import first_rows
+
+MIXED, MOVED, GIVEN = LEVELS = "mixed", "moved", "given"
+"""How far the rows of a sample are from those of the example: integers and flags exchanged within a
+tensor, and rows in another order; only that; or the rows as they are. Floating-point values differ
+in the first two. A model may refuse some of it: its lengths have to be sorted, say."""
 
 
 @dataclass
@@ -55,3 +61,82 @@ def with_rows(
 def out_of_inference_mode(inputs: Any) -> Any:
     """The inputs, copied out of inference mode if they have been made in it."""
     return map_tensors(lambda t: t.clone() if t.is_inference() else t, inputs)
+
+
+def sampled(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int, level: str, seed: int
+) -> list[Tensor]:
+    """So many rows made of those of the example, and tensors like those that all rows share.
+
+    The same rows of all tensors belong together, so that what a model takes for granted of a row
+    remains true.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    batch = batch_size(tensors, dims) or 0
+    order = torch.arange(rows) % batch
+    if level != GIVEN:
+        order = torch.randperm(max(batch, rows), generator=draw)[:rows] % batch
+    found = []
+    for tensor, dim in zip(tensors, dims, strict=True):
+        value = tensor.detach()
+        if dim is not None:
+            own = value.index_select(dim, order.to(value.device))
+            value = own if level == GIVEN else _perturbed(own, value, dim, level, draw)
+        elif level != GIVEN:
+            value = _perturbed(value, value, 0, MOVED, draw)
+        found.append(value)
+    return found
+
+
+def part(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], start: int, rows: int
+) -> list[Tensor]:
+    """So many rows from one on: copies, since a model may write to its inputs."""
+    return [
+        (tensor if dim is None else tensor.narrow(dim, start, rows)).clone()
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+
+
+def _perturbed(
+    rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Generator
+) -> Tensor:
+    """Other values of the same kind: none is out of the example's range, if that has one."""
+    if not rows.numel() or rows.is_meta or rows.layout != torch.strided:
+        return rows
+    if rows.is_complex():
+        return rows * (1 + 0.1 * torch.rand(rows.shape, generator=draw)).to(rows.device)
+    if rows.is_floating_point():
+        finite = example[example.isfinite()]
+        if not finite.numel():
+            return rows
+        low, high = finite.min(), finite.max()
+        if low == high or not bool((finite == finite.round()).all()):
+            noise = torch.rand(rows.shape, generator=draw).to(rows)
+            return _shaken(rows, low, high, noise)
+    return _exchanged(rows, example, dim, draw) if level == MIXED else rows
+
+
+def _shaken(rows: Tensor, low: Tensor, high: Tensor, noise: Tensor) -> Tensor:
+    if low == high:
+        return rows + noise * (low.abs() if low else 1)
+    shaken = (rows + (noise - 0.5) * 0.5 * (high - low)).clamp(low, high)
+    return torch.where(rows.isfinite(), shaken, rows)
+
+
+def _exchanged(rows: Tensor, example: Tensor, dim: int, draw: torch.Generator) -> Tensor:
+    """Whole numbers and flags: any of those that the example has.
+
+    On an accelerator, where an index out of range ends the process, any of those at the same place
+    of another row.
+    """
+    if example.device.type != "cpu":
+        batch = example.shape[dim]
+        index = torch.randint(batch, rows.shape, generator=draw).to(example.device)
+        return example.gather(dim, index)
+    flat = example.flatten()
+    if rows.dtype not in (torch.bool, torch.uint8) and bool((flat == flat[0]).all()):
+        if rows.is_floating_point() or flat[0] < 0:
+            return rows
+        return rows + torch.randint(2, rows.shape, generator=draw).to(rows.dtype)
+    return flat[torch.randint(flat.numel(), rows.shape, generator=draw)]

@@ -12,7 +12,7 @@ import passes as default
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.progress import report_progress
-from fxpipe.meaning.batch import input_dims
+from fxpipe.meaning.call import Asked, meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.question import Prices, Question, sketch
 from fxpipe.planning.result import Plan, PlannedStage
@@ -82,7 +82,7 @@ def plan(
     args, kwargs = canonical(model, example_inputs, example_kwargs or {})
     with compiling():
         args, kwargs = out_of_inference_mode((args, kwargs))
-        dims = input_dims(model, args, kwargs, in_dims)
+        dims = meaning_of(model, args, kwargs, Asked(in_dims, check=False)).in_dims
         report_progress("trace")
         gm, known = sketch(model, args, kwargs, dims, tracer, chunks)
         known = replace(known, costs=costs, spec=specs[0], optimizer_states=optimizer_states)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxpipe.meaning.batch import input_dims
+from fxpipe.meaning.call import Asked, meaning_of
 from fxpipe.planning.question import sketch
 from passes.cost.measured import MeasuredCost
 from passes.partition.automatic import Auto, automatic
@@ -110,7 +110,8 @@ MODELS: dict[str, Callable[[], Call]] = {
 
 def measured(make: Callable[[], Call]) -> Problem:
     model, args, kwargs = make()
-    gm, values = sketch(model, args, kwargs, input_dims(model, args, kwargs), "auto")
+    dims = meaning_of(model, args, kwargs, Asked()).in_dims
+    gm, values = sketch(model, args, kwargs, dims, "auto")
     return problem(MeasuredCost(tuple(values), budget_s=BUDGET)(gm).graph)
 
 

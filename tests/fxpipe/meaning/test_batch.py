@@ -1,14 +1,18 @@
+"""Which dimension of each input is the batch's: what is said, and what the check makes of it."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import fxpipe
-from fxpipe.meaning.batch import BatchError, input_dims, output_dims
-from fxpipe.runtime.microbatch import ANY
+from fxpipe.meaning.call import Asked, meaning_of
+from fxpipe.meaning.candidates import candidates
+from fxpipe.meaning.errors import BatchError
+from fxpipe.meaning.said import named_inputs
 from tests.zoo import MLP
 
 
@@ -27,15 +31,24 @@ class Pairs(nn.Module):
         return x @ y.t()
 
 
-def dims(*args, in_dims=None, **kwargs):
-    return input_dims(Takes(), args, kwargs, in_dims)
+def ways(*args, in_dims=None, **kwargs):
+    return candidates(named_inputs(Takes(), args, kwargs, in_dims))
+
+
+def dims(*args, **kwargs):
+    return ways(*args, **kwargs)[0]
+
+
+def checked(model, *args, in_dims=None, out_dims=None, **kwargs):
+    halves = lambda rows: (rows - rows // 2, rows // 2)  # noqa: E731
+    return meaning_of(model, args, kwargs, Asked(in_dims, out_dims, sizes=halves))
 
 
 def t(*shape):
     return torch.zeros(shape)
 
 
-def test_the_first_dimension_is_the_batch_of_every_tensor_in_any_nesting():
+def test_the_first_dimension_is_the_likeliest_of_every_tensor_in_any_nesting():
     assert dims(t(4, 3), {"a": [t(4), t(4, 2)], "n": 7}, mask=t(4, 1)) == [0, 0, 0, 0]
 
 
@@ -44,28 +57,26 @@ def test_what_has_no_dimension_or_one_row_for_all_is_shared():
     assert dims(t(1, 3), t(1, 2)) == [0, 0], "all have one row: it is the batch"
 
 
-def test_a_table_for_all_rows_is_found_by_trying_out_another_batch_size():
+def test_the_candidates_in_their_order():
+    assert ways(t(4, 3), t(4)) == [
+        [0, 0],
+        [None, 0],  # x may be a table for all rows, that happens to be as large
+        [0, None],
+        [1, None],  # time-major
+    ]
+    assert ways(t(4, 6), t(6, 4)) == [[0, None], [None, 0], [1, 0], [0, 1]]
+
+
+def test_a_table_for_all_rows_is_told_from_the_batch_by_the_check():
     class Looks(nn.Module):
         def forward(self, x, *, table):
             return x + table.view(-1)[:3] if table.shape == (5, 3) else x @ table.t() @ "fails"
 
     model = Looks()
-    assert input_dims(model, (t(4, 3),), {"table": t(5, 3)}) == [0, None]
-    assert input_dims(model, (t(1, 3),), {"table": t(5, 3)}) == [0, None], "remembered"
-    assert input_dims(Looks(), (t(1, 3),), {"table": t(5, 3)}) == [0, None], "a batch of one"
-    assert input_dims(model, (t(5, 3),), {"table": t(5, 3)}) == [0, None], "remembered"
-
-
-def test_one_row_is_for_all_also_if_nothing_can_be_tried_out():
-    class Fails(nn.Module):
-        def forward(self, x, mask):
-            raise RuntimeError
-
-    assert input_dims(Fails(), (t(4, 3), t(1, 3)), {}) == [0, None]
-
-
-def test_where_no_input_has_a_batch_no_output_needs_one():
-    assert found(lambda x: (x, x.sum(0)), in_dim=None) == ["any", "any"]
+    assert checked(model, t(4, 3), table=t(5, 3)).in_dims == [0, None]
+    assert checked(model, t(1, 3), table=t(5, 3)).in_dims == [0, None], "remembered"
+    assert checked(Looks(), t(1, 3), table=t(5, 3)).in_dims == [0, None], "a batch of one"
+    assert checked(model, t(5, 3), table=t(5, 3)).in_dims == [0, None], "as large as the batch"
 
 
 def test_a_table_of_which_less_is_needed_is_no_batch():
@@ -73,13 +84,7 @@ def test_a_table_of_which_less_is_needed_is_no_batch():
         def forward(self, x, table):
             return x + table[:3, 0]
 
-    assert input_dims(Cuts(), (t(4, 3), t(6, 2)), {}) == [0, None]
-
-
-def test_where_the_model_takes_other_sizes_of_each_nothing_is_guessed():
-    with pytest.raises(BatchError, match=r"4 in x \(4, 3\), 5 in y \(5, 3\), and .* of both; give"):
-        input_dims(Pairs(), (t(4, 3), t(5, 3)), {})
-    assert input_dims(Pairs(), (t(4, 3), t(5, 3)), {}, in_dims=(0, None)) == [0, None]
+    assert checked(Cuts(), t(4, 3), t(6, 2)).in_dims == [0, None]
 
 
 def test_in_dims_say_otherwise():
@@ -90,19 +95,27 @@ def test_in_dims_say_otherwise():
     assert dims(t(4, 3), more=t(2, 2), in_dims={"more": {"more": None}}) == [0, None]
 
 
+def test_several_readings_may_be_right_and_one_is_taken():
+    """Each row of x with all of y: x may be cut, or y."""
+    meaning = checked(Pairs(), torch.randn(4, 3), torch.randn(5, 3))
+    assert (meaning.in_dims, meaning.outputs) == ([0, None], {"output": 0})
+
+
+class InPairs(nn.Module):
+    def forward(self, x, y):
+        return (x + y.view(4, 2, -1)[: len(x)].sum(1)).softmax(1)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda: input_dims(Adds(), (t(4, 3), t(5, 3)), {}),
-            r"batch size differs between inputs: 4 in x \(4, 3\), 5 in y \(5, 3\), and the "
-            "model takes no other size of either; give in_dims",
+            lambda: checked(InPairs(), t(4, 3), t(8, 3)),
+            r"output, \(4, 3\) for 4 rows, depends on which other rows .*; or, if 2 rows of y "
+            r"belong together, give it as \(4, 2, 3\) to a module that calls the model with "
+            r"y.flatten\(0, 1\)$",
         ),
-        (
-            lambda: input_dims(Adds(), (t(4, 3), t(8, 3)), {}),
-            r"share; or, if 2 rows of y belong together, give it as \(4, 2, 3\) to a module that "
-            r"calls the model with y.flatten\(0, 1\)$",
-        ),
+        (lambda: dims(t(4), t(5), in_dims=0), r"the batch size differs .*: 4 in x \(4,\), 5 in y"),
         (lambda: dims(t(4), t(4), in_dims=(0,)), r"1 entries for 2 arguments \(x, y\)"),
         (lambda: dims(t(4), in_dims={"z": 0}), "names 'z', but the arguments are x"),
         (lambda: dims(t(4), in_dims=1), r"dimension 1 of x is the batch, but its shape is \(4,\)"),
@@ -112,6 +125,11 @@ def test_in_dims_say_otherwise():
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(BatchError, match=message):
         call()
+
+
+def test_what_the_model_itself_says_of_its_inputs_is_not_hidden():
+    with pytest.raises(RuntimeError, match=r"broadcast a dimension of length 5|size of tensor a"):
+        fxpipe.compile(Adds(), ["cpu"], chunks=2)(t(4, 3), t(5, 3))
 
 
 @dataclass
@@ -126,24 +144,21 @@ torch.export.register_dataclass(Pair)
 class Gives(nn.Module):
     def __init__(self, function):
         super().__init__()
+        self.linear = nn.Linear(6, 6)
         self.function = function
 
     def forward(self, x):
-        return self.function(x)
+        return self.function(self.linear(x))
 
 
-def found(function, out_dims=None, in_dim=0, rebuild=lambda output: output):
-    gm = fx.symbolic_trace(Gives(function))
-    return output_dims(gm, [torch.ones(4, 6)], [in_dim], out_dims, rebuild)
+def found(function, out_dims=None):
+    with fxpipe.compile(Gives(function), ["cpu"], chunks=2, out_dims=out_dims) as pipe:
+        pipe.prepare(torch.ones(4, 6))
+        return pipe._last()[0].out_dims
 
 
 def test_the_dimension_that_grows_with_the_batch_is_the_outputs():
     assert found(lambda x: (x, x.t(), x.flatten(), x[:, :, None])) == [0, 1, 0, 0]
-    assert found(lambda x: x.t(), in_dim=1) == [0]
-
-
-def test_scalars_are_averaged_and_numbers_must_agree():
-    assert found(lambda x: (x.mean(), x.size(1))) == [None, None]
 
 
 def test_a_node_that_gives_several_tensors_has_several_dimensions():
@@ -152,33 +167,27 @@ def test_a_node_that_gives_several_tensors_has_several_dimensions():
 
 def test_an_output_without_elements_is_given_as_it_is():
     """An empty cache, say."""
-    assert found(lambda x: (x, x.detach().flatten()[:0])) == [0, ANY]
+    assert found(lambda x: (x, x.detach().flatten()[:0])) == [0, "any"]
 
 
-def test_an_output_without_batch_needs_out_dims():
-    with pytest.raises(BatchError, match=r"output\[1\] has shape \(6,\) whatever the batch size"):
-        found(lambda x: [x, x.sum(0)])
-    assert found(lambda x: [x, x.sum(0)], out_dims=[0, None]) == [0, None]
-    assert found(lambda x: {"a": x, "b": x.sum(0)}, out_dims={"b": None}) == [0, None]
+def test_an_output_without_batch_is_a_mean_a_sum_or_refused():
+    assert found(lambda x: [x, x.sum(0), x.mean(0)]) == [0, "sum", None]
+    with pytest.raises(BatchError, match=r"output\[1\] has shape \(6,\) whatever .* give out_dims"):
+        found(lambda x: [x, x.amax(0)])
+    assert found(lambda x: [x, x.amax(0)], out_dims=[0, None]) == [0, None]
+    assert found(lambda x: {"a": x, "b": x.amax(0)}, out_dims={"b": None}) == [0, None]
 
 
 def test_out_dims_are_those_of_the_models_own_structure():
-    def rebuild(output):
-        return Pair(mean=output[1], rest=output[0])
-
-    assert found(lambda x: (x, x.sum(0)), out_dims=(None, 0), rebuild=rebuild) == [0, None]
+    assert found(lambda x: Pair(x.amax(0), x), out_dims=(None, 0)) == [(None, 0)]
 
 
 @pytest.mark.parametrize(
     ("function", "out_dims", "message"),
     [
-        (lambda x: x @ x.t(), None, r"dimensions \[0, 1\] of output, \(4, 4\), all depend"),
-        (
-            lambda x: x,
-            2,
-            r"out_dims says that dimension 2 of output is the batch, but",
-        ),
-        (lambda x: [x, x], [0], r"\[0\] does not fit output, a .*list of 0, 1"),
+        (lambda x: x @ x.t(), None, r"dimensions \[0, 1\] of output, \(5, 5\) for 5 rows, all"),
+        (lambda x: x * 1, 2, r"out_dims says that dimension 2 of output is the batch, but"),
+        (lambda x: [x, x * 1], [0], r"\[0\] does not fit output, a .*list of 0, 1"),
     ],
 )
 def test_impossible_outputs_are_refused(function, out_dims, message):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.meaning.batch import BatchError
+from fxpipe.meaning.errors import BatchError
 from tests.zoo import MLP
 
 X = torch.ones(6, 12)
@@ -90,10 +90,19 @@ def test_an_object_with_tensors_is_an_output_like_any_other(tracer):
         pipe(X)
 
 
-def test_a_number_that_depends_on_the_batch_is_refused():
+def test_the_number_of_rows_is_that_of_all_micro_batches():
     class Counts(MLP):
         def forward(self, x):
             return super().forward(x), x.shape[0]
 
-    with pytest.raises(BatchError, match=r"output\[1\] is 6 and depends on the batch size"):
-        fxpipe.compile(Counts(), TWO)(X)
+    with fxpipe.compile(Counts(), TWO, chunks=2) as pipe:
+        assert pipe(X)[1] == 6
+
+
+def test_a_number_that_depends_on_the_batch_is_refused():
+    class Roots(MLP):
+        def forward(self, x):
+            return super().forward(x), x.shape[0] ** 0.5
+
+    with pytest.raises(BatchError, match=r"output\[1\] is 2.23.* and depends on the batch size"):
+        fxpipe.compile(Roots(), TWO)(X)

@@ -1,0 +1,267 @@
+"""What micro-batching means for one kind of call of a model, and whether it is what the model
+means: the candidates, checked one after the other."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir.structure import Structure, leaves
+from fxpipe.meaning import messages
+from fxpipe.meaning.candidates import InDims, agree, candidates
+from fxpipe.meaning.check import Question, Trial, Verdict, check
+from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.said import INFER, Input, broadcast, named_inputs
+from fxpipe.meaning.sample import part
+from fxpipe.meaning.stilled import batch_norms, still
+from fxpipe.runtime.microbatch import Dim
+from fxpipe.trace import called, canonical, parameters_put_back, untouched
+
+
+@dataclass
+class Meaning:
+    """How a call is cut into micro-batches, and how their outputs are put together."""
+
+    in_dims: InDims
+    outputs: dict[str, Dim] = field(default_factory=dict)
+    """By the paths of the outputs; empty where the model could not be asked."""
+    notes: list[str] = field(default_factory=list)
+    """What there is to say of it in the report."""
+    one_row_only: bool = False
+    """The example has one row, and the model takes no more of them."""
+
+
+@dataclass
+class Asked:
+    """What the user has said of a call.
+
+    Args:
+        in_dims, out_dims, loss_weight: as for :func:`fxpipe.compile`.
+        check: True: what differs from the model is refused; "warn": it is warned of; False: it is
+            accepted.
+        sizes: of the micro-batches that a mini-batch of so many rows is cut into.
+    """
+
+    in_dims: Any = None
+    out_dims: Any = None
+    check: bool | str = True
+    loss_weight: Callable[..., Any] | Sequence[float] | None = None
+    sizes: Callable[[int], tuple[int, ...]] = lambda batch: ()
+
+
+_LAYOUTS = torch.strided, torch.sparse_coo
+"""Of tensors that can be cut; others are refused by whoever traces the model."""
+
+_FOUND: WeakKeyDictionary[nn.Module, dict[Any, InDims]] = WeakKeyDictionary()
+"""The dimensions that have been found for a model, by the names of the tensors."""
+
+
+def known_dims(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any = None
+) -> InDims | None:
+    """The batch dimension of each tensor among the inputs, if that has been found for a call like
+    this one, or if there is no choice."""
+    inputs = named_inputs(model, args, kwargs, in_dims)
+    found = _FOUND.get(model, {}).get(_key(inputs))
+    return found if found is not None and agree(inputs, found) else None
+
+
+def meaning_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
+) -> Meaning:
+    """How a call is cut into micro-batches, such that the parts, put together, are the whole.
+
+    Raises:
+        BatchError: if there is no such way, or what the user has said does not fit.
+        BatchWarning: (a warning) for numbers, such as losses, that depend on all rows.
+    """
+    inputs = named_inputs(model, args, kwargs, asked.in_dims)
+    ways = candidates(inputs)
+    before = _FOUND.get(model, {}).get(_key(inputs))
+    if before is not None and agree(inputs, before):
+        ways = [before, *(way for way in ways if way != before)]
+    batch = _batch(inputs, ways[0])
+    is_one = not batch or len(asked.sizes(8)) == 1  # one micro-batch, whatever it means
+    if is_one or any(each.tensor.layout not in _LAYOUTS for each in inputs):
+        return Meaning(ways[0])
+    asking = _Asking(model, args, kwargs, inputs, asked)
+    found = asking.best(ways)
+    _FOUND.setdefault(model, {})[_key(inputs)] = found.in_dims
+    return found
+
+
+def _key(inputs: Sequence[Input]) -> Any:
+    return tuple((each.name, each.tensor.ndim, each.said) for each in inputs)
+
+
+def _batch(inputs: Sequence[Input], dims: Sequence[int | None]) -> int | None:
+    pairs = zip(inputs, dims, strict=True)
+    return next((each.tensor.shape[dim] for each, dim in pairs if dim is not None), None)
+
+
+class _Asking:
+    """Asks a model about candidates."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Input],
+        asked: Asked,
+    ) -> None:
+        self.model, self.inputs, self.asked = model, inputs, asked
+        self.tensors, self.structure = Structure.of(canonical(model, args, kwargs))
+        self.stilled = model.training
+        self.with_gradients = False
+        self.drew = False
+        self.said: set[str] = set()  # outputs of which the user says what they are
+        self.random: set[str] = set()  # outputs that are others for other random numbers
+
+    def best(self, ways: Sequence[InDims]) -> Meaning:
+        """The first candidate with which all outputs are the model's; else the first with which
+        all are but for numbers that depend on all rows."""
+        verdicts: list[tuple[InDims, Verdict]] = []
+        for dims in ways:
+            verdict = self._verdict(dims)
+            if verdict.is_exact:
+                return self._meaning(dims, verdict, ways)
+            verdicts.append((dims, verdict))
+        for dims, verdict in verdicts:
+            if verdict.trial is not None and not verdict.is_wrong:
+                self._tell(verdict, dims)
+                return self._meaning(dims, verdict, ways)
+        return self._none(verdicts, ways)
+
+    def _none(self, verdicts: list[tuple[InDims, Verdict]], ways: Sequence[InDims]) -> Meaning:
+        """Where no candidate fits: refused, or taken with a warning, if the user wants that."""
+        tried = next((v for v in verdicts if v[1].trial is not None), None)
+        if tried is not None:
+            dims, verdict = tried
+            text = messages.wrong(verdict, self.inputs, dims)
+            if self.asked.check is True:
+                raise BatchError(text)
+            if self.asked.check == "warn":
+                warnings.warn(text, BatchWarning, stacklevel=2)
+            return self._meaning(dims, verdict, ways)
+        (dims, verdict), *_ = verdicts
+        batch = _batch(self.inputs, dims)
+        if not self._takes_the_example():  # what it raises, it raises where it is traced
+            return Meaning(dims)
+        sizes = messages.sizes(self.inputs)
+        if len(sizes) > 1 and self.asked.check:
+            raise BatchError(messages.several(sizes, self.inputs)) from verdict.failure
+        if not verdict.takes_parts and self.asked.check and batch != 1:
+            raise BatchError(messages.no_parts(verdict, self.inputs, dims)) from verdict.failure
+        note = "not checked: the model takes no other number of rows"
+        return Meaning(dims, notes=[note], one_row_only=batch == 1)
+
+    def _meaning(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> Meaning:
+        return Meaning(dims, verdict.outputs, list(self._notes(dims, verdict, ways)))
+
+    def _notes(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> list[str]:
+        notes = []
+        if dims != ways[0]:
+            notes.append(messages.other_dims(self.inputs, dims))
+        if any(t.is_meta for t in self.tensors):
+            notes.append('not checked: on the device "meta" nothing has values')
+        if self.random:
+            notes.append("not checked where it draws random numbers: of these there is no telling")
+        names = batch_norms(self.model)
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            notes.append(
+                f"batch statistics are those of each micro-batch ({names[0]}{more}): "
+                "deferred_batch_norm=True makes the running ones those of the mini-batch"
+            )
+        notes += [f"{problem.text}, for some rows only" for problem in verdict.slight]
+        notes += [problem.text for problem in verdict.problems]
+        return notes
+
+    def _tell(self, verdict: Verdict, dims: InDims) -> None:
+        if self.asked.check:
+            for problem in verdict.problems:
+                text = messages.across(problem, self.inputs, dims, self.asked.loss_weight)
+                warnings.warn(text, BatchWarning, stacklevel=2)
+
+    # ---------------------------------------------------------------------------- asking the model
+
+    def _takes_the_example(self) -> bool:
+        try:
+            self._run([tensor.detach().clone() for tensor in self.tensors])
+        except Exception:
+            return False
+        return True
+
+    def _verdict(self, dims: InDims) -> Verdict:
+        batch = _batch(self.inputs, dims) or 0
+        weigh = None if self.asked.loss_weight is None else self._weigh
+        if not agree(self.inputs, dims) or not batch:
+            return Verdict(takes_parts=True)
+        question = Question(self._run, self.tensors, dims, self.asked.sizes(batch), weigh)
+        self.drew = False
+        verdict = check(question, self._ignored)
+        if self.drew and not self.stilled:
+            self.stilled, self.drew = True, False
+            verdict = check(question, self._ignored)
+        if self.drew and not verdict.is_exact and verdict.trial is not None:
+            self.random = self._moving(verdict.trial)
+            verdict = check(question, self._ignored)
+        return verdict
+
+    def _ignored(self, path: str) -> bool:
+        """Whether nothing is asked of an output: the user has said what it is, or it is random."""
+        return path in self.said or path in self.random
+
+    def _moving(self, trial: Trial) -> set[str]:
+        """The outputs that are others for other random numbers."""
+        first, second = (
+            dict(leaves(self._run(part(trial.tensors, [None] * len(trial.tensors), 0, 0), seed)))
+            for seed in (1, 2)
+        )
+        return {
+            f"output{path}"
+            for path, value in first.items()
+            if isinstance(value, Tensor)
+            and not (path in second and torch.equal(value, second[path]))
+        }
+
+    def _run(self, tensors: list[Tensor], seed: int | None = None) -> Any:
+        args, kwargs = self.structure.fill(tensors)
+        try:
+            return self._output(args, kwargs, seed)
+        except Exception as error:
+            if self.with_gradients or "grad" not in str(error):
+                raise
+        self.with_gradients = True  # it computes gradients in its forward
+        return self._output(args, kwargs, seed)
+
+    def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> Any:
+        quiet = still(self.model) if self.stilled else nullcontext()
+        mode = torch.enable_grad() if self.with_gradients else torch.no_grad()
+        with untouched(self.model) as drew, parameters_put_back(self.model), mode:
+            if seed is not None:
+                torch.manual_seed(seed)
+                random.seed(seed)
+            with quiet:
+                output = called(self.model, args, kwargs)
+            self.drew = self.drew or (seed is None and drew())
+        if self.asked.out_dims is not None:
+            for path, _, dim in broadcast(self.asked.out_dims, output, "output"):
+                if dim is not INFER:
+                    self.said.add(path)
+        return output
+
+    def _weigh(self, tensors: list[Tensor]) -> float:
+        args, kwargs = self.structure.fill(tensors)
+        weight = self.asked.loss_weight
+        assert callable(weight)
+        return float(weight(*args, **kwargs))

@@ -1,0 +1,112 @@
+"""Candidates: which dimension of each input may be the batch's, the likeliest first.
+
+Nothing is decided here. The check (:mod:`fxpipe.meaning.check`) takes the first candidate with
+which the parts of a mini-batch, put together, are the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from fxpipe.meaning.errors import BatchError
+from fxpipe.meaning.said import INFER, Input
+
+InDims = list[int | None]
+
+MOST = 16  # candidates: each may cost a few runs of the model on a few rows
+
+
+def candidates(inputs: Sequence[Input]) -> list[InDims]:
+    """For each input its batch dimension, or None where all micro-batches share it.
+
+    In this order: first dimensions of one size; the same, but for one tensor, which is shared
+    although it happens to be as large; second dimensions (time-major data), with first ones where
+    a tensor has no such second dimension, or the other way round.
+
+    Raises:
+        BatchError: if what has been said of two inputs gives two batch sizes.
+    """
+    found: list[InDims] = []
+    for each in _all(inputs, _sizes_said(inputs)):
+        if each not in found:
+            found.append(each)
+    return list(islice(found, MOST))
+
+
+def agree(inputs: Sequence[Input], dims: Sequence[int | None]) -> bool:
+    """Whether all batch dimensions exist and are of one size."""
+    if any(d is not None and d >= i.tensor.ndim for i, d in zip(inputs, dims, strict=True)):
+        return False
+    pairs = zip(inputs, dims, strict=True)
+    return len({each.tensor.shape[dim] for each, dim in pairs if dim is not None}) <= 1
+
+
+def _sizes_said(inputs: Sequence[Input]) -> list[int]:
+    """The batch size, where a dimension has been said."""
+    rows: dict[int, Input] = {}
+    for each in inputs:
+        dim = None if each.said is INFER else each.dim
+        if dim is not None:
+            rows.setdefault(each.tensor.shape[dim], each)
+    if len(rows) > 1:
+        raise BatchError(different_sizes(rows))
+    return list(rows)
+
+
+def _all(inputs: Sequence[Input], said: list[int]) -> Iterator[InDims]:
+    free = [i for i, each in enumerate(inputs) if each.said is INFER]
+    first = said or _sizes(inputs, free, 0)
+    for size in first:
+        yield _along(inputs, size, (0,))
+    for size in first:
+        plain = _along(inputs, size, (0,))
+        split = [i for i in free if plain[i] is not None]
+        if len(split) + len(said) > 1:
+            yield from ([None if k == i else d for k, d in enumerate(plain)] for i in split)
+    for size in said or _sizes(inputs, free, 1):
+        for order in ((1, 0), (0, 1)):
+            dims = _along(inputs, size, order)
+            if any(dims[i] == 1 for i in free):
+                yield dims
+    if not first:
+        yield _along(inputs, 0, ())
+
+
+def _sizes(inputs: Sequence[Input], free: Sequence[int], dim: int) -> list[int]:
+    """The sizes of a dimension: one row may be for all, so a size of one comes last."""
+    shapes = [inputs[i].tensor.shape for i in free]
+    sizes = list(dict.fromkeys(shape[dim] for shape in shapes if len(shape) > dim))
+    return sorted(sizes, key=lambda size: size == 1)
+
+
+def _along(inputs: Sequence[Input], size: int, order: Sequence[int]) -> InDims:
+    """The first dimension of that size, in an order of dimensions, and what has been said."""
+    return [
+        next((d for d in order if d < each.tensor.ndim and each.tensor.shape[d] == size), None)
+        if each.said is INFER
+        else each.dim
+        for each in inputs
+    ]
+
+
+def different_sizes(rows: dict[int, Input], besides: str = "") -> str:
+    """The message for inputs of several batch sizes."""
+    (one, first), (two, second), *_ = rows.items()
+    return (
+        f"the batch size differs between inputs: {one} in {first}, {two} in {second}{besides}; "
+        "give in_dims, with the batch dimension of each input, or None for one that all "
+        f"micro-batches share{packed(rows)}"
+    )
+
+
+def packed(rows: dict[int, Input]) -> str:
+    """What to do if several rows of an input belong to each of another."""
+    (few, _), (many, packed) = sorted(list(rows.items())[:2], key=lambda item: item[0])
+    if not few or many % few:
+        return ""
+    shape = ", ".join(map(str, (few, many // few, *packed.tensor.shape[1:])))
+    return (
+        f"; or, if {many // few} rows of {packed.name} belong together, give it as ({shape}) to a "
+        f"module that calls the model with {packed.name}.flatten(0, 1)"
+    )

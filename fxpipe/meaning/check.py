@@ -1,0 +1,293 @@
+"""The check: a model on some rows at once, beside the same rows in parts, put together.
+
+::
+
+    example ── sampled: 5 rows ─┬─ model ─────────────────────────── whole ┐
+                                ├─ model on rows 0 to 2 ─┐                 ├─ alike?
+                                └─ model on rows 3 and 4 ┴─ put together ──┘
+
+Each tensor among the outputs is read in the way in which its parts make the whole: joined along a
+dimension, a mean, a sum, or the same for all. Since the parts are of uneven sizes, and the values
+others than the example's, no two of these look alike by chance; where they do, other rows are
+taken. Before anything is refused it has to fail for other rows too: a model that takes a decision
+(the largest of some scores, say) may take another one where rounding errors tip the balance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.ir.structure import leaves
+from fxpipe.meaning.compare import MEAN, Difference, Reading, growing, mean, reading
+from fxpipe.meaning.sample import GIVEN, LEVELS, part, sampled
+from fxpipe.runtime.microbatch import ANY, SUM, Dim
+
+SIZES = (3, 2), (4, 2)  # of the parts: some models take rows in pairs only
+TRIALS = 3
+SMALL = 0.05  # of the elements: what a decision among equals may move
+
+Weigh = Callable[[list[Tensor]], float]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be checked.
+
+    Args:
+        run: from tensors to the output, without history and without effect on the model.
+        tensors, dims: those of the example, and the batch dimension of each.
+        usual: the sizes of the micro-batches that the example would be cut into.
+        weigh: what a part counts for in a mean that is not one over rows.
+    """
+
+    run: Callable[[list[Tensor]], Any]
+    tensors: Sequence[Tensor]
+    dims: Sequence[int | None]
+    usual: tuple[int, ...] = ()
+    weigh: Weigh | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One sample, and what the model made of it."""
+
+    sizes: tuple[int, ...]
+    level: str
+    tensors: list[Tensor]
+    whole: dict[str, Any]
+    parts: list[dict[str, Any]]
+    weights: list[float] | None  # what the user says that the parts count for
+
+    def each(self, dims: Sequence[int | None]) -> list[list[Tensor]]:
+        """The parts of the sample."""
+        starts = [0, *accumulate(self.sizes)]
+        return [part(self.tensors, dims, a, n) for a, n in zip(starts, self.sizes, strict=False)]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An output of which the parts do not make the whole."""
+
+    path: str
+    text: str
+    """What differs, and by how much."""
+    is_scalar: bool = False
+    """A floating-point number: gradient accumulation makes the same of it."""
+    difference: Difference | None = None
+
+
+@dataclass
+class Verdict:
+    """What the check comes to."""
+
+    trial: Trial | None = None
+    outputs: dict[str, Dim] = field(default_factory=dict)
+    """How each output is put together, by its path."""
+    problems: list[Problem] = field(default_factory=list)
+    slight: list[Problem] = field(default_factory=list)
+    """What moved for some rows, or in a few elements only."""
+    failure: Exception | None = None
+    """What the model says of a part, or, if there are no parts, of the whole."""
+    takes_parts: bool = True
+    """False: what the model takes as a whole, it does not take in parts."""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the dimensions cannot be the batch's."""
+        return not self.takes_parts or any(not problem.is_scalar for problem in self.problems)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of the outputs are the model's."""
+        return self.trial is not None and not self.problems
+
+
+def check(question: Question, ignored: Callable[[str], bool] = lambda path: False) -> Verdict:
+    """Whether the parts of a mini-batch, put together, are the whole.
+
+    ``ignored``: of which outputs, by their paths, nothing is asked.
+    """
+    verdict = Verdict()
+    fits: dict[str, tuple[Dim, ...]] = {}
+    failed: dict[str, list[Problem]] = {}
+    trial: Trial | None = None
+    count = 0
+    for seed in range(TRIALS):
+        trial = _trial(question, seed, trial, verdict)
+        if trial is None:
+            break
+        verdict.trial, count = trial, count + 1
+        for path, found in _compared(trial):
+            if ignored(path):
+                fits[path] = _by_shape(trial, path)
+                continue
+            if isinstance(found, Problem):
+                failed.setdefault(path, []).append(found)
+                fits.setdefault(path, ())
+            else:
+                before = fits.get(path) or found
+                fits[path] = tuple(way for way in before if way in found) or found
+        if all(_is_clear(ways) for ways in fits.values()) and not failed:
+            break
+    for problems in failed.values():
+        share = max((p.difference.share for p in problems if p.difference), default=1.0)
+        often = len(problems) == count or (len(problems) > 1 and share >= SMALL)
+        (verdict.problems if often else verdict.slight).append(problems[0])
+    verdict.outputs = {path: _way(ways) for path, ways in fits.items() if ways}
+    return verdict
+
+
+def _by_shape(trial: Trial, path: str) -> tuple[Dim, ...]:
+    """How an output is put together of which the values say nothing."""
+    try:
+        rows = growing(trial.whole[path], [output[path] for output in trial.parts])
+        return () if rows is None else (rows,)
+    except Exception:  # of another shape each time, or no tensor
+        return ()
+
+
+def _is_clear(ways: tuple[Dim, ...]) -> bool:
+    """Whether there is one way, or ways that come to the same."""
+    return len(ways) < 2 or SUM not in ways
+
+
+def _way(ways: tuple[Dim, ...]) -> Dim:
+    """One of the ways that fit: of what is the same for all the mean is right, also in gradients,
+    and of whole numbers it is one that they are the same."""
+    return ways[0] if len(ways) == 1 and ways[0] != ANY else MEAN if ANY in ways else ways[0]
+
+
+def _trial(question: Question, seed: int, before: Trial | None, verdict: Verdict) -> Trial | None:
+    """Other rows, as far from the example as the model takes them."""
+    ways = _ways(question) if before is None else iter([(before.sizes, before.level)])
+    for sizes, level in ways:
+        tensors = sampled(question.tensors, question.dims, sum(sizes), level, seed)
+        trial = Trial(sizes, level, tensors, {}, [], None)
+        try:
+            whole = part(tensors, [None] * len(tensors), 0, 0)
+            trial.whole.update(leaves(question.run(whole), "output"))
+        except Exception as error:  # whatever the model says of these rows
+            verdict.failure = verdict.failure or error
+            continue
+        try:
+            pieces = trial.each(question.dims)
+            trial.parts.extend(dict(leaves(question.run(p), "output")) for p in pieces)
+            weights = None
+            if question.weigh is not None:
+                weights = [question.weigh(p) for p in trial.each(question.dims)]
+        except Exception as error:
+            verdict.failure, verdict.takes_parts = error, False
+            continue
+        if level != GIVEN and _is_empty(trial.whole) and before is None:
+            continue
+        verdict.failure, verdict.takes_parts = None, True
+        return Trial(sizes, level, tensors, trial.whole, trial.parts, weights)
+    return None
+
+
+def _ways(question: Question) -> Iterator[tuple[tuple[int, ...], str]]:
+    usual = [question.usual] if len(question.usual) > 1 else []
+    return ((sizes, level) for sizes in (*SIZES, *usual) for level in LEVELS)
+
+
+def _is_empty(output: dict[str, Any]) -> bool:
+    """Whether there is nothing but NaN in some output."""
+    return any(
+        isinstance(t, Tensor) and t.is_floating_point() and t.numel() and bool(t.isnan().all())
+        for t in output.values()
+    )
+
+
+def _compared(trial: Trial) -> Iterator[tuple[str, tuple[Dim, ...] | Problem]]:
+    for path, whole in trial.whole.items():
+        if not all(path in output for output in trial.parts):
+            yield path, Problem(path, f"{path} is there for some numbers of rows only")
+            continue
+        parts = [output[path] for output in trial.parts]
+        if isinstance(whole, Tensor):
+            yield path, _tensors(path, whole, parts, trial)
+        else:
+            yield path, _constants(path, whole, parts)
+    for output in trial.parts:
+        for path in output.keys() - trial.whole.keys():
+            yield path, Problem(path, f"{path} is there for some numbers of rows only")
+
+
+def _constants(path: str, whole: Any, parts: list[Any]) -> tuple[Dim, ...] | Problem:
+    try:
+        if all(bool(whole == each) for each in parts):
+            return (ANY,)
+    except Exception:  # a comparison of the user's own
+        return (ANY,)
+    is_number = isinstance(whole, int | float) and not isinstance(whole, bool)
+    if is_number and sum(parts) == whole:
+        return (SUM,)
+    # An object that is not equal to itself, such as a generator of the user's, says nothing.
+    if not isinstance(whole, (int, float, bool, str, tuple)):
+        return (ANY,)
+    return Problem(
+        path,
+        f"{path} is {whole!r} and depends on the batch size, so it would be that of a micro-batch: "
+        "return tensors, and make of them what they are part of outside of the model; or give "
+        "out_dims with None for it if it does not matter, or chunks=1",
+    )
+
+
+def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[Dim, ...] | Problem:
+    shape = tuple(whole.shape)
+    sizes = " and ".join(map(str, trial.sizes))
+    rows = sum(trial.sizes)
+    if not all(isinstance(each, Tensor) for each in parts):
+        return Problem(path, f"{path} is a tensor for some numbers of rows only")
+    if whole.layout.__str__() != "torch.strided":
+        return (0,) if whole.ndim else (MEAN,)
+    try:
+        found: Reading = reading(whole, parts, list(map(float, trial.sizes)), trial.weights)
+    except ValueError as error:
+        (differing,) = error.args
+        if len(differing) > 1:
+            return Problem(
+                path,
+                f"dimensions {differing} of {path}, {shape} for {rows} rows, all depend on the "
+                "batch size, and what a pipeline computes is that of each micro-batch by itself: "
+                "give out_dims with one of these dimensions for it, to join them along that, or "
+                "chunks=1",
+            )
+        others = ", ".join(str(tuple(each.shape)) for each in parts)
+        return Problem(
+            path,
+            f"{path} has shape {shape} for {rows} rows, and {others} for {sizes} of them, which "
+            "cannot be joined to that: the model puts rows together",
+        )
+    if found.dims:
+        return found.dims
+    apart = found.difference
+    if whole.ndim == 0 and whole.is_floating_point():
+        so, other = whole.item(), mean(parts, list(map(float, trial.sizes))).item()
+        return Problem(
+            path,
+            f"{path} is neither a mean over the rows nor a sum: it is {so:.4g} for {rows} rows of "
+            f"the example, slightly changed, and {other:.4g} as the mean of {sizes} of them",
+            is_scalar=True,
+            difference=apart,
+        )
+    if any(p.shape != whole.shape for p in parts):
+        return Problem(
+            path,
+            f"{path}, {shape} for {rows} rows, depends on which other rows there are: joined of "
+            f"{sizes} rows it differs by {apart}",
+            difference=apart,
+        )
+    return Problem(
+        path,
+        f"{path} has shape {shape} whatever the batch size, and is neither a mean over the rows, "
+        f"nor a sum, nor the same for all: the mean of {sizes} rows differs from it by {apart}; "
+        "give out_dims, with None for it to be averaged over the micro-batches, "
+        '"sum" for it to be added up, or the dimension along which they are joined',
+        difference=apart,
+    )

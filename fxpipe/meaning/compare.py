@@ -1,0 +1,137 @@
+"""The parts of an output, put together in one way or another, beside the whole."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpipe.runtime.microbatch import ANY, SUM, WEIGHTED, Dim
+
+MEAN = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two tensors are apart."""
+
+    largest: float
+    scale: float
+    share: float
+    """Of the elements: how many of them differ by more than rounding errors."""
+
+    def __bool__(self) -> bool:
+        return self.share > 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.largest:.2g} (of values up to {self.scale:.2g}, "
+            f"in {self.share:.0%} of its elements)"
+        )
+
+
+def tolerance(tensor: Tensor) -> float:
+    """What rounding errors come to, as a part of the largest value: kernels sum in another order
+    at another size."""
+    dtype = tensor.dtype
+    if torch.is_autocast_enabled(tensor.device.type):
+        dtype = torch.get_autocast_dtype(tensor.device.type)
+    eps = torch.finfo(dtype).eps
+    return float(max(16 * eps, 0.3 * eps**0.5))
+
+
+def difference(whole: Tensor, other: Tensor, scale: float = 0.0) -> Difference:
+    """How far a tensor is from the whole; ``scale``: a size that its values may have had before
+    they cancelled."""
+    if whole.shape != other.shape or whole.dtype != other.dtype:
+        return Difference(float("inf"), scale, 1.0)
+    if not whole.numel():
+        return Difference(0.0, 0.0, 0.0)
+    if not (whole.is_floating_point() or whole.is_complex()):
+        moved = whole != other
+        largest = (whole.double() - other.double()).abs().max().item()
+        return Difference(largest, whole.double().abs().max().item(), _share(moved))
+    same = (whole == other) | (whole.isnan() & other.isnan())
+    scale = max([scale, *(t.abs()[t.isfinite()].max().item() for t in (whole, other) if _any(t))])
+    apart = torch.where(same, torch.zeros_like(whole), whole - other).abs()
+    moved = ~same & ~(apart <= tolerance(whole) * scale)
+    return Difference(apart.max().item(), scale, _share(moved))
+
+
+def _any(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().any())
+
+
+def _share(moved: Tensor) -> float:
+    return moved.float().mean().item()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the parts of one output make the whole."""
+
+    dims: tuple[Dim, ...]
+    """The ways that fit: several only where the values do not tell them apart."""
+    difference: Difference | None = None
+    """From the likeliest way, if none fits."""
+
+
+def reading(
+    whole: Tensor,
+    parts: Sequence[Tensor],
+    sizes: Sequence[float],
+    weights: Sequence[float] | None = None,
+) -> Reading:
+    """The ways in which the parts of an output, of so many rows each, make the whole.
+
+    ``weights``: what the user says that each part counts for in a mean that is not one over rows.
+    Raises ValueError, with the dimensions that differ, if no way has the right shape.
+    """
+    rows = growing(whole, parts)
+    if whole.is_meta:
+        return Reading((MEAN if rows is None else rows,))
+    if rows is not None:
+        apart = difference(whole, torch.cat(list(parts), rows))
+        return Reading((), apart) if apart else Reading((rows,))
+    ways: dict[Dim, Difference] = {}
+    first = parts[0]
+    scale = max((_largest(p) for p in parts), default=0.0)
+    ways[ANY] = max((difference(whole, p) for p in parts), key=lambda d: d.share)
+    ways[SUM] = difference(whole, functools.reduce(operator.add, parts), scale)
+    if first.is_floating_point() or first.is_complex():
+        ways[MEAN] = difference(whole, mean(parts, sizes), scale)
+        if weights is not None:
+            ways[WEIGHTED] = difference(whole, mean(parts, weights), scale)
+    fitting = tuple(way for way, apart in ways.items() if not apart)
+    return Reading(fitting, None if fitting else ways.get(MEAN, ways[ANY]))
+
+
+def mean(parts: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The parts' mean, each with its weight."""
+    total = sum(weights)
+    return functools.reduce(
+        operator.add, (p * (w / total) for p, w in zip(parts, weights, strict=True))
+    )
+
+
+def growing(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
+    """The dimension along which the parts are the whole, by their shapes; None if all are alike."""
+    if any(p.ndim != whole.ndim for p in parts):
+        raise ValueError([])
+    differing = [d for d in range(whole.ndim) if any(p.shape[d] != whole.shape[d] for p in parts)]
+    if not differing:
+        return None
+    (dim, *others) = differing
+    if others or sum(p.shape[dim] for p in parts) != whole.shape[dim]:
+        raise ValueError(differing)
+    return dim
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0

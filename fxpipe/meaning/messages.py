@@ -1,0 +1,115 @@
+"""What is said where the parts of a mini-batch, put together, are not the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fxpipe.meaning.candidates import different_sizes, packed
+from fxpipe.meaning.check import Problem, Verdict
+from fxpipe.meaning.said import INFER, Input
+
+IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out by default
+
+
+def sizes(inputs: Sequence[Input]) -> dict[int, Input]:
+    """The sizes of the first dimensions of which nothing has been said."""
+    rows: dict[int, Input] = {}
+    for each in inputs:
+        if each.said is INFER and each.tensor.ndim and each.tensor.shape[0] != 1:
+            rows.setdefault(each.tensor.shape[0], each)
+    return rows
+
+
+def several(rows: dict[int, Input], inputs: Sequence[Input]) -> str:
+    """For inputs of several sizes, of none of which the model takes a part."""
+    lists = _lists(inputs)
+    besides = ", and the model takes no other size of either"
+    return different_sizes(rows, besides) + (f"; {lists}" if lists else "")
+
+
+def _lists(inputs: Sequence[Input]) -> str:
+    """What to do with lists that have one element for each row."""
+    name = next((i.name.split("[")[0] for i in inputs if "[" in i.name), "")
+    if not name:
+        return ""
+    return (
+        f"a list with one element for each row, as {name} may be, is not split: give one tensor, "
+        f"torch.stack({name}), to a module that calls the model with its unbind()"
+    )
+
+
+def split(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
+    """Which dimensions are split."""
+    said = [
+        f"{each.name} along dimension {dim}"
+        for each, dim in zip(inputs, dims, strict=True)
+        if dim is not None
+    ]
+    return ", ".join(said[:3]) + (f" and {len(said) - 3} more" if len(said) > 3 else "")
+
+
+def other_dims(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
+    """For the report: the batch is not the first dimension of all."""
+    shared = [each.name for each, d in zip(inputs, dims, strict=True) if d is None]
+    more = f"; all micro-batches share {', '.join(shared[:5])}" if shared else ""
+    return f"the batch is found by the check: {split(inputs, dims)}{more}"
+
+
+def wrong(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
+    """For an output that no way of cutting the inputs gives."""
+    problem = next(p for p in verdict.problems if not p.is_scalar)
+    if "out_dims" in problem.text:
+        return problem.text
+    lists = _lists(inputs)
+    return (
+        f"{problem.text}. That is with {split(inputs, dims)} cut into micro-batches, and no other "
+        "dimensions give the model's output either. If others are the batch's, give in_dims, with "
+        "None for what all micro-batches share; compute what puts rows together outside of the "
+        "model; or give chunks=1. A difference that does no harm is accepted with "
+        'check="warn"'
+        + (f"; {lists}" if lists else "")
+        + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
+    )
+
+
+def no_parts(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
+    """For a model that takes the batch, but no part of it."""
+    error = verdict.failure
+    first = str(error).strip().splitlines()[:1]
+    lists = _lists(inputs)
+    return (
+        f"the model does not take a part of the batch, cut {split(inputs, dims)}: "
+        f"{type(error).__name__}: {first[0] if first else ''}. Give in_dims, with the batch "
+        "dimension of each input, or None for one that all micro-batches share; or chunks=1"
+        + (f"; {lists}" if lists else "")
+    )
+
+
+def across(
+    problem: Problem, inputs: Sequence[Input], dims: Sequence[int | None], weight: Any
+) -> str:
+    """For a number that depends on all rows."""
+    masked = [
+        each.name
+        for each in inputs
+        if not each.tensor.is_floating_point()
+        and not each.tensor.is_meta
+        and each.tensor.dtype.is_signed
+        and bool((each.tensor == IGNORED).any())
+    ]
+    remedy = "give loss_weight=, what each micro-batch counts for"
+    if weight is not None:
+        remedy = "loss_weight, as given, does not make it so: correct that"
+    elif masked:
+        name = masked[0]
+        remedy = (
+            f"{name} has {IGNORED} in it, which is left out: give loss_weight=, a function of the "
+            f"model's arguments, such as lambda **inputs: (inputs[{name!r}] != {IGNORED}).sum() "
+            "(of a causal language model without the first column)"
+        )
+    return (
+        f"{problem.text}, which is what a pipeline gives, as gradient accumulation does. To have "
+        f"the model's own, {remedy}, or compute it outside of the model, of the whole output of "
+        "the pipeline"
+    )

@@ -1,0 +1,104 @@
+"""The outputs of a graph: which way of putting micro-batches together goes with which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.ir.graph import ALIAS, LARGER, RANDOM, VALUE
+from fxpipe.meaning.errors import BatchError
+from fxpipe.meaning.said import INFER, Slot, from_the_front, say
+from fxpipe.runtime.microbatch import ANY, SUM, WEIGHTED, Dim, Dims
+from passes.to_stages.rows import values_with
+
+
+def output_dims(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    in_dims: Sequence[int | None],
+    out_dims: Any,
+    rebuild: Callable[[Any], Any],
+    found: Mapping[str, Dim],
+) -> list[Dims]:
+    """For each node that a graph returns, how every tensor in its value is put together.
+
+    Args:
+        out_dims: what the user says, a prefix of what ``rebuild`` makes of the graph's output, the
+            model's own structure.
+        found: what the check has come to, by the paths of the model's outputs.
+
+    Raises:
+        BatchError: for a dimension that does not exist, or an output that nothing is known of.
+    """
+    output = gm.graph.output_node()
+    nodes = output.all_input_nodes
+    if all(VALUE in node.meta for node in nodes):  # pass "alias" has run it
+        values = {node: node.meta[VALUE] for node in nodes}
+    else:
+        env = values_with(gm, inputs, in_dims, 0)
+        values = {node: env[node] for node in nodes}
+    slots = {node: pytree.tree_map(lambda leaf: Slot(), values[node]) for node in nodes}
+    structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))
+    say(INFER if out_dims is None else out_dims, structure, "output")
+    varying = _varying(gm.graph, in_dims)
+    result: list[Dims] = []
+    paths: set[str] = set()
+    for node in nodes:
+        own = pytree.tree_leaves(slots[node])
+        paths.update(slot.path for slot in own)
+        leaves = zip(own, pytree.tree_leaves(values[node]), _larger(node, len(own)), strict=True)
+        dims = tuple(
+            ANY if node not in varying and slot.said is INFER else _dim(slot, value, larger, found)
+            for slot, value, larger in leaves
+        )
+        result.append(dims[0] if len(dims) == 1 else dims)
+    for path, dim in found.items():
+        if dim == SUM and path not in paths:
+            raise BatchError(
+                f"{path} is a number that depends on the batch size, and is no result of the "
+                "graph: return it as a tensor, or give chunks=1"
+            )
+    return result
+
+
+def _larger(node: fx.Node, count: int) -> list[Any]:
+    """The leaves of a node's value with more rows, if that is known (pass "rows")."""
+    leaves = pytree.tree_leaves(node.meta.get(LARGER))
+    return leaves if len(leaves) == count else [None] * count
+
+
+def _varying(graph: fx.Graph, in_dims: Sequence[int | None]) -> set[fx.Node]:
+    """The nodes whose values may differ between micro-batches; others come of what is shared."""
+    dims = iter(in_dims)
+    varying: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_batch = node.op == "placeholder" and next(dims) is not None
+        may_change = node.op == "call_module" or RANDOM in node.meta or ALIAS in node.meta
+        if is_batch or may_change or not varying.isdisjoint(node.all_input_nodes):
+            varying.add(node)
+    return varying
+
+
+def _dim(slot: Slot, value: Any, larger: Any, found: Mapping[str, Dim]) -> Dim:
+    if not isinstance(value, Tensor):
+        if any(isinstance(each, Tensor) for each in getattr(value, "__dict__", {}).values()):
+            raise BatchError(
+                f"{slot.path} is a {type(value).__name__}, whose tensors cannot be seen: make it "
+                "known with torch.export.register_dataclass or as a pytree node"
+            )
+        return None if slot.said is not INFER else found.get(slot.path)
+    if slot.said in (SUM, WEIGHTED):
+        return str(slot.said)
+    if slot.said is not INFER:
+        return from_the_front("out_dims", slot.said, slot.path, value.shape)
+    if slot.path in found:
+        dim = found[slot.path]
+        return ANY if dim is None and not value.numel() else dim
+    if isinstance(larger, Tensor) and larger.ndim == value.ndim:
+        shapes = zip(value.shape, larger.shape, strict=True)
+        differing = [d for d, (one, other) in enumerate(shapes) if one != other]
+        return differing[0] if len(differing) == 1 else None
+    return None

@@ -1,0 +1,130 @@
+"""What the user said: ``in_dims`` and ``out_dims`` are prefixes of the trees of the arguments and
+of the output, as for ``torch.func.vmap``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxpipe.ir.structure import Structure, children
+from fxpipe.meaning.errors import BatchError
+from fxpipe.runtime.microbatch import SUM, WEIGHTED
+from fxpipe.trace import bound_arguments
+
+INFER = object()
+"""In place of a dimension: nothing has been said."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor among the inputs, and what has been said of its batch dimension."""
+
+    name: str
+    tensor: Tensor
+    said: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} {tuple(self.tensor.shape)}"
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that has been said, counted from the front."""
+        return from_the_front("in_dims", self.said, self.name, self.tensor.shape)
+
+
+class Slot:
+    """The place of a tensor in the inputs or outputs."""
+
+    path: str = "an output"
+    said: Any = INFER
+
+
+def named_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any
+) -> list[Input]:
+    """The tensors among the inputs, in the order of pytree leaves, and what ``in_dims`` says.
+
+    Raises:
+        BatchError: if ``in_dims`` does not fit the arguments.
+    """
+    arguments = bound_arguments(model, args, kwargs).arguments
+    inputs = []
+    for name, value in arguments.items():
+        said = _of_argument(in_dims, list(arguments), name)
+        tensors, structure = Structure.of(value)
+        slots = [Slot() for _ in tensors]
+        say(said, structure.fill(slots), name)
+        inputs += [Input(s.path, t, s.said) for t, s in zip(tensors, slots, strict=True)]
+    return inputs
+
+
+def from_the_front(what: str, dim: Any, name: str, shape: Sequence[int]) -> int | None:
+    """What ``in_dims`` or ``out_dims`` says of a tensor, counted from the front."""
+    if dim is None:
+        return None
+    if not isinstance(dim, int):
+        raise BatchError(
+            f"{what} says {dim!r} for {name}, which is a tensor: give the dimension that is the "
+            "batch, or None"
+        )
+    if not -len(shape) <= dim < len(shape):
+        raise BatchError(
+            f"{what} says that dimension {dim} of {name} is the batch, but its shape is "
+            f"{tuple(shape)}"
+        )
+    return dim % len(shape)
+
+
+def _of_argument(in_dims: Any, names: Sequence[str], name: str) -> Any:
+    if in_dims is None:
+        return INFER
+    if isinstance(in_dims, int):
+        return in_dims
+    if isinstance(in_dims, Mapping):
+        unknown = set(in_dims) - set(names)
+        if unknown:
+            raise BatchError(
+                f"in_dims names {sorted(unknown)[0]!r}, but the arguments are {', '.join(names)}"
+            )
+        return in_dims.get(name, INFER)
+    if not isinstance(in_dims, tuple | list):
+        raise BatchError(
+            f"in_dims is {in_dims!r}: give a dimension for all arguments, a tuple with one for "
+            "each, or a dict from their names"
+        )
+    if len(in_dims) != len(names):
+        raise BatchError(
+            f"in_dims has {len(in_dims)} entries for {len(names)} arguments ({', '.join(names)})"
+        )
+    return in_dims[names.index(name)]
+
+
+def broadcast(dims: Any, value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Every leaf of a value with its path, and the dimension that a prefix of its tree says."""
+    parts = None if isinstance(value, Slot) else children(value)
+    if parts is None:
+        yield path, value, dims
+        return
+    for key, part in parts.items():
+        below = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
+        if dims is None or dims is INFER or dims in (SUM, WEIGHTED) or isinstance(dims, int):
+            yield from broadcast(dims, part, below)
+        elif isinstance(dims, Mapping) and dims.keys() <= parts.keys():
+            yield from broadcast(dims.get(key, INFER), part, below)
+        elif isinstance(dims, tuple | list) and isinstance(key, int) and len(dims) == len(parts):
+            yield from broadcast(dims[key], part, below)
+        else:
+            raise BatchError(
+                f"{dims!r} does not fit {path or 'the value'}, a {type(value).__name__} of "
+                f"{', '.join(map(str, parts))}"
+            )
+
+
+def say(dims: Any, value: Any, path: str) -> None:
+    """Tell each slot within a value where it is, and what a prefix of the value's tree says."""
+    for where, slot, dim in broadcast(dims, value, path):
+        if isinstance(slot, Slot):
+            slot.path, slot.said = where, dim
