@@ -198,8 +198,9 @@ def _ways(question: Question) -> Iterator[tuple[tuple[int, ...], str]]:
 def _is_empty(output: dict[str, Any]) -> bool:
     """Whether there is nothing but NaN in some output."""
     return any(
-        isinstance(t, Tensor) and t.is_floating_point() and t.numel() and bool(t.isnan().all())
+        t.is_floating_point() and t.numel() and not t.is_meta and bool(t.isnan().all())
         for t in output.values()
+        if isinstance(t, Tensor)
     )
 
 

@@ -100,10 +100,12 @@ def reading(
         return Reading((), apart) if apart else Reading((rows,))
     ways: dict[Dim, Difference] = {}
     first = parts[0]
-    scale = max((_largest(p) for p in parts), default=0.0)
     ways[ANY] = max((difference(whole, p) for p in parts), key=lambda d: d.share)
-    ways[SUM] = difference(whole, functools.reduce(operator.add, parts), scale)
-    if first.is_floating_point() or first.is_complex():
+    is_exact = not (first.is_floating_point() or first.is_complex())
+    scale = 0.0 if is_exact else max(_largest(p) for p in parts)
+    if first.dtype != torch.bool:
+        ways[SUM] = difference(whole, functools.reduce(operator.add, parts), scale)
+    if not is_exact:
         ways[MEAN] = difference(whole, mean(parts, sizes), scale)
         if weights is not None:
             ways[WEIGHTED] = difference(whole, mean(parts, weights), scale)

@@ -286,7 +286,8 @@ def test_quantised_layers_have_packed_ones():
         model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).eval()
         model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
         x = torch.randn(6, 4)
-        with fxpipe.compile(model, ["cpu"] * 3, chunks=2) as pipe:
+        # Activations are quantised by the largest value of all rows.
+        with fxpipe.compile(model, ["cpu"] * 3, chunks=2, check=False) as pipe:
             assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(2)]))
     finally:
         torch.backends.quantized.engine = before
