@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.ir.structure import leaves
@@ -171,6 +172,8 @@ def _trial(question: Question, seed: int, before: Trial | None, verdict: Verdict
         try:
             whole = part(tensors, [None] * len(tensors), 0, 0)
             trial.whole.update(leaves(question.run(whole), "output"))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # whatever the model says of these rows
             verdict.failure = verdict.failure or error
             continue
@@ -180,6 +183,8 @@ def _trial(question: Question, seed: int, before: Trial | None, verdict: Verdict
             weights = None
             if question.weigh is not None:
                 weights = [question.weigh(p) for p in trial.each(question.dims)]
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             verdict.failure, verdict.takes_parts = error, False
             continue
