@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.compiler.loss import LossFunction, LossWeight
+from fxpipe.compiler.loss import LossFunction
 from fxpipe.compiler.options import Options
 from fxpipe.inspect.dump import dump_of
 from fxpipe.pipeline import Pipeline
@@ -34,7 +34,6 @@ def compile(
     schedule: str | Schedule = "gpipe",
     stages: int | None = None,
     loss_fn: LossFunction | None = None,
-    loss_weight: LossWeight | None = None,
     in_dims: Any = None,
     out_dims: Any = None,
     deferred_batch_norm: bool = False,
@@ -114,7 +113,6 @@ def compile(
         schedule,
         stages,
         loss_fn=loss_fn,
-        loss_weight=loss_weight,
         check=check,
         chunks=chunks,
         partition=partition,

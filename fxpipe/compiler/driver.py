@@ -177,9 +177,7 @@ class Compiler:
         """How the call is cut into micro-batches: checked against the model."""
         report_progress("check")
         options = self.options
-        asked = Asked(
-            options.in_dims, options.out_dims, options.check, options.loss_weight, options.sizes
-        )
+        asked = Asked(options.in_dims, options.out_dims, options.check, options.sizes)
         tensors, _ = Structure.of((args, kwargs))
         with self._where_it_runs(tensors):
             return meaning_of(self.model, args, kwargs, asked)

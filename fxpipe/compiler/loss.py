@@ -14,7 +14,6 @@ from fxpipe.ir.structure import Structure
 from fxpipe.runtime.random import alone
 
 LossFunction = Callable[[Any, Any], Tensor]
-LossWeight = Callable[..., Any] | Sequence[float]
 
 
 class Loss(nn.Module):

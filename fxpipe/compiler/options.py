@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.compiler.loss import LossFunction, LossWeight
+from fxpipe.compiler.loss import LossFunction
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.counts import count
 from fxpipe.planning.estimates import estimated_costs
@@ -46,7 +46,6 @@ class Options:
     passes: Chain
     costs: Costs = "analytic"
     check: bool | str = True
-    loss_weight: LossWeight | None = None
     observer: Observer | None = None
 
     @staticmethod

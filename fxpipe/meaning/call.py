@@ -44,7 +44,7 @@ class Asked:
     """What the user has said of a call.
 
     Args:
-        in_dims, out_dims, loss_weight: as for :func:`fxpipe.compile`.
+        in_dims, out_dims: as for :func:`fxpipe.compile`.
         check: True: what differs from the model is refused; "warn": it is warned of; False: it is
             accepted.
         sizes: of the micro-batches that a mini-batch of so many rows is cut into.
@@ -53,7 +53,6 @@ class Asked:
     in_dims: Any = None
     out_dims: Any = None
     check: bool | str = True
-    loss_weight: Callable[..., Any] | Sequence[float] | None = None
     sizes: Callable[[int], tuple[int, ...]] = lambda batch: ()
 
 
@@ -127,23 +126,23 @@ class _Asking:
         self.random: set[str] = set()  # outputs that are others for other random numbers
 
     def best(self, ways: Sequence[InDims]) -> Meaning:
-        """The first candidate with which all outputs are the model's; else the first with which
-        all are but for numbers that depend on all rows."""
+        """The first candidate with which all outputs are the model's; else the likeliest, if all
+        are but for numbers that depend on all rows: these say nothing of other candidates."""
         verdicts: list[tuple[InDims, Verdict]] = []
         for dims in ways:
-            verdict = self._verdict(dims)
+            verdict = self._verdict(dims, is_likely=dims == ways[0])
             if verdict.is_exact:
                 return self._meaning(dims, verdict, ways)
             verdicts.append((dims, verdict))
-        for dims, verdict in verdicts:
-            if verdict.trial is not None and not verdict.is_wrong:
-                self._tell(verdict, dims)
-                return self._meaning(dims, verdict, ways)
+        dims, verdict = verdicts[0]
+        if verdict.trial is not None and not verdict.is_wrong:
+            self._tell(verdict)
+            return self._meaning(dims, verdict, ways)
         return self._none(verdicts, ways)
 
     def _none(self, verdicts: list[tuple[InDims, Verdict]], ways: Sequence[InDims]) -> Meaning:
         """Where no candidate fits: refused, or taken with a warning, if the user wants that."""
-        tried = next((v for v in verdicts if v[1].trial is not None), None)
+        tried = next((v for v in verdicts if v[1].trial is not None and v[1].is_wrong), None)
         if tried is not None:
             dims, verdict = tried
             text = messages.wrong(verdict, self.inputs, dims)
@@ -186,10 +185,10 @@ class _Asking:
         notes += [problem.text for problem in verdict.problems]
         return notes
 
-    def _tell(self, verdict: Verdict, dims: InDims) -> None:
+    def _tell(self, verdict: Verdict) -> None:
         if self.asked.check:
             for problem in verdict.problems:
-                text = messages.across(problem, self.inputs, dims, self.asked.loss_weight)
+                text = messages.across(problem, self.inputs)
                 warnings.warn(text, BatchWarning, stacklevel=2)
 
     # ---------------------------------------------------------------------------- asking the model
@@ -201,20 +200,19 @@ class _Asking:
             return False
         return True
 
-    def _verdict(self, dims: InDims) -> Verdict:
+    def _verdict(self, dims: InDims, is_likely: bool) -> Verdict:
         batch = _batch(self.inputs, dims) or 0
-        weigh = None if self.asked.loss_weight is None else self._weigh
         if not agree(self.inputs, dims) or not batch:
             return Verdict(takes_parts=True)
-        question = Question(self._run, self.tensors, dims, self.asked.sizes(batch), weigh)
+        question = Question(self._run, self.tensors, dims, self.asked.sizes(batch))
         self.drew = False
-        verdict = check(question, self._ignored)
+        verdict = check(question, self._ignored, is_likely=is_likely)
         if self.drew and not self.stilled:
             self.stilled, self.drew = True, False
-            verdict = check(question, self._ignored)
+            verdict = check(question, self._ignored, is_likely=is_likely)
         if self.drew and not verdict.is_exact and verdict.trial is not None:
             self.random = self._moving(verdict.trial)
-            verdict = check(question, self._ignored)
+            verdict = check(question, self._ignored, is_likely=is_likely)
         return verdict
 
     def _ignored(self, path: str) -> bool:
@@ -259,9 +257,3 @@ class _Asking:
                 if dim is not INFER:
                     self.said.add(path)
         return output
-
-    def _weigh(self, tensors: list[Tensor]) -> float:
-        args, kwargs = self.structure.fill(tensors)
-        weight = self.asked.loss_weight
-        assert callable(weight)
-        return float(weight(*args, **kwargs))

@@ -30,9 +30,8 @@ from fxpipe.runtime.microbatch import ANY, SUM, Dim
 
 SIZES = (3, 2), (4, 2)  # of the parts: some models take rows in pairs only
 TRIALS = 3
-SMALL = 0.05  # of the elements: what a decision among equals may move
-
-Weigh = Callable[[list[Tensor]], float]
+SMALL = 0.05  # of the elements: what a decision among equals may move ...
+LARGE = 0.5  # ... and what it may not
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,12 @@ class Question:
         run: from tensors to the output, without history and without effect on the model.
         tensors, dims: those of the example, and the batch dimension of each.
         usual: the sizes of the micro-batches that the example would be cut into.
-        weigh: what a part counts for in a mean that is not one over rows.
     """
 
     run: Callable[[list[Tensor]], Any]
     tensors: Sequence[Tensor]
     dims: Sequence[int | None]
     usual: tuple[int, ...] = ()
-    weigh: Weigh | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,6 @@ class Trial:
     tensors: list[Tensor]
     whole: dict[str, Any]
     parts: list[dict[str, Any]]
-    weights: list[float] | None  # what the user says that the parts count for
 
     def each(self, dims: Sequence[int | None]) -> list[list[Tensor]]:
         """The parts of the sample."""
@@ -108,10 +104,14 @@ class Verdict:
         return self.trial is not None and not self.problems
 
 
-def check(question: Question, ignored: Callable[[str], bool] = lambda path: False) -> Verdict:
+def check(
+    question: Question, ignored: Callable[[str], bool] = lambda path: False, *, is_likely: bool
+) -> Verdict:
     """Whether the parts of a mini-batch, put together, are the whole.
 
-    ``ignored``: of which outputs, by their paths, nothing is asked.
+    Args:
+        ignored: of which outputs, by their paths, nothing is asked.
+        is_likely: one sample is enough; of what is unlikely, chance is to be ruled out.
     """
     verdict = Verdict()
     fits: dict[str, tuple[Dim, ...]] = {}
@@ -133,11 +133,13 @@ def check(question: Question, ignored: Callable[[str], bool] = lambda path: Fals
             else:
                 before = fits.get(path) or found
                 fits[path] = tuple(way for way in before if way in found) or found
-        if all(_is_clear(ways) for ways in fits.values()) and not failed:
+        clear = all(_is_clear(ways) for ways in fits.values()) and not failed
+        if clear and is_likely and not _goes_by_values(trial):
             break
     for problems in failed.values():
         share = max((p.difference.share for p in problems if p.difference), default=1.0)
-        often = len(problems) == count or (len(problems) > 1 and share >= SMALL)
+        is_large = share > LARGE and not problems[0].is_scalar
+        often = len(problems) == count or (len(problems) > 1 and share >= SMALL) or is_large
         (verdict.problems if often else verdict.slight).append(problems[0])
     verdict.outputs = {path: _way(ways) for path, ways in fits.items() if ways}
     return verdict
@@ -150,6 +152,20 @@ def _by_shape(trial: Trial, path: str) -> tuple[Dim, ...]:
         return () if rows is None else (rows,)
     except Exception:  # of another shape each time, or no tensor
         return ()
+
+
+def _goes_by_values(trial: Trial) -> bool:
+    """Whether some output has a size that does not follow from the number of rows: that it was the
+    same for the whole and the parts may be chance."""
+    rows = sum(trial.sizes)
+    for path, whole in trial.whole.items():
+        dim = next(iter(_by_shape(trial, path)), None)
+        if isinstance(dim, int) and any(
+            output[path].shape[dim] * rows != whole.shape[dim] * size
+            for size, output in zip(trial.sizes, trial.parts, strict=True)
+        ):
+            return True
+    return False
 
 
 def _is_clear(ways: tuple[Dim, ...]) -> bool:
@@ -168,7 +184,7 @@ def _trial(question: Question, seed: int, before: Trial | None, verdict: Verdict
     ways = _ways(question) if before is None else iter([(before.sizes, before.level)])
     for sizes, level in ways:
         tensors = sampled(question.tensors, question.dims, sum(sizes), level, seed)
-        trial = Trial(sizes, level, tensors, {}, [], None)
+        trial = Trial(sizes, level, tensors, {}, [])
         try:
             whole = part(tensors, [None] * len(tensors), 0, 0)
             trial.whole.update(leaves(question.run(whole), "output"))
@@ -180,9 +196,6 @@ def _trial(question: Question, seed: int, before: Trial | None, verdict: Verdict
         try:
             pieces = trial.each(question.dims)
             trial.parts.extend(dict(leaves(question.run(p), "output")) for p in pieces)
-            weights = None
-            if question.weigh is not None:
-                weights = [question.weigh(p) for p in trial.each(question.dims)]
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -191,7 +204,7 @@ def _trial(question: Question, seed: int, before: Trial | None, verdict: Verdict
         if level != GIVEN and _is_empty(trial.whole) and before is None:
             continue
         verdict.failure, verdict.takes_parts = None, True
-        return Trial(sizes, level, tensors, trial.whole, trial.parts, weights)
+        return trial
     return None
 
 
@@ -253,7 +266,7 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
     if whole.layout.__str__() != "torch.strided":
         return (0,) if whole.ndim else (MEAN,)
     try:
-        found: Reading = reading(whole, parts, list(map(float, trial.sizes)), trial.weights)
+        found: Reading = reading(whole, parts, trial.sizes)
     except ValueError as error:
         (differing,) = error.args
         if len(differing) > 1:
@@ -274,7 +287,7 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
         return found.dims
     apart = found.difference
     if whole.ndim == 0 and whole.is_floating_point():
-        so, other = whole.item(), mean(parts, list(map(float, trial.sizes))).item()
+        so, other = whole.item(), mean(parts, trial.sizes).item()
         return Problem(
             path,
             f"{path} is neither a mean over the rows nor a sum: it is {so:.4g} for {rows} rows of "

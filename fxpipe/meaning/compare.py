@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.runtime.microbatch import ANY, SUM, WEIGHTED, Dim
+from fxpipe.runtime.microbatch import ANY, SUM, Dim
 
 MEAN = None
 
@@ -85,11 +85,9 @@ def reading(
     whole: Tensor,
     parts: Sequence[Tensor],
     sizes: Sequence[float],
-    weights: Sequence[float] | None = None,
 ) -> Reading:
     """The ways in which the parts of an output, of so many rows each, make the whole.
 
-    ``weights``: what the user says that each part counts for in a mean that is not one over rows.
     Raises ValueError, with the dimensions that differ, if no way has the right shape.
     """
     rows = growing(whole, parts)
@@ -107,8 +105,6 @@ def reading(
         ways[SUM] = difference(whole, functools.reduce(operator.add, parts), scale)
     if not is_exact:
         ways[MEAN] = difference(whole, mean(parts, sizes), scale)
-        if weights is not None:
-            ways[WEIGHTED] = difference(whole, mean(parts, weights), scale)
     fitting = tuple(way for way, apart in ways.items() if not apart)
     return Reading(fitting, None if fitting else ways.get(MEAN, ways[ANY]))
 

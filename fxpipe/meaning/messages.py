@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from fxpipe.meaning.candidates import different_sizes, packed
 from fxpipe.meaning.check import Problem, Verdict
@@ -59,8 +58,6 @@ def other_dims(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
 def wrong(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
     """For an output that no way of cutting the inputs gives."""
     problem = next(p for p in verdict.problems if not p.is_scalar)
-    if "out_dims" in problem.text:
-        return problem.text
     lists = _lists(inputs)
     return (
         f"{problem.text}. That is with {split(inputs, dims)} cut into micro-batches, and no other "
@@ -86,9 +83,7 @@ def no_parts(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | Non
     )
 
 
-def across(
-    problem: Problem, inputs: Sequence[Input], dims: Sequence[int | None], weight: Any
-) -> str:
+def across(problem: Problem, inputs: Sequence[Input]) -> str:
     """For a number that depends on all rows."""
     masked = [
         each.name
@@ -98,18 +93,14 @@ def across(
         and each.tensor.dtype.is_signed
         and bool((each.tensor == IGNORED).any())
     ]
-    remedy = "give loss_weight=, what each micro-batch counts for"
-    if weight is not None:
-        remedy = "loss_weight, as given, does not make it so: correct that"
-    elif masked:
-        name = masked[0]
-        remedy = (
-            f"{name} has {IGNORED} in it, which is left out: give loss_weight=, a function of the "
-            f"model's arguments, such as lambda **inputs: (inputs[{name!r}] != {IGNORED}).sum() "
-            "(of a causal language model without the first column)"
+    why = ""
+    if masked:
+        why = (
+            f" Labels of {IGNORED} in {masked[0]} are left out, so that micro-batches with few "
+            "others count for too much."
         )
     return (
-        f"{problem.text}, which is what a pipeline gives, as gradient accumulation does. To have "
-        f"the model's own, {remedy}, or compute it outside of the model, of the whole output of "
-        "the pipeline"
+        f"{problem.text}, which is what a pipeline gives, as gradient accumulation does.{why} To "
+        "have the model's own, compute it outside of the model, of the whole output of the "
+        "pipeline, or give chunks=1"
     )

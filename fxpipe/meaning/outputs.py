@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.graph import ALIAS, LARGER, RANDOM, VALUE
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.said import INFER, Slot, from_the_front, say
-from fxpipe.runtime.microbatch import ANY, SUM, WEIGHTED, Dim, Dims
+from fxpipe.runtime.microbatch import ANY, SUM, Dim, Dims
 from passes.to_stages.rows import values_with
 
 
@@ -90,8 +90,8 @@ def _dim(slot: Slot, value: Any, larger: Any, found: Mapping[str, Dim]) -> Dim:
                 "known with torch.export.register_dataclass or as a pytree node"
             )
         return None if slot.said is not INFER else found.get(slot.path)
-    if slot.said in (SUM, WEIGHTED):
-        return str(slot.said)
+    if slot.said == SUM:
+        return SUM
     if slot.said is not INFER:
         return from_the_front("out_dims", slot.said, slot.path, value.shape)
     if slot.path in found:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir.structure import Structure, children
 from fxpipe.meaning.errors import BatchError
-from fxpipe.runtime.microbatch import SUM, WEIGHTED
+from fxpipe.runtime.microbatch import SUM
 from fxpipe.trace import bound_arguments
 
 INFER = object()
@@ -110,7 +110,7 @@ def broadcast(dims: Any, value: Any, path: str = "") -> Iterator[tuple[str, Any,
         return
     for key, part in parts.items():
         below = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
-        if dims is None or dims is INFER or dims in (SUM, WEIGHTED) or isinstance(dims, int):
+        if dims is None or dims is INFER or dims == SUM or isinstance(dims, int):
             yield from broadcast(dims, part, below)
         elif isinstance(dims, Mapping) and dims.keys() <= parts.keys():
             yield from broadcast(dims.get(key, INFER), part, below)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.ir._torch import BatchNorm, TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ def batch_norms(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.training
+        if isinstance(module, BatchNorm) and module.training
     ]
 
 
@@ -35,7 +35,7 @@ def still(model: nn.Module) -> Iterator[None]:
     Attributes that it sets on modules are put back by ``fxpipe.trace.untouched`` around it.
     """
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.training:
+        if isinstance(module, BatchNorm) and module.training:
             if module.running_mean is None:
                 vars(module)["forward"] = _identity
             else:

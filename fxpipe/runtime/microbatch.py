@@ -19,9 +19,6 @@ ANY = "any"
 SUM = "sum"
 """In place of a dimension: a sum over rows, of which the mini-batch's is the sum of all."""
 
-WEIGHTED = "weighted"
-"""In place of a dimension: a mean, in which each micro-batch counts for what the user says."""
-
 Dim = int | None | str
 Dims = Dim | tuple[Dim, ...]
 
