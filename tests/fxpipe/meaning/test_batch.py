@@ -154,7 +154,7 @@ class Gives(nn.Module):
 def found(function, out_dims=None):
     with fxpipe.compile(Gives(function), ["cpu"], chunks=2, out_dims=out_dims) as pipe:
         pipe.prepare(torch.ones(4, 6))
-        return pipe._last()[0].out_dims
+        return pipe._runner.last()[0].out_dims
 
 
 def test_the_dimension_that_grows_with_the_batch_is_the_outputs():
