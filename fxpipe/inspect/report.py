@@ -35,6 +35,7 @@ class Report:
         devices, costs, placement: one for each stage; a placement is a lane.
         was_chosen: the number of micro-batches was not the user's.
         step: the predicted training step for a number of micro-batches; None if it cannot run.
+        notes: what the check of the micro-batches' meaning has to say.
         rows_given: of the mini-batch; None if that is not known.
         refused_sizes: of micro-batches, which the model does not take.
     """
@@ -48,6 +49,7 @@ class Report:
     placement: Sequence[int]
     step: Callable[[int], Timeline | None]
     rows_given: int | None = None
+    notes: Sequence[str] = ()
     refused_sizes: Collection[int] = ()
 
     columns = (
@@ -109,6 +111,7 @@ class Report:
             )
         if GAP in self.model_graph.meta:
             lines.append(optimality(self.model_graph.meta[GAP]))
+        lines += [f"meaning: {note}" for note in self.notes]
         lines += [f"skip {hop}" for hop in self.layout.skips]
         lines += [f"brought {hop}" for hop in self.layout.brought]
         lines += [

@@ -204,6 +204,7 @@ class Views:
             placement=self._options.placement,
             step=self._predicted,
             rows_given=None if example is None else example.batch,
+            notes=mode.notes,
         )
 
     # --------------------------------------------------------------------------------- predictions

@@ -525,5 +525,11 @@ def test_each_is_right_or_said(name):
             )
 
 
+def test_the_report_says_which_dimension_has_been_found():
+    make, inputs, _ = CASES["time-major encoder"]
+    with fxpipe.compile(make(), ["cpu"] * 2, chunks=2, example_inputs=inputs()) as pipe:
+        assert "the batch is found by the check: src along dimension 1" in str(pipe.report())
+
+
 def test_there_are_sixty_of_them():
     assert len(CASES) >= 60
