@@ -81,7 +81,7 @@ def batches(photos: list[Tensor], count: int, size: int, seed: int) -> list[tupl
 
 
 @dataclass
-class Result:
+class DemoResult:
     """One training run."""
 
     before: float
@@ -97,7 +97,7 @@ def train(
     devices: tuple[torch.device, torch.device],
     progress: Progress,
     title: str,
-) -> Result:
+) -> DemoResult:
     """Adam on the mean squared error. ``devices``: where inputs go, and where outputs come out."""
     source, target = devices
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -119,7 +119,7 @@ def train(
     seconds = time.perf_counter() - start
     with torch.no_grad():
         after = loss_of(test).item()
-    return Result(before, after, losses, seconds)
+    return DemoResult(before, after, losses, seconds)
 
 
 def run(out: Path, steps: int, console: Console) -> None:

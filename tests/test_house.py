@@ -121,3 +121,12 @@ def test_strings_do_not_name_them_elsewhere_either(trees):
 )
 def test_such_a_use_would_be_noticed(code, name):
     assert [found for _, found in private_uses(ast.parse(code), set())] == [name]
+
+
+def test_no_two_classes_have_one_name(trees):
+    homes: dict[str, list[str]] = {}
+    for path, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not is_private(node.name):
+                homes.setdefault(node.name, []).append(str(path))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}

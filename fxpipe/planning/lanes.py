@@ -36,11 +36,11 @@ from passes.cost.analytic import relative_time
 from passes.partition.cut.bounds import gap, lower_bound
 from passes.partition.cut.dag import Floats, prices
 from passes.partition.partition import Partition, Spec
-from passes.partition.problem import Problem, machine, problem
+from passes.partition.problem import CutProblem, machine, problem
 
 
 @dataclass(frozen=True)
-class Lanes:
+class PlannedLanes:
     """What stages run on, and in which order. ``specs``: of the lanes."""
 
     specs: tuple[DeviceSpec, ...]
@@ -128,7 +128,7 @@ class Lanes:
         return live(named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)).stages
 
     def _held(
-        self, found: Problem, stage: Sequence[int], devices: Sequence[DeviceSpec]
+        self, found: CutProblem, stage: Sequence[int], devices: Sequence[DeviceSpec]
     ) -> tuple[Floats, Floats, Floats]:
         """Bytes of each stage: those that are there all the time, and what it saves, and what it
         receives, of a mini-batch."""
@@ -142,7 +142,7 @@ class Lanes:
 
     def _played(
         self,
-        found: Problem,
+        found: CutProblem,
         stage: Sequence[int],
         devices: Sequence[DeviceSpec],
         layout: SkipLayout,
@@ -184,7 +184,7 @@ class Lanes:
         return search()
 
     def _costs(
-        self, found: Problem, stage: Sequence[int], devices: Sequence[DeviceSpec]
+        self, found: CutProblem, stage: Sequence[int], devices: Sequence[DeviceSpec]
     ) -> list[StageCost]:
         """What a micro-batch costs at each stage. Half a backward is for the inputs, as in a matrix
         product; where a stage is recomputed for it, it is not divided."""
@@ -199,7 +199,7 @@ class Lanes:
         again = recomputed(self.checkpoint, self.chunks)
         return [StageCost(f, b + again * f) for f, b in zip(forward, backward, strict=True)]
 
-    def _edges(self, found: Problem, layout: SkipLayout) -> tuple[list[Edge], list[Edge]]:
+    def _edges(self, found: CutProblem, layout: SkipLayout) -> tuple[list[Edge], list[Edge]]:
         """What travels from stage to stage, and the gradients back: for one micro-batch; once."""
         nodes = found.work[0].graph.nodes
         values = {str(node.target) if node.op == "get_attr" else node.name: node for node in nodes}

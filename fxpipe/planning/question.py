@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.progress import report_progress
-from fxpipe.planning.lanes import Lanes
+from fxpipe.planning.lanes import PlannedLanes
 from fxpipe.planning.result import Plan
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
@@ -51,7 +51,7 @@ def sketch(
 
 
 @dataclass(frozen=True)
-class Prices:
+class CostedModel:
     """The model graph, with what its nodes cost for a number of micro-batches."""
 
     model: nn.Module
@@ -79,7 +79,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 class Question:
     """All that a plan depends on."""
 
-    prices: Prices
+    prices: CostedModel
     partition: Spec
     specs: tuple[DeviceSpec, ...]
     schedule: str | Schedule
@@ -88,9 +88,9 @@ class Question:
     checkpoint: str
 
     @cached_property
-    def _lanes(self) -> Lanes:
+    def _lanes(self) -> PlannedLanes:
         placement = placement_of(self.schedule, len(self.specs), self.stages)
-        return Lanes(self.specs, placement, self.schedule, self.chunks, self.checkpoint)
+        return PlannedLanes(self.specs, placement, self.schedule, self.chunks, self.checkpoint)
 
     @property
     def _several(self) -> int:

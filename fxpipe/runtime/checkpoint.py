@@ -72,7 +72,7 @@ class _Stop(BaseException):
 
 
 @dataclass(frozen=True)
-class Options:
+class CheckpointOptions:
     """How a function is checkpointed; the meaning is that of :func:`checkpoint`'s arguments.
 
     Raises:
@@ -236,7 +236,11 @@ class _Frame:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], to: Options
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        to: CheckpointOptions,
     ) -> None:
         self.fn = fn
         self.early_stop = to.stops_early
@@ -515,7 +519,7 @@ class Handle:
 
 
 def checkpointed(
-    fn: Callable[..., Any], /, *args: Any, options: Options | None = None, **kwargs: Any
+    fn: Callable[..., Any], /, *args: Any, options: CheckpointOptions | None = None, **kwargs: Any
 ) -> tuple[Any, Handle | None]:
     """:func:`checkpoint`, and the handle for :func:`recompute` (None for a plain call)."""
     around = _repetition()
@@ -524,7 +528,7 @@ def checkpointed(
     is_plain = not torch.is_grad_enabled() or transforms() or is_forward_mode()
     if is_plain or is_traced((*args, *kwargs.values())):
         return fn(*args, **kwargs), None
-    frame = _Frame(fn, args, kwargs, options or Options())
+    frame = _Frame(fn, args, kwargs, options or CheckpointOptions())
     return frame.run(args, kwargs), Handle(frame)
 
 
@@ -579,7 +583,7 @@ def checkpoint(
             **contexts,
             **kwargs,
         )
-    options = Options(
+    options = CheckpointOptions(
         preserve_rng_state, early_stop, context_fn, determinism_check, debug, writes_again
     )
     return checkpointed(fn, *args, options=options, **kwargs)[0]

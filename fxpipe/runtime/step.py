@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.ir._torch import gradient_hooks, pytree
 from fxpipe.ir.hooks import all_are_watched
-from fxpipe.runtime.checkpoint import Handle, Options, checkpointed
+from fxpipe.runtime.checkpoint import CheckpointOptions, Handle, checkpointed
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.penalty import Penalty, homes_of, leaves_of, penalties
@@ -180,7 +180,7 @@ def forward(
 
     def run_checkpointed(*args: Any) -> tuple[Any, ...]:
         with _recorded_by(None):  # its graph may never be gone through
-            seeded = Options(preserve_rng_state=False)  # what draws is given a seed
+            seeded = CheckpointOptions(preserve_rng_state=False)  # what draws is given a seed
             own, tape.handle = checkpointed(stage.forward, *args, options=seeded)
         return results(own, args)
 

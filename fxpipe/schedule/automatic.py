@@ -19,7 +19,7 @@ from fxpipe.schedule.catalogue import NAMES, named
 from fxpipe.schedule.exact import shorter
 from fxpipe.schedule.halves import joined, joined_at
 from fxpipe.schedule.listing import list_schedule, rules
-from fxpipe.schedule.problem import SLACK, Problem
+from fxpipe.schedule.problem import SLACK, SchedulingProblem
 from fxpipe.schedule.schedule import Needs, Schedule
 from fxpipe.schedule.simulator import Links, Memory, StageCost, World, play
 from fxpipe.schedule.timeline import Timeline
@@ -147,7 +147,7 @@ def _checked(placement: Sequence[int], stages: int, lanes: int) -> tuple[int, ..
 
 def _problem(
     world: World, lanes: int, microbatches: int, memory: Memory | None, max_bytes: Bound | None
-) -> Problem:
+) -> SchedulingProblem:
     stages = len(world.placement)
     if memory is None:
         if max_bytes is not None:
@@ -155,17 +155,19 @@ def _problem(
                 "max_bytes needs memory=Memory(activations=...): what each stage keeps"
             )
         ones, no_bound = (1.0,) * stages, (float("inf"),) * lanes
-        return Problem(world, lanes, microbatches, ones, no_bound, 0.0)
+        return SchedulingProblem(world, lanes, microbatches, ones, no_bound, 0.0)
     sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
     bounds = spread(
         float("inf") if max_bytes is None else max_bytes, lanes, "max_bytes of each lane"
     )
     fixed = spread(memory.fixed, lanes, "fixed memory of each lane")
     room = tuple(bound - held for bound, held in zip(bounds, fixed, strict=True))
-    return Problem(world, lanes, microbatches, tuple(sizes), room, memory.released_by_input)
+    return SchedulingProblem(
+        world, lanes, microbatches, tuple(sizes), room, memory.released_by_input
+    )
 
 
-def _value(problem: Problem, found: Found) -> tuple[float, ...]:
+def _value(problem: SchedulingProblem, found: Found) -> tuple[float, ...]:
     return *_key(found.timeline), sum(problem.kept(found.schedule))
 
 
@@ -174,7 +176,7 @@ def _key(timeline: Timeline) -> tuple[float, float]:
     return _rounded(timeline.makespan), _rounded(sum(timeline.own_spans))
 
 
-def _ideal(problem: Problem) -> tuple[float, float]:
+def _ideal(problem: SchedulingProblem) -> tuple[float, float]:
     """No key is smaller: as short as can be, and no lane idles between its actions."""
     return _rounded(problem.bound), _rounded(sum(problem.work))
 
@@ -186,7 +188,7 @@ def _rounded(seconds: float) -> float:
 class _Search:
     """The search with one placement. It knows the best so far."""
 
-    def __init__(self, problem: Problem, memory: Memory | None, effort: int) -> None:
+    def __init__(self, problem: SchedulingProblem, memory: Memory | None, effort: int) -> None:
         self.problem, self.memory, self.effort = problem, memory, effort
         self.best: tuple[Schedule, Timeline] | None = None
         self.value: tuple[float, ...] = ()

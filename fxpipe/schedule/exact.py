@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fxpipe.schedule.actions import Action, Kind
-from fxpipe.schedule.problem import SLACK, Problem
+from fxpipe.schedule.problem import SLACK, SchedulingProblem
 from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.validator import growth
 
 _T = TypeVar("_T")
 
 
-def shorter(problem: Problem, than: float, nodes: int) -> tuple[Schedule | None, bool]:
+def shorter(problem: SchedulingProblem, than: float, nodes: int) -> tuple[Schedule | None, bool]:
     """The shortest schedule, if there is one shorter than this; and whether all were looked
     through.
 
@@ -53,7 +53,7 @@ class _State:
     off: frozenset[int] = frozenset()
 
 
-def _beginning(problem: Problem) -> _State:
+def _beginning(problem: SchedulingProblem) -> _State:
     lanes, stages = problem.lanes, len(problem.world.placement)
     zeros, nothing = (0.0,) * lanes, ((),) * stages
     return _State(((),) * lanes, zeros, zeros, nothing, nothing, nothing)
@@ -71,7 +71,7 @@ class _Option:
 
 
 class _Search:
-    def __init__(self, problem: Problem, than: float, nodes: int) -> None:
+    def __init__(self, problem: SchedulingProblem, than: float, nodes: int) -> None:
         self.problem, self.world, self.best, self.nodes = problem, problem.world, than, nodes
         self.found: Schedule | None = None
         self._seen: dict[object, list[tuple[float, ...]]] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from fxpipe.schedule.actions import Action, Kind
-from fxpipe.schedule.problem import SLACK, Problem
+from fxpipe.schedule.problem import SLACK, SchedulingProblem
 from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.simulator import Run
 from fxpipe.schedule.validator import growth
@@ -34,7 +34,7 @@ class Rule:
     halves: bool
 
 
-def rules(problem: Problem) -> Iterator[Rule]:
+def rules(problem: SchedulingProblem) -> Iterator[Rule]:
     """The rules worth trying: those that keep least first, all the room there is last."""
     several = any(len(own) > 1 for own in problem.own)
     costs = problem.world.costs
@@ -50,7 +50,7 @@ def rules(problem: Problem) -> Iterator[Rule]:
         yield Rule(room, forward, deep, patience, halved)
 
 
-def _rooms(problem: Problem) -> list[tuple[float, ...]]:
+def _rooms(problem: SchedulingProblem) -> list[tuple[float, ...]]:
     whole = [sum(problem.sizes[stage] for stage in own) for own in problem.own]
     lanes = range(problem.lanes)
     found = []
@@ -65,7 +65,7 @@ def _rooms(problem: Problem) -> list[tuple[float, ...]]:
     return list(dict.fromkeys(found))
 
 
-def list_schedule(problem: Problem, rule: Rule) -> Schedule:
+def list_schedule(problem: SchedulingProblem, rule: Rule) -> Schedule:
     """The schedule that the rule makes."""
     lister = _Lister(problem, rule)
     run = Run(problem.world, problem.lanes, problem.microbatches, lister.choose)
@@ -81,7 +81,7 @@ def list_schedule(problem: Problem, rule: Rule) -> Schedule:
 class _Lister:
     """How far each stage is, and what each lane keeps."""
 
-    def __init__(self, problem: Problem, rule: Rule) -> None:
+    def __init__(self, problem: SchedulingProblem, rule: Rule) -> None:
         self.problem, self.rule = problem, rule
         stages = len(problem.world.placement)
         self.forwards = [0] * stages

@@ -15,7 +15,7 @@ SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True)
-class Problem:
+class SchedulingProblem:
     """Stages on lanes, and how much each lane may keep.
 
     Attributes:

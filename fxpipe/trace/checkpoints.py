@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.ir.graph import WHOLE
 from fxpipe.runtime import checkpoint
-from fxpipe.runtime.checkpoint import Options
+from fxpipe.runtime.checkpoint import CheckpointOptions
 from fxpipe.runtime.regions import Region, Settings
 from fxpipe.trace.patches import patched
 
@@ -120,11 +120,11 @@ def noted(graph: Callable[[], fx.Graph | None]) -> Iterator[Calls]:
 
     def ours(original: Any) -> Any:
         def checkpointed(
-            function: Any, *args: Any, options: Options | None = None, **kwargs: Any
+            function: Any, *args: Any, options: CheckpointOptions | None = None, **kwargs: Any
         ) -> Any:
             if calls.graph() is None:
                 return original(function, *args, options=options, **kwargs)
-            options = options or Options()
+            options = options or CheckpointOptions()
             settings = Settings(
                 options.preserve_rng_state, options.early_stop, writes_again=options.writes_again
             )

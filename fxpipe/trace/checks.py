@@ -15,7 +15,7 @@ from fxpipe.ir.errors import TraceError
 from fxpipe.ir.structure import is_opened, leaves
 from fxpipe.runtime.regions import Region
 from fxpipe.trace.errors import Refused, first_line, suppressed
-from fxpipe.trace.example import Example, Result, Traced
+from fxpipe.trace.example import Effects, Example, Traced
 from fxpipe.trace.isolation import parameters_put_back, untouched
 
 ON_THE_EXAMPLE = "on the example"
@@ -28,7 +28,7 @@ class Reference:
     """What the model does at one batch size."""
 
     tensors: list[Tensor]
-    result: Result
+    result: Effects
     where: str
     rows: int | None  # None: those of the example
 

@@ -222,7 +222,7 @@ class Example:
         recorded: bool = False,
         backward: bool = False,
         watched: bool = False,
-    ) -> Result:
+    ) -> Effects:
         """What the model, or its graph, does with these tensors; without effect on the model.
 
         A run that is ``recorded`` has a history for a backward; with ``backward`` that is run too.
@@ -258,7 +258,7 @@ class Example:
                 while nodes:
                     nodes.pop()
         where = {name: write.where for name, write in written.items()}
-        return Result(output, buffers, where, history, gradients)
+        return Effects(output, buffers, where, history, gradients)
 
     def _gradients(self, results: Sequence[Any]) -> list[Tensor]:
         """The parameters' gradients, zero where there is none, of some scalar of the outputs."""
@@ -283,7 +283,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Result:
+class Effects:
     """What a forward pass leaves behind, and what a backward pass gives, if there was one."""
 
     output: Any

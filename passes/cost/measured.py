@@ -96,7 +96,7 @@ class MeasuredCost:
             for _ in progress.track(range(1 + ROUNDS), description="measuring"):
                 if rounds and time.perf_counter() > end:
                     break
-                stopwatch = _Stopwatch(gm, device)
+                stopwatch = _TimingInterpreter(gm, device)
                 stopwatch.run(*self.inputs)
                 rounds.append(stopwatch.finish())
         return rounds[1:] or rounds
@@ -106,7 +106,7 @@ _Seconds = tuple[float, float]  # forward and backward
 
 
 @dataclass
-class _Tape:
+class _TimedForward:
     """A node's forward, and what its backward needs."""
 
     node: fx.Node
@@ -115,13 +115,13 @@ class _Tape:
     inputs: list[Tensor]
 
 
-class _Stopwatch(fx.Interpreter):
+class _TimingInterpreter(fx.Interpreter):
     """Runs the graph once, and then each node's backward, last first; all values are detached."""
 
     def __init__(self, gm: fx.GraphModule, device: torch.device | None) -> None:
         super().__init__(gm)
         self.device = device
-        self.tapes: list[_Tape] = []
+        self.tapes: list[_TimedForward] = []
         self.moved: dict[str, Tensor] = {}  # of the module that is next
 
     def run_node(self, n: fx.Node) -> Any:
@@ -143,7 +143,7 @@ class _Stopwatch(fx.Interpreter):
         wanted = list({id(t): t for t in (*leaves, *parameters)}.values())
         if NO_BACKWARD in n.meta:
             given = []
-        self.tapes.append(_Tape(n, ahead, given, wanted))
+        self.tapes.append(_TimedForward(n, ahead, given, wanted))
         return pytree.tree_map_only(Tensor, lambda t: t.detach(), result)
 
     def finish(self) -> dict[fx.Node, _Seconds]:
@@ -154,7 +154,7 @@ class _Stopwatch(fx.Interpreter):
             seconds[tape.node] = tape.forward_s, self._backward(tape)
         return seconds
 
-    def _backward(self, tape: _Tape) -> float:
+    def _backward(self, tape: _TimedForward) -> float:
         if not tape.outputs or not tape.inputs:
             return 0.0
         gradients = [torch.ones_like(t) for t in tape.outputs]

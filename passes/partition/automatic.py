@@ -26,7 +26,7 @@ from passes.partition.cut.dag import Machine, prices
 from passes.partition.cut.search import EQUAL
 from passes.partition.cut.solve import Cut, solve, solve_in_order, tightest
 from passes.partition.pieces import heaviest
-from passes.partition.problem import OBJECTIVES, PartitionError, Problem, problem
+from passes.partition.problem import OBJECTIVES, CutProblem, PartitionError, problem
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def automatic(
     spec: Auto,
     devices: Sequence[DeviceSpec] | None = None,
     again: float = 0.0,
-) -> tuple[Problem, Cut]:
+) -> tuple[CutProblem, Cut]:
     """The best cut of a model graph with costs into the machine's stages.
 
     ``again`` is the part of the forward that is recomputed. Raises :class:`PartitionError` where
@@ -122,7 +122,7 @@ def posed(
     spec: Auto,
     devices: Sequence[DeviceSpec] | None,
     again: float,
-) -> tuple[Problem, Machine, dict[int, int]]:
+) -> tuple[CutProblem, Machine, dict[int, int]]:
     """The problem to solve: a DAG of the nodes, the machine, and the stages of pinned nodes."""
     work = list(stage_nodes(graph))
     groups = [[node for name in names for node in named(work, name)] for names in spec.together]
@@ -147,7 +147,7 @@ def posed(
 
 
 def _easier(
-    found: Problem, target: Machine, slack: float, pins: Mapping[int, int], best: Cut
+    found: CutProblem, target: Machine, slack: float, pins: Mapping[int, int], best: Cut
 ) -> Cut:
     """The cut that is contiguous in the program, if it is as good."""
     limit = max(best.bound * (1 + slack), best.prices.slowest) * (1 + EQUAL)
@@ -161,7 +161,7 @@ def _easier(
 
 
 def _pins(
-    found: Problem, work: Sequence[fx.Node], names: Mapping[str, int], stages: int
+    found: CutProblem, work: Sequence[fx.Node], names: Mapping[str, int], stages: int
 ) -> dict[int, int]:
     position = {node: i for i, node in enumerate(work)}
     told: dict[fx.Node, str] = {}
@@ -181,7 +181,7 @@ def _pins(
     return {unit: names[name] for unit, name in pins.items()}
 
 
-def shortage(found: Problem, target: Machine, pins: Mapping[int, int]) -> str:
+def shortage(found: CutProblem, target: Machine, pins: Mapping[int, int]) -> str:
     """Which devices have too little memory, cut so that the fullest is least full.
 
     Raises :class:`PartitionError` if there is no cut at all.

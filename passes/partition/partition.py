@@ -24,7 +24,7 @@ from passes.partition.automatic import Auto, DoesNotFit, automatic, posed, short
 from passes.partition.by_name import labels_of_mapping, labels_of_starts
 from passes.partition.cut.dag import Machine
 from passes.partition.cut.solve import Cut, can_fit
-from passes.partition.problem import PartitionError, Problem, machine
+from passes.partition.problem import CutProblem, PartitionError, machine
 from passes.partition.ways import Change, ways_out
 
 __all__ = ["Partition", "PartitionError", "Spec"]
@@ -104,7 +104,7 @@ class Partition:
             gm.meta[GAP] = cut.gap
         return found.labels(cut.stage)
 
-    def solved(self, graph: fx.Graph, spec: Auto) -> tuple[Problem, Cut]:
+    def solved(self, graph: fx.Graph, spec: Auto) -> tuple[CutProblem, Cut]:
         """The automatic cut of a model graph with costs."""
         return automatic(graph, self._machine, spec, self.devices, self._again)
 

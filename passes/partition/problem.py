@@ -53,7 +53,7 @@ class PartitionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class CutProblem:
     """A model graph as a DAG of what may be in different stages.
 
     ``home`` says which node of ``dag`` each node of ``whole`` (and of ``work``) belongs to.
@@ -77,7 +77,7 @@ def problem(
     groups: Iterable[Sequence[fx.Node]] = (),
     recomputed: float = 0.0,
     in_order: bool = False,
-) -> Problem:
+) -> CutProblem:
     """The DAG of a model graph with costs.
 
     Args:
@@ -116,7 +116,7 @@ def problem(
         for group in (*together(work), *_at_first_users(work), *groups)
     ]
     dag, home = contracted(whole, grouped(len(work), joined))
-    return Problem(work, whole, dag, home)
+    return CutProblem(work, whole, dag, home)
 
 
 def machine(

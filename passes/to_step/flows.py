@@ -44,7 +44,7 @@ class Flow:
 
 
 @dataclass
-class Stage:
+class StageCall:
     """A stage, by the nodes of the stage graph that are its call, its results and its arguments."""
 
     call: fx.Node
@@ -108,7 +108,7 @@ class Flows:
         hops |= {(stage, last) for stage in range(last) if stage not in leading}
         return sorted({(a, min(b, last)) for a, b in hops if a != last})
 
-    def foreign(self, stage: Stage) -> tuple[str, ...]:
+    def foreign(self, stage: StageCall) -> tuple[str, ...]:
         """The names of those parameters of a stage that live in another stage."""
         own = {id(parameter) for parameter in stage.owned}
         others = {id(parameter) for other in self.stages for parameter in other.owned} - own
@@ -122,7 +122,7 @@ def is_differentiable(value: fx.Node) -> bool:
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
 
 
-def _stage(gm: fx.GraphModule, call: fx.Node) -> Stage:
+def _stage(gm: fx.GraphModule, call: fx.Node) -> StageCall:
     items = [user for user in call.users if user.target is operator.getitem]
     items.sort(key=lambda item: item.args[1])  # type: ignore[arg-type, return-value]
-    return Stage(call, attribute(gm, str(call.target)), items or [call])
+    return StageCall(call, attribute(gm, str(call.target)), items or [call])

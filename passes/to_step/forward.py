@@ -15,7 +15,7 @@ from fxpipe import ops
 from fxpipe.ir.graph import ACTION
 from fxpipe.schedule import Action
 from passes.to_step.draft import Draft
-from passes.to_step.flows import Stage
+from passes.to_step.flows import StageCall
 
 
 def write_forward(draft: Draft, at: Action) -> None:
@@ -45,7 +45,7 @@ def write_forward(draft: Draft, at: Action) -> None:
         draft.traffic.leave(values, target, at)
 
 
-def _module(draft: Draft, stage: Stage, at: Action) -> fx.Node:
+def _module(draft: Draft, stage: StageCall, at: Action) -> fx.Node:
     """The stage's module, as one that defers the gradients of its parameters where the schedule
     wants these later."""
     path = str(stage.call.target)

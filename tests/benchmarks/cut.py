@@ -25,7 +25,7 @@ from passes.cost.measured import MeasuredCost
 from passes.partition.automatic import Auto, automatic
 from passes.partition.cut.dag import Dag, Machine, prices
 from passes.partition.cut.solve import solve_in_order
-from passes.partition.problem import Problem, problem
+from passes.partition.problem import CutProblem, problem
 from tests.benchmarks.nets import AmoebaNet, DenseNet, UNet, resnet, vgg16
 from tests.benchmarks.timing import show
 
@@ -108,7 +108,7 @@ MODELS: dict[str, Callable[[], Call]] = {
 }
 
 
-def measured(make: Callable[[], Call]) -> Problem:
+def measured(make: Callable[[], Call]) -> CutProblem:
     model, args, kwargs = make()
     dims = meaning_of(model, args, kwargs, Asked()).in_dims
     gm, values = sketch(model, args, kwargs, dims, "auto")
@@ -123,7 +123,7 @@ def balanced_by_torchgpipe(dag: Dag, stages: int) -> list[int]:
     return [sum(i >= end for end in ends[:-1]) for i in range(dag.size)]
 
 
-def balanced_by_parameters(found: Problem, stages: int) -> tuple[int, ...]:
+def balanced_by_parameters(found: CutProblem, stages: int) -> tuple[int, ...]:
     by_parameters = problem(found.work[0].graph, "params").dag
     stage = solve_in_order(by_parameters, Machine(stages))
     assert stage is not None

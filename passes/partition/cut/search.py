@@ -29,7 +29,7 @@ BLOCK = 1 << 21  # pairs of downsets at a time
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """A cut: the stage of each node; and a bound on the slowest stage of all cuts of the family."""
 
     stage: tuple[int, ...]
@@ -286,7 +286,7 @@ class Search:
                 best[stage][rows] = np.minimum(best[stage][rows], value.min(axis=1))
         return best
 
-    def run(self, slack: float = 0.0) -> Found | None:
+    def run(self, slack: float = 0.0) -> SearchResult | None:
         """The best cut, or None if there is none within ``limit``.
 
         Of all cuts whose slowest stage is at most ``slack`` above the best, one that sends least.
@@ -304,7 +304,9 @@ class Search:
         to_go = self._backwards(allowed, by_bytes=True)
         lightest = _Descent(self, to_go, allowed, by_bytes=True, best=fastest.best)
         assert lightest.best is not None
-        return Found(lightest.best, fastest.key if fastest.is_done else bound, fastest.is_done)
+        return SearchResult(
+            lightest.best, fastest.key if fastest.is_done else bound, fastest.is_done
+        )
 
 
 class _Descent:

@@ -6,7 +6,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from fxpipe.schedule import Action, Kind, Links, Schedule, StageCost
-from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.problem import SchedulingProblem
 from fxpipe.schedule.simulator import World
 
 UNIT = StageCost(1, 1, 1)
@@ -17,7 +17,7 @@ def problem(costs, placement=None, microbatches=2, links=None, room=float("inf")
     placement = tuple(range(len(costs))) if placement is None else placement
     lanes, world = 1 + max(placement), World(placement, costs, links or Links())
     ones = (1.0,) * len(costs)
-    return Problem(world, lanes, microbatches, ones, (room,) * lanes, released)
+    return SchedulingProblem(world, lanes, microbatches, ones, (room,) * lanes, released)
 
 
 def costs(stages):
@@ -31,7 +31,7 @@ def costs(stages):
     return st.lists(one, min_size=stages, max_size=stages)
 
 
-def all_schedules(found: Problem) -> Iterator[Schedule]:
+def all_schedules(found: SchedulingProblem) -> Iterator[Schedule]:
     """Every order of every lane, micro-batches in any order, backwards whole or in halves.
 
     Where the second half takes no time, backwards are whole.
