@@ -215,7 +215,7 @@ def checkpoint(stage: nn.Module, *args: Any) -> tuple[Any, Handle | None]:
     """
     # Its forward, not the module: fx would print to stderr what goes wrong in it.
     # What draws random numbers is given a seed (pass "random"), the same both times.
-    options = _checkpoint.Options(preserve_rng_state=False)
+    options = _checkpoint.CheckpointOptions(preserve_rng_state=False)
     return _checkpoint.checkpointed(stage.forward, *args, options=options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -28,7 +28,7 @@ from fxpipe.schedule import (
     simulate,
 )
 from passes.common.modes import is_checkpointed, recomputed
-from passes.common.skips import SkipLayout
+from passes.common.skips import Hop, SkipLayout
 from passes.to_stages.segments import segmented
 
 LOSS, LOSS_BACKWARD = "loss", "loss backward"  # what spans are called that are no actions
@@ -78,6 +78,31 @@ def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
     ]
 
 
+def traffic(
+    layout: SkipLayout, chunks: int, gradient_bytes: Callable[[Hop], int] | None = None
+) -> tuple[list[Edge], list[Edge]]:
+    """What travels between stages, in bytes: for each of ``chunks`` micro-batches, and once a step.
+
+    All values that go from one stage to another in a micro-batch are one edge.
+
+    Args:
+        layout: which values travel, with their bytes for a mini-batch.
+        gradient_bytes: of the gradient that comes back for a value, for a mini-batch; None: as many
+            as the value has.
+    """
+    there, back, once = Counter[tuple[int, int]](), Counter[tuple[int, int]](), []
+    for hop in layout.hops:
+        if hop.source is None:  # the caller's, which is there when the step begins
+            continue
+        returned = hop.bytes if gradient_bytes is None else gradient_bytes(hop)
+        if hop.once:
+            once.append(Edge(hop.source, hop.target, hop.bytes, returned))
+        else:
+            there[hop.source, hop.target] += hop.bytes
+            back[hop.source, hop.target] += returned
+    return [Edge(*ends, there[ends] / chunks, back[ends] / chunks) for ends in there], once
+
+
 def predicted(
     schedule: Schedule,
     costs: Sequence[StageCost],
@@ -86,19 +111,14 @@ def predicted(
     memory: Memory | None = None,
 ) -> Timeline:
     """What the simulator says; ``devices``: one for each stage."""
-    sent: Counter[tuple[int, int]] = Counter()  # all values from one stage to another together
-    once = []
-    for hop in layout.hops:
-        if hop.source is not None and hop.once:
-            once.append(Edge(hop.source, hop.target, hop.bytes))
-        elif hop.source is not None:
-            sent[hop.source, hop.target] += hop.bytes
-    edges = [Edge(*ends, total / schedule.microbatches) for ends, total in sent.items()]
+    edges, once = traffic(layout, schedule.microbatches)
     lanes = range(len(schedule.lanes))
     where = {schedule.placement[stage]: device for stage, device in enumerate(devices)}
     between = {(a, b): PCIE for a in lanes for b in lanes if where[a] != where[b]}
     links = Links(edges, between=between, once=once)
-    return simulate(joined(schedule, list(sent)), costs, links, memory)
+    return simulate(
+        joined(schedule, [(edge.source, edge.target) for edge in edges]), costs, links, memory
+    )
 
 
 def estimated_memory(

@@ -10,10 +10,11 @@ from functools import partial
 import numpy as np
 from torch import fx
 
-from fxpipe.ir.cost import batch_bytes
+from fxpipe.ir.cost import Cost, batch_bytes
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import COST, GAP, STAGE
 from fxpipe.ir.progress import report_progress
+from fxpipe.planning.estimates import estimated_costs, traffic
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
 from fxpipe.schedule import (
     Edge,
@@ -186,38 +187,23 @@ class PlannedLanes:
     def _costs(
         self, found: CutProblem, stage: Sequence[int], devices: Sequence[DeviceSpec]
     ) -> list[StageCost]:
-        """What a micro-batch costs at each stage. Half a backward is for the inputs, as in a matrix
-        product; where a stage is recomputed for it, it is not divided."""
+        """What a micro-batch costs at each stage, on the stage's own device."""
         forward, backward = [0.0] * len(devices), [0.0] * len(devices)
         for node, s in zip(found.work, stage, strict=True):
             is_another = devices[s] != devices[0]
             times = relative_time(node, devices[s], devices[0]) if is_another else 1.0
-            forward[s] += times * node.meta[COST].forward_s / self.chunks
-            backward[s] += times * node.meta[COST].backward_s / self.chunks
-        if self.checkpoint == "never":
-            return [StageCost(f, b / 2, b / 2) for f, b in zip(forward, backward, strict=True)]
-        again = recomputed(self.checkpoint, self.chunks)
-        return [StageCost(f, b + again * f) for f, b in zip(forward, backward, strict=True)]
+            forward[s] += times * node.meta[COST].forward_s
+            backward[s] += times * node.meta[COST].backward_s
+        costs = [Cost(forward_s=f, backward_s=b) for f, b in zip(forward, backward, strict=True)]
+        return estimated_costs(costs, self.chunks, self.checkpoint)
 
     def _edges(self, found: CutProblem, layout: SkipLayout) -> tuple[list[Edge], list[Edge]]:
         """What travels from stage to stage, and the gradients back: for one micro-batch; once."""
         nodes = found.work[0].graph.nodes
         values = {str(node.target) if node.op == "get_attr" else node.name: node for node in nodes}
-        sizes: dict[tuple[int, int], tuple[float, float]] = {}
-        once = []
-        for hop in layout.hops:
-            if hop.source is None:
-                continue
-            trained = batch_bytes(values[hop.value], trained=True)
-            if hop.once:
-                once.append(Edge(hop.source, hop.target, hop.bytes, trained))
-            else:
-                there, back = sizes.get((hop.source, hop.target), (0.0, 0.0))
-                sizes[hop.source, hop.target] = there + hop.bytes, back + trained
-        return [
-            Edge(*ends, there / self.chunks, back / self.chunks)
-            for ends, (there, back) in sizes.items()
-        ], once
+        return traffic(
+            layout, self.chunks, lambda hop: batch_bytes(values[hop.value], trained=True)
+        )
 
     def _between(self) -> dict[tuple[int, int], Link]:
         """The slower of two devices' links is the one between them."""
