@@ -31,17 +31,17 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def is_torchs(hook: Any) -> bool:
-    """Whether it is PyTorch's own: an old parametrization, which makes a weight."""
+    """Whether PyTorch has made a hook: an old parametrization does, to compute a weight."""
     maker = hook if hasattr(hook, "__qualname__") else type(hook)
     return str(maker.__module__).startswith("torch.")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants to know of the module's calls, or of their backward."""
+    """Whether a module has hooks on its calls, or on their backward, other than PyTorch's own."""
     own = hooks_of(module)
     return any(own) and any(not is_torchs(hook) for hooks in own for hook in hooks.values())
 
 
 def all_are_watched() -> bool:
-    """Whether somebody wants to know of the calls of all modules there are."""
+    """Whether a hook is registered globally, for the calls of all modules."""
     return any_global_module_hook()

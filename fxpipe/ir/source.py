@@ -1,4 +1,4 @@
-"""Whose code a line is: users are shown those of their models."""
+"""Which files hold the code of a user's model: messages and reports point to lines of these."""
 
 from __future__ import annotations
 

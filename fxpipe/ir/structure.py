@@ -47,7 +47,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def leaves(value: Any, path: str = "", _within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """All that has no parts, with its path: ``.past.layers[0].keys``."""
+    """The leaves of a value, which have no parts, each with its path: ``.past.layers[0].keys``."""
     parts = children(value)
     if parts is None:
         yield path, value
@@ -123,11 +123,11 @@ class Structure:
 
     @property
     def opens_objects(self) -> bool:
-        """Whether there are tensors that pytree does not see."""
+        """Whether tensors are in attributes of objects that pytree has not been told of."""
         return any(part.holes and not isinstance(part.value, _Hole) for part in self.parts)
 
     def paths(self) -> list[str]:
-        """Of each tensor, how it is reached."""
+        """The path of each tensor within the value, such as ``.past.layers[0].keys``."""
         marks = self._marks()
         found: dict[int, str] = {}
         for path, leaf in leaves(self.fill(marks)):
@@ -135,7 +135,7 @@ class Structure:
         return [found[id(mark)] for mark in marks]
 
     def constants(self) -> list[Any]:
-        """All that is no tensor."""
+        """The leaves that are not tensors: numbers, strings, None."""
         marks = self._marks()
         own = set(map(id, marks))
         return [leaf for _, leaf in leaves(self.fill(marks)) if id(leaf) not in own]
@@ -145,7 +145,7 @@ class Structure:
         return [torch.empty(0) for part in self.parts for _ in part.holes]
 
     def fits(self, other: Structure) -> bool:
-        """Whether they are alike but for what is constant."""
+        """Whether another structure has its tensors in the same places; constants may differ."""
         return self.spec == other.spec and all(
             ours.paths == theirs.paths for ours, theirs in zip(self.parts, other.parts, strict=True)
         )

@@ -1,4 +1,8 @@
-"""Timelines of a training step: as predicted from costs, and as measured on the lanes."""
+"""What a training step costs: estimated for plans and pipelines alike, and measured on the lanes.
+
+The simulator turns estimates into a predicted timeline; a run of the step graph with a clock gives
+a measured one.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +35,14 @@ from passes.common.modes import is_checkpointed, recomputed
 from passes.common.skips import Hop, SkipLayout
 from passes.to_stages.segments import segmented
 
-LOSS, LOSS_BACKWARD = "loss", "loss backward"  # what spans are called that are no actions
-PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # between devices of which nothing is known
+LOSS, LOSS_BACKWARD = "loss", "loss backward"  # names of the spans that no action stands for
+PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # assumed between any two devices of a pipeline
 
 
 def estimated_costs(
     costs: Sequence[Cost], chunks: int, checkpoint: str = "never"
 ) -> list[StageCost]:
-    """For one micro-batch, from what each stage is estimated to cost for a mini-batch.
+    """The seconds that one micro-batch takes at each stage, from the costs of a mini-batch.
 
     Half of a backward is for the inputs, half for the parameters, as in a matrix product. With
     checkpoints it begins with the forward again: as an average over the micro-batches.
@@ -52,7 +56,10 @@ def estimated_costs(
 
 
 def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
-    """For one micro-batch, the medians of what was measured; the loss is part of the last stage."""
+    """The seconds that one micro-batch takes at each stage, as medians over a measured timeline.
+
+    The loss and its backward count as part of the last stage, which the schedule has no action for.
+    """
     taken: dict[tuple[int, Kind], list[float]] = {}
     loss: dict[str, list[float]] = {}
     for span in timeline.spans:
@@ -110,7 +117,10 @@ def predicted(
     devices: Sequence[str],
     memory: Memory | None = None,
 ) -> Timeline:
-    """What the simulator says; ``devices``: one for each stage."""
+    """Simulate a step of a pipeline whose stages are on these ``devices``, one for each stage.
+
+    Between different devices values travel over a link such as PCIe; within one they take no time.
+    """
     edges, once = traffic(layout, schedule.microbatches)
     lanes = range(len(schedule.lanes))
     where = {schedule.placement[stage]: device for stage, device in enumerate(devices)}
@@ -172,7 +182,10 @@ def _said(node: fx.Node) -> str:
 
 
 def measured(name: str, lanes: Sequence[str], marks: Sequence[Mark]) -> Timeline:
-    """From the marks of a run of a step graph."""
+    """The timeline of a run of a step graph, from when each of its nodes began and ended.
+
+    Nodes of one action (its segments) become one span; times begin with the first of them.
+    """
     spans: list[Span] = []
     for mark in marks:
         action: Action | None = mark.node.meta.get(ACTION)

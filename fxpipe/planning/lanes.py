@@ -42,7 +42,10 @@ from passes.partition.problem import CutProblem, machine, problem
 
 @dataclass(frozen=True)
 class PlannedLanes:
-    """What stages run on, and in which order. ``specs``: of the lanes."""
+    """The lanes of a planned pipeline: their devices, the stages on each, and the order of a step.
+
+    ``specs`` has the device of each lane, ``placement`` the lane of each stage.
+    """
 
     specs: tuple[DeviceSpec, ...]
     placement: tuple[int, ...]
@@ -149,7 +152,7 @@ class PlannedLanes:
         layout: SkipLayout,
         held: tuple[Floats, Floats, Floats],
     ) -> tuple[Schedule, Timeline]:
-        """The order of a step, and the step in that order."""
+        """The schedule of a step, and its timeline as the simulator predicts it."""
         chunks, stages = self.chunks, len(devices)
         fixed, saved, received = held
         costs = self._costs(found, stage, devices)

@@ -1,4 +1,4 @@
-"""All that a plan depends on, and what else would do where the model does not fit."""
+"""What a plan depends on, and which changes would make a model fit that does not."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class Question:
-    """All that a plan depends on."""
+    """The model, the devices and the options of a plan; :meth:`answer` makes it."""
 
     prices: CostedModel
     partition: Spec
@@ -112,7 +112,7 @@ class Question:
         return replace(found, stages=tuple(planned))
 
     def shortage(self) -> str:
-        """How much memory is missing where."""
+        """A sentence that says how much memory is missing on which device."""
         several, gm = self._several, self.prices.of(self.chunks)
         spec = self._automatic(gm)
         said = self._lanes.cut(spec, several).shortage(gm.graph, spec)
@@ -124,7 +124,7 @@ class Question:
         )
 
     def ways_out(self, batch: int | None) -> str:
-        """What would make the model fit."""
+        """A sentence that says which other options, or how many devices, would do."""
         several = [2**i * self.chunks for i in range(1, 40) if 2**i * self.chunks < (batch or 0)]
         is_measured = (
             isinstance(self.prices.context.costs, str) and self.prices.context.costs == "measured"

@@ -41,7 +41,7 @@ class PlannedStage:
 
     @property
     def memory(self) -> int:
-        """Bytes in all."""
+        """How many bytes of its device the stage takes: state and activations."""
         return self.state_bytes + self.activation_bytes
 
 
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a training step, forward and backward."""
+        """How many seconds a training step takes, forward and backward, in the simulator."""
         return self.timeline.makespan
 
     @property

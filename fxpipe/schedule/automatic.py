@@ -172,12 +172,15 @@ def _value(problem: SchedulingProblem, found: Found) -> tuple[float, ...]:
 
 
 def _key(timeline: Timeline) -> tuple[float, float]:
-    """The smaller the better; rounded, so that the order of sums does not matter."""
+    """What the search minimizes: the makespan, then the idle time within the lanes' own spans.
+
+    Both are rounded, so that the order in which seconds were added does not matter.
+    """
     return _rounded(timeline.makespan), _rounded(sum(timeline.own_spans))
 
 
 def _ideal(problem: SchedulingProblem) -> tuple[float, float]:
-    """No key is smaller: as short as can be, and no lane idles between its actions."""
+    """A lower bound on :func:`_key`: no step is shorter, and no lane idles between its actions."""
     return _rounded(problem.bound), _rounded(sum(problem.work))
 
 
@@ -186,7 +189,7 @@ def _rounded(seconds: float) -> float:
 
 
 class _Search:
-    """The search with one placement. It knows the best so far."""
+    """The search for one placement of stages on lanes, with the best schedule so far."""
 
     def __init__(self, problem: SchedulingProblem, memory: Memory | None, effort: int) -> None:
         self.problem, self.memory, self.effort = problem, memory, effort
@@ -252,7 +255,7 @@ class _Search:
                 yield list_schedule(self.problem, rule)
 
     def _look_through(self) -> bool:
-        """All schedules, if they are few. Whether none is shorter than the best."""
+        """Look through all schedules, if they are few. True if none is shorter than the best."""
         assert self.best is not None
         problem, world = self.problem, self.problem.world
         actions = 3 * len(world.placement) * problem.microbatches
@@ -268,7 +271,7 @@ class _Search:
     # ----------------------------------------------------------------------------------- to mend it
 
     def _mend(self) -> bool:
-        """Whether one of the moves that might help does."""
+        """Move single actions until that makes the best schedule better. False if none does."""
         assert self.best is not None
         schedule, timeline = self.best
         for lane, source, target in _moves(
@@ -282,7 +285,8 @@ class _Search:
         return False
 
     def _merged(self) -> Iterator[Schedule]:
-        """Halves that follow each other are one whole, where that costs nothing."""
+        """The best schedule with halves of a backward joined that follow each other, at each stage
+        where the whole backward takes no longer than its halves."""
         assert self.best is not None
         for stage, cost in enumerate(self.problem.world.costs):
             if cost.seconds(Kind.BACKWARD) <= (cost.backward_input + cost.weight_grad) * SLACK:

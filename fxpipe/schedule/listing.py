@@ -66,7 +66,7 @@ def _rooms(problem: SchedulingProblem) -> list[tuple[float, ...]]:
 
 
 def list_schedule(problem: SchedulingProblem, rule: Rule) -> Schedule:
-    """The schedule that the rule makes."""
+    """Simulate a step in which each free lane does what the rule prefers; return its order."""
     lister = _Lister(problem, rule)
     run = Run(problem.world, problem.lanes, problem.microbatches, lister.choose)
     run.to_the_end()
@@ -79,7 +79,8 @@ def list_schedule(problem: SchedulingProblem, rule: Rule) -> Schedule:
 
 
 class _Lister:
-    """How far each stage is, and what each lane keeps."""
+    """The state of list scheduling: which micro-batch is next at each stage, and how much each lane
+    keeps."""
 
     def __init__(self, problem: SchedulingProblem, rule: Rule) -> None:
         self.problem, self.rule = problem, rule
@@ -122,7 +123,7 @@ class _Lister:
         return self.kept[lane] + self.needed[stage] <= self.rule.room[lane] * SLACK
 
     def _rank(self, kind: Kind, stage: int) -> tuple[int, int]:
-        """The lower the better."""
+        """The priority of an action: of those that are ready, a lane begins that of lowest rank."""
         if kind is Kind.WEIGHT_GRAD:
             return 2, -stage
         if kind is Kind.FORWARD:
@@ -130,7 +131,7 @@ class _Lister:
         return int(self.rule.forward_first), -stage
 
     def _waits(self, run: Run, lane: int, best: Action) -> bool:
-        """Whether something better comes soon enough."""
+        """Whether an action of a better rank becomes ready within the rule's patience."""
         self.coming[lane] = [known for known in self.coming[lane] if known[0] > run.now]
         latest = run.now + self.rule.patience * self.problem.world.seconds(best.stage, best.kind)
         rank = self._rank(best.kind, best.stage)

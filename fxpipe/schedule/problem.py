@@ -1,4 +1,4 @@
-"""What the search for a schedule is given, and a bound that no schedule beats."""
+"""The scheduling problem: what a search is given, and a lower bound on the length of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxpipe.schedule.simulator import World
 from fxpipe.schedule.validator import live
 
 SLACK = 1 + 1e-9
-"""For sums that are the same but for rounding."""
+"""Sums that differ by no more than this factor are equal: they were added in different orders."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,21 @@ class SchedulingProblem:
         return None
 
     def kept(self, schedule: Schedule) -> tuple[float, ...]:
-        """The most that each lane keeps."""
+        """The most that each lane keeps at any time of a step in this order."""
         return live(schedule, self.sizes, self.released).lanes
 
     def fits(self, kept: tuple[float, ...]) -> bool:
-        """Whether there is room for it."""
+        """Whether each lane may keep this much."""
         return all(k <= room * SLACK for k, room in zip(kept, self.room, strict=True))
 
     def backward(self, stage: int) -> float:
-        """The least that a backward takes of its lane."""
+        """The fewest seconds for which a backward occupies its lane, whole or in two halves."""
         seconds = self.world.seconds
         halves = seconds(stage, Kind.BACKWARD_INPUT) + seconds(stage, Kind.WEIGHT_GRAD)
         return min(seconds(stage, Kind.BACKWARD), halves)
 
     def is_halved(self, stage: int) -> bool:
-        """Whether there is a second half to put off."""
+        """Whether a stage's backward has a second half, which can be put off."""
         return self.world.costs[stage].weight_grad > 0
 
     @cached_property
@@ -116,7 +116,7 @@ class SchedulingProblem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """For each lane, the least time that it works."""
+        """For each lane, the fewest seconds for which a step occupies it."""
         return tuple(
             self.microbatches
             * sum(self.world.seconds(s, Kind.FORWARD) + self.backward(s) for s in own)
@@ -125,7 +125,11 @@ class SchedulingProblem:
 
     @cached_property
     def bound(self) -> float:
-        """No schedule is shorter: a lane's work after its first input came; a micro-batch's way."""
+        """A lower bound, in seconds, on the length of any schedule.
+
+        A lane cannot end before it has done its work, which begins when its first input arrives;
+        and a step cannot end before one micro-batch has gone all its way forth and back.
+        """
         first = [min(self.before_forward[stage] for stage in own) for own in self.own]
         lanes = [head + work for head, work in zip(first, self.work, strict=True)]
         ways = [

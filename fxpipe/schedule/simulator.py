@@ -154,7 +154,8 @@ def play(schedule: Schedule, world: World, memory: Memory | None = None) -> Time
 
 
 class World:
-    """Where stages are, what they cost, and what travels: all but the order."""
+    """What a simulation is given besides the order of actions: the lane of each stage, what stages
+    cost, and what travels between them."""
 
     def __init__(self, placement: Sequence[int], costs: Sequence[StageCost], links: Links) -> None:
         stages = len(placement)
@@ -185,11 +186,14 @@ class World:
         ]
 
     def there(self, edge: Edge) -> tuple[float, float]:
-        """Seconds and bytes."""
+        """How many seconds an edge's values take to the target's lane, and how many bytes they are.
+
+        Both are 0 where source and target are in the same lane.
+        """
         return self._over(edge.source, edge.target, edge.bytes)
 
     def back(self, edge: Edge) -> tuple[float, float]:
-        """Those of the gradients."""
+        """How many seconds an edge's gradients take back to the source's lane, and their bytes."""
         size = edge.bytes if edge.gradient_bytes is None else edge.gradient_bytes
         return self._over(edge.target, edge.source, size)
 
@@ -200,14 +204,15 @@ class World:
         return self.links.between.get(lanes, self.links.link).seconds(size), size
 
     def _received(self, stage: int, kind: Kind) -> float:
-        """Seconds that its inputs take of the lane itself."""
+        """How many seconds a lane spends on receiving the inputs of an action, which is 0 where
+        copies run beside computation."""
         if self.links.overlaps or kind is Kind.WEIGHT_GRAD:
             return 0.0
         sources = self.before[stage] if kind is Kind.FORWARD else self.after[stage]
         return sum(self._travel[source, stage][0] for source in sources)
 
     def seconds(self, stage: int, kind: Kind) -> float:
-        """What an action takes of its lane."""
+        """How many seconds an action occupies its lane."""
         return self._seconds[stage][kind]
 
     def travel(self, source: int, target: int) -> float:
@@ -246,7 +251,7 @@ class Run:
         self._give_once()
 
     def is_ready(self, action: Action) -> bool:
-        """Whether all that it needs is there."""
+        """Whether the inputs of an action have arrived at its stage."""
         if action.kind is Kind.FORWARD:
             lacks = self._lacks_forward
         elif action.kind is Kind.WEIGHT_GRAD:
@@ -256,7 +261,7 @@ class Run:
         return lacks[action.stage][action.microbatch] == 0
 
     def to_the_end(self) -> None:
-        """Until nothing happens any more."""
+        """Go from event to event until none is left: all actions are done, or all lanes wait."""
         self._start()
         while self._events:
             self.now = self._events[0][0]
@@ -314,7 +319,7 @@ class Run:
     def _copied(
         self, source: int, target: int, seconds: float, size: float, action: Action | None
     ) -> float:
-        """Occupy the link between two stages; until when."""
+        """Occupy the link between two stages for a copy, and return the time at which it ends."""
         way = self.world.placement[source], self.world.placement[target]
         start = max(self.now, self._link_free.get(way, 0.0))
         self._link_free[way] = end = start + seconds
@@ -347,7 +352,7 @@ class Run:
 
 
 def timeline_of(run: Run, name: str, memory: Memory | None) -> Timeline:
-    """What has happened in a run, and the memory that it takes."""
+    """The timeline of a finished run; with ``memory`` it says what lanes hold at each time."""
     spans = tuple(sorted(run.spans, key=lambda span: (span.lane, span.start, span.end)))
     names = tuple(f"lane {lane}" for lane in range(run.lanes))
     held = () if memory is None else _memory(run, spans, memory)

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.schedule import live, named
+from fxpipe.ir.cost import Cost
+from fxpipe.planning.estimates import estimated_costs
+from fxpipe.schedule import Kind, live, named
 from tests.fxpipe.planning.plans import FREE_LINKS, even, on_meta
 
 
@@ -82,3 +84,21 @@ def test_a_schedule_for_something_else_is_refused():
         even(schedule=other)
     with pytest.raises(ValueError, match="has 4 lanes and 4 stages, and there are 3 devices"):
         even(schedule=other, devices=[FREE_LINKS] * 3)
+
+
+def test_a_plan_divides_the_backward_of_a_checkpointed_stage_as_the_pipeline_does():
+    plan = even(schedule="zb_h1", checkpoint="always")
+    seconds = {
+        kind: span.seconds
+        for span in plan.timeline.of_lane(0)
+        for kind in Kind
+        if span.action is not None and span.action.kind is kind
+    }
+    # Costs are 1 s a layer: a third is the forward, two thirds the backward, of two layers here.
+    forward, half = 2 / 3 / 8, 2 / 3 / 8
+    assert seconds[Kind.FORWARD] == pytest.approx(forward)
+    assert seconds[Kind.BACKWARD_INPUT] == pytest.approx(forward + half), "the forward again"
+    assert seconds[Kind.WEIGHT_GRAD] == pytest.approx(half)
+    (of_the_pipeline,) = estimated_costs([Cost(2 / 3, 4 / 3)], 8, "always")
+    for kind, taken in seconds.items():
+        assert of_the_pipeline.seconds(kind) == pytest.approx(taken)

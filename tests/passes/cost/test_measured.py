@@ -83,7 +83,7 @@ def test_the_first_round_only_warms_up(monkeypatch):
         first = len(rounds) == 1
         return {n: (9.0, 9.0) if first else (1.0, 2.0) for n in stage_nodes(stopwatch.module.graph)}
 
-    monkeypatch.setattr(measure_module._Stopwatch, "finish", finish)
+    monkeypatch.setattr(measure_module._TimingInterpreter, "finish", finish)
     found = measured(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
     assert len(rounds) == 1 + measure_module.ROUNDS
     assert (found["_0"].forward_s, found["_0"].backward_s) == (1.0, 2.0)
