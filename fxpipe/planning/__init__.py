@@ -14,7 +14,7 @@ from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.progress import report_progress
 from fxpipe.meaning.call import Asked, meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
-from fxpipe.planning.question import CostedModel, Question, sketch
+from fxpipe.planning.question import CostedModel, PlanQuestion, sketch
 from fxpipe.planning.result import Plan, PlannedStage
 from fxpipe.runtime.ambient import compiling
 from fxpipe.schedule import Schedule, microbatches_of, placement_of
@@ -88,7 +88,7 @@ def plan(
         known = replace(known, costs=costs, spec=specs[0], optimizer_states=optimizer_states)
         batch = batch_size(known.inputs, dims)
         microbatches = max(1, min(whole, batch or 1))
-        question = Question(
+        question = PlanQuestion(
             CostedModel(model, gm, known),
             partition,
             specs,

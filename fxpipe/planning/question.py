@@ -76,7 +76,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """The model, the devices and the options of a plan; :meth:`answer` makes it."""
 
     prices: CostedModel
