@@ -33,6 +33,7 @@ from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, wit
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.program import lower
+from fxpipe.runtime.state import STATEFUL
 from fxpipe.trace import (
     CustomTracer,
     NeedsValues,
@@ -44,7 +45,7 @@ from fxpipe.trace import (
 )
 from fxpipe.trace.isolation import on_one_device
 from fxpipe.trace.patches import quiet
-from fxpipe.trace.premises import Premises, attributes_read
+from fxpipe.trace.premises import Premises, Reads, attributes_read
 from passes.chain import ToPipeline, ToStages, ToStep
 from passes.common.fakes import forget_history
 
@@ -257,7 +258,9 @@ class Compiler:
             in_dims=dims,
             out_dims=prepared.out_dims,
             example=Sample.of(args, kwargs, dims, batch),
-            guards=self._guards(prepared.traced, Premises(self.model, reads), chunks),
+            guards=self._guards(
+                prepared.traced, Premises(self.model, _but_for_states(reads)), chunks
+            ),
             chunks=chunks,
             notes=meaning.notes,
             history=prepared.history,
@@ -372,3 +375,9 @@ class Compiler:
         runs_inline = chunks == 1 or len(self.options.lanes) == 1
         in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
         return Unrolled(gm, lower(gm), in_lanes, history)
+
+
+def _but_for_states(reads: Reads) -> Reads:
+    """The attributes that a graph depends on: a module that is kept whole, since it changes its
+    own, reads them at every call."""
+    return {(module, n): value for (module, n), value in reads.items() if module not in STATEFUL}

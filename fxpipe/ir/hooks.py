@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from types import CodeType
 from typing import Any
 
 from torch import nn
 
 from fxpipe.ir._torch import any_global_module_hook
+
+Kind = CodeType | type
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -34,6 +39,41 @@ def is_torchs(hook: Any) -> bool:
     """Whether PyTorch has made a hook: an old parametrization does, to compute a weight."""
     maker = hook if hasattr(hook, "__qualname__") else type(hook)
     return str(maker.__module__).startswith("torch.")
+
+
+RECORDING: weakref.WeakKeyDictionary[nn.Module, frozenset[Kind]] = weakref.WeakKeyDictionary()
+"""Of models: the kinds of hooks on their modules that record what the model gives, and so are part
+of it."""
+
+
+def code_of(hook: Any) -> Kind:
+    """What kind of hook it is: those that a loop has put on many modules are one."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    function = getattr(hook, "__func__", hook)
+    code: Kind = getattr(function, "__code__", type(hook))
+    return code
+
+
+def records(model: nn.Module, hook: Any) -> bool:
+    """Whether a hook on one of its modules is known to record what the model gives."""
+    return code_of(hook) in RECORDING.get(model, ())
+
+
+def is_watched(model: nn.Module, module: nn.Module) -> bool:
+    """Whether a module of a model has hooks, other than those that are part of the model."""
+    own = hooks_of(module)
+    return any(own) and any(
+        not is_torchs(hook) and not (module is not model and records(model, hook))
+        for hooks in own
+        for hook in hooks.values()
+    )
+
+
+def is_recorded(model: nn.Module, module: nn.Module) -> bool:
+    """Whether what a module gives is recorded by a hook that is part of the model."""
+    own = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return module is not model and any(records(model, hook) for hook in own)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -245,13 +245,13 @@ class _Asking:
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> Any:
         quiet = still(self.model) if self.stilled else nullcontext()
         mode = torch.enable_grad() if self.with_gradients else torch.no_grad()
-        with untouched(self.model) as drew, parameters_put_back(self.model), mode:
+        with untouched(self.model) as since, parameters_put_back(self.model), mode:
             if seed is not None:
                 torch.manual_seed(seed)
                 random.seed(seed)
             with quiet:
                 output = called(self.model, args, kwargs)
-            self.drew = self.drew or (seed is None and drew())
+            self.drew = self.drew or (seed is None and since.drew_random_numbers())
         if self.asked.out_dims is not None:
             for path, _, dim in broadcast(self.asked.out_dims, output, "output"):
                 if dim is not INFER:

@@ -9,6 +9,7 @@
     random numbers                      drawn by others             the same again
     the module's tensors                exchanged, or lent back     those of the first call
     what the module writes to           written to                  copies, as before the first call
+    what it computes by and changes     changed                     as before the first call
 
 So the second call computes what the first did, and leaves nothing behind: a batch norm counts a
 batch once.
@@ -32,6 +33,7 @@ from fxpipe.ir._torch import EnableTorchFunction, asks_torch_function
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.random import RandomState
+from fxpipe.runtime.state import STATEFUL, State
 from fxpipe.runtime.writes import Writes, same_values
 
 
@@ -63,6 +65,8 @@ class Surroundings:
         devices = {t.device for t in (*tensors, *parameters)}
         self._random = RandomState(devices) if preserve_rng_state else None
         self._written = _WrittenState(None if writes_again else module)
+        modules = () if module is None else module.modules()
+        self._state = State([each for each in modules if each in STATEFUL])
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -76,6 +80,7 @@ class Surroundings:
         with (
             self._tensors.as_before(),
             self._written.as_before(),
+            self._state.as_before(),
             self._random.restored() if self._random else nullcontext(),
             self._ambient.applied(),
             # A subclass's backward may have switched off that its functions are asked.

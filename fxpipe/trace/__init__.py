@@ -25,6 +25,7 @@ pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,7 +34,7 @@ from torch.nn.parameter import is_lazy
 
 from fxpipe.ir.errors import NeedsValues, TraceError
 from fxpipe.ir.structure import leaves
-from fxpipe.trace import checks, export, symbolic
+from fxpipe.trace import checks, export, recorders, state, symbolic
 from fxpipe.trace.errors import Refused, first_line, may_be_the_models, sentence
 from fxpipe.trace.example import (
     BatchDims,
@@ -115,6 +116,8 @@ def _trace(
     if check:
         _refuse_what_has_no_values(model, example)
     _refuse_what_cannot_be_traced(model, example)
+    if check:
+        recorders.learn(example)
     try:
         references = checks.references(example) if check else []
         _refuse_iterators(model, references)
@@ -124,6 +127,8 @@ def _trace(
         _explain_several_devices(model, error)
         raise
 
+    if references:
+        example = replace(example, whole=state.kept_whole(example, references[0]))
     reasons = []
     written = references[0].result.written if references else {}
     for name, front_end in front_ends.items():
@@ -160,6 +165,8 @@ def _checked(example: Example, references: list[checks.Reference], traced: Trace
     try:
         tolerance = 0.0 if traced.front_end == "symbolic" else checks.EXPORT_TOLERANCE
         checks.compare(example, references, traced, tolerance)
+        if example.whole:
+            state.compare(example, references[0], traced, tolerance)
         return traced
     except Refused as refusal:
         if traced.otherwise is None:

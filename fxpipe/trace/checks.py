@@ -144,9 +144,9 @@ def _compare(
         ("output", expected.output, actual.output),
         ("buffers", expected.buffers, actual.buffers),
     ):
-        difference = _difference(one, other, tolerance)
-        if difference:
-            raise Refused(f"its graph differs {where}: {name}: {difference}")
+        found = difference(one, other, tolerance)
+        if found:
+            raise Refused(f"its graph differs {where}: {name}: {found}")
     # Where values and histories are equal, so are the gradients; a region that is computed twice
     # has another history the second time.
     regions = any(isinstance(module, Region) for module in traced.graph_module.modules())
@@ -177,16 +177,16 @@ def _compare_gradients(
             raise Refused(f"its graph has another gradient for {name}")
 
 
-def _difference(expected: Any, actual: Any, tolerance: float) -> str | None:
+def difference(expected: Any, actual: Any, tolerance: float) -> str | None:
     """How two values of any structure differ; None if they do not."""
     parts, spec = pytree.tree_flatten(expected)
     others, other_spec = pytree.tree_flatten(actual)
     if spec != other_spec:
         return f"{_structure(actual)} in place of {_structure(expected)}"
     for leaf, other in zip(parts, others, strict=True):
-        difference = _leaf_difference(leaf, other, tolerance)
-        if difference:
-            return difference
+        found = _leaf_difference(leaf, other, tolerance)
+        if found:
+            return found
     return None
 
 
@@ -196,7 +196,7 @@ def _leaf_difference(expected: Any, actual: Any, tolerance: float) -> str | None
     if isinstance(expected, Tensor):
         return _tensor_difference(expected, actual, tolerance)
     if is_opened(expected):
-        return _difference(list(leaves(expected)), list(leaves(actual)), tolerance)
+        return difference(list(leaves(expected)), list(leaves(actual)), tolerance)
     return None if expected == actual else f"{actual!r} in place of {expected!r}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
@@ -80,3 +81,8 @@ def since(function: Callable[..., Any]) -> list[traceback.FrameSummary]:
 
 def at(frame: traceback.FrameSummary) -> str:
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
+def source_line(filename: str, number: int) -> str:
+    """A line of code, as messages say it."""
+    return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -167,6 +167,8 @@ class Example:
     structure: Structure  # of (args, kwargs)
     tensors: list[Tensor]
     batch_dims: list[int | None]  # of the tensors
+    whole: Mapping[nn.Module, str] = field(default_factory=dict)
+    """Modules that no front end may look into, with their paths."""
 
     @staticmethod
     def of(model: nn.Module, args: Args, kwargs: Kwargs, batch_dims: BatchDims | None) -> Example:
@@ -234,7 +236,7 @@ class Example:
         )
         mode = _with_gradients() if recorded or backward else torch.no_grad()
         with (
-            untouched(self.model),
+            untouched(self.model) as since,
             watch as written,
             mode,
             checkpoints.with_any_backward(),
@@ -247,7 +249,7 @@ class Example:
             )
             buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
             gradients = self._gradients(results) if backward else []
-            history = None
+            changed, history = since.changed(), None
             if recorded:
                 history, nodes = _history(results)
                 if hooks:  # which may do anything to gradients: it is like no other
@@ -258,7 +260,7 @@ class Example:
                 while nodes:
                     nodes.pop()
         where = {name: write.where for name, write in written.items()}
-        return Effects(output, buffers, where, history, gradients)
+        return Effects(output, buffers, where, history, gradients, changed)
 
     def _gradients(self, results: Sequence[Any]) -> list[Tensor]:
         """The parameters' gradients, zero where there is none, of some scalar of the outputs."""
@@ -291,6 +293,7 @@ class Effects:
     written: dict[str, str]  # the parameters that were written to, if watched: where
     history: Hashable  # what a backward would do, if recorded: see _history
     gradients: list[Tensor]  # of the parameters, if there was a backward
+    changed: list[tuple[nn.Module, str]]  # the attributes of modules that have changed
 
 
 @contextmanager

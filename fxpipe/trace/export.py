@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import skip
 from fxpipe.ir._torch import FakeTensor
-from fxpipe.ir.hooks import has_hooks
+from fxpipe.ir.hooks import is_watched
 from fxpipe.ir.structure import Structure
 from fxpipe.trace import checkpoints, whole
 from fxpipe.trace.conditions import ASSERTED, asserted
@@ -62,7 +62,8 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
     """
     model = example.model
     _warn_of_hooks(model)
-    strategies, failures = [strategy or Strategy()], list[Failure]()
+    first = strategy or Strategy(example.whole)
+    strategies, failures = [first], list[Failure]()
     # With gradients: under no_grad, modules may choose kernels that have no backward.
     with (
         untouched(model),
@@ -77,20 +78,20 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
                 return _attempt(example, each)
             except Failure as failure:
                 failures.append(failure)
-                strategies += _next(model, failure)
-    first, last = failures[0].error, failures[-1].error
-    raise first if isinstance(last, whole.NotWhole) else last
+                strategies += _next(example, failure)
+    cause, last = failures[0].error, failures[-1].error
+    raise cause if isinstance(last, whole.NotWhole) else last
 
 
-def _next(model: nn.Module, failure: Failure) -> list[Strategy]:
+def _next(example: Example, failure: Failure) -> list[Strategy]:
     """What to try after a failure: one strategy, or none."""
     strategy = failure.strategy
-    more = whole.more(model, strategy.whole, failure.module)
+    more = whole.more(example.model, strategy.whole, failure.module)
     if more:
         return [replace(strategy, whole=more)]
     # It is the model itself, or what cannot be kept whole.
     if failure.data_is_used and not strategy.detached_data:
-        return [replace(strategy, whole={}, detached_data=True)]
+        return [replace(strategy, whole=example.whole, detached_data=True)]
     return []
 
 
@@ -160,7 +161,7 @@ _FAKE_CONSTANT = re.compile(r"model attribute: model\.(?P<module>[\w.]+)\.\w+\."
 
 
 def _warn_of_hooks(model: nn.Module) -> None:
-    hooked = [name for name, module in model.named_modules() if name and has_hooks(module)]
+    hooked = [name for name, m in model.named_modules() if name and is_watched(model, m)]
     if hooked:
         warnings.warn(
             f"hooks on {hooked[0]!r} ({len(hooked)} such modules) will not be called: the model is "

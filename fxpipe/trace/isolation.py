@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from fxpipe import skip
 from fxpipe.ir._torch import gradient_hooks
-from fxpipe.ir.hooks import hooks_of, is_torchs
+from fxpipe.ir.hooks import hooks_of, is_torchs, records
 from fxpipe.runtime.random import RandomState
+from fxpipe.runtime.state import State
 from fxpipe.runtime.writes import Writes, same_values
 from fxpipe.trace.errors import at, is_model_line, since
 
@@ -25,14 +27,37 @@ Kwargs = dict[str, Any]
 _NOTHING: dict[Any, Any] = {}
 
 
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Run or trace the model without a trace: attributes, buffers, gradients and random states are
-    put back, and hooks are not called, other than PyTorch's own (old parametrizations, which make
-    weights).
+class _Here(threading.local):
+    models: frozenset[nn.Module] | set[nn.Module] = frozenset()  # that this thread is running so
 
-    Yields a function that says whether random numbers have been drawn since.
+
+_here = _Here()
+
+
+@dataclass(frozen=True)
+class Since:
+    """What has been done to a model since a run of it began."""
+
+    _random: RandomState
+    _python: Any  # the state of the module ``random``
+    _state: State
+
+    def drew_random_numbers(self) -> bool:
+        """Whether random numbers have been drawn."""
+        return self._random.has_changed or random.getstate() != self._python
+
+    def changed(self) -> list[tuple[nn.Module, str]]:
+        """The attributes of modules that have changed, or whose contents have."""
+        return self._state.changed()
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[Since]:
+    """Run or trace the model without a trace: attributes and what is in them, buffers, gradients
+    and random states are put back, and hooks are not called, other than PyTorch's own (old
+    parametrizations, which make weights) and those that record what the model gives.
     """
+    contents = State(model.modules())
     attributes: list[dict[Any, Any]] = [vars(module) for module in model.modules()]
     attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
     on_parameters = [hooks for p in model.parameters() for hooks in _hooks_on(p)]
@@ -49,19 +74,24 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
     gradients = [(p, p.grad) for p in model.parameters()]
     own = (*model.parameters(), *tensors)
     state, python_state = RandomState({t.device for t in own}), random.getstate()
-
-    def drew_random_numbers() -> bool:
-        return state.has_changed or random.getstate() != python_state
-
+    outer = _here.models
     try:
-        for hooks in (*on_parameters, *(h for m in model.modules() for h in hooks_of(m))):
-            for key in [key for key, hook in hooks.items() if not is_torchs(hook)]:
-                del hooks[key]
+        _here.models = {*outer, model}
+        # Within another run, the hooks that are there are the model's: its forward has put them.
+        for hooks in () if model in outer else on_parameters:
+            hooks.clear()
+        for module in () if model in outer else model.modules():
+            for hooks in hooks_of(module):
+                for key, hook in list(hooks.items()):
+                    if not is_torchs(hook) and (module is model or not records(model, hook)):
+                        del hooks[key]
         for parameter, _ in gradients:  # a backward of the model's own may add to them
             parameter.grad = None
         with _eagerly():
-            yield drew_random_numbers
+            yield Since(state, python_state, contents)
     finally:
+        _here.models = outer
+        contents.put_back()
         for owner, saved in saved_attributes:
             if owner.keys() != saved.keys() or any(owner[k] is not saved[k] for k in saved):
                 owner.clear()

@@ -9,6 +9,7 @@ import inspect
 import linecache
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType
@@ -18,10 +19,11 @@ import torch
 from torch import fx, nn
 
 from fxpipe import skip
-from fxpipe.ir.hooks import has_hooks
+from fxpipe.ir.hooks import has_hooks, is_recorded, is_watched
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.ir.structure import Structure
 from fxpipe.runtime.ambient import Ambient
+from fxpipe.runtime.state import State
 from fxpipe.trace import checkpoints
 from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
@@ -32,17 +34,20 @@ from fxpipe.trace.patches import functions_handled
 
 def front_end(example: Example) -> Traced:
     model = example.model
+    for module, path in example.whole.items():
+        if State(module.modules()).has_tensors():
+            raise Refused(f"{path} has tensors among its state, which torch.export can keep whole")
     tracer = _SymbolicTracer(example)
     # Untouched, since fx leaves its constants on the model.
     with (
-        untouched(model) as drew_random_numbers,
+        untouched(model) as since,
         functions_handled(_as_a_node),
         skip.tracking(model),
         checkpoints.noted(lambda: tracer.graph) as calls,
     ):
         graph = tracer.trace(model)
         graph.output_node().type = None  # it is that of the tracer's own function, not the model's
-        if drew_random_numbers():
+        if since.drew_random_numbers():
             raise Refused(
                 "it draws random numbers that do not depend on its inputs: fx freezes them"
             )
@@ -67,7 +72,15 @@ class _SymbolicTracer(fx.Tracer):
     def __init__(self, example: Example) -> None:
         super().__init__()
         self.example = example
-        self.hooked = {module for module in example.model.modules() if has_hooks(module)}
+        model, modules = example.model, list(example.model.modules())
+        self.watched = {module for module in modules if is_watched(model, module)}
+        for name, module in model.named_modules():
+            if module in self.watched and is_recorded(model, module):
+                warnings.warn(
+                    f"hooks on {name!r} will not be called, other than those that record what the "
+                    "model gives: for these it is looked into",
+                    stacklevel=2,
+                )
         self.rebuild: Callable[[Any], Any] = lambda output: output
         self.modes = Ambient.here()
         self.thread = threading.get_ident()
@@ -76,10 +89,15 @@ class _SymbolicTracer(fx.Tracer):
     # none of our business.
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """A module with hooks is called as a whole, and so are its hooks. PyTorch's are too, other
-        than those that are made of layers, between which one may want to cut."""
+        """A module with hooks is called as a whole, and so are its hooks, other than those that
+        record what the model gives, which are called now. So is one with a state that it changes.
+        PyTorch's are too, other than those that are made of layers, between which one may want to
+        cut."""
         is_whole = super().is_leaf_module(m, module_qualified_name)
-        return m in self.hooked or (is_whole and not isinstance(m, _OF_LAYERS))
+        if has_hooks(m):  # all others are gone meanwhile
+            return False
+        own = m in self.watched or m in self.example.whole
+        return own or (is_whole and not isinstance(m, _OF_LAYERS))
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self.thread:

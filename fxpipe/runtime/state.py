@@ -1,0 +1,187 @@
+"""The state that modules keep in Python: attributes, and what is in their lists, dicts and sets.
+
+Tensors are not looked into: buffers and parameters are states of another kind, which autograd and
+graphs know of.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+DEPTH = 4  # lists in lists, and objects in objects
+MANY = 256  # a longer container is data: it may change, what is in it is not looked into
+
+_PLAIN = type(None), bool, int, float, complex, str, bytes
+_EVERY = frozenset(vars(nn.Module()))  # parameters, hooks, modules: what every module has
+
+STATEFUL: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that compute with a state which their forward changes. A checkpoint that runs them a
+second time gives them the state of the first run meanwhile."""
+
+
+class State:
+    """The attributes of modules, and the contents of what is in these, as they are now."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._attributes = [(m, _own(m)) for m in modules]
+        self._contents: dict[int, tuple[Any, Any]] = {}  # by ids: containers, and copies
+        for _, own in self._attributes:
+            for value in own.values():
+                self._look_into(value, DEPTH)
+
+    def look_into(self, value: Any) -> None:
+        """What is in this too is put back."""
+        self._look_into(value, DEPTH)
+
+    def _look_into(self, value: Any, depth: int) -> None:
+        if isinstance(value, _PLAIN) or not depth or id(value) in self._contents:
+            return
+        contents = _contents(value)
+        if contents is None:
+            return
+        self._contents[id(value)] = value, contents
+        parts = contents.values() if isinstance(contents, dict) else contents
+        if len(parts) <= MANY:
+            for part in parts:
+                self._look_into(part, depth - 1)
+
+    def changed(self) -> list[tuple[nn.Module, str]]:
+        """The attributes that are another by now, or that have other contents."""
+        found = []
+        for module, before in self._attributes:
+            now = _own(module)
+            found += [
+                (module, name)
+                for name in {**before, **now}
+                if name not in now
+                or name not in before
+                or not _same(now[name], before[name])
+                or self._differs(before[name], DEPTH)
+            ]
+        return found
+
+    def _differs(self, value: Any, depth: int) -> bool:
+        """Whether a container has other contents than it had."""
+        if isinstance(value, _PLAIN) or not depth or id(value) not in self._contents:
+            return False
+        _, before = self._contents[id(value)]
+        now = _contents(value)
+        if isinstance(before, dict):
+            assert isinstance(now, dict)
+            pairs = [(now[key], before[key]) for key in before if key in now]
+            is_same = now.keys() == before.keys()
+        elif isinstance(before, set | frozenset):
+            return bool(now != before)
+        else:
+            pairs, is_same = list(zip(now, before, strict=False)), len(now) == len(before)
+        return not is_same or any(
+            not _same(one, other) or self._differs(other, depth - 1) for one, other in pairs
+        )
+
+    def has_tensors(self) -> bool:
+        """Whether there are tensors among the attributes, or in them."""
+        values = [value for _, own in self._attributes for value in own.values()]
+        for _, contents in self._contents.values():
+            values += contents.values() if isinstance(contents, dict) else contents
+        return any(isinstance(value, Tensor) for value in values)
+
+    def put_back(self) -> None:
+        """All is as it was."""
+        for module, before in self._attributes:
+            own = vars(module)
+            now = _own(module)
+            for name in now.keys() - before.keys():
+                del own[name]
+            for name, value in before.items():
+                if own.get(name) is not value or name not in own:
+                    own[name] = value
+        for value, contents in self._contents.values():
+            _refill(value, contents)
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Meanwhile all is as it was; afterwards it is as it is now."""
+        now = State([module for module, _ in self._attributes])
+        self.put_back()
+        try:
+            yield
+        finally:
+            now.put_back()
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    """What a module has of its own, other than what every module has."""
+    return {name: value for name, value in vars(module).items() if name not in _EVERY}
+
+
+def _contents(value: Any) -> Any:
+    """A copy of what is in a container or an object; None if it is neither."""
+    if isinstance(value, Tensor | nn.Module | ModuleType) or callable(value):
+        return None
+    for kind in (dict, list, set, deque, tuple):
+        if isinstance(value, kind):
+            return kind(value)
+    own = getattr(value, "__dict__", None)
+    return dict(own) if isinstance(own, dict) else None
+
+
+def _refill(value: Any, contents: Any) -> None:
+    if isinstance(value, tuple):
+        return
+    if isinstance(value, list):
+        if len(value) != len(contents) or any(map(_is_not, value, contents)):
+            value[:] = contents
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(contents)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(contents)
+    else:
+        own = value if isinstance(value, dict) else vars(value)
+        if own.keys() != contents.keys() or any(own[k] is not contents[k] for k in contents):
+            dict.clear(own)
+            dict.update(own, contents)
+
+
+def _is_not(one: Any, other: Any) -> bool:
+    return one is not other
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether it is the same object, or an equal number or name."""
+    is_plain = isinstance(one, _PLAIN) and type(one) is type(other)
+    return one is other or (is_plain and bool(one == other))
+
+
+class Attribute:
+    """An attribute of a module with its contents, as it is now, to be set again later."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self._value = vars(module).get(name, _MISSING)
+        self._state = State(())
+        self._state.look_into(self._value)
+
+    def set(self) -> None:
+        """The module has it as it was."""
+        if self._value is _MISSING:
+            vars(self.module).pop(self.name, None)
+        else:
+            vars(self.module)[self.name] = self._value
+        self._state.put_back()
+
+    def is_now(self) -> bool:
+        """Whether the module has it as it was."""
+        value = vars(self.module).get(self.name, _MISSING)
+        return _same(value, self._value) and not self._state._differs(value, DEPTH)
+
+
+_MISSING = object()

@@ -1,0 +1,106 @@
+"""Hooks that record what a model gives: they are part of it, and of its graph.
+
+::
+
+    layer.register_forward_hook(record)           transformers puts such hooks on its layers, and
+    ...                                           gives what they have recorded as hidden_states
+    return output, tuple(recorded)
+
+Whether a hook does so is tried: the model is run with the hooks of one kind, what they return being
+dropped, and without. Where its output differs, they record. All other hooks are somebody's who
+watches the model from outside. They are called when the pipeline runs, and while it is compiled in
+this one run only: what they leave in lists and objects that they refer to is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir._torch import pytree
+from fxpipe.ir.hooks import RECORDING, code_of, is_torchs
+from fxpipe.runtime.state import State
+from fxpipe.trace.checks import difference
+from fxpipe.trace.example import Example
+from fxpipe.trace.isolation import parameters_put_back, untouched
+
+
+def learn(example: Example) -> None:
+    """Find out which hooks of the model record what it gives; they are called from now on where the
+    model is run or traced without a trace."""
+    model = example.model
+    RECORDING.pop(model, None)
+    kinds = {code_of(hook) for _, _, hook in _forward_hooks(model)}
+    if not kinds:
+        return
+    plain = _output(example, frozenset())
+    alone = {kind: _output(example, frozenset([kind])) for kind in kinds}
+    found = frozenset(kind for kind, output in alone.items() if _differs(plain, output))
+    if plain is None and not found and _output(example, frozenset(kinds)) is not None:
+        found = frozenset(kinds)  # only with several of them does it run
+    if found:
+        RECORDING[model] = found
+
+
+def _forward_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """Those on calls of modules within the model, other than PyTorch's: where each is."""
+    for name, module in model.named_modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks) if name else ():
+            for key, hook in hooks.items():
+                if not is_torchs(hook):
+                    yield hooks, key, hook
+
+
+def _output(example: Example, kinds: frozenset[CodeType | type]) -> list[Any] | None:
+    """What the model gives with these hooks alone; None if it does not run."""
+    model = example.model
+    referred = State(())
+    for _, _, hook in _forward_hooks(model):
+        referred.look_into(_refers_to(hook))
+    before = RECORDING.get(model)
+    RECORDING[model] = kinds
+    try:
+        with untouched(model), torch.no_grad(), parameters_put_back(model):
+            for hooks, key, hook in list(_forward_hooks(model)):
+                hooks[key] = _silenced(hook)
+            output = example.call([tensor.clone() for tensor in example.tensors])
+            return [pytree.tree_map_only(Tensor, Tensor.clone, output)]
+    except Exception:  # whatever the model says without a hook of its own
+        return None
+    finally:
+        referred.put_back()
+        RECORDING.pop(model)
+        if before is not None:
+            RECORDING[model] = before
+
+
+def _differs(plain: list[Any] | None, output: list[Any] | None) -> bool:
+    if plain is None or output is None:
+        return plain is None and output is not None
+    return bool(difference(plain, output, 0.0))
+
+
+def _silenced(hook: Callable[..., Any]) -> Callable[..., None]:
+    """The hook, which changes nothing of what its module is given or gives."""
+
+    def silenced(*args: Any, **kwargs: Any) -> None:
+        hook(*args, **kwargs)
+
+    return silenced
+
+
+def _refers_to(hook: Any) -> list[Any]:
+    """The objects that a hook has at hand: of its closure, and the one whose method it is."""
+    function = getattr(hook, "__func__", hook)
+    defaults = [*(getattr(function, "__defaults__", None) or ())]
+    own = [getattr(hook, "__self__", None), getattr(hook, "__dict__", None)]
+    closed_over = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # it may be empty
+            closed_over.append(cell.cell_contents)
+    return [*closed_over, *defaults, *own]

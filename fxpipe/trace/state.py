@@ -1,0 +1,211 @@
+"""What a forward changes on modules, beside tensors: numbers, lists, entries of dicts.
+
+::
+
+    self.t += 1                                  a graph has no such line: it would have the t
+    return y * min(1, self.t / 100)              of the first call for ever
+
+The model is run with each changed attribute as later calls find it. Where that makes a difference
+to what the model gives, the module that has the attribute is kept whole: its forward really runs,
+once for each micro-batch and in their order. The model itself cannot be kept whole, and is refused.
+Where it makes none, a pipeline does not change the attribute, and says so.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir._torch import pytree
+from fxpipe.ir.errors import TraceError
+from fxpipe.ir.hooks import HOOKS
+from fxpipe.ir.source import is_of_a_model
+from fxpipe.runtime.state import STATEFUL, Attribute, State
+from fxpipe.trace.checks import Reference, difference
+from fxpipe.trace.errors import Refused, source_line
+from fxpipe.trace.example import Example, Traced
+from fxpipe.trace.isolation import parameters_put_back, untouched
+
+Unit = tuple[nn.Module, str]
+"""A module, and the name of an attribute."""
+
+Setter = Callable[[], None]
+"""Makes a part of the state another."""
+
+_FAR = 1000  # calls from now
+
+
+def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
+    """The modules to keep whole, since what they give depends on a state that they change.
+
+    Raises TraceError if that is the model itself. Warns of a state that nothing depends on, which a
+    pipeline does not change.
+    """
+    changed = reference.result.changed
+    if not changed:
+        return {}
+    model, tensors = example.model, reference.tensors
+    later, lasting = _later_states(example, tensors, changed)
+    matters = [unit for unit in changed if _matters(example, reference, unit, later[unit])]
+    names = {module: name for name, module in model.named_modules()}
+    whole: dict[nn.Module, str] = {}
+    for module, name in matters:
+        owner = _with_a_forward(model, names[module])
+        if owner is model:
+            where = _where(example, tensors, (module, name))
+            path = f"{names[module]}.{name}".removeprefix(".")
+            raise TraceError(
+                f"{type(model).__name__} changes {path} in its forward{where}, and what it gives "
+                "depends on it: a graph would have its first value for ever. Keep a number in a "
+                f"buffer, self.register_buffer({name!r}, torch.tensor(...)), and write to it in "
+                "place; or move this into a module of its own, which is then kept whole"
+            )
+        whole[owner] = names[owner]
+    whole = {
+        m: name
+        for m, name in whole.items()
+        if not any(name.startswith(f"{other}.") for other in whole.values())
+    }
+    inside = {part for module in whole for part in module.modules()}
+    alike: dict[tuple[type, str], list[nn.Module]] = {}
+    for module, name in lasting:
+        if module not in inside:
+            alike.setdefault((type(module), name), []).append(module)
+    for (_, name), owners in alike.items():
+        _tell(example, tensors, owners, name, names[owners[0]])
+    STATEFUL.update(inside)
+    return whole
+
+
+def _later_states(
+    example: Example, tensors: list[Tensor], changed: Iterable[Unit]
+) -> tuple[dict[Unit, list[list[Setter]]], list[Unit]]:
+    """The attributes as later calls find them; and which of them each call changes.
+
+    All rows are the last one: a value that is computed once, and kept, may depend on them.
+    """
+    others = [
+        tensor if dim is None else tensor.narrow(dim, -1, 1).expand_as(tensor)
+        for tensor, dim in zip(tensors, example.batch_dims, strict=True)
+    ]
+    later: dict[Unit, list[list[Setter]]] = {unit: [] for unit in changed}
+    lasting: list[Unit] = []
+    modules = list(example.model.modules())
+    with untouched(example.model), torch.no_grad():
+        for _ in range(2):
+            before = State(example.model.modules())
+            with parameters_put_back(example.model):
+                example.call([tensor.clone() for tensor in others])
+            lasting = before.changed()
+            hooks = [partial(own.update, dict(own)) for m in modules for own in _hooks(m) if own]
+            for module, name in later:
+                # With the hooks that the forward has put on modules: a flag may say that it has.
+                later[module, name].append([Attribute(module, name).set, *hooks])
+    return later, [unit for unit in lasting if unit in later]
+
+
+def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+    return [vars(module)[kind] for kind in HOOKS if kind in vars(module)]
+
+
+def _matters(example: Example, reference: Reference, unit: Unit, later: list[list[Setter]]) -> bool:
+    """Whether the model gives something else with such values of an attribute."""
+    module, name = unit
+    number: Any = vars(module).get(name)
+    if type(number) in (int, float):
+        later = later + [[partial(vars(module).update, {name: number + n})] for n in (1, _FAR)]
+    return any(_differs(example, reference, setters) for setters in later)
+
+
+def _differs(example: Example, reference: Reference, setters: list[Setter]) -> bool:
+    try:
+        with untouched(example.model):
+            for setter in setters:
+                setter()
+            result = example.run(reference.tensors, watched=True)
+    except Exception:  # the model does not take such a value, so it does look at it
+        return True
+    expected = reference.result
+    return any(
+        difference(one, other, 0.0)
+        for one, other in ((expected.output, result.output), (expected.buffers, result.buffers))
+    )
+
+
+def _with_a_forward(model: nn.Module, name: str) -> nn.Module:
+    """The innermost module at a path, or around it, that can be called."""
+    module = model.get_submodule(name)
+    while isinstance(module, nn.ModuleList | nn.ModuleDict):
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+    return module
+
+
+def _tell(
+    example: Example, tensors: list[Tensor], owners: list[nn.Module], name: str, path: str
+) -> None:
+    others = f", and so in {len(owners) - 1} modules more" if len(owners) > 1 else ""
+    where = _where(example, tensors, (owners[0], name))
+    kind, path = type(example.model).__name__, f"{path}.{name}".removeprefix(".")
+    warnings.warn(
+        f"{kind} sets {path} in its forward{where}{others}; a pipeline does not, so that {path} is "
+        "after a call what it was before. What the model gives does not depend on it; let the "
+        "forward return what you need of it",
+        stacklevel=2,
+    )
+
+
+def _where(example: Example, tensors: list[Tensor], unit: Unit) -> str:
+    """The line of the model that changes an attribute: its forward is run line by line."""
+    lines: list[tuple[str, int]] = []
+    found: list[tuple[str, int]] = []
+    attribute = Attribute(*unit)
+
+    def step(frame: FrameType, event: str, _: Any) -> Any:
+        if not is_of_a_model(frame.f_code.co_filename) or found:
+            return None
+        if lines and not attribute.is_now():
+            found.append(lines[-1])
+        if event == "line":
+            lines[:] = [(frame.f_code.co_filename, frame.f_lineno)]
+        return step
+
+    outer = sys.gettrace()
+    with untouched(example.model), torch.no_grad(), parameters_put_back(example.model):
+        sys.settrace(step)
+        try:
+            example.call([tensor.clone() for tensor in tensors])
+        finally:
+            sys.settrace(outer)
+    return f" (at {source_line(*found[0])})" if found else ""
+
+
+def compare(example: Example, reference: Reference, traced: Traced, tolerance: float) -> None:
+    """Raise ``Refused`` unless two calls of the graph, one after the other, give what two of the
+    model give, and leave the same state behind."""
+    outputs = [list(_two_calls(example, reference, each)) for each in (None, traced)]
+    for one, other in zip(*outputs, strict=True):
+        found = difference(one, other, tolerance)
+        if found:
+            raise Refused(f"its graph differs in a second call: {found}")
+
+
+def _two_calls(example: Example, reference: Reference, traced: Traced | None) -> Iterator[Any]:
+    with untouched(example.model), torch.no_grad(), parameters_put_back(example.model):
+        for _ in range(2):
+            output = example.call([tensor.clone() for tensor in reference.tensors], traced)
+            yield pytree.tree_map_only(Tensor, Tensor.clone, output)
+        yield {
+            f"{name}.{key}": value
+            for name, module in example.model.named_modules()
+            if module in STATEFUL
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str)
+        }

@@ -1,0 +1,133 @@
+"""Hooks that record what a model gives are part of it; other hooks look at it from outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.trace import trace
+from tests.fxpipe.trace.small import BOTH, run, x
+from tests.zoo import same
+
+
+class Recorded(nn.Module):
+    """Gives what its layers have given, by hooks on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.seen: list[Tensor] = []
+        for layer in self.layers:
+            layer.register_forward_hook(self.record)
+
+    def record(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        self.seen.append(output)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.layers(x)
+        seen = tuple(self.seen)
+        self.seen.clear()
+        if len(seen) != len(self.layers):
+            raise ValueError("nobody has recorded")
+        return y.tanh(), *seen
+
+
+class Optional(Recorded):
+    """Runs without its hooks too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.layers(x)
+        seen = tuple(self.seen)
+        self.seen.clear()
+        return y.tanh(), *seen
+
+
+class Lazy(Optional):
+    """Puts the hooks on its layers when it is called first, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer._forward_hooks.clear()
+        self.is_hooked = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not self.is_hooked:
+            for layer in self.layers:
+                layer.register_forward_hook(self.record)
+            self.is_hooked = True
+        return super().forward(x)
+
+
+@BOTH
+@pytest.mark.parametrize("called_first", [False, True])
+@pytest.mark.parametrize("kind", [Recorded, Optional, Lazy])
+def test_what_hooks_record_is_part_of_the_output(
+    tracer: str, called_first: bool, kind: type[nn.Module]
+) -> None:
+    model = kind()
+    if called_first:
+        model(x())
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
+        for _ in range(2):
+            found = pipe(x(6))
+            parts = [model(part) for part in x(6).chunk(2)]
+            wanted = [torch.cat(each) for each in zip(*parts, strict=True)]
+            assert len(found) == 5
+            assert same([y.detach() for y in found], [y.detach() for y in wanted])
+        found[2].sum().backward()
+        assert model.layers[1].weight.grad is not None and model.layers[2].weight.grad is None
+    assert model.seen == []
+
+
+@BOTH
+def test_hooks_that_only_look_are_not_called_while_the_model_is_compiled(tracer: str) -> None:
+    model, looked = Recorded(), []
+    model.layers[1].register_forward_hook(lambda *_: looked.append("called"))
+    with pytest.warns(UserWarning, match=r"hooks on 'layers.1' .*will not be called"):
+        traced = trace(model, (x(),), tracer=tracer)
+    assert looked == []
+    assert same(run(traced, x(3)), model(x(3)))
+
+
+def test_hidden_states_of_transformers_whether_or_not_they_have_been_asked_for_before() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16, use_cache=False,
+        bos_token_id=0, eos_token_id=0, attn_implementation="eager",
+    )  # fmt: skip
+    ids = torch.randint(32, (4, 8))
+    for asked_before in (True, False):
+        model = transformers.GPT2LMHeadModel(config).eval()
+        if asked_before:
+            model(ids, output_hidden_states=True, output_attentions=True)
+        with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+            found = pipe(ids, output_hidden_states=True, output_attentions=True)
+            wanted = model(ids, output_hidden_states=True, output_attentions=True)
+            assert len(found.hidden_states) == 3 and len(found.attentions) == 2
+            torch.testing.assert_close(found.hidden_states, wanted.hidden_states)
+            torch.testing.assert_close(found.attentions, wanted.attentions)
+            assert pipe(ids).hidden_states is None
+
+
+def test_a_depth_estimator_which_reads_what_has_been_recorded_of_its_backbone() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.DPTConfig(
+        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32,
+        image_size=32, patch_size=8, backbone_out_indices=[0, 1, 2, 3],
+        neck_hidden_sizes=[8, 8, 8, 8], fusion_hidden_size=8,
+        reassemble_factors=[4, 2, 1, 0.5], is_hybrid=False,
+    )  # fmt: skip
+    pixels = torch.randn(4, 3, 32, 32)
+    for called_before in (True, False):
+        model = transformers.DPTForDepthEstimation(config).eval()
+        if called_before:
+            model(pixels)
+        with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+            found = pipe(pixels).predicted_depth
+            wanted = torch.cat([model(part).predicted_depth for part in pixels.chunk(2)])
+            torch.testing.assert_close(found, wanted)

@@ -1,0 +1,199 @@
+"""What a forward changes on modules: kept, where the model computes with it, or told of."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.trace import TraceError, trace
+from tests.fxpipe.trace.small import BOTH, MLP, run, x
+from tests.zoo import same
+
+
+class Warmup(nn.Module):
+    """Its output grows with the number of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.t = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.t += 1
+        return self.linear(x) * min(1, self.t / 100)
+
+
+class Recent(nn.Module):
+    """Adds up numbers, of which it keeps the last three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(8, 8), deque[int](maxlen=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(sum(self.seen) + 1)
+        return self.linear(x) + sum(self.seen)
+
+
+class Nested(nn.Module):
+    """Counts in a dict of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"calls": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"][0] += 1
+        return x * self.counts["calls"][0]
+
+
+class Recurrent(nn.Module):
+    """Keeps a tensor, which is no buffer, from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.h = nn.Linear(8, 8), torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.h = 0.5 * self.h + self.linear.bias.detach()
+        return torch.tanh(self.linear(x) + self.h)
+
+
+class Cached(nn.Module):
+    """Computes a value from its first input only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.first = nn.Linear(8, 8), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first is None:
+            self.first = x.detach().mean(0)
+        return self.linear(x - self.first)
+
+
+STATEFUL = [Warmup, Recent, Nested, Recurrent]
+
+
+def around(module: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), module, nn.Tanh(), nn.Linear(8, 8))
+
+
+def in_a_loop(model: nn.Module, x: Tensor, chunks: int) -> Tensor:
+    return torch.cat([model(part) for part in x.chunk(chunks)])
+
+
+@BOTH
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_module_with_a_state_is_kept_whole_and_changes_it_once_a_micro_batch(
+    tracer: str, kind: type[nn.Module]
+) -> None:
+    model = around(kind())
+    plain = copy.deepcopy(model)
+    if kind is Recurrent and tracer == "symbolic":
+        with pytest.raises(TraceError, match="1 has tensors among its state"):
+            trace(model, (x(),), tracer=tracer)
+        return
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, tracer=tracer) as pipe:
+        for batch in 6, 9, 6:
+            data = x(batch)
+            y, wanted = pipe(data), in_a_loop(plain, data, 3)
+            assert same(y.detach(), wanted.detach())
+            y.square().sum().backward()
+            wanted.square().sum().backward()
+    assert str(vars(model[1])) == str(vars(plain[1]))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("mode", ["except_last", "always"])
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_a_checkpoint_that_runs_it_again_does_not_change_it_twice(
+    mode: str, kind: type[nn.Module]
+) -> None:
+    model = around(kind())
+    plain = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, checkpoint=mode) as pipe:
+        for _ in range(2):
+            pipe(x(6)).square().sum().backward()
+            in_a_loop(plain, x(6), 3).square().sum().backward()
+    assert str(vars(model[1])) == str(vars(plain[1]))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_tracing_leaves_the_state_as_it_was(tracer: str, kind: type[nn.Module]) -> None:
+    model = around(kind())
+    before = str(vars(model[1]))
+    trace(model, (x(),), tracer="export" if kind is Recurrent else tracer)
+    assert str(vars(model[1])) == before
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (Warmup, r"changes t in its forward \(at .*test_state.py:\d+: self.t \+= 1\)"),
+        (Recent, r"changes seen in its forward \(at .*: self.seen.append\(sum\(self.seen\) \+ 1\)"),
+        (Nested, r"changes counts in .*: self.counts\[.calls.\]\[0\] \+= 1\)"),
+        (
+            Recurrent,
+            r"changes h in its forward \(at .*: self.h = 0.5 \* self.h \+ self.linear.bias.detach",
+        ),
+        (Cached, r"changes first in its forward \(at .*: self.first = x.detach"),
+    ],
+)
+def test_a_model_with_a_state_of_its_own_is_refused_with_the_attribute_and_the_line(
+    tracer: str, kind: type[nn.Module], line: str
+) -> None:
+    with pytest.raises(TraceError, match=line + ".*register_buffer"):
+        trace(kind(), (x(),), tracer=tracer)
+
+
+class Remembers(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        self.last = x
+        return super().forward(x)
+
+
+@BOTH
+def test_what_nothing_depends_on_is_told_of_and_left_alone(tracer: str) -> None:
+    model = Remembers()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        traced = trace(model, (x(),), tracer=tracer)
+    texts = [str(each.message) for each in told if "in its forward" in str(each.message)]
+    assert len(texts) == 2
+    assert any(
+        "sets calls in its forward (at " in t and "+ 1); a pipeline does not" in t for t in texts
+    )
+    assert any("sets last in its forward" in text and "self.last = x" in text for text in texts)
+    assert same(run(traced, x(3)), model.layers(x(3)) + 1)
+    assert not hasattr(model, "last") and not hasattr(model, "calls")
+
+
+@BOTH
+def test_a_mask_that_is_made_once_and_kept_is_nothing_to_tell(tracer: str) -> None:
+    class Masked(MLP):
+        mask: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mask is None:
+                self.mask = torch.ones(x.shape[1]).cumsum(0)
+            return super().forward(x) * self.mask
+
+    model = Masked()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The tensor attribute self.model.mask")  # of PyTorch
+        traced = trace(model, (x(),), tracer=tracer)
+    assert model.mask is None
+    assert same(run(traced, x(3)), model(x(3)))
