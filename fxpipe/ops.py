@@ -1,9 +1,9 @@
-"""The vocabulary: what the nodes of a pipeline graph call, and nothing else.
+"""The vocabulary: fxpipe's functions that nodes of pipeline graphs and step graphs call.
 
-Each is a plain function. Called on proxies it becomes a node, so that an emitted graph can be
-traced again. Streams are named (``"cuda:1/copy"``, see :mod:`fxpipe.runtime.streams`). All but
-``scatter`` and ``gather`` take and give values nested in tuples, and leave alone what carries no
-gradient.
+Each is a plain function. A call with proxies among its arguments becomes a node, so that an emitted
+graph can be traced again. Streams are given by name (``"cuda:1/copy"``, see
+:mod:`fxpipe.runtime.streams`). The gates (``copy``, ``wait``, ``fork``, ``join``, ``recompute``)
+take values nested in tuples, and only values that carry gradient go through their autograd nodes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _op(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _may_hold_proxies(values: Iterable[Any]) -> bool:
-    """Whether it is worth the time to look for proxies within the values."""
+    """Whether one of the values is a proxy, or a container to be searched for proxies."""
     return any(isinstance(value, fx.Proxy | tuple | list | dict) for value in values)
 
 
@@ -58,33 +58,37 @@ def _may_hold_proxies(values: Iterable[Any]) -> bool:
 def scatter(
     tensor: Tensor, dim: int | None, chunks: int, copied: bool = False
 ) -> tuple[Tensor, ...]:
-    """A mini-batch in ``chunks`` micro-batches along ``dim``.
+    """Cut a mini-batch into ``chunks`` micro-batches along ``dim``.
 
     ::
 
         x ---+--- x_mb0          backward: each micro-batch's gradient into its place
              +--- x_mb1
 
-    The parts are views; ``copied``: of a copy, where x will be written to.
+    The sizes of the parts differ by one row at most, and larger parts come first. The parts are
+    views of ``tensor``; if ``copied``, of a copy of it, which the model may write to. Without a
+    dimension (None) each micro-batch has the whole tensor.
     """
     return _microbatch.scatter(tensor.clone() if copied else tensor, dim, chunks)
 
 
 @_op
 def write_back(tensor: Tensor, dim: int | None, parts: Sequence[Tensor]) -> None:
-    """What the micro-batches have made of their copies of an input becomes the input's value.
+    """Write the micro-batches' copies of an input, changed by the model, back to the input.
 
     ::
 
         x_mb0 ---+--- x, the caller's
         x_mb1 ---+
+
+    ``parts`` are joined along ``dim``, and have the shape of ``tensor`` together.
     """
     tensor.copy_(_microbatch.gather(parts, dim))
 
 
 @_op
 def seeds(count: int) -> tuple[int, ...]:
-    """A seed for every micro-batch, drawn from the default generator.
+    """Draw a seed for each of ``count`` micro-batches from the default generator.
 
     ::
 
@@ -101,15 +105,22 @@ def gather(
     parts: Sequence[Tensor] = (),
     parts_dim: int = 0,
 ) -> Any:
-    """The micro-batches' outputs as one: joined along ``dims``, or averaged where that is None.
+    """Put the micro-batches' outputs together: joined along ``dims``, averaged where that is None.
 
     ::
 
         y_mb0 ---+--- y          backward: each micro-batch gets its part of the gradient
         y_mb1 ---+
 
-    An average weighs each micro-batch by the size of its part of the input (``parts``). What all
-    have alike ("any") is given as the first has it.
+    Args:
+        values: the output of each micro-batch; all have the same structure.
+        dims: the batch dimension of the tensors in an output, one for all or one for each leaf.
+            "sum": the outputs are added up. "any": all are the same, and the first one is taken.
+        parts: the micro-batches' parts of an input, by whose sizes an average weighs the outputs.
+        parts_dim: the batch dimension of ``parts``.
+
+    Raises ValueError if an output that can be neither joined nor averaged (without a batch
+    dimension, and not of floating point) differs between micro-batches.
     """
     return _microbatch.gather(values, dims, parts, parts_dim)
 
@@ -122,29 +133,29 @@ def copy(values: Any, source: str, target: str) -> Any:
 
         source ---[source stream]--- copy ---[target stream]--- target
 
-    The backward moves the gradients back. On one device the result shares memory with the source;
-    a stage that writes to what it receives clones it first (pass ``alias``).
+    The backward moves the gradients back. On one device the result shares memory with the source,
+    so a stage that writes to a value that it receives clones it first (pass ``split``).
     """
     return _copy.copy(values, source, target)
 
 
 @_op
 def wait(values: Any, source: str, target: str) -> Any:
-    """The target stream waits until the source stream has made the values.
+    """Let the target stream wait until the source stream has made the values.
 
     ::
 
         values (source stream) --- wait --- values (target stream)
 
-    It does not wait for what the source stream is given besides. In the backward the source stream
-    waits until the target stream has made the gradients.
+    It waits for these values only, and not for later work of the source stream. In the backward the
+    source stream waits until the target stream has made the gradients.
     """
     return _copy.wait(values, source, target)
 
 
 @_op
 def fork(values: Any) -> tuple[Any, Tensor]:
-    """Branch a phony off a lane; the values' backward waits for the phony's.
+    """Branch a phony (a tensor without elements) off values; their backward waits for its own.
 
     ::
 
@@ -156,7 +167,7 @@ def fork(values: Any) -> tuple[Any, Tensor]:
 
 @_op
 def join(values: Any, phony: Tensor) -> Any:
-    """Merge a phony into a lane; the phony's backward comes after the values'.
+    """Merge a phony (see :func:`fork`) into values; its backward comes after theirs.
 
     ::
 
@@ -168,7 +179,7 @@ def join(values: Any, phony: Tensor) -> Any:
 
 @_op
 def portal_blue(tensor: Any) -> Portal:
-    """A skip tensor leaves the autograd lane at its source; a phony stays for it.
+    """Take a skip tensor out of autograd's graph at its source; a phony stands in for it there.
 
     ::
 
@@ -181,7 +192,7 @@ def portal_blue(tensor: Any) -> Portal:
 
 @_op
 def portal_copy(portal: Portal, source: str, target: str) -> Portal:
-    """Move the hidden tensor to the device of the target stream.
+    """Move the tensor that a portal hides from autograd to the device of the target stream.
 
     ::
 
@@ -195,7 +206,7 @@ def portal_copy(portal: Portal, source: str, target: str) -> Portal:
 
 @_op
 def portal_orange(portal: Portal) -> Any:
-    """The skip tensor comes back into the autograd lane, at its consumer.
+    """Bring a skip tensor back into autograd's graph, at its consumer.
 
     ::
 
@@ -207,21 +218,25 @@ def portal_orange(portal: Portal) -> Any:
 
 @_op
 def checkpoint(stage: nn.Module, *args: Any) -> tuple[Any, Handle | None]:
-    """Run a stage without keeping its activations. Gives its output, and a handle to run it again.
+    """Run a stage without keeping its activations.
+
+    Returns the stage's output, and a handle by which :func:`recompute` runs the stage again.
 
     ::
 
         args --- stage --- output          saved tensors: none, until recompute or their first use
     """
-    # Its forward, not the module: fx would print to stderr what goes wrong in it.
-    # What draws random numbers is given a seed (pass "random"), the same both times.
+    # Its forward is called, and not the module: fx prints errors in a call of a module to stderr.
+    # Nodes that draw random numbers are given a seed (pass "random"), the same in both runs.
     options = _checkpoint.CheckpointOptions(preserve_rng_state=False)
     return _checkpoint.checkpointed(stage.forward, *args, options=options)
 
 
 @_op
 def recompute(values: Any, handle: Handle | None) -> Any:
-    """Run the checkpointed stage again when the backward comes by, ahead of its own.
+    """Pass values on, and in the backward run the checkpointed stage of the handle again.
+
+    The stage's own backward comes after that, so that the gradient is copied meanwhile.
 
     ::
 
@@ -233,7 +248,7 @@ def recompute(values: Any, handle: Handle | None) -> Any:
 
 @_op
 def share(parameter: Tensor) -> Tensor:
-    """A parameter as a value, for all its uses in one micro-batch.
+    """Make a parameter a value, at which the gradients of its uses in one micro-batch meet.
 
     ::
 
@@ -245,7 +260,7 @@ def share(parameter: Tensor) -> Tensor:
 
 @_op
 def bring(parameter: Tensor, target: str, user: str) -> Tensor:
-    """A parameter for a stage on another device, once for all its micro-batches.
+    """Copy a parameter to a stage on another device, once for all its micro-batches.
 
     ::
 
@@ -253,7 +268,8 @@ def bring(parameter: Tensor, target: str, user: str) -> Tensor:
 
     The backward brings back the sum of the micro-batches' gradients.
     """
-    # Its gradient is added up on the parameter's own device and stream, by a node of its own.
+    # ``share`` makes an autograd node on the parameter's own device and stream, where the gradient
+    # is then added to the parameter's.
     value = _shared.share(parameter)
     (value,) = _copy.wait(_copy.copy((value,), CALLER, target), target, user)
     return value  # type: ignore[no-any-return]
@@ -261,7 +277,7 @@ def bring(parameter: Tensor, target: str, user: str) -> Tensor:
 
 @_op
 def call(module: nn.Module, values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Run a module with these values in place of the parameters of those names.
+    """Run a module with values in place of parameters; ``values`` are by the parameters' names.
 
     ::
 
@@ -275,7 +291,10 @@ def call(module: nn.Module, values: dict[str, Tensor], *args: Any, **kwargs: Any
 def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Normalise a micro-batch by its own statistics, and give these.
+    """Normalise a micro-batch, of shape (rows, channels, ...), by its own statistics.
+
+    Returns the normalised tensor, mean and unbiased variance of each channel, and the number of
+    elements that a channel has.
 
     ::
 
@@ -299,6 +318,12 @@ def update_statistics(
 
         mean, variance, count (mb0) ---+--- running mean, running variance, number of mini-batches
         mean, variance, count (mb1) ---+
+
+    Args:
+        running_mean, running_var: buffers of shape (channels,), which are written to.
+        tracked: the number of mini-batches so far, which is counted up; None to count none.
+        momentum: the weight of the new statistics; None for an average over all mini-batches.
+        parts: mean, variance and count of each micro-batch, as :func:`batch_norm` gives them.
     """
     _batch_norm.update_statistics(running_mean, running_var, tracked, momentum, parts)
 
@@ -307,7 +332,7 @@ def update_statistics(
 def forward(
     stage: nn.Module, args: tuple[Any, ...], passed: Sequence[int], single: bool, checkpoint: bool
 ) -> tuple[tuple[Any, ...], Tape]:
-    """The forward of a stage for a micro-batch, in a training step.
+    """Run the forward of a stage for a micro-batch, in a training step.
 
     ::
 
@@ -315,7 +340,13 @@ def forward(
           `---------------+--- arguments that are passed on
                           `... tape: what its backward needs
 
-    ``single``: the stage gives one result, not a tuple. ``checkpoint``: no activations are kept.
+    Args:
+        passed: the indices of those arguments that are passed on to later stages.
+        single: whether the stage returns one result, and not a tuple of results.
+        checkpoint: whether no activations are kept, so that the backward runs the stage again.
+
+    Returns the results followed by the arguments that are passed on, and the tape, which is the
+    recorded autograd graph.
     """
     return _step.forward(stage, args, passed, single, checkpoint)
 
@@ -324,46 +355,55 @@ def forward(
 def loss(
     function: nn.Module, output: Any, target: Any, number: int, stages: Sequence[Tape]
 ) -> tuple[Tensor, Tape]:
-    """The loss of micro-batch ``number``.
+    """Compute the loss of micro-batch ``number``: ``function(output, target)``, a scalar.
 
     ::
 
         output ---+--- loss ---+--- value
         target ---+            `... tape
 
-    ``stages``: their tapes. Where a parameter is in the loss, its stage is given the gradient.
+    ``stages``: the tapes of all stages for this micro-batch. If a parameter is in the loss itself
+    (a penalty on weights), the tape of its stage is given the gradient in the backward.
+
+    Raises ValueError if the loss is no real scalar tensor, or requires no gradient.
     """
     return _step.loss(function, output, target, number, stages)
 
 
 @_op
 def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
-    """Where the backward of a micro-batch begins: the gradient of the model's output.
+    """Begin the backward of a micro-batch: compute the gradient of the model's output.
 
     ::
 
         gradient of the output --- loss --- weight (times scale)
+
+    ``weight``: the factor by which this micro-batch's loss counts in the mini-batch's. ``scale``:
+    the factor of a gradient scaler, or None.
     """
     return _step.loss_backward(tape, weight, scale)
 
 
 @_op
 def backward(tape: Tape, grads: Sequence[Any], after: Any = None) -> Any:
-    """The backward of a stage for a micro-batch. Parameters get their gradients on the way.
+    """Run the backward of a stage for a micro-batch, from the gradients of the tape's results.
 
     ::
 
         gradients of the arguments --- stage --- gradients of the results
                                          `--- parameters
 
-    ``after``: what comes before it, where no gradient does that would say so.
+    Returns the gradients of the stage's arguments; those of its parameters are accumulated in
+    ``.grad``. ``after`` has no effect here: it is an edge of the graph that makes this call come
+    after another one where no gradient does.
     """
     return _step.backward(tape, grads)
 
 
 @_op
 def backward_input(tape: Tape, grads: Sequence[Any], after: Any = None) -> Any:
-    """The first half of a backward: what the stage before waits for. ``after``: as there.
+    """Run the first half of a backward: the gradients of the arguments, for which other stages
+    wait. ``after`` is that of :func:`backward`.
 
     ::
 
@@ -374,7 +414,8 @@ def backward_input(tape: Tape, grads: Sequence[Any], after: Any = None) -> Any:
 
 @_op
 def weight_grad(tape: Tape) -> None:
-    """The second half of a backward: what nobody waits for.
+    """Run the second half of a backward: deferred gradients of parameters, for which no stage
+    waits.
 
     ::
 
@@ -385,22 +426,25 @@ def weight_grad(tape: Tape) -> None:
 
 @_op
 def added(first: Any, second: Any) -> Any:
-    """The gradients of a value that is twice among the outputs; None where there is none."""
+    """Add two gradients of one value, which is among the outputs twice.
+
+    Either may be None, if there is no such gradient; the result is None if both are.
+    """
     return _step.added(first, second)
 
 
 @_op
 def replay(tape: Tape, halved: bool = False) -> None:
-    """Run a checkpointed stage again, while the gradients of its results are still on their way.
+    """Run a checkpointed stage again, while the gradients of its results are still being sent.
 
-    ``halved``: its backward comes in two halves.
+    ``halved``: whether the backward of the stage is run in two halves.
     """
     _step.replay(tape, halved)
 
 
 @_op
 def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
-    """Values without history, on the device of the target stream.
+    """Send values, detached from their autograd history, to the device of the target stream.
 
     ::
 
@@ -411,26 +455,30 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
 
 @_op
 def replicate(parameter: Tensor, target: str, user: str) -> Tensor:
-    """A parameter for a stage on another device, once for a training step.
+    """Make a replica of a parameter for a stage on another device, once for a training step.
 
     ::
 
         parameter ---[target stream]--- replica
 
-    It is a leaf, which gathers the gradients of the stage's micro-batches by itself.
+    The replica is a leaf of autograd's graph: the gradients of the stage's micro-batches are
+    accumulated in its ``.grad``.
     """
     return _step.replicate(parameter, target, user)
 
 
 @_op
 def gathered(replica: Tensor) -> Tensor | None:
-    """The gradients that a replica has gathered, once the stage's backwards are done."""
+    """The sum of the micro-batches' gradients in a replica; None if it got no gradient.
+
+    It is complete once all backwards of the stage are done.
+    """
     return _step.gathered(replica)
 
 
 @_op
 def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
-    """Add a gradient to a parameter's.
+    """Add a gradient to a parameter's ``.grad``; if it is None, do nothing.
 
     ::
 
@@ -447,27 +495,31 @@ def optimize(optimizer: Stepping | None, stage: nn.Module, shared: Sequence[str]
 
         gradients --- optimizer --- parameters
 
-    All but those of the names in ``shared``, which are another stage's.
+    ``shared``: the names of those parameters that live in another stage, and are stepped there.
     """
     _step.optimize(optimizer, stage, shared)
 
 
 @_op
 def weights(parts: Sequence[Tensor], dim: int | None, summed: bool = False) -> tuple[float, ...]:
-    """Each micro-batch's part of the mini-batch, by which its loss counts; one where it is
-    ``summed`` over the rows."""
+    """The factor by which the loss of each micro-batch counts in the loss of the mini-batch.
+
+    It is the micro-batch's share of the rows (of ``parts`` along ``dim``; all shares are equal if
+    that is None), or 1 if the loss is ``summed`` over the rows.
+    """
     return _step.weights(parts, dim, summed)
 
 
 @_op
 def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The loss of the mini-batch, from those of its micro-batches."""
+    """The loss of the mini-batch: the sum of its micro-batches' losses, each times its weight."""
     return _step.average(losses, weights)
 
 
 @_op
 def defer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module whose parameters' gradients may be computed later (``weight_grad``)."""
+    """Run a module so that the gradients of its parameters can be computed later, by
+    :func:`weight_grad`."""
     return _step.defer(module, *args, **kwargs)
 
 

@@ -9,7 +9,7 @@
 
 Each micro-batch is normalised by its own statistics, as in gradient accumulation; the running ones
 are updated once, as if the mini-batch had come in one piece (torchgpipe calls this deferred batch
-norm). What is updated is no part of what a checkpoint runs again, so no batch counts twice.
+norm). A checkpoint that runs a stage again does not run the update again, so no batch counts twice.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Statistics = tuple[Tensor, Tensor, int]
-"""Mean and variance of each channel, and how many numbers a channel had."""
+"""Mean and unbiased variance of each channel, both of shape (channels,), and the number of elements
+that a channel has."""
 
 
 def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The input normalised by its own statistics, and these, without gradient."""
+    """Normalise ``x``, of shape (rows, channels, ...), by its own statistics.
+
+    Returns the normalised tensor and its :data:`Statistics`, which carry no gradient.
+    """
     is_half = x.dtype in (torch.bfloat16, torch.float16)
     dtype = weight.dtype if weight is not None else torch.float32 if is_half else x.dtype
     channels = x.shape[1]
-    # Running statistics that forget all that was before: the variance among them is unbiased.
+    # With a momentum of 1 PyTorch's running statistics become those of this input alone, and the
+    # running variance is the unbiased one.
     mean = torch.zeros(channels, dtype=dtype, device=x.device)
     variance = torch.ones(channels, dtype=dtype, device=x.device)
     y = F.batch_norm(x, mean, variance, weight, bias, training=True, momentum=1.0, eps=eps)
@@ -46,11 +51,11 @@ def update_statistics(
     momentum: float | None,
     parts: Sequence[Statistics],
 ) -> None:
-    """Update the running statistics by those of the micro-batches together.
+    """Update the running statistics by those of the whole mini-batch, from its micro-batches'.
 
-    ``tracked`` counts mini-batches; ``momentum`` None is an average over all of them. Variances are
-    put together as Chan et al. do ("Updating formulae and a pairwise algorithm for computing sample
-    variances", 1979).
+    ``tracked`` counts mini-batches; with a ``momentum`` of None the running statistics are the
+    average over all mini-batches. The variances are combined as in Chan et al. ("Updating formulae
+    and a pairwise algorithm for computing sample variances", 1979).
     """
     if tracked is not None:
         tracked.add_(1)

@@ -1,7 +1,7 @@
-"""When lanes do what: a stopwatch for each lane, on the clock of its device.
+"""The times at which lanes run their nodes: a stopwatch for each lane, on the clock of its device.
 
-On the CPU that is the host's clock. On an accelerator the host only hands work over, so events are
-recorded on the lane's stream, and read when all is done.
+On the CPU the host's clock is used. On an accelerator the host only launches work, so events are
+recorded on the lane's stream, and their times are read once the device has done the work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mark:
-    """From when to when a lane has run a node, in seconds since the run began."""
+    """When a lane started and ended a node, in seconds since the run of the program began."""
 
     lane: int
     node: fx.Node
@@ -30,7 +30,7 @@ class Mark:
 
 
 class Stopwatch:
-    """Takes the times of one lane."""
+    """Takes the times of one lane. ``begin``: when the run began, by ``time.perf_counter()``."""
 
     def __init__(self, lane: int, device: torch.device, begin: float) -> None:
         self.lane = lane
@@ -51,14 +51,14 @@ class Stopwatch:
         return event
 
     def time(self, node: fx.Node, run: Callable[[], T]) -> T:
-        """What ``run()`` gives; the time it takes is noted."""
+        """Call ``run()``, note its start and end for the node, and return its result."""
         start = self._now()
         value = run()
         self._taken.append((node, start, self._now()))
         return value
 
     def marks(self) -> list[Mark]:
-        """All that has been noted."""
+        """The marks of all calls that were timed. Waits until the device has done them."""
         if self._stream is not None:
             torch.accelerator.synchronize(self._stream.device)
         return [
@@ -75,11 +75,11 @@ class Stopwatch:
 
 @dataclass
 class Record:
-    """The marks of one run."""
+    """The marks of one run of a program, from all lanes."""
 
     marks: list[Mark] = field(default_factory=list)
     begin: float = field(default_factory=time.perf_counter)
 
     def stopwatch(self, lane: int, device: torch.device) -> Stopwatch:
-        """One for a lane; to be made in its thread."""
+        """A stopwatch for a lane. It has to be made in the lane's thread, whose stream it uses."""
         return Stopwatch(lane, device, self.begin)

@@ -5,10 +5,10 @@
     forward    source  --- wait --- [link]  copy  [link] --- wait ---  target
     backward   source  <-- wait <-- [link]  copy  [link] <-- wait <--  target
 
-Each is one autograd node for all its values. A gradient comes back in the dtype and on the device
-of the tensor that was sent, over the link of the other direction. The copy's autograd node belongs
-to that link's stream: so the engine makes that stream wait for what has made the gradient, and what
-uses the gradient wait for that stream.
+A copy, or a wait, is one autograd node for all its values. A gradient comes back in the dtype and
+on the device of the tensor that was sent, over the link of the other direction. The copy's autograd
+node belongs to that link's stream. So the autograd engine makes that stream wait for the work that
+makes the gradient, and makes the work that uses the gradient wait for that stream.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from fxpipe.runtime.streams import (
 
 
 def moved(tensor: Tensor, device: torch.device | None, source: str) -> Tensor:
-    """The tensor on a device, sent over the link from where it is. Where it is there already:
-    itself.
+    """Send a tensor to a device, over the link from the device where it is.
+
+    A tensor that is there already is returned itself, and so is any if the device is None.
 
     Args:
-        source: the name of the stream that it comes from. What comes from the caller's has a link
-            of its own, which waits for what the caller has done up to the hand-over, and no more.
+        source: the name of the stream that it comes from. For the caller's tensors there are links
+            of their own, which wait for the caller's work up to the hand-over, and no longer.
     """
     if device is None or tensor.device == device:
         return tensor
@@ -47,15 +48,18 @@ def moved(tensor: Tensor, device: torch.device | None, source: str) -> Tensor:
     for end in ends:
         (await_callers if source == CALLER else await_made)(end, tensor)
     with on(*ends):
-        # To the CPU the host has to wait: there is no stream there that could.
+        # For a copy to the CPU the host has to wait, since the CPU has no stream that could.
         result = tensor.to(device, non_blocking=device.type != "cpu")
     made(result, ends[1])
     return result
 
 
 def on_the_way_back(home: torch.device, device: torch.device | None) -> Any:
-    """Run on the stream by which gradients leave a device for the one where their values are from:
-    an autograd node that is made here runs there."""
+    """A context that makes the link from ``device`` back to ``home`` the current stream.
+
+    Autograd runs the backward of a node on the stream on which the node was made. So a node made in
+    this context sends gradients home over that link.
+    """
     return on() if device is None or home == device else on(link(device, home)[0])
 
 
@@ -87,7 +91,7 @@ class _Wait(torch.autograd.Function):
 
 
 def copy(values: Any, source: str, target: str) -> Any:
-    """The values on the target stream's device, sent there from where they are.
+    """Send values from the devices where they are to the target stream's device.
 
     On the same device the result shares the memory of what was sent.
     """
@@ -106,9 +110,10 @@ def copy(values: Any, source: str, target: str) -> Any:
 
 
 def wait(values: Any, source: str, target: str) -> Any:
-    """The values, for use on the target stream, which waits until the source stream has made them.
+    """Let the target stream wait until the source stream has made the values. Returns the values.
 
-    The streams of links wait when they are given the values to copy.
+    A copy stream stands for the streams of several links; each of these waits when it is given
+    values to copy, and not here.
     """
     waiting = stream(target)
     await_made(waiting, values)

@@ -38,10 +38,10 @@ def carries_gradient(value: object) -> bool:
 
 
 def gate(values: Any, apply: Callable[..., tuple[Tensor, ...]]) -> Any:
-    """The values, those that carry gradient replaced by what ``apply`` makes of them together.
+    """Replace the values that carry gradient by the results of one call of ``apply`` with them all.
 
-    All others pass untouched: an edge would give them a gradient. Without any, ``apply`` is not
-    called.
+    Values that carry no gradient stay as they are: as results of an autograd node they would carry
+    one. If no value carries gradient, ``apply`` is not called.
     """
     leaves, build = flattened(values)
     where = [i for i, leaf in enumerate(leaves) if carries_gradient(leaf)]
@@ -54,9 +54,9 @@ def gate(values: Any, apply: Callable[..., tuple[Tensor, ...]]) -> Any:
 
 
 def flattened(values: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The leaves of a pytree, and what puts it together again."""
+    """The leaves of a pytree, and a function that builds the same pytree from other leaves."""
     if type(values) is tuple and all(type(value) is Tensor for value in values):
-        return list(values), tuple  # by far the most, and a pytree's way is a long one
+        return list(values), tuple  # by far the most frequent case, without the time of a pytree's
     leaves, spec = pytree.tree_flatten(values)
     return leaves, partial(pytree.tree_unflatten, treespec=spec)
 
@@ -85,9 +85,10 @@ class _Join(torch.autograd.Function):
 
 
 def fork(values: Any) -> tuple[Any, Tensor]:
-    """The values, and a phony whose backward has to come before theirs.
+    """Branch a phony off values. Returns the values, and the phony, whose backward comes before
+    theirs.
 
-    Where no value carries gradient the phony does not either, and joining it does nothing.
+    If no value carries gradient, the phony carries none either, and joining it has no effect.
     """
     phony = torch.empty(0)
 
@@ -101,7 +102,7 @@ def fork(values: Any) -> tuple[Any, Tensor]:
 
 
 def join(values: Any, phony: Tensor) -> Any:
-    """The values; the backward of the phony comes after theirs."""
+    """Merge a phony into values. Returns the values, whose backward comes before the phony's."""
     if not carries_gradient(phony):
         return values
     return gate(values, lambda *tensors: _Join.apply(phony, *tensors))  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""The order in which the autograd engine takes what is ready.
+"""The order in which the autograd engine runs nodes that are ready: copies go first.
 
-Each device has a queue, out of which the node with the highest sequence number comes first: the one
-that was made last, counted in the thread that made it. Where a stage's computation has been made
-later than another stage's copy, a copy that is ready stands behind it, while another device waits
-for the gradient::
+For each device the engine has a queue, and of the nodes that are ready it runs the one with the
+highest sequence number: the one that was made last, counted in the thread that made it. So a copy
+that was made before a computation of another stage would wait for that computation, while another
+device waits for the gradient that the copy brings::
 
     ready    copy (made 12th), conv (made 40th, of another micro-batch or stage)
     taken    conv ... conv, copy          by these numbers
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fxpipe.ir._torch import set_sequence_number
 
-FIRST = 2**63  # above all that are counted, below the nodes that accumulate into ``.grad``
+# It is above all sequence numbers that are counted, and below that of nodes that add to ``.grad``.
+FIRST = 2**63
 
 
 def first(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The tensors; the node that has made all of them goes ahead of what is ready with it.
+    """Let the one autograd node that has made all these tensors run ahead of other ready nodes.
 
-    Where nothing is recorded there is no node.
+    Returns the tensors. Nothing is done where no gradient is recorded, and so no node was made.
     """
     if tensors and (made_by := tensors[0].grad_fn) is not None:
         set_sequence_number(made_by, FIRST)

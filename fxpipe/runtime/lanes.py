@@ -40,13 +40,16 @@ Job = Callable[[], None]
 
 
 class _Dropped(Exception):
-    """The run is over for this lane, since another one has failed."""
+    """Raised in a lane to end its part of a run, since the run has failed elsewhere."""
 
 
 @dataclass
 class _Run:
-    """One call of a program: an inbox for each lane, whether it has come to rest, and the first
-    thing that went wrong."""
+    """One call of a program.
+
+    It has an inbox for each lane, an event for each lane that is set once the lane has ended its
+    part, and the first error that was raised.
+    """
 
     lanes: Sequence[int]
     record: Record | None = None
@@ -68,8 +71,11 @@ class _Run:
             inbox.put((None, None))
 
     def rest(self) -> None:
-        """Wait until all lanes have come to rest. An interrupt of the caller makes them drop the
-        run; one more is for who will not wait even for that."""
+        """Wait until all lanes have ended their parts of the run.
+
+        An interrupt of the caller makes the lanes drop the run. If the run has failed already, by
+        an interrupt or otherwise, an interrupt is raised at once, without waiting for the lanes.
+        """
         for rested in self.rested.values():
             while not rested.is_set():
                 try:
@@ -80,10 +86,12 @@ class _Run:
                     self.fail(error)
 
     def outcome(self) -> None:
-        """Raise what went wrong, if anything did.
+        """Raise the first error of the run, if there was one.
 
-        It leads to the run by its traceback, and must not be led to: all that has been stored would
-        wait for the garbage collector."""
+        The error refers to the run through its traceback, so neither the run nor this frame may
+        keep referring to the error: the cycle would keep all values of the run alive until the
+        garbage collector comes by.
+        """
         error, self.error = self.error, None
         try:
             if error is not None:
@@ -98,6 +106,7 @@ class _Run:
         env: Env,
         stopwatch: Stopwatch | None = None,
     ) -> None:
+        """Run a lane's instructions in this thread, with the values that other lanes post to it."""
         inbox = self.inboxes[lane]
         for instruction in instructions:
             for node in instruction.awaits:
@@ -124,6 +133,7 @@ class _Run:
         ambient: Ambient,
         hand_over: _HandOver,
     ) -> None:
+        """Do a lane's part of the run in the lane's thread; an error there fails the whole run."""
         try:
             with ambient.applied(), hand_over.taken():
                 if self.record is None:
@@ -142,10 +152,11 @@ class _Run:
 
 @dataclass(frozen=True)
 class _HandOver:
-    """What a lane is handed over with a run.
+    """The devices' state that the caller hands over to a lane when a run starts.
 
-    It computes on the caller's streams, on all devices that have to do with the run, and knows what
-    these had been given up to now.
+    ``device`` is the lane's. ``streams`` are the caller's current streams on all devices of the
+    run, on which the lane computes too. ``begun`` has an event of each stream, by device, recorded
+    at the start of the run: copies of the caller's tensors wait for it and for no later work.
     """
 
     device: torch.device
@@ -154,15 +165,18 @@ class _HandOver:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """The lane's part of the run."""
+        """A context in which this thread computes on these streams and on the lane's device."""
         with on(*self.streams), handed_over(self.begun), _current(self.device):
             yield
 
 
 @contextmanager
 def _current(device: torch.device) -> Iterator[None]:
-    """A lane's device is the current one in its thread: what a stage makes on "cuda", and kernels
-    that look for the current device, are to be there."""
+    """A context that makes a device the current one in this thread, if it is an accelerator.
+
+    Tensors that a stage makes on "cuda", without a number, and kernels that look for the current
+    device, then use the stage's device.
+    """
     if not has_streams(device):
         yield
         return
@@ -175,7 +189,7 @@ def _current(device: torch.device) -> Iterator[None]:
 
 
 def run_inline(program: Program, values: Sequence[Any], record: Record | None = None) -> Any:
-    """Run a program that has been lowered for the caller alone."""
+    """Run a program without lanes, in this thread. It was lowered without a ``placement``."""
     env: Env = dict(zip(program.inputs, values, strict=True))
     stopwatch = None if record is None else record.stopwatch(0, torch.device("cpu"))
     for instruction in program.lanes[CALLER]:
@@ -205,11 +219,14 @@ class Lanes:
         self._close: weakref.finalize[..., Lanes] | None = None
 
     def run(self, program: Program, values: Sequence[Any], record: Record | None = None) -> Any:
-        """Run a program on the lanes, and the caller's part of it here.
+        """Run a program on the lanes, and the caller's part of it in this thread.
 
-        ``record`` gets the times of what the lanes do.
+        Args:
+            values: one for each input of the program, in order.
+            record: if given, gets the start and end of each instruction that a lane runs.
 
-        Raises what an instruction raises, after all lanes have come to rest.
+        Returns the value of the program's output. Raises the first error of an instruction, after
+        all lanes have ended their parts of the run.
         """
         self._start()
         run = _Run(list(program.lanes), record)
@@ -239,11 +256,12 @@ class Lanes:
         return env[program.output]
 
     def is_one(self, thread: threading.Thread) -> bool:
-        """Whether the thread is one of these lanes, which must not wait for itself."""
+        """Whether a thread is one of these lanes, which must not wait for a run of these lanes."""
         return thread in self._threads
 
     def close(self) -> None:
-        """End the threads, after what they are doing. They are started again when needed."""
+        """End the threads, once they have done the jobs in their queues. The next run starts new
+        ones."""
         with self._lock:
             if self._close is not None:
                 self._close()
@@ -270,15 +288,21 @@ class Lanes:
                 thread.start()
             for _ in self._threads:
                 ready.acquire()
-            # What a lane has set for itself is also the default of threads to come: not ours.
+            # The number of threads that a lane sets for itself also becomes the default of threads
+            # that start later: set the caller's number again.
             torch.set_num_threads(total)
             self._close = weakref.finalize(self, _end, self._queues, self._threads)
 
 
 def _work(queue: SimpleQueue[Job | None], threads: int | None, ready: threading.Semaphore) -> None:
-    """A lane's thread. It knows its queue only, so that it keeps no pipeline alive."""
+    """Run the jobs of a queue, in a lane's thread, until the queue gives None.
+
+    The thread refers to its queue only, and not to :class:`Lanes`, so that it keeps no pipeline
+    alive.
+    """
     if threads is not None:
-        # A thread takes the process's number at its first question for it, whatever was set before.
+        # At a thread's first call of get_num_threads PyTorch sets the process's number, and undoes
+        # an earlier set_num_threads: so ask first, and set then.
         torch.get_num_threads()
         torch.set_num_threads(threads)
     ready.release()
@@ -290,7 +314,8 @@ def _work(queue: SimpleQueue[Job | None], threads: int | None, ready: threading.
 def _end(queues: list[SimpleQueue[Job | None]], threads: list[threading.Thread]) -> None:
     for queue in queues:
         queue.put(None)
-    # A lane must not wait for others that wait for it: by a hook, or where garbage is collected.
+    # This may run in a lane, by a hook or when garbage is collected: a lane does not join lanes,
+    # which may be waiting for it.
     if threading.current_thread() not in threads:
         for thread in threads:
             thread.join()

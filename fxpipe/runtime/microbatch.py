@@ -1,4 +1,4 @@
-"""Micro-batches: a mini-batch in parts, and the parts' outputs as one again."""
+"""Micro-batches: a mini-batch is cut into them, and their outputs are put together again."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from torch import Tensor
 from fxpipe.ir._torch import pytree
 
 ANY = "any"
-"""In place of a dimension: what all micro-batches have alike, since nothing in it is of a batch."""
+"""Given in place of a batch dimension: the value does not depend on the batch, so that all
+micro-batches have the same and the first one's is taken."""
 
 SUM = "sum"
-"""In place of a dimension: a sum over rows, of which the mini-batch's is the sum of all."""
+"""Given in place of a batch dimension: the value is a sum over rows, so that the mini-batch's value
+is the sum of the micro-batches' values."""
 
 Dim = int | None | str
 Dims = Dim | tuple[Dim, ...]
 
 
 def first_rows(tensor: Tensor, dim: int, rows: int) -> Tensor:
-    """So many rows along ``dim``: the first ones, or all of them over and over."""
+    """The first ``rows`` rows of a tensor along ``dim``; if it has fewer, they are repeated."""
     these = torch.arange(rows, device=tensor.device) % tensor.shape[dim]
     return tensor.index_select(dim, these)
 
 
 def scatter(tensor: Tensor, dim: int | None, chunks: int) -> tuple[Tensor, ...]:
-    """The tensor in ``chunks`` parts along ``dim``, of sizes at most one apart, large ones first.
+    """Cut a tensor into ``chunks`` parts along ``dim``, of sizes at most one apart, large ones
+    first.
 
-    Without a dimension (None) all micro-batches share it. The parts are views: what a model writes
-    to its input is seen by the caller, as without us.
+    Without a dimension (None) all micro-batches share the tensor. The parts are views, so no memory
+    is copied.
     """
     if dim is None or chunks == 1:
         return (tensor,) * chunks
-    # Not torch.tensor_split: autograd lets nobody write to a view that came with others.
+    # torch.tensor_split gives several views at once, and autograd lets nobody write to such views.
     size, extra = divmod(tensor.shape[dim], chunks)
     ends = [i * size + min(i, extra) for i in range(chunks + 1)]
     return tuple(tensor.narrow(dim, a, b - a) for a, b in itertools.pairwise(ends))
@@ -49,15 +52,18 @@ def gather(
     parts: Sequence[Tensor] = (),
     parts_dim: int = 0,
 ) -> Any:
-    """The outputs of all micro-batches as the output of the mini-batch.
+    """Put the outputs of all micro-batches together as the output of the mini-batch.
 
     Args:
-        values: what each micro-batch gave, all built alike.
-        dims: the batch dimension of the tensors in a value, one for all or one for each leaf.
-            Those without one (None) are averaged, each weighted by its micro-batch's size, if they
-            are floating point. Anything else without one must be the same in all micro-batches.
-            What is known to be (ANY) is given as the first has it, and sums (SUM) are added up.
-        parts: the micro-batches, whose sizes along ``parts_dim`` are the weights.
+        values: the output of each micro-batch; all have the same structure.
+        dims: the batch dimension of the tensors in an output, one for all or one for each leaf.
+            Without one (None), tensors of floating point or complex numbers are averaged, each
+            weighted by its micro-batch's size; any other leaf must be the same in all
+            micro-batches. ANY: the first micro-batch's leaf is taken. SUM: leaves are added up.
+        parts: the micro-batches' parts of an input, whose sizes along ``parts_dim`` are the
+            weights; without any, all weights are equal.
+
+    Raises ValueError if a leaf has to be the same in all micro-batches and is not.
     """
     if len(values) == 1:
         return values[0]

@@ -1,4 +1,4 @@
-"""One step of optimizers, in parts.
+"""One step of optimizers, taken in parts: each lane steps the parameters of its stages.
 
 ::
 
@@ -7,9 +7,10 @@
     caller                                                    ── finish: what no lane has stepped
 
 A lane steps the parameters of its stage as soon as their gradients are done, while other lanes are
-still at work. That is the optimizer's own step if it treats each parameter by itself, as those of
-``torch.optim`` do. Of others it is not known, and hooks on a step want to see all gradients before
-and all parameters after it, once: then the whole step is taken at the end.
+still at work. Together these parts compute the same as the optimizer's own step if that treats each
+parameter by itself, as optimizers of ``torch.optim`` do. For other optimizers this is not known;
+and hooks on a step are to be called once, with all gradients there before and all parameters
+stepped after. In these two cases the whole step is taken at the end, by the caller.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ class Stepping:
     """One step of some optimizers: :meth:`part` in the lanes, :meth:`finish` after them.
 
     Args:
-        parameters: the model's. An optimizer that holds none of them may still be meant, for
-            parameters of the loss; whether it is, the gradients say once they are all there. Then
-            no optimizer steps in parts, so that none has stepped if one has to be refused.
+        parameters: the model's. An optimizer that holds none of them is right if it holds
+            parameters of the loss, and a mistake otherwise; which it is shows only when all
+            gradients are there. So if there is such an optimizer, none steps in parts: if it has to
+            be refused, no parameter has been stepped.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> None:
@@ -39,14 +41,18 @@ class Stepping:
         self._foreign = [_Foreign(each.optimizer) for each in self._each if each.is_foreign(own)]
 
     def part(self, parameters: Collection[Tensor]) -> None:
-        """Step these parameters, as far as the optimizers hold them."""
+        """Step these parameters, by each optimizer that holds some of them and can step in parts.
+
+        Nothing is stepped if there is an optimizer that holds none of the model's parameters.
+        """
         for each in () if self._foreign else self._each:
             each.part(parameters)
 
     def finish(self) -> None:
         """Step all parameters that have not been stepped, one optimizer after the other.
 
-        Raises ValueError, before any is stepped, if an optimizer has none to step.
+        Raises ValueError, before any parameter is stepped, if an optimizer holds none of the
+        model's parameters and none that has got a gradient in this step.
         """
         for foreign in self._foreign:
             foreign.check()
@@ -55,7 +61,7 @@ class Stepping:
 
 
 class _Foreign:
-    """An optimizer that holds none of the model's parameters, as it is before a step."""
+    """An optimizer that holds none of the model's parameters, with its gradients before a step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -82,6 +88,8 @@ def _version(grad: Tensor | None) -> int | None:
 
 
 class _One:
+    """The step of one optimizer, in parts where its parameters can be stepped one by one."""
+
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._in_parts = _has_plain_step(optimizer)
@@ -89,8 +97,10 @@ class _One:
         self._done: set[int] = set()
 
     def is_foreign(self, own: Collection[int]) -> bool:
-        """Whether it holds parameters, and none with these ids, and would step nothing else: an
-        optimizer of another kind may hold copies of the parameters that it trains."""
+        """Whether an optimizer that can step in parts holds parameters, but none with these ids.
+
+        False for an optimizer of another kind: it may hold copies of the parameters that it trains.
+        """
         held = _parameters(self.optimizer) if self._in_parts else []
         return bool(held) and not any(id(parameter) in own for parameter in held)
 
@@ -106,7 +116,7 @@ class _One:
         self._step(lambda parameter: id(parameter) not in self._done)
         mark_stepped(self.optimizer)
         state = self.optimizer.state
-        if len(state) > self._known:  # in the order in which lanes have come by
+        if len(state) > self._known:  # new entries are in the order of the lanes: sort them
             for parameter in _parameters(self.optimizer):
                 if parameter in state:
                     state[parameter] = state.pop(parameter)
@@ -119,10 +129,11 @@ class _One:
         groups = [group for group in groups if group["params"]]
         if not groups:
             return
-        # Not copy.copy, which goes through the state that all parts share, as pickle does.
+        # Not copy.copy: it calls the methods for pickling, and the parts have to share one state.
         part = object.__new__(type(self.optimizer))
         part.__dict__.update(vars(self.optimizer), param_groups=groups)
-        part.__dict__.pop("step", None)  # a learning rate scheduler's, which would step all
+        # A learning rate scheduler wraps ``step`` in the optimizer itself, which would step all.
+        part.__dict__.pop("step", None)
         with torch.no_grad():
             part.step()
         self._done.update(id(p) for p in _parameters(part))
@@ -138,6 +149,6 @@ def _has_plain_step(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):
         return False
-    own: Any = vars(optimizer).get("step")  # by a learning rate scheduler, around the class's
+    own: Any = vars(optimizer).get("step")  # a learning rate scheduler wraps the class's step here
     hooks = step_hooks(optimizer)
     return (own is None or getattr(own, "__wrapped__", None) is kind.step) and not any(hooks)

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 
 Penalty = tuple[Tensor, Tensor]
-"""A parameter, and its gradient that comes from the loss by itself. It is where the parameter is,
-and made on the stream that all lanes have there."""
+"""A parameter, and the gradient that the loss has for it directly, not through the model's output.
+The gradient is on the parameter's device, and was made on the one stream on which all lanes compute
+there."""
 
 
 def leaves_of(values: Iterable[Any]) -> list[Tensor]:
-    """The leaves from which values have been computed, each once, in an order of their graph."""
+    """The leaves of the autograd graph of some values, each once, in an order that the graph
+    alone determines."""
     front = [v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
     seen, leaves = set(front), []
     while front:
@@ -41,9 +43,10 @@ def leaves_of(values: Iterable[Any]) -> list[Tensor]:
 
 
 def homes_of(leaves: Iterable[Tensor], stages: Sequence[nn.Module | None]) -> dict[Tensor, int]:
-    """Which of the leaves are parameters of stages, and of which.
+    """The leaves that are parameters of stages, each with the number of its stage.
 
-    One that several stages have lives in the first (passes "shared" and "tied").
+    A parameter that several stages have lives in the first of them (passes "shared" and "tied").
+    ``stages``: the stages' modules, by number.
     """
     parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
     if not parameters:

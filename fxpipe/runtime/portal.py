@@ -55,7 +55,7 @@ class Hidden:
         self._tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
         self._life = life
         self._grads: list[Tensor] = []
-        self._backward = -1  # the one that the gradient belongs to
+        self._backward = -1  # the number of the backward that the gradients belong to
 
     def take(self) -> Any:
         """The value; the last taker's call frees it. Raises :class:`PortalError` after that."""
@@ -75,7 +75,8 @@ class Hidden:
         if grad is None:
             return
         # A backward that has failed on its way leaves its gradient here; the next one starts anew.
-        # The engine numbers its runs, and does not say so in public: a test fails when that goes.
+        # The autograd engine numbers its runs, but not in its public interface: a test fails if a
+        # version of PyTorch no longer does.
         running = running_backward()
         if running != self._backward:
             self._grads = []
@@ -83,8 +84,10 @@ class Hidden:
         self._backward = running
 
     def take_grad(self) -> Tensor | None:
-        """The sum of the consumers' gradients, in the order in which they came; the cell then
-        forgets them. It is formed on the stream that is current, which waits for them."""
+        """The sum of the consumers' gradients, added in the order in which they came, or None.
+
+        The cell then forgets them. The current stream waits for the gradients and adds them.
+        """
         grads, self._grads = self._grads, []
         if not grads:
             return None
@@ -100,7 +103,7 @@ class Portal:
     phony: Tensor
 
 
-# A gate (fork, join, wait, recompute) thereby acts on a portal's phony as on any tensor.
+# As a pytree of its phony, a portal passes gates (fork, join, wait, recompute) like any tensor.
 pytree.register_pytree_node(
     Portal,
     lambda portal: ([portal.phony], portal.hidden),
@@ -142,7 +145,7 @@ class _Orange(torch.autograd.Function):
     def forward(ctx: Any, hidden: Hidden, phony: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.hidden = hidden
-        tensor: Tensor = hidden.take()  # nothing else has a phony that carries gradient
+        tensor: Tensor = hidden.take()  # only a tensor has a phony that carries gradient
         _keep_here(tensor)
         return tensor.view_as(tensor)
 
@@ -159,7 +162,10 @@ def _computing(tensor: Tensor) -> torch.Stream | None:
 
 
 def _keep_here(value: Any) -> None:
-    """The waits along the way have kept the phony's memory, and could not see what was hidden."""
+    """Keep the memory of a value that comes out of a portal for the stream that will use it.
+
+    The waits along the way did that for the phony only, since the value was hidden from them.
+    """
     if isinstance(value, Tensor):
         keep(_computing(value), value)
 
@@ -179,13 +185,13 @@ def portal_blue(tensor: Any, life: int = 1) -> Portal:
 def portal_copy(portal: Portal, source: str, target: str, life: int = 1) -> Portal:
     """Move the hidden tensor to the target stream's device, and its gradient back.
 
-    The source's cell lets go of the tensor here (of one life of it): its memory is free as soon as
-    the copy is done.
+    This takes the tensor out of the source's cell once. If that was the last time that the cell's
+    life allows, the memory is free as soon as the copy is done.
     """
     tensor = portal.hidden.take()
     if not isinstance(tensor, Tensor):
         return Portal(Hidden(tensor, life), portal.phony)
-    pass_on(portal.phony, tensor)  # the waits along the way speak of the phony
+    pass_on(portal.phony, tensor)  # waits have noted when the phony was made, and not the tensor
     device = device_of(target) or tensor.device
     arrived = moved(tensor, device, source)
     far, phony = Hidden(arrived, life), portal.phony

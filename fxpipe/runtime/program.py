@@ -1,4 +1,4 @@
-"""A pipeline graph made ready to run: which lane does what, and who hands what to whom.
+"""A pipeline graph made ready to run: which lane runs which nodes, and which values lanes exchange.
 
 ::
 
@@ -31,7 +31,7 @@ Env = dict[fx.Node, Any]
 
 @dataclass
 class Instruction:
-    """One node, as a call."""
+    """One node of the graph, as a call that a lane runs."""
 
     node: fx.Node
     function: Callable[..., Any]
@@ -40,7 +40,10 @@ class Instruction:
     forgets: tuple[fx.Node, ...] = ()  # values that this lane does not need any more
 
     def run(self, env: Env) -> Any:
-        """Read the arguments, call, and store the result. What goes wrong is noted to be here."""
+        """Read the arguments from ``env``, call the function, and store its result there.
+
+        An exception gets a note that says at which node, and line of the model, it was raised.
+        """
         node = self.node
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         try:
@@ -56,15 +59,17 @@ class Instruction:
 class Program:
     """A pipeline graph, lane by lane."""
 
-    inputs: dict[fx.Node, tuple[int, ...]]  # with the lanes that need them as they are
+    inputs: dict[fx.Node, tuple[int, ...]]  # placeholders, each with the lanes that use its value
     output: fx.Node  # the caller's last instruction
     lanes: dict[int, list[Instruction]] = field(default_factory=dict)
 
 
 def lower(gm: fx.GraphModule, *, placement: Sequence[int] | None = None) -> Program:
-    """Make a pipeline graph ready to run: all of it by the caller, or each stage in its lane.
+    """Make a pipeline graph ready to run.
 
-    ``placement``: the lane of each stage.
+    ``placement``: the lane of each stage. If it is None, the caller runs all nodes.
+
+    Raises ValueError for a ``call_method`` node, which no pipeline graph has.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     nodes = [n for n in gm.graph.nodes if n.op != "placeholder"]
@@ -73,7 +78,7 @@ def lower(gm: fx.GraphModule, *, placement: Sequence[int] | None = None) -> Prog
         lane_of.update({n: placement[n.meta[STAGE]] for n in nodes if STAGE in n.meta})
 
     def others(node: fx.Node) -> tuple[int, ...]:
-        """The lanes that need a value of another one's."""
+        """The lanes, other than the node's own, that use the node's value."""
         lanes = dict.fromkeys(lane_of[user] for user in node.users)
         return tuple(lane for lane in lanes if lane != lane_of[node])
 
@@ -96,7 +101,7 @@ def lower(gm: fx.GraphModule, *, placement: Sequence[int] | None = None) -> Prog
 
 
 def _mutable(value: Any) -> Any:
-    """A graph keeps lists and dicts immutable; the model has returned the usual ones."""
+    """The value with ordinary lists and dicts, as the model returns them: fx's are immutable."""
     if isinstance(value, list):
         return [_mutable(each) for each in value]
     if isinstance(value, dict):
@@ -107,13 +112,14 @@ def _mutable(value: Any) -> Any:
 
 
 def _last_uses(lane_of: Mapping[fx.Node, int]) -> dict[tuple[int, fx.Node], fx.Node]:
-    """Where each lane uses each value last."""
+    """By lane and value: the last node of the lane that uses the value."""
     return {(lane, n): node for node, lane in lane_of.items() for n in node.all_input_nodes}
 
 
 def _function(gm: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
     if node.op == "call_function":
-        # Not through the vocabulary's look-out for proxies: there are none.
+        # Unwrapped, since functions of the vocabulary first look for proxies among their arguments,
+        # and no proxies come while a program runs.
         function: Callable[..., Any] = inspect.unwrap(node.target)  # type: ignore[arg-type]
         return function
     if node.op == "output":
@@ -122,7 +128,8 @@ def _function(gm: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
     if node.op == "get_attr":
         return lambda: attribute(gm, target)
     if node.op == "call_module":
-        # Not called as a module, since fx then prints what goes wrong to stderr.
+        # Its forward is called, and not the module: fx prints errors in a call of a module to
+        # stderr.
         forward: Callable[..., Any] = gm.get_submodule(target).forward
         return forward
     raise ValueError(f"a pipeline graph has no {node.op} nodes: {format_node(node)}")
@@ -169,6 +176,7 @@ def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
 
 
 def _model_line(node: fx.Node) -> str | None:
-    """Where in the model's source a node comes from: the last line of its trace that is."""
+    """The line of the model's source that a node comes from: the innermost of its stack trace that
+    is the model's. None if there is none."""
     frame = model_frame(node.meta.get("stack_trace"))
     return f"  {frame['text']}" if frame else None

@@ -22,19 +22,21 @@ class _Share(torch.autograd.Function):
 
 
 def share(parameter: Tensor) -> Tensor:
-    """The parameter, as a value at which the gradients of all uses meet.
+    """Make a parameter a value: a view of it, at which the gradients of all its uses meet.
 
-    A plain view could not: PyTorch's does not take sparse gradients, those of embeddings.
+    The view has an autograd node of its own, since the backward of PyTorch's ``view_as`` takes no
+    sparse gradients, which embeddings may have.
     """
     value: Tensor = _Share.apply(parameter)  # type: ignore[no-untyped-call]
     return value
 
 
 def call(module: nn.Module, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    """``module(*args, **kwargs)`` with these values for the parameters of those names.
+    """Call ``module(*args, **kwargs)`` with values in place of parameters.
 
-    Unlike ``torch.func.functional_call`` it leaves the module alone, which another lane may be
-    running at the same time, and it also reaches the weights of recurrent modules.
+    ``values`` are by the parameters' paths in the module. Unlike ``torch.func.functional_call``
+    this does not change the module meanwhile, since another lane may be running it at the same
+    time, and it also replaces the weights of recurrent modules.
     """
     replica = _replica(module)
     replicas: dict[str, nn.Module] = {"": replica}
@@ -49,16 +51,20 @@ def call(module: nn.Module, values: Mapping[str, Tensor], *args: Any, **kwargs: 
             owner = replicas[prefix]
         parameters = owner._parameters
         owner._parameters = {}
-        setattr(owner, name, value)  # recurrent modules take note of it
+        setattr(owner, name, value)  # a recurrent module puts it in its list of weights, too
         delattr(owner, name)
         owner._parameters = {**parameters, name: value}  # type: ignore[dict-item]
     return replica(*args, **kwargs)
 
 
 def _replica(module: nn.Module | None) -> nn.Module:
-    """A module of the same parts. Buffers stay common: what one stores, the other sees."""
+    """A module with the same parameters, buffers and submodules, some of which can be replaced.
+
+    It shares the dict of buffers with the original, so that a buffer which it assigns is assigned
+    in the original, too.
+    """
     assert module is not None
-    replica: nn.Module = object.__new__(type(module))  # a graph module's own would make a class
+    replica: nn.Module = object.__new__(type(module))  # GraphModule's __new__ would make a class
     replica.__dict__.update(module.__dict__)
     for part in ("_parameters", "_modules", FLAT_WEIGHTS):  # the last one: recurrent modules
         if part in replica.__dict__:

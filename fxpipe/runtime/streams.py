@@ -1,4 +1,4 @@
-"""Streams by name, on any kind of device; and from when on a value may be used.
+"""Streams by name, on any kind of device, and the events after which a value may be used.
 
 ``"cuda:1/compute"`` is the stream on which the running thread computes on that device.
 ``"cuda:1/copy"`` stands for the streams of the links that end there: each pair of devices has two
@@ -9,12 +9,14 @@ links, one for each direction, so that no copy waits for another that goes elsew
                     `─ link 0→1, its end here ═ link 0→1, its end there ─•event
                link 1→0 ═══════════════════════ link 1→0
 
-``"caller"`` is wherever the inputs are and the thread that called computes. On the CPU there are no
-streams: a thread does one thing after the other, and hand-over between threads waits by itself.
+``"caller"`` stands for the streams on which the thread that calls the pipeline computes, on the
+devices of its inputs. On the CPU there are no streams: a thread does one thing after the other, and
+a lane waits for the values that another thread hands over.
 
-**What is awaited is a value, not a stream.** A stream that waited for all that another one has been
-given so far would wait for too much: for the next micro-batch's forward as well, if the host has
-launched that already. So an event is recorded when a value has been made, and goes with it.
+**A stream waits for values, and not for another stream.** If it waited for all work that another
+stream has been given so far, it would wait for too much: for the next micro-batch's forward as
+well, if the host has launched that already. So an event is recorded behind the work that makes a
+value, and kept with the value.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ COMPUTE, COPY, CALLER = "compute", "copy", "caller"
 
 
 def stream_name(device: torch.device | str, role: str) -> str:
-    """``"cuda:1/copy"`` of the device ``cuda:1`` and the role ``copy``."""
+    """The name of a stream: ``"cuda:1/copy"`` for the device ``cuda:1`` and the role ``copy``."""
     return f"{device}/{role}"
 
 
@@ -52,8 +54,11 @@ def has_streams(device: torch.device | None) -> bool:
 
 
 def stream(name: str) -> torch.Stream | None:
-    """The stream on which this thread computes on the device of that name; None on the CPU, on any
-    other device without streams, and for a name of links, which are many."""
+    """The stream of that name: the one on which this thread computes on the name's device.
+
+    None on the CPU and any other device without streams, and for the name of a copy stream, which
+    stands for the streams of several links.
+    """
     device = device_of(name)
     if device is None or name.endswith(COPY) or not has_streams(device):
         return None
@@ -71,7 +76,7 @@ def link(source: torch.device, target: torch.device, of_inputs: bool = False) ->
     return _link(source, target, of_inputs)
 
 
-@cache  # which takes calls for different ones that name an argument, or leave it out
+@cache  # it would keep calls apart that give the same argument by name, by place, or by default
 def _link(source: torch.device, target: torch.device, of_inputs: bool) -> Ends:
     ends = (device if has_streams(device) else None for device in (source, target))
     one, other = (None if device is None else torch.Stream(device) for device in ends)
@@ -79,7 +84,7 @@ def _link(source: torch.device, target: torch.device, of_inputs: bool) -> Ends:
 
 
 def current(devices: Iterable[torch.device]) -> list[torch.Stream]:
-    """The streams on which the running thread computes, as far as the devices have any."""
+    """The streams on which the running thread computes, one for each device that has streams."""
     found = (stream(stream_name(device, COMPUTE)) for device in dict.fromkeys(devices))
     return [each for each in found if each is not None]
 
@@ -111,8 +116,7 @@ _EVENTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def made(values: Any, by: torch.Stream | None) -> None:
-    """Note that the tensors among the values are there once a stream has done what it has been
-    given so far."""
+    """Record that the tensors among the values are made once a stream has done its work so far."""
     if by is None:
         return
     event = by.record_event()
@@ -121,8 +125,10 @@ def made(values: Any, by: torch.Stream | None) -> None:
 
 
 def pass_on(known: Tensor, other: Tensor) -> None:
-    """The other tensor has been made when the first one has, whose view or stand-in it is; unless
-    more is known of it already."""
+    """Record that another tensor is made when the ``known`` one is, unless it has its own event.
+
+    The other one is a view of the known one, or travels beside it.
+    """
     event = _event(known) if _EVENTS else None
     if event is not None and other not in _EVENTS:
         _EVENTS[other] = event
@@ -134,10 +140,10 @@ def _event(tensor: Tensor) -> torch.Event | None:
 
 
 def await_made(waiting: torch.Stream | None, values: Any) -> None:
-    """What the stream does from now on comes after the values have been made.
+    """Let a stream wait, from now on, until the values have been made.
 
-    Their memory is kept until the stream is done with it. A value of which no event is known has
-    been made by the thread's own streams, in whose order it is used.
+    Their memory is kept until the stream is done with it. A value without an event was made by this
+    thread's own streams, whose order already puts its use after its making.
     """
     if waiting is None:
         return
@@ -163,13 +169,17 @@ def _tensors(values: Any) -> list[Tensor]:
 
 # --------------------------------------------------------------------------------------- hand-over
 
-_here = threading.local()  # .begun: by device, the event of the caller's stream at hand-over
+# In each thread, ``begun``: by device, the event of the caller's stream at the hand-over.
+_here = threading.local()
 
 
 @contextmanager
 def handed_over(events: dict[torch.device, torch.Event]) -> Iterator[None]:
-    """Within it, and in this thread, what the caller has given is there once these events have
-    come: copies of it wait for no more, whatever stages have been given to do since."""
+    """A context in which this thread's copies of the caller's tensors wait for these events only.
+
+    The events, by device, were recorded when the caller started the run. A copy that waited for the
+    caller's stream instead would wait for work that stages have been given since.
+    """
     before = getattr(_here, "begun", {})
     _here.begun = events
     try:

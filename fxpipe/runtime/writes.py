@@ -1,4 +1,7 @@
-"""Notice which tensors are written to, also by way of ``.data``, which counts no version."""
+"""Notice which tensors are written to.
+
+Writes by way of ``.data`` are noticed, too, which do not raise a tensor's version counter.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ Key = TypeVar("Key")
 class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
     """Calls ``on_write(key, tensor)`` ahead of the first operator that writes to each tensor.
 
-    Operators of batch norms do not say that they write to their running statistics.
+    An operator's schema says which arguments it writes to. The schemas of batch norms do not name
+    their running statistics, so these writes are not noticed.
     """
 
     supports_higher_order_operators = True
@@ -47,7 +51,7 @@ class Writes(TorchDispatchMode, Generic[Key]):  # type: ignore[no-untyped-call]
 
 
 def same_values(tensor: Tensor, before: Tensor) -> bool:
-    """Whether a tensor, which may be sparse, still has the values that a copy of it has."""
+    """Whether a tensor still has the values of ``before``, a copy of it. Both may be sparse."""
     if tensor.layout == torch.strided:
         return torch.equal(tensor, before)
     one, other = (t.to_sparse(layout=torch.sparse_coo).coalesce() for t in (tensor, before))

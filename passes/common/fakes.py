@@ -1,4 +1,7 @@
-"""Not a pass: run graphs on fake tensors, which have shapes, memory and history, but no values."""
+"""Not a pass: run graphs on fake tensors.
+
+A fake tensor has a shape, memory that its views share, and autograd history, but no values.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,11 @@ CPU = torch.device("cpu")
 
 
 class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A mode whose fakes of tensors on "meta" are on the CPU.
+    """A fake tensor mode in which a tensor on "meta" gets a fake that says it is on the CPU.
 
-    A graph without a device is examined as if it had one: real devices have kernels that "meta" has
-    not, such as the attention that never holds all of its weights, and lay out results alike.
+    A model on "meta" is examined as if it were on a real device, for two reasons: "meta" lacks
+    kernels that real devices have (attention that never stores the whole matrix of its weights),
+    and real devices lay out results alike.
     """
 
     def __init__(self) -> None:
@@ -72,11 +76,15 @@ class FakeInterpreter(fx.Interpreter):
             for m in gm.modules()
             for value in vars(m).values()
         ):
-            self.mode.cache_enabled = False  # it compares arguments, and these cannot be
-        self.extra_traceback = False  # what has to be said of a node is said below
+            self.mode.cache_enabled = False  # the cache cannot compare script objects
+        self.extra_traceback = False  # ``run_node`` names the node that fails
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node; where that needs values, which fakes do not have, say which node it is."""
+        """Run a node.
+
+        Raises :class:`fxpipe.ir.errors.NeedsValues`, which names the node, if it needs the values
+        of tensors: fakes have none.
+        """
         try:
             return super().run_node(n)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -116,8 +124,11 @@ class FakeInterpreter(fx.Interpreter):
 
 
 def _without_values(call: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
-    """Some kernels look at values, to refuse those that make no sense: that of the inverse of a
-    Fourier transform of windows does. What Python has in their place does not."""
+    """Call a function on fakes; if its kernel looks at values, run the operator in Python instead.
+
+    Some kernels look at values only to refuse those that make no sense: the inverse short-time
+    Fourier transform checks its windows. The operator's Python implementation does not look.
+    """
     try:
         return call(target, args, kwargs)
     except DataDependentOutputException:
@@ -127,13 +138,13 @@ def _without_values(call: Callable[..., Any], target: Any, args: Any, kwargs: An
 
 @contextmanager
 def _numbers(buffers: Mapping[str, Tensor], fakes: Mapping[str, FakeTensor]) -> Iterator[None]:
-    """Let a module read its scalar buffers, which do not decide shapes: a batch norm without
-    momentum divides by the number of batches so far.
+    """Give the fakes of scalar buffers their values, as long as a module runs.
 
-    On "meta" they have no values, and any will do.
+    A module may read such a number: a batch norm without momentum divides by the number of batches
+    so far. No shape depends on it, so that 1 stands for a number on "meta", which has no value.
     """
     numbers = [name for name, buffer in buffers.items() if buffer.dim() == 0]
-    with disable_current_modes():  # which may count what is done here
+    with disable_current_modes():  # a mode may count operators, and these are not the model's
         for name in numbers:
             own = buffers[name]
             known = not own.is_meta and not isinstance(own, FakeTensor)
@@ -148,17 +159,17 @@ def _numbers(buffers: Mapping[str, Tensor], fakes: Mapping[str, FakeTensor]) -> 
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
-    """The mode that the fake values of a graph are of; None if there are none."""
+    """The mode in which the fake values of a graph were made; None if it has no fake values."""
     values = (node.meta.get(VALUE) for node in graph.nodes)
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
 def history_of(tensor: Tensor) -> Any:
-    """The autograd node that has made a tensor; None if there is none.
+    """The autograd node that has made a tensor; None if there is none, or if autograd refuses.
 
-    Of one of several views that an operator gives at once (``unbind``, ``split``), autograd refuses
-    to say once the memory has been written to by another way. A model may hold such a view, and
-    must not use it in what it computes gradients of.
+    Autograd refuses to name it for one of several views that an operator returns at once
+    (``unbind``, ``split``) if the memory has since been written to through another tensor. A model
+    may hold such a view, but cannot compute gradients through it.
     """
     try:
         return tensor.grad_fn
@@ -185,8 +196,9 @@ def backward_edges(values: Any) -> Iterator[Any]:
 def forget_history(graph: fx.Graph) -> None:
     """Cut the fake values of a graph off from their autograd history, once nobody needs it.
 
-    From the last to the first: freed in one piece, a history as long as a deep model's would be
-    freed recursively, by way of the tensors that its nodes have saved, and overflow the stack.
+    The values are cut off from the last to the first. If the whole history of a deep model were
+    freed at once, each autograd node would free the one before it through its saved tensors, in a
+    recursion that overflows the stack.
     """
     for node in reversed(graph.nodes):
         node.meta.pop(LARGER, None)
@@ -197,6 +209,6 @@ def forget_history(graph: fx.Graph) -> None:
 def _cut_off(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return tensor
-    # In place, which takes a fiftieth of the time, where that may be.
+    # Detaching in place takes a fiftieth of the time, but PyTorch does not allow it for views.
     own = tensor.detach() if is_view(tensor) else tensor.detach_()
     return own.requires_grad_()

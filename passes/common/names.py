@@ -1,4 +1,7 @@
-"""The names by which a user means nodes of the model graph: their own, or a module's path."""
+"""Not a pass: how a user names nodes of the model graph.
+
+The name of a node stands for that node, and the path of a module for all nodes of the module.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import fx
 
 
 def nothing_named(work: Sequence[fx.Node], name: str) -> str:
-    """Says that no node or module has that name, and which names there are."""
+    """The error message for a name that no node and no module has. It suggests similar names."""
     known = {node.name for node in work} | {path for node in work for path in _paths(node)}
     close = difflib.get_close_matches(name, sorted(known), n=3)
     if close:
@@ -28,5 +31,5 @@ def _paths(node: fx.Node) -> set[str]:
 
 
 def is_within(node: fx.Node, name: str) -> bool:
-    """Whether a node belongs to the module of that path."""
+    """Whether a node belongs to the module of that path, or to a module inside that module."""
     return any(path == name or path.startswith(f"{name}.") for path in _paths(node))

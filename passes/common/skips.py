@@ -1,4 +1,4 @@
-"""Skips: who sends which value to whom.
+"""Skips: which stage sends which value to which other stage.
 
 ::
 
@@ -30,8 +30,14 @@ from fxpipe.ir.graph import HOME, MICROBATCH, ONCE, ORIGIN, STAGE
 class Hop:
     """One value on its way from one stage to another that uses it.
 
-    ``source`` is None where the caller gives the value: it goes straight to its first user. A value
-    that goes ``once`` is brought ahead of all micro-batches; of others a part goes with each.
+    Args:
+        value: its name in the model graph; a parameter's path.
+        source: the stage that sends it; None for an input, which the caller sends straight to the
+            first stage that uses it.
+        target: the stage that receives it.
+        bytes: its size for a whole mini-batch.
+        once: whether it is a parameter, brought ahead of all micro-batches (pass "tied"). Any other
+            value travels in parts, one with each micro-batch.
     """
 
     value: str
@@ -42,7 +48,7 @@ class Hop:
 
     @property
     def is_skip(self) -> bool:
-        """Whether it passes over stages, with each micro-batch."""
+        """Whether the value passes over a stage, with each micro-batch, and so needs portals."""
         return self.source is not None and self.target > self.source + 1 and not self.once
 
     def __str__(self) -> str:
@@ -58,12 +64,12 @@ class SkipLayout:
 
     @property
     def skips(self) -> tuple[Hop, ...]:
-        """Those that pass over stages."""
+        """The hops that pass over stages, and go through portals."""
         return tuple(hop for hop in self.hops if hop.is_skip)
 
     @property
     def brought(self) -> tuple[Hop, ...]:
-        """Those that go once."""
+        """The hops of parameters, which are brought once for all micro-batches."""
         return tuple(hop for hop in self.hops if hop.once)
 
     def __str__(self) -> str:
@@ -73,14 +79,15 @@ class SkipLayout:
 
 
 def stage_of(node: fx.Node) -> int | None:
-    """The stage of a node; None for what the caller does: inputs, scatter, gather, output."""
+    """The stage of a node; None for a node of the caller: inputs, scatter, gather, output."""
     return node.meta.get(STAGE)
 
 
 def routes(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[int | None]]]:
-    """Each value that leaves its stage, with the stages it visits, its own (or None) first.
+    """Yield each value that leaves its stage, with the list of the stages that it visits.
 
-    Works on the stage graph and on a graph unrolled over micro-batches.
+    First in the list is the stage that makes the value (None for an input), then all stages that
+    use it, in order. The graph may be a stage graph, or one unrolled over micro-batches.
     """
     for node in graph.nodes:
         source = stage_of(node)

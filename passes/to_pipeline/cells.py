@@ -21,15 +21,15 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import DEVICE, MICROBATCH, ORIGIN, STAGE, STREAM, VALUE
 
-CARRIERS = (ops.copy, ops.portal_copy)  # what brings values from one cell to another
-GATE = "gate"  # int: how many values a gate lets pass
+CARRIERS = (ops.copy, ops.portal_copy)  # the functions that bring values to another cell
+GATE = "gate"  # key in the metadata of a gate: how many values pass it (int)
 
 Cell = tuple[int, int]
 """(micro-batch, stage)"""
 
 
 def cell_of(node: fx.Node) -> Cell | None:
-    """The cell of a node; None for what the caller does."""
+    """The cell that a node belongs to; None for a node that the caller runs."""
     if STAGE in node.meta and MICROBATCH in node.meta:
         return node.meta[MICROBATCH], node.meta[STAGE]
     return None
@@ -45,18 +45,18 @@ def cells(graph: fx.Graph) -> dict[Cell, list[fx.Node]]:
 
 
 def outgoing(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Those of a cell's nodes that are used outside the cell."""
+    """The nodes among a cell's nodes whose values are used outside the cell."""
     return [n for n in nodes if any(cell_of(user) != cell_of(n) for user in n.users)]
 
 
 def items(node: fx.Node) -> list[fx.Node]:
-    """The nodes that take elements out of a tuple, in order."""
+    """The ``getitem`` nodes that take elements out of a node's tuple, in the elements' order."""
     taken = [user for user in node.users if user.target is operator.getitem]
     return sorted(taken, key=lambda item: item.args[1])  # type: ignore[arg-type, return-value]
 
 
 class Writer:
-    """Adds nodes to a cell, each after the one before."""
+    """Adds nodes to a cell: the first one behind the node ``after``, each further one behind it."""
 
     def __init__(self, cell: Cell, after: fx.Node) -> None:
         self.cell = cell
@@ -64,7 +64,7 @@ class Writer:
         self.added: list[fx.Node] = []
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
-        """A node ``<name>_s<stage>_mb<i>`` that calls a function."""
+        """Add a node ``<name>_s<stage>_mb<i>`` that calls a function, and return it."""
         microbatch, stage = self.cell
         before = self.last
         where = {k: before.meta[k] for k in (DEVICE, STREAM) if k in before.meta}
@@ -78,7 +78,7 @@ class Writer:
         return self.last
 
     def attribute(self, target: str) -> fx.Node:
-        """A node for a module of the graph's."""
+        """Add a ``get_attr`` node for the module at the path ``target``, to be given to a call."""
         microbatch, stage = self.cell
         name = f"{target.rpartition('.')[2]}_mb{microbatch}_module"
         with self.last.graph.inserting_after(self.last):
@@ -88,7 +88,7 @@ class Writer:
         return self.last
 
     def item(self, values: fx.Node, index: int, like: fx.Node) -> fx.Node:
-        """An element of a tuple, which stands for the same value as ``like``."""
+        """Add a node for an element of a tuple, with the name and value of the node ``like``."""
         name = like.meta.get(ORIGIN, like.name)
         item = self.call(operator.getitem, (values, index), name)
         item.meta |= {k: like.meta[k] for k in (VALUE, ORIGIN) if k in like.meta}
@@ -101,9 +101,9 @@ class Writer:
         *args: Any,
         uses: Callable[[fx.Node], bool],
     ) -> None:
-        """Send values through ``function(values, *args)``, which gives as many.
+        """Add a gate: a node ``function(values, *args)``, which gives as many values as it takes.
 
-        Those uses of them for which ``uses`` is true go to what comes out.
+        A user of a value for which ``uses(user)`` is true takes the gate's value in its place.
         """
 
         def call(together: Any) -> fx.Node:
@@ -117,10 +117,15 @@ class Writer:
         values: Sequence[fx.Node],
         uses: Callable[[fx.Node], bool],
     ) -> None:
-        """:meth:`gate`, with any nodes: ``call`` makes them, and returns the one that gives all."""
+        """Add a gate that may consist of several nodes; ``uses`` is that of :meth:`gate`.
+
+        ``call`` takes the values as one tuple, adds the nodes, and returns the node that gives the
+        tuple of all values.
+        """
         maker = _maker(values)
         if maker is not None and all(uses(user) for value in values for user in value.users):
-            # Just what another gate has given: that goes through, and is taken apart afterwards.
+            # The values are the whole tuple of another gate: the tuple itself passes this gate, and
+            # is taken apart behind it.
             result = call(maker)
             for value in values:
                 value.replace_input_with(maker, result)
@@ -138,7 +143,7 @@ class Writer:
 
 
 def is_gated(values: Sequence[fx.Node]) -> bool:
-    """Whether the values are just what one gate gives."""
+    """Whether the values are exactly those of one gate, so that they pass that gate together."""
     return _maker(values) is not None
 
 
@@ -152,7 +157,7 @@ def _maker(values: Sequence[fx.Node]) -> fx.Node | None:
 
 
 def sweep(gm: fx.GraphModule) -> fx.GraphModule:
-    """Remove items that nobody uses any more, and bring the module's code up to date."""
+    """Remove ``getitem`` nodes without users, and bring the module's code up to date."""
     for node in reversed(gm.graph.nodes):
         if node.target is operator.getitem and not node.users:
             gm.graph.erase_node(node)

@@ -33,8 +33,15 @@ from passes.to_stages.segments import segmented
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Pipeline graph → the same with checkpointed cells: none, all, or all but the last
-    micro-batch's, whose backward follows at once. ``segments``: how many a stage is cut in."""
+    """Pipeline graph → the same, in which cells are checkpointed.
+
+    Args:
+        mode: which cells are: "never" none, "always" all, "except_last" all but those of the last
+            micro-batch, whose backward follows its forward at once.
+        segments: into how many segments a stage is cut, each checkpointed by itself.
+
+    Raises ValueError for another mode, or for several segments with the mode "never".
+    """
 
     name: ClassVar[str] = "checkpoint"
     mode: str = "never"
@@ -83,14 +90,20 @@ class Checkpoint:
 def _run(
     writer: Writer, target: str, args: tuple[Any, ...], like: fx.Node
 ) -> tuple[fx.Node, fx.Node]:
-    """Run a module of the graph's, checkpointed. Returns its output, and the handle."""
+    """Add a checkpointed call of the module at the path ``target``.
+
+    Returns the node of its output, and that of the handle by which the call is run again.
+    """
     pair = writer.call(ops.checkpoint, (writer.attribute(target), *args), "checkpoint")
     output = writer.item(pair, 0, like=like)
     return output, writer.call(operator.getitem, (pair, 1), "handle")
 
 
 def _run_segments(writer: Writer, gm: fx.GraphModule, call: fx.Node, count: int) -> fx.Node:
-    """Run a stage segment by segment, in place of the call. Returns the handle of the last."""
+    """Add checkpointed calls of a stage's segments, whose results take the place of the stage's.
+
+    Returns the handle of the last segment.
+    """
     path = f"{call.target}_segments"
     if not hasattr(gm, path):
         gm.add_submodule(path, segmented(attribute(gm, str(call.target)), count))

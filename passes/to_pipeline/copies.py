@@ -32,7 +32,8 @@ class Copies:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         found = cells(gm.graph)
-        # By stage: a value that is copied to one stage may go on from there to the next.
+        # Cells in the order of stages: a value that is copied to one stage may be copied on from
+        # there to the next.
         for cell in sorted(found, key=lambda cell: (cell[1], cell[0])):
             arriving = _arriving(found[cell], cell)
             for source in sorted({s for s in arriving.values() if s is not None}):
@@ -56,7 +57,10 @@ class Copies:
 
 
 def _arriving(nodes: list[fx.Node], cell: Cell) -> dict[fx.Node, int | None]:
-    """The values that a cell uses and has not made, and the stage that they come from."""
+    """The values that a cell uses and has not made, each with the stage that it comes from.
+
+    The stage is None for the caller. Values of portals are left out: pass "portals" moves them.
+    """
     return {
         value: value.meta.get(STAGE)
         for node in nodes

@@ -7,8 +7,8 @@
     cell (1, j)                       ── wait ── join ── stage ──
 
 The phony is forked off the exit of one cell and joined into the entry of the next micro-batch's.
-Where nothing that enters has a gradient (a first stage, or one that gets integers only), there is
-no backward at the entry to be ordered: it is joined into the exit.
+Where no value that enters has a gradient (in a first stage, or one that gets integers only), there
+is no backward at the entry to be ordered: the phony is joined into the exit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from passes.to_pipeline.cells import Cell, Writer, cell_of, cells, is_gated, ite
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Pipeline graph with waits → the same, fork and join between adjacent micro-batches."""
+    """Pipeline graph with waits → the same, with a fork and a join between adjacent micro-batches
+    at each stage."""
 
     name: ClassVar[str] = "dependencies"
 
@@ -42,13 +43,14 @@ class Dependencies:
             if (following := (microbatch + 1, stage)) in found:
                 phonies[following] = _fork(cell, nodes)
             elif len(leaving := outgoing(nodes)) > 1 and not is_gated(leaving):
-                # A gate all the same: the gradients of several outputs enter the stage together.
+                # No phony is needed behind the last micro-batch, but a gate is: the gradients of
+                # several outputs have to enter the stage together.
                 _fork(cell, nodes)
         return sweep(gm)
 
 
 def _fork(cell: Cell, nodes: list[fx.Node]) -> fx.Node:
-    """A fork at the exit. Returns its phony."""
+    """Add a fork at the exit of a cell. Returns the node of its phony."""
     writer = Writer(cell, after=nodes[-1])
     phony = nodes[-1]
 
@@ -63,7 +65,7 @@ def _fork(cell: Cell, nodes: list[fx.Node]) -> fx.Node:
 
 
 def _join(cell: Cell, nodes: list[fx.Node], phony: fx.Node) -> None:
-    """A join at the entry, or at the exit where that has no backward."""
+    """Add a join at the entry of a cell, or at its exit if no value that enters has a gradient."""
     arrived = _entry(nodes)
     if any(_may_have_gradient(value) for value in arrived):
         writer = Writer(cell, after=max(arrived))
@@ -76,7 +78,7 @@ def _join(cell: Cell, nodes: list[fx.Node], phony: fx.Node) -> None:
 
 
 def _entry(nodes: list[fx.Node]) -> list[fx.Node]:
-    """What has arrived on the compute stream."""
+    """The values that enter a cell: those for which its compute stream waits."""
     waits = (n for n in nodes if n.target is ops.wait and str(n.args[2]).endswith(COMPUTE))
     return [item for wait in waits for item in items(wait)]
 

@@ -82,7 +82,7 @@ class Microbatch:
     def _draw_seeds(
         self, old: fx.Graph, new: fx.Graph, copies: list[dict[fx.Node, fx.Node]]
     ) -> None:
-        """In place of the input for a seed, one for each micro-batch."""
+        """Draw a seed for each micro-batch, in place of the stage graph's one input for a seed."""
         for node in old.find_nodes(op="placeholder"):
             if SEED in node.meta and node.users:
                 seeds = new.create_node("call_function", ops.seeds, (self.chunks,), name="seeds")
@@ -90,7 +90,7 @@ class Microbatch:
 
     @staticmethod
     def _parts(node: fx.Node, parts: fx.Node, copies: list[dict[fx.Node, fx.Node]]) -> None:
-        """What each micro-batch has of an input."""
+        """Add a node for each micro-batch that takes its part of an input."""
         for i, copied in enumerate(copies):
             copied[node] = parts.graph.create_node(
                 "call_function", operator.getitem, (parts, i), name=f"{node}_mb{i}"
@@ -110,8 +110,8 @@ class Microbatch:
             args = (tuple(copied[node] for copied in copies), dims, *weights)
             name = f"{node.meta.get(ORIGIN, node.name)}_out"
             gathered[node] = new.create_node("call_function", ops.gather, args, name=name)
-            # By the last stage that has it: what the caller does with an output comes after all
-            # uses in the model, and so, in the backward, first.
+            # An output is gathered in the last stage that has the value. The caller uses an output
+            # after all uses in the model, so in the backward the caller's gradient comes first.
             stages = [n.meta[STAGE] for n in (node, *node.users) if STAGE in n.meta]
             if stages:
                 gathered[node].meta = {STAGE: max(stages)}
@@ -119,7 +119,7 @@ class Microbatch:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether it is an input of both graphs, or a parameter."""
+    """Whether a node is a parameter, a buffer, or an input of the pipeline graph too (no seed)."""
     return node.op in ("placeholder", "get_attr") and SEED not in node.meta
 
 
@@ -129,7 +129,10 @@ def _share(
     inputs: dict[fx.Node, fx.Node],
     copies: list[dict[fx.Node, fx.Node]],
 ) -> None:
-    """Parameters, and what is made of them once, are the same for all micro-batches."""
+    """Let all micro-batches use the same node for a parameter, a buffer, or a brought parameter.
+
+    A brought parameter is one that pass "tied" copies to another device, once for all of them.
+    """
     shared = {node: own for node, own in inputs.items() if node.op == "get_attr"}
     for node in old.nodes:
         if FIRST in node.meta:
@@ -161,7 +164,11 @@ def _once(
     copies: list[dict[fx.Node, fx.Node]],
     inputs: dict[fx.Node, fx.Node],
 ) -> None:
-    """Copy a node that runs once: its last argument, of one micro-batch, becomes that of all."""
+    """Copy a node that runs once for all micro-batches.
+
+    Its last argument is a tuple with the values of one micro-batch, and becomes the tuple with
+    those of all.
+    """
     parts: Any
     *own, parts = node.args
     args = fx.map_arg(own, inputs.__getitem__)

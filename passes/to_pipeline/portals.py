@@ -63,7 +63,7 @@ class Portals:
 
 
 def _take_from(stage: int, value: fx.Node, orange: fx.Node) -> None:
-    """From this stage on, users take what has come out of the portal."""
+    """Let users in this stage and later ones take the value from the portal's ``orange`` node."""
     for user in list(value.users):
         if user is not orange and user.meta.get(STAGE, -1) >= stage:
             user.replace_input_with(value, orange)

@@ -9,7 +9,8 @@
                          └── portal ─┘             portal copy
                compute ──────────────────│  copy streams       │───────── compute
 
-All that leaves a cell passes one wait, and all that arrives another.
+All values that leave a cell pass one wait, in which the copy stream waits for the compute stream;
+all values that arrive pass another one, in which the compute stream waits for the copy stream.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Streams:
         return stream_name(device, COMPUTE), stream_name(device, COPY)
 
     def _enter(self, cell: Cell, nodes: list[fx.Node]) -> list[fx.Node]:
-        """A wait for what arrives. Returns the nodes added."""
+        """Let the compute stream wait for the values that arrive. Returns the nodes added."""
         compute, copy = self._streams(cell)
         copied = [item for node in nodes if node.target is ops.copy for item in items(node)]
         arriving = copied + [node for node in nodes if node.target is ops.portal_copy]
@@ -63,6 +64,7 @@ class Streams:
         return writer.added
 
     def _leave(self, cell: Cell, nodes: list[fx.Node]) -> None:
+        """Let the copy stream wait for the values that leave, if any is copied."""
         compute, copy = self._streams(cell)
         leaving = outgoing(nodes)
         if any(user.target in CARRIERS for node in leaving for user in node.users):

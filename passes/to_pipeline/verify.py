@@ -6,7 +6,7 @@
     waits on both sides, leaves by one gate and enters by one gate,
     and between adjacent micro-batches runs a phony: fork (i, j) ─ ─ join (i + 1, j)
 
-Changes nothing. Run it after passes of your own.
+The pass changes nothing in the graph. Run it after passes of your own.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _check_crossing(node: fx.Node, source: fx.Node) -> None:
 
 
 def _taken(node: fx.Node) -> list[fx.Node]:
-    """The users of what a carrier brings, other than those that take it apart."""
+    """The users of the values that a carrier brings; in place of a ``getitem`` node, its users."""
     found = []
     for user in node.users:
         found += list(user.users) if user.target is operator.getitem else [user]
@@ -91,7 +91,7 @@ def _is_awaited(user: fx.Node) -> bool:
 
 
 def _passes_wait(node: fx.Node, role: str) -> bool:
-    """Whether the value has come through a wait for such a stream, within its cell."""
+    """Whether a value has passed, within its cell, a wait of the stream that has this role."""
     while cell_of(node) is not None:
         if node.target is ops.wait:
             return str(node.args[2]).endswith(role)
@@ -103,9 +103,10 @@ def _passes_wait(node: fx.Node, role: str) -> bool:
 
 
 def _check_portal(blue: fx.Node) -> None:
-    """The portal is moved once and taken out once."""
+    """Check that the portal is moved once and taken out once, on its way through gates."""
     moves = takers = 0
-    front: list[tuple[fx.Node, int | None]] = [(blue, None)]  # with the place in a tuple
+    # Each node that gives the portal, with the portal's place in the tuple that the node gives.
+    front: list[tuple[fx.Node, int | None]] = [(blue, None)]
     while front:
         node, place = front.pop()
         for user in node.users:

@@ -16,8 +16,9 @@
 A tensor that a node gives back as it came (``relu_(a)``, an identity) is one value, and goes by its
 last name from there on.
 
-A node is found to write by running it and looking at the version counters of what it was given, so
-that functions, methods, ``out=``, item assignment and ``inplace=True`` modules are all noticed.
+To see whether a node writes, the pass runs it and compares the version counters of its arguments
+before and after. So functions, methods, ``out=``, item assignment and ``inplace=True`` modules are
+all noticed.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ class Alias:
 
     ``meta["val"]`` is the node's fake value for ``inputs`` (one for each placeholder);
     ``meta["writes"]`` names the nodes whose memory it writes to; ``meta["alias"]`` is a number that
-    nodes share which have to stay in one stage; ``meta["same_as"]`` names the nodes of which it
-    gives a tensor on, as it came; ``meta["random"]`` is set where random numbers are drawn, and
-    ``meta["no_backward"]`` where the backward from the outputs does not come by.
+    nodes share which have to stay in one stage; ``meta["same_as"]`` names the nodes whose tensors
+    the node returns just as it was given them; ``meta["random"]`` is set where random numbers are
+    drawn, and ``meta["no_backward"]`` where a value has autograd history that the backward from the
+    outputs does not reach.
     """
 
     name: ClassVar[str] = "alias"
@@ -76,7 +78,8 @@ class Alias:
         outputs = [seen.env[node] for node in gm.graph.output_node().all_input_nodes]
         reached = set(backward_edges(outputs))
         live = _live(gm.graph, written, position)
-        # Who writes to memory gives all its tensors another history: of those less is known.
+        # A write gives all tensors on the memory another history than the one that earlier users
+        # saw, so these nodes are taken to be reached.
         rewritten = set(seen.sharing(set().union(*seen.written.values())))
         for node, value in seen.env.items():
             made_by = history_of(value) if isinstance(value, Tensor) else None
@@ -100,8 +103,11 @@ class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator that may draw does: an attention, or a recurrent layer, drops nothing
-    where the probability is zero, or outside of training."""
+    """Whether an operator that can draw random numbers draws any in this call.
+
+    Attention and recurrent layers draw none where the probability of dropout is zero, or outside of
+    training.
+    """
     expected = schema_of(func).arguments
     given = {a.name: a.default_value for a in expected if a.has_default_value()}
     given |= {a.name: value for a, value in zip(expected, args, strict=False)} | kwargs
@@ -109,15 +115,15 @@ def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _Watcher(FakeInterpreter):
-    """Runs the graph; remembers of each node what memory it gives, and what it has written to."""
+    """Runs the graph, and notes for each node the memory of its result and the memory it writes."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self.garbage_collect_values = False  # memory must not be reused, its number would be too
+        self.garbage_collect_values = False  # freed memory would be reused, and its number with it
         self.kept: list[Tensor] = []
-        self.given: dict[int, list[fx.Node]] = {}  # memory: its nodes, in order
-        self.written: dict[fx.Node, set[int]] = {}  # node: memory
-        self.buffer_users: dict[int, set[fx.Node]] = {}  # of the buffers of modules
+        self.given: dict[int, list[fx.Node]] = {}  # by memory: nodes whose results are there
+        self.written: dict[fx.Node, set[int]] = {}  # by node: the memories that it writes to
+        self.buffer_users: dict[int, set[fx.Node]] = {}  # by id of a module's buffer
         self.written_buffers: set[int] = set()
 
     def _buffers(self, node: fx.Node) -> list[Tensor]:
@@ -156,9 +162,10 @@ class _Watcher(FakeInterpreter):
 
 
 def _follow_identities(seen: _Watcher, position: dict[fx.Node, int]) -> bool:
-    """What has been returned as it came, written to or not, is one value: let it have one name.
+    """Where a node returns the very tensor that it was given, let later users take it from there.
 
-    After ``b = relu_(a)`` whoever uses ``a`` uses ``b``. Says whether there was any.
+    After ``b = relu_(a)`` a later user of ``a`` uses ``b``: both names mean one tensor, which is
+    then one value with one name. Returns whether any user was changed.
     """
     has_changed = False
     for node in position:
@@ -172,7 +179,10 @@ def _follow_identities(seen: _Watcher, position: dict[fx.Node, int]) -> bool:
 
 
 def _mark_same(seen: _Watcher) -> None:
-    """Whose tensors a node gives on. One that has been written to has another history."""
+    """Set ``meta["same_as"]`` of nodes that return a tensor just as they were given it.
+
+    A node that writes is left out, since what it returns has another autograd history.
+    """
     for node, value in seen.env.items():
         given = {id(tensor) for tensor in tensors_of(value)}
         if node.op != "output" and node not in seen.written:
@@ -188,7 +198,7 @@ def _mark_same(seen: _Watcher) -> None:
 def _live(
     graph: fx.Graph, written: dict[fx.Node, list[fx.Node]], position: dict[fx.Node, int]
 ) -> set[fx.Node]:
-    """The nodes that an output depends on, be it through memory that they write to."""
+    """The nodes that an output depends on, directly or through memory that they write to."""
     live: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         later = (
@@ -208,9 +218,13 @@ def _inseparable(
     sharing: list[fx.Node],
     position: dict[fx.Node, int],
 ) -> set[fx.Node]:
-    """The nodes that have to be in the writer's stage. ``sharing``: all that give the memory."""
+    """The nodes that have to be in the same stage as a node that writes to memory.
+
+    ``sharing``: all nodes whose results are on that memory; ``before``: those ahead of the writer.
+    """
     if any(node.op == "get_attr" for node in before):
-        # The next micro-batch writes to it as well: all that ever touch it.
+        # A buffer or parameter is there once, and the next micro-batch writes to it as well: all
+        # nodes that touch it have to stay together.
         touching = {user for node in sharing for user in node.users if user.op != "output"}
         return touching | {n for n in sharing if n.op not in ("get_attr", "placeholder")}
     is_read_later = any(position[user] > position[writer] for node in before for user in node.users)

@@ -7,8 +7,8 @@
     after      x ─ batch_norm ─┬─ y
                                └─ mean, variance, count ─ update_statistics
 
-The update stands beside the stages (pass "split"), and is given the statistics of all micro-batches
-(pass "microbatch").
+The node ``update_statistics`` is in no stage's module, so that it runs once (pass "split"). Pass
+"microbatch" gives it the statistics of all micro-batches.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fxpipe.ir.graph import ONCE, attribute
 
 @dataclass(frozen=True)
 class DeferredBatchNorm:
-    """Model graph → the same, batch norms that keep running statistics taken apart.
+    """Model graph → the same, in which batch norms that keep running statistics are taken apart.
 
-    Those in training mode only, as modules of ``torch.nn`` (symbolic tracing), or as
-    ``aten.batch_norm`` (export). Not ``SyncBatchNorm``, whose statistics are those of several
-    processes.
+    Only batch norms in training mode are, be they modules of ``torch.nn`` (symbolic tracing) or
+    calls of ``aten.batch_norm`` (export). ``SyncBatchNorm`` stays as it is, since its statistics
+    are those of several processes.
     """
 
     name: ClassVar[str] = "batch_norm"
@@ -54,7 +54,7 @@ class DeferredBatchNorm:
 
 
 def _is_plain(module: BatchNorm) -> bool:
-    """Whether it does what PyTorch's does, and updates running statistics."""
+    """Whether a module has the forward of PyTorch's batch norms, and updates running statistics."""
     is_torchs = type(module).forward is BatchNorm.forward
     return is_torchs and module.training and module.running_mean is not None
 
@@ -84,7 +84,11 @@ def _counters(gm: fx.GraphModule) -> dict[int, fx.Node]:
 
 
 def _taken_over(gm: fx.GraphModule, counters: dict[int, fx.Node], mean: Any) -> fx.Node | None:
-    """The count of batches of the batch norm with that running mean; its own counting goes."""
+    """The node of ``num_batches_tracked`` beside the running mean of a batch norm.
+
+    The node that counts it up is erased, since ``update_statistics`` counts mini-batches. None if
+    the graph does not count, or uses the count.
+    """
     path = f"{mean.target.rpartition('.')[0]}.num_batches_tracked"
     try:
         counter = counters.get(id(attribute(gm, path)))

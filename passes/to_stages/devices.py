@@ -42,7 +42,7 @@ class Devices:
 
         def own(value: Any) -> Any:
             is_device = isinstance(value, torch.device) and value == self.traced
-            if isinstance(value, fx.Node):  # another stage's
+            if isinstance(value, fx.Node):  # a device may also be a value from another stage
                 is_device = value.op == "placeholder" and isinstance(
                     value.meta.get(VALUE), torch.device
                 )
@@ -70,8 +70,11 @@ class Devices:
         return bool(moved)
 
     def _move_inner(self, stage: fx.GraphModule, path: str, device: torch.device) -> bool:
-        """The body of an operator of higher order, such as autocast. It is the model graph's too,
-        which stays as it is."""
+        """Replace the device in the body of a higher-order operator, such as autocast.
+
+        The body is copied first, since the model graph has the same one and stays as it is. Returns
+        whether the body named the device.
+        """
         body = attribute(stage, path)
         if not isinstance(body, fx.GraphModule):
             return False

@@ -9,9 +9,10 @@
     after      n = x.size(1) ────────────────── p_s1 = arange(n)
                                                 embed(p_s1)
 
-A number travels with its stage's tensors and takes no room. Of a tensor that is made of numbers
-(positions, a causal mask) the numbers travel, of one that has been expanded what it is a view of,
-and a size is read off a tensor that is there anyway.
+A number is sent along with tensors and takes no room. So a small tensor that is made of nothing but
+numbers (positions, a causal mask) is made again from these numbers; an expanded tensor is expanded
+again from the smaller tensor that it is a view of; and a size is read from a tensor that the stage
+has anyway.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from fxpipe.ir.graph import (
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
-SMALL = 1 << 16  # elements of a tensor that is rather made again than sent
-FEW = 8  # nodes that it may take
+SMALL = 1 << 16  # a tensor with more elements is sent, and not made again
+FEW = 8  # a tensor that takes more nodes to make is sent, and not made again
 
 SIZES = {".size", ".dim", ".numel", "getattr", "size", "numel", "len"}
 ARITHMETIC = {"_operator", "builtins", "math"}
@@ -69,12 +70,12 @@ class Free:
 
 
 class _Again:
-    """Makes values again, once for each stage."""
+    """Makes copies of nodes whose values are free, at most one copy for each stage."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.made: dict[tuple[fx.Node, int], fx.Node] = {}
-        self.sources: set[fx.Node] = set()  # what has been made again
+        self.sources: set[fx.Node] = set()  # the nodes that have been copied
         self.written = {name for node in graph.nodes for name in node.meta.get(WRITES, ())}
         self.makers: dict[fx.Node, frozenset[fx.Node]] = {}
         for node in graph.nodes:
@@ -130,7 +131,7 @@ class _Again:
         ) < tensor_bytes(node.meta[VALUE])
 
     def forget(self) -> None:
-        """Erase what is only used by its copies; no stage is left without a node."""
+        """Erase copied nodes that have no user left, unless a stage would be left without nodes."""
         count = Counter(node.meta[STAGE] for node in stage_nodes(self.graph))
         for node in reversed(self.graph.nodes):
             if node in self.sources and not node.users and count[node.meta[STAGE]] > 1:

@@ -7,8 +7,8 @@
     after      x ─ clone ─ relu_ ─┬─ y
                                   └─ write_back (to x)
 
-A stage works on a copy, so that it can be run again, and what it has made of it is written back
-once all micro-batches are through.
+The model works on a copy of the input, so that a checkpointed stage can be run again on what the
+caller gave. The copy is written back to the input once all micro-batches have been run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class InputError(ValueError):
 
 @dataclass(frozen=True)
 class WrittenInputs:
-    """Model graph after pass "alias" → the same, inputs that are written to copied and written
-    back. If there are any, it runs "alias" once more, so that the new nodes have fake values, too.
+    """Model graph after pass "alias" → the same, in which inputs that are written to are copied
+    first and written back. If there are any, pass "alias" is run once more, so that the new nodes
+    have fake values, too.
 
     ``inputs``: the model's, one for each placeholder; ``in_dims``: the batch dimension of each;
     ``chunks``: how many micro-batches there will be, if that is known. Raises :class:`InputError`

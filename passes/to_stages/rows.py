@@ -9,7 +9,7 @@
 A weight that is computed in the forward, a mask or a table of positions without a batch, a mean
 over the batch: all that is as large for one row as for many is there once for each micro-batch, and
 so are the inputs that all of them share, where they have to be copied to a device. Parameters and
-buffers are what they are, and there once.
+buffers are not counted: there is one of each, however many micro-batches there are.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Rows:
     """Model graph with fake values (pass "alias") → the same, with ``meta["copies"]``, how many
     there are of each tensor in a mini-batch, and ``meta["larger"]``, the values with more rows.
 
-    Found out by running the graph on fake tensors with a larger batch. Where it takes no other, its
-    results are no larger, or there is but one micro-batch, nothing is noted: all tensors are then
-    taken to be divided.
+    The pass runs the graph on fake tensors with a larger batch, and sees which tensors grow. It
+    notes nothing where the graph takes no other batch size, where the results do not grow, or where
+    there is only one micro-batch: readers of the graph then take every tensor to be divided.
 
     Args:
         inputs: the model's, one for each placeholder.
         in_dims: the batch dimension of each; None for one that all micro-batches share.
-        chunks: micro-batches.
+        chunks: how many micro-batches there will be.
     """
 
     name: ClassVar[str] = "rows"
@@ -73,7 +73,10 @@ class Rows:
 
 
 def _is_for_one_size(graph: fx.Graph, larger: Mapping[fx.Node, Any]) -> bool:
-    """Whether none of the results grows with the batch: a loop over its rows has been unrolled."""
+    """Whether none of the graph's results grows with the batch.
+
+    Then the graph holds for one batch size only: tracing has unrolled a loop over rows, say.
+    """
     nodes = graph.output_node().all_input_nodes
     shapes, others = (
         [t.shape for t in tensors_of([values(node) for node in nodes]) if t.ndim]
@@ -85,8 +88,11 @@ def _is_for_one_size(graph: fx.Graph, larger: Mapping[fx.Node, Any]) -> bool:
 def larger_values(
     gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None]
 ) -> dict[fx.Node, Any]:
-    """The fake value of each node with one row more; with twice as many, if the graph takes rows in
-    pairs, say, only."""
+    """The fake value of each node in a run with one row more than the inputs have.
+
+    If the graph refuses that, as one that takes rows in pairs does, the run has twice as many rows.
+    Raises ``OneSizeOnly`` if it refuses both.
+    """
     try:
         return values_with(gm, inputs, in_dims, 1)
     except OneSizeOnly:
@@ -97,7 +103,7 @@ def larger_values(
 def values_with(
     gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None], more: int
 ) -> dict[fx.Node, Any]:
-    """The fake value of each node, at this batch size or one of a few more.
+    """The fake value of each node in a run with ``more`` further rows along each batch dimension.
 
     Raises ``OneSizeOnly`` if the graph does not take so many rows.
     """

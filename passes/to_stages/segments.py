@@ -29,7 +29,8 @@ EVEN = Auto(objective="activations")
 def segmented(stage: fx.GraphModule, count: int) -> fx.GraphModule:
     """The stage as a chain of at most ``count`` segments, which keep about as many bytes each.
 
-    Fewer where it has no more places to cut. The stage itself stays as it is.
+    There are fewer segments where the stage has fewer places to cut. The stage itself stays as it
+    is. Raises ValueError for a ``count`` below 1.
     """
     for parts in range(count, 0, -1):
         try:
@@ -41,7 +42,10 @@ def segmented(stage: fx.GraphModule, count: int) -> fx.GraphModule:
 
 
 def _copied(stage: fx.GraphModule) -> fx.GraphModule:
-    """A copy to be labelled; nodes that are not the model's cost nothing."""
+    """A copy of a stage without labels, for pass "partition".
+
+    A node without a cost, which a pass has added to the model's, gets a cost of zero.
+    """
     graph = fx.Graph()
     own: dict[fx.Node, Any] = {}
     for node in stage.graph.nodes:
@@ -53,7 +57,7 @@ def _copied(stage: fx.GraphModule) -> fx.GraphModule:
 
 
 def opened(gm: fx.GraphModule, count: int) -> tuple[fx.GraphModule, list[int]]:
-    """The stage graph with segments as its stages, and the stage that each segment is of."""
+    """The stage graph with segments as its stages, and for each segment the stage that it is of."""
     calls = gm.graph.find_nodes(op="call_module")
     parts = {call: segmented(attribute(gm, str(call.target)), count) for call in calls}
     stage_of: list[int] = []
@@ -84,7 +88,7 @@ def _open(
     own: dict[fx.Node, fx.Node],
     attributes: dict[str, Any],
 ) -> None:
-    """Write a stage's segments, from this number on, in place of its call and its results."""
+    """Write the segments of a stage, numbered from ``number`` on, in place of the stage's call."""
     taken = zip(parts.graph.find_nodes(op="placeholder"), call.args, strict=True)
     values: dict[fx.Node, Any] = {inner: own[arg] for inner, arg in taken}  # type: ignore[index]
     for node in parts.graph.nodes:

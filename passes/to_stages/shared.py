@@ -7,10 +7,12 @@
     after      weight ─ share ─┬─ embed ─ ... ─ head         one value with two users
                                └───────────────┘
 
-So a tied weight may be used by stages on different devices: it lives with its first user, and goes
-to the others through copies and portals, as its gradients come back. And the gradients of all uses
-in one micro-batch meet at ``share`` before the parameter gets their sum, in the order of the
-model's own backward; without it those of several micro-batches would meet as they come.
+So a tied weight may be used by stages on different devices: it lives in the stage of its first
+user, goes to the others through copies and portals, and its gradients come back the same way. And
+the gradients of all uses in one micro-batch meet at ``share``, in the order of the model's own
+backward, before the parameter gets their sum. Without ``share``, each gradient would be added to
+the parameter's as it comes, mixed with those of other micro-batches, and the sum would round
+otherwise than the model's.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 
 @dataclass(frozen=True)
 class Shared:
-    """Model graph with fake values (pass "alias") → the same, the uses of parameters that have
-    several made explicit.
+    """Model graph with fake values (pass "alias") → the same, in which each parameter that has
+    several uses is a value with several users.
 
     A use is a node that needs the parameter, or an edge of the autograd graph: a module that is
     called twice, a weight that two modules share, and one that a recurrent module uses at each
@@ -40,14 +42,15 @@ class Shared:
     name: ClassVar[str] = "shared"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        paths = {id(p): path for path, p in reversed(_parameters(gm))}  # the first of several
+        # Of several paths of one parameter the first one counts.
+        paths = {id(p): path for path, p in reversed(_parameters(gm))}
         interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
         several = _by_nodes(gm) | _by_edges(interpreter)
         shared: dict[int, fx.Node] = {}
         renamed: dict[str, str] = {}
 
         def share(parameter: nn.Parameter, user: fx.Node) -> fx.Node:
-            """The node that gives the parameter's value; made ahead of its first user."""
+            """The ``share`` node of a parameter; it is made ahead of the parameter's first user."""
             if id(parameter) not in shared:
                 with gm.graph.inserting_before(user):
                     path = paths[id(parameter)]
@@ -78,7 +81,9 @@ class Shared:
                 gm.graph.erase_node(node)
         for node in shared.values():
             if all(NO_BACKWARD in user.meta for user in node.users):
-                node.meta[NO_BACKWARD] = True  # else it would get zeros in place of nothing
+                # The model leaves such a parameter without a gradient, where ``share`` would give
+                # it one of zeros.
+                node.meta[NO_BACKWARD] = True
         rename_in_meta(gm.graph, renamed)
         if shared:
             gm.recompile()
@@ -86,7 +91,10 @@ class Shared:
 
 
 def _call(node: fx.Node, values: dict[str, fx.Node]) -> fx.Node:
-    """In place of a call of a module, one with these values for some of its parameters."""
+    """Replace a call of a module by one that runs it with these values for some parameters.
+
+    ``values`` are by the parameters' names in the module. Returns the new call.
+    """
     graph = node.graph
     with graph.inserting_before(node):
         name = f"{node.name}_module"

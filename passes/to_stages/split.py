@@ -174,8 +174,8 @@ def _stage_module(
     for node in gives:
         result = own[node]
         if NO_BACKWARD in node.meta:
-            # Gates pass all gradients of a stage at once. The model's backward would not come by
-            # here, so ours must not either, not even with nothing in its hands.
+            # The model's backward does not reach this value. The pipeline's would, with no gradient
+            # for it, since a gate passes all gradients of a stage at once: so it is detached.
             result = graph.call_function(torch.detach, (result,))
         results.append(result)
     graph.output(results[0] if len(results) == 1 else tuple(results))
@@ -183,6 +183,6 @@ def _stage_module(
 
 
 def _describe(source: fx.Node, target: fx.Node) -> None:
-    """Which value of the model graph a node stands for."""
+    """Note which node of the model graph another node stands for, with its value's metadata."""
     target.meta[ORIGIN] = source.name
     target.meta |= {key: source.meta[key] for key in (VALUE, COPIES) if key in source.meta}

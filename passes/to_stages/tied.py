@@ -10,7 +10,7 @@ micro-batches.
                weight ─ bring ────────────────── share ─ head
                         (once)
 
-Without it the value would travel with each micro-batch, as any value does, and so would its
+Without this pass the value would travel with each micro-batch, as any value does, and so would its
 gradient. A brought value belongs to no micro-batch, like an input without a batch dimension; the
 gradients of all micro-batches are summed on its device, and their sum goes back once. So the sum
 over all uses is formed in another order than the model's. On one device nothing is brought, and the
@@ -50,7 +50,7 @@ class Tied:
             home = value.meta[STAGE]
             away: dict[int, list[fx.Node]] = {}
             for user in value.users:
-                stage = user.meta.get(STAGE, home)  # the caller is none
+                stage = user.meta.get(STAGE, home)  # the caller, who has no stage, takes it at home
                 if self.devices[stage] != self.devices[home]:
                     away.setdefault(stage, []).append(user)
             for stage, users in sorted(away.items()):
@@ -63,7 +63,10 @@ class Tied:
         return gm
 
     def _bring(self, value: fx.Node, stage: int, user: fx.Node) -> fx.Node:
-        """The value for a stage, ahead of its first user there."""
+        """Add the nodes that bring a shared parameter to a stage, ahead of its first user there.
+
+        Returns the node that gives its value in that stage.
+        """
         device = self.devices[stage]
         streams = stream_name(device, COPY), stream_name(device, COMPUTE)
         (parameter,) = value.args

@@ -36,7 +36,9 @@ def write_backward(draft: Draft, at: Action) -> None:
     grads = tuple(arrived.get(value) for value in stage.gives)
     function = ops.backward_input if is_halved else ops.backward
     args: tuple[Any, ...] = cell.tape, grads
-    if not any(grads):  # the loss may have some for the parameters: the backward comes after it
+    # Without a gradient from a later stage the order is not given by one. The loss may still have
+    # gradients for this stage's parameters, so this backward comes after the loss's.
+    if not any(grads):
         args = *args, draft.cell(loss_stage, at.microbatch).backward
     cell.backward = draft.nodes.call(function, args, function.__name__, at)
     cell.backward.meta[ACTION] = at
@@ -53,7 +55,7 @@ def write_weight_grad(draft: Draft, at: Action) -> None:
 
 
 def send_back(draft: Draft, values: Sequence[Any], at: Action) -> None:
-    """Let the gradients of values leave for the stages from which the values have come."""
+    """Let the gradients of values leave the action's stage for the stages that sent the values."""
     grads = draft.cell(at.stage, at.microbatch).grads
     leaving: dict[int, dict[fx.Node, fx.Node]] = {}
     for value in dict.fromkeys(values):

@@ -23,7 +23,7 @@ from fxpipe.schedule import Action, Kind
 from passes.to_step.nodes import Nodes
 from passes.to_step.traffic import Place, Traffic
 
-CALLER = "caller"  # the stream on which inputs and targets are there
+CALLER = "caller"  # the name of the stream on which the caller has made inputs and targets
 
 
 class Caller:
@@ -46,9 +46,11 @@ class Caller:
     ) -> None:
         self.nodes, self.traffic = nodes, traffic
         self.count = nodes.schedule.microbatches
-        self.inputs: dict[fx.Node, fx.Node] = {}  # by those of the stage graph
-        self._parts: dict[fx.Node, fx.Node] = {}  # of the inputs
-        self._brought: dict[Place, fx.Node] = {}  # one micro-batch's part of an input, at a stage
+        # By the inputs of the stage graph: the inputs of the step graph, and their scattered parts.
+        self.inputs: dict[fx.Node, fx.Node] = {}
+        self._parts: dict[fx.Node, fx.Node] = {}
+        # One micro-batch's part of an input, once it has been brought to a stage.
+        self._brought: dict[Place, fx.Node] = {}
         sizes = self._scatter_inputs(in_dims)
         self._targets = [
             self._scatter(add_input(nodes.graph, f"target_{i}"), 0 if has_batch else None)
@@ -62,7 +64,8 @@ class Caller:
         """Scatter all inputs. Gives the parts that say how large micro-batches are, and the batch
         dimension of these parts: those of the first input that has one."""
         dims = iter(in_dims)
-        sizes: tuple[Any, int | None] = (None,) * self.count, None  # all alike
+        # Where no input has a batch dimension, all micro-batches weigh the same.
+        sizes: tuple[Any, int | None] = (None,) * self.count, None
         for node in self.nodes.gm.graph.find_nodes(op="placeholder"):
             if SEED in node.meta:
                 if node.users:

@@ -8,8 +8,8 @@
                                                    and later that of linear's weight
 
 This is for linear, convolution and embedding modules, and for the functions of that name and matrix
-products where a parameter is among their arguments. All else does its whole backward in the first
-half; so does a module with hooks, which would fire twice.
+products where a parameter is among their arguments. Every other node does its whole backward in the
+first half. So does a module with hooks, since its hooks would fire in both halves.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 
 
 class Apply(nn.Module):
-    """A function, as a module."""
+    """A module that calls a function: ``ops.defer`` takes a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -59,7 +59,10 @@ class Apply(nn.Module):
 
 @dataclass(frozen=True)
 class Defer:
-    """Stage → a copy in which gradients of parameters may be deferred. Itself if there are none."""
+    """Stage → a copy in which gradients of parameters can be computed later than those of inputs.
+
+    The stage itself is returned if it has no node whose gradients can be deferred.
+    """
 
     name: ClassVar[str] = "defer"
 

@@ -19,7 +19,10 @@ from passes.to_step.flows import StageCall
 
 
 def write_forward(draft: Draft, at: Action) -> None:
-    """The forward, with what it takes from the stages before and gives to those after."""
+    """Write the forward of an action's stage and micro-batch.
+
+    Its arguments arrive from earlier stages, and its results leave for the stages that use them.
+    """
     stage = draft.flows.stages[at.stage]
     cell = draft.cell(at.stage, at.microbatch)
     cell.values |= draft.traffic.arrive(range(at.stage), at)

@@ -25,7 +25,7 @@ LOSS = "loss"
 
 
 def write_loss(draft: Draft, microbatch: int) -> None:
-    """The loss of a micro-batch, from the output and the target."""
+    """Write the loss of a micro-batch, which is computed from the output and the target."""
     at = Action(draft.flows.loss_stage, Kind.FORWARD, microbatch)
     cell = draft.cell(at.stage, microbatch)
     cell.values |= draft.traffic.arrive(range(at.stage), at)
@@ -39,7 +39,7 @@ def write_loss(draft: Draft, microbatch: int) -> None:
 
 
 def write_loss_backward(draft: Draft, microbatch: int) -> None:
-    """The gradients of the output, which leave for the stages that have made it."""
+    """Write the backward of the loss, and let its gradients leave for the stages of the output."""
     at = Action(draft.flows.loss_stage, Kind.BACKWARD, microbatch)
     cell = draft.cell(at.stage, microbatch)
     weight = draft.nodes.part(draft.caller.weights, microbatch, "weight")
@@ -54,8 +54,10 @@ def _output(draft: Draft) -> Any:
 
 
 def _take_apart(draft: Draft, output: Any, grads: fx.Node, at: Action) -> None:
-    """Find the gradient of each value in the output, in gradients that are built like the
-    output. A value that is there twice gets the sum."""
+    """Note the gradient of each value in the output; ``grads`` gives a structure like the output's.
+
+    A value that is in the output twice gets the sum of its two gradients.
+    """
     found = draft.cell(at.stage, at.microbatch).grads
     if isinstance(output, fx.Node):
         if output in draft.flows.of:

@@ -1,4 +1,4 @@
-"""Not a pass: the step graph as it is written, each node with its place."""
+"""Not a pass: makes the nodes of a step graph, and notes to which stage and stream they belong."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Nodes:
     Args:
         gm: the stage graph, whose modules and parameters the step graph uses.
         devices: one for each stage.
-        labels: what stages are called: by their numbers; or by that of the one which they are
-            segments of, and their own among them.
+        labels: for each stage the numbers by which names of nodes call it: ``(stage,)``, or
+            ``(stage, i)`` if it is segment ``i`` of that stage.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Nodes:
         return self.call(operator.getitem, (values, index), name, at)
 
     def part(self, values: fx.Node, microbatch: int, name: str) -> fx.Node:
-        """A micro-batch's part of a value that there is for the whole mini-batch."""
+        """One micro-batch's element of a tuple that has an element for each micro-batch."""
         return self.whole(operator.getitem, (values, microbatch), f"{name}_mb{microbatch}")
 
     def module(self, path: str, module: nn.Module, at: Action) -> fx.Node:

@@ -1,4 +1,6 @@
-"""Not a pass: in a step, what is brought to a stage once for all micro-batches (pass "tied").
+"""Not a pass: parameters that a step brings to another device once for all micro-batches.
+
+Pass "tied" says which parameters these are, and which stages borrow them.
 
 ::
 
@@ -19,7 +21,7 @@ from passes.to_step.traffic import Traffic
 
 
 class Replicas:
-    """Replicas of parameters, one a stage that borrows, and the way of their gradients home."""
+    """Makes a replica of a parameter for each stage that borrows it, and brings gradients home."""
 
     def __init__(self, gm: fx.GraphModule, nodes: Nodes, traffic: Traffic) -> None:
         self.nodes, self.traffic = nodes, traffic
@@ -28,7 +30,7 @@ class Replicas:
         self.made: dict[fx.Node, fx.Node] = {}
 
     def of(self, brought: fx.Node) -> fx.Node:
-        """A replica of a parameter, for all micro-batches of a stage."""
+        """The replica for a "bring" node of the stage graph, one for all micro-batches."""
         if brought not in self.made:
             source, *streams = brought.args
             parameter = self.nodes.attribute(str(source.target))  # type: ignore[union-attr]
@@ -39,7 +41,10 @@ class Replicas:
         return self.made[brought]
 
     def gather(self, last: dict[int, Action]) -> None:
-        """Bring the gradients home, once their stages' last actions are done."""
+        """Bring the gradients of replicas to the stages in which the parameters live.
+
+        ``last``: the last action of each stage, after which its gradients are complete.
+        """
         for brought, replica in self.made.items():
             stage, home = brought.meta[STAGE], brought.meta[HOME]
             grad = self.nodes.call(ops.gathered, (replica,), f"{brought}_gathered", last[stage])

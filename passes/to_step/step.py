@@ -54,12 +54,14 @@ class Step:
     Args:
         loss: a module that is called with the output, as the stage graph gives it, and a tuple of
             the target's tensors.
-        schedule: as many stages as there are, and the number of micro-batches.
+        schedule: the order of the actions. It has as many stages as the stage graph, and says how
+            many micro-batches there are.
         devices: one for each stage.
         in_dims: as for pass "microbatch".
         targets: for each tensor of the target, whether it has a batch dimension (the first).
         checkpoint, checkpoint_segments: as for pass "checkpoint".
-        summed: the loss is a sum over the rows, and that of the mini-batch the sum of all.
+        summed: the loss is a sum over the rows, so that the loss of the mini-batch is the sum of
+            its micro-batches' losses, and not their weighted mean.
 
     Raises :class:`StepError` or :class:`fxpipe.schedule.ScheduleError` if the schedule does not
     fit.
@@ -127,7 +129,7 @@ class Step:
         step = replace(self, schedule=schedule, devices=devices)
         labels = [(stage, i) for stage, own in enumerate(segments) for i in range(len(own))]
         result = step._written(cut, taken_apart(actions), labels)
-        for node in result.graph.nodes:  # whoever reads the graph knows of stages only
+        for node in result.graph.nodes:  # readers of the graph know stages, but no segments
             if STAGE in node.meta:
                 node.meta[STAGE] = stage_of[node.meta[STAGE]]
             if ACTION in node.meta:

@@ -24,20 +24,24 @@ Place = tuple[fx.Node, int, int]  # a value of the stage graph, a stage, a micro
 
 
 class Traffic:
-    """Lets values leave, and brings them where they go once the other side needs them."""
+    """Lets values leave their stage, and brings them to another when its action needs them."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes
-        # By source, target and micro-batch: which values, and what has been made of them.
+        # By source, target and micro-batch: values of the stage graph that have left and not yet
+        # arrived, and the nodes of the step graph that give them.
         self.going: dict[tuple[int, int, int], tuple[list[fx.Node], Any]] = {}
 
     def leave(self, values: Mapping[fx.Node, Any], target: int, at: Action) -> None:
-        """Values, made in an action, go to a stage."""
+        """Let values that an action has made leave its stage for the stage ``target``."""
         made = self.depart(list(values.values()), target, at)
         self.going[at.stage, target, at.microbatch] = list(values), made
 
     def arrive(self, sources: Iterable[int], at: Action) -> dict[fx.Node, Any]:
-        """All values that have left these stages for that of an action, brought there."""
+        """Bring all values that have left these stages for the action's stage to its device.
+
+        Returns the nodes of the step graph that give them, by the values of the stage graph.
+        """
         arrived: dict[fx.Node, Any] = {}
         for source in sources:
             key = source, at.stage, at.microbatch
@@ -52,14 +56,21 @@ class Traffic:
         return arrived
 
     def depart(self, made: list[fx.Node], target: int, at: Action) -> Any:
-        """What is made for another stage: its copy stream waits for it. Within a lane as it is."""
+        """Let the copy stream of the action's device wait for values that go to another stage.
+
+        Returns the node of the wait. Within one lane nothing is copied and nothing has to wait: the
+        values are returned as a tuple of nodes.
+        """
         if self.nodes.lane(at.stage) == self.nodes.lane(target):
             return tuple(made)
         streams = (self.nodes.stream(at.stage, role) for role in (COMPUTE, COPY))
         return self.nodes.call(ops.wait, (tuple(made), *streams), "wait", at)
 
     def bring(self, together: Any, start: str, at: Action, names: Sequence[str]) -> list[fx.Node]:
-        """Send values from a stream to a stage's device, and let it wait for them."""
+        """Send values from the stream ``start`` to the device of the action's stage.
+
+        The compute stream there waits for them. Returns the nodes of the values that have arrived.
+        """
         copying, computing = (self.nodes.stream(at.stage, role) for role in (COPY, COMPUTE))
         sent = self.nodes.call(ops.send, (together, start, copying), "send", at, COPY)
         waited = self.nodes.call(ops.wait, (sent, copying, computing), "wait", at)

@@ -26,7 +26,7 @@ from passes.to_step.loss import write_loss, write_loss_backward
 
 
 def write(draft: Draft, actions: Sequence[Action]) -> fx.GraphModule:
-    """The step graph of these actions, which are all that the schedule has."""
+    """The step graph of all actions of a schedule, given in the order in which they are run."""
     last = {action.stage: action for action in actions}
     homes = draft.replicas.homes  # their parameters get gradients from replicas in other stages
     for action in actions:
@@ -57,8 +57,10 @@ def _write_action(draft: Draft, action: Action) -> None:
 
 
 def _write_optimize(draft: Draft, at: Action) -> None:
-    """A stage's gradients are done, and its parameters can be stepped. A parameter of which a value
-    is made for several stages (pass "shared") is stepped in the stage that makes the value."""
+    """Write the optimizer's step of a stage's parameters, whose gradients are done.
+
+    A parameter that several stages use (pass "shared") is stepped in the stage that it lives in.
+    """
     stage = draft.flows.stages[at.stage]
     module = draft.nodes.module(str(stage.call.target), stage.module, at)
     args = draft.caller.optimizer, module, draft.flows.foreign(stage)
@@ -66,7 +68,8 @@ def _write_optimize(draft: Draft, at: Action) -> None:
 
 
 def _write_once(draft: Draft) -> None:
-    """What is done once, after all micro-batches: running statistics, inputs written back."""
+    """Write the nodes that run once, after all micro-batches: running statistics are updated, and
+    inputs that the model writes to are written back."""
     for node in draft.gm.graph.nodes:
         if ONCE in node.meta:
             *first, parts = node.args
@@ -81,13 +84,13 @@ def _write_once(draft: Draft) -> None:
 
 
 def _for_all(draft: Draft, value: fx.Node) -> fx.Node:
-    """A buffer, or an input as the caller gave it."""
+    """The node of the step graph for a buffer, or for an input of the whole mini-batch."""
     if value.op == "get_attr":
         return draft.nodes.attribute(str(value.target))
     return draft.caller.inputs[value]
 
 
 def _made(draft: Draft, stage: int, microbatch: int, value: fx.Node) -> fx.Node:
-    """A value where it was made: in a stage, or where an input was brought for ``stage``."""
+    """A micro-batch's value in the stage that makes it; an input's, as brought to ``stage``."""
     home = draft.flows.of[value].stages[0] if value in draft.flows.of else stage
     return draft.cell(home, microbatch).values[value]
