@@ -155,7 +155,7 @@ def wait(values: Any, source: str, target: str) -> Any:
 
 @_op
 def fork(values: Any) -> tuple[Any, Tensor]:
-    """Branch a phony (a tensor without elements) off values; their backward waits for its own.
+    """Branch a phony (a tensor without elements) off values, whose backward waits for the phony's.
 
     ::
 
@@ -167,7 +167,7 @@ def fork(values: Any) -> tuple[Any, Tensor]:
 
 @_op
 def join(values: Any, phony: Tensor) -> Any:
-    """Merge a phony (see :func:`fork`) into values; its backward comes after theirs.
+    """Merge a phony (see :func:`fork`) into values; the phony's backward comes after the values'.
 
     ::
 
