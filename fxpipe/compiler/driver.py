@@ -24,7 +24,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
 from fxpipe.ir._torch import transforms
-from fxpipe.ir.errors import AnotherStrategy
+from fxpipe.ir.errors import AnotherStrategy, Unsupported
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.meaning.call import Asked, Meaning, known_dims, meaning_of
@@ -223,7 +223,7 @@ class Compiler:
         """The mode for this batch size only, with micro-batches of equal size; None if that fails,
         too."""
         batch = batch_size(Structure.of((args, kwargs))[0], meaning.in_dims)
-        if not batch or not isinstance(why, TraceError):
+        if not batch or not isinstance(why, TraceError) or isinstance(why, Unsupported):
             return None
         try:
             return self._compiled(args, kwargs, meaning, self.options.even_chunks_for(batch))

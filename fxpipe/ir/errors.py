@@ -31,6 +31,10 @@ class NeedsValues(TraceError):
     """
 
 
+class Unsupported(TraceError):
+    """The model, or an input, is of a kind that no strategy can compile, a nested tensor say."""
+
+
 class OneSizeOnly(AnotherStrategy, RuntimeError):
     """A model, or its graph, does not take a batch of another size than the example's."""
 

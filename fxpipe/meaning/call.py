@@ -122,6 +122,7 @@ class _Asking:
         self.stilled = model.training
         self.with_gradients = False
         self.drew = False
+        self.met_batch_norm = False  # as a function, not as a module
         self.said: set[str] = set()  # outputs of which the user says what they are
         self.random: set[str] = set()  # outputs that are others for other random numbers
 
@@ -174,7 +175,7 @@ class _Asking:
             notes.append('not checked: on the device "meta" nothing has values')
         if self.random:
             notes.append("not checked where it draws random numbers: of these there is no telling")
-        names = batch_norms(self.model)
+        names = batch_norms(self.model) or ["batch_norm"] * self.met_batch_norm
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             notes.append(
@@ -249,8 +250,9 @@ class _Asking:
             if seed is not None:
                 torch.manual_seed(seed)
                 random.seed(seed)
-            with quiet:
+            with quiet as stilled:
                 output = called(self.model, args, kwargs)
+            self.met_batch_norm |= stilled is not None and stilled.met_batch_norm
             self.drew = self.drew or (seed is None and since.drew_random_numbers())
         if self.asked.out_dims is not None:
             for path, _, dim in broadcast(self.asked.out_dims, output, "output"):

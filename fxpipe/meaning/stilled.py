@@ -29,8 +29,11 @@ def batch_norms(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def still(model: nn.Module) -> Iterator[None]:
+def still(model: nn.Module) -> Iterator[Still]:
     """Batch norms go by fixed statistics, and what draws random numbers gives fixed ones.
+
+    Yields what says whether a batch norm that is no module has been met: in graphs that Dynamo has
+    captured, all of them are functions.
 
     Attributes that it sets on modules are put back by ``fxpipe.trace.untouched`` around it.
     """
@@ -42,25 +45,43 @@ def still(model: nn.Module) -> Iterator[None]:
                 vars(module)["training"] = False
         elif isinstance(module, nn.RNNBase) and module.dropout:
             vars(module)["dropout"] = 0.0
-    with _Still():  # type: ignore[no-untyped-call]
-        yield
+    with Still() as mode:  # type: ignore[no-untyped-call]
+        yield mode
 
 
 def _identity(x: Tensor) -> Tensor:
     return x * 1
 
 
-class _Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In place of a draw, the same value everywhere; dropout leaves all as it is."""
+class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In place of a draw, the same value everywhere; dropout leaves all as it is; and a batch norm
+    in train mode goes by its running statistics, or by none if it keeps none."""
+
+    met_batch_norm = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket in _BATCH_NORMS:
+            args = self._by_fixed_statistics(args)
         instead = _INSTEAD.get(func.overloadpacket)
         if instead is not None:
             return instead(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _by_fixed_statistics(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, weight, bias, mean, var, training, *rest = args
+        if not training:
+            return args
+        self.met_batch_norm = True
+        if mean is None or var is None:
+            mean, var = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+        return (x, weight, bias, mean, var, False, *rest)
+
+
+_BATCH_NORMS = aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm
+"""Operators with the same first six arguments: x, weight, bias, mean, variance, training."""
 
 
 def _filled(value: float, like: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.ir.errors import NeedsValues, TraceError
+from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported
 from fxpipe.ir.structure import leaves
 from fxpipe.trace import checks, export, recorders, state, symbolic
 from fxpipe.trace.errors import Refused, first_line, may_be_the_models, sentence
@@ -202,39 +202,39 @@ _COMPRESSED = torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 
 def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
     if any(is_lazy(parameter) for parameter in model.parameters()):
-        raise TraceError(
+        raise Unsupported(
             f"{type(model).__name__} has parameters without a shape: run it once, so that its lazy "
             "modules make theirs"
         )
     if isinstance(model, torch.jit.ScriptModule):
-        raise TraceError(
+        raise Unsupported(
             f"{model.original_name} is compiled to TorchScript, which nothing can look into: "
             "compile the nn.Module that it has been made of"
         )
     for name in (*model._modules, *model._parameters, *model._buffers):
         if name in _TAKEN:
-            raise TraceError(
+            raise Unsupported(
                 f"{type(model).__name__} has a part that is called {name!r}, which is what every "
                 "fx.GraphModule has of its own; give it another name, or compile the model as a "
                 "part of another module, nn.Sequential(model) for one"
             )
     for name, tensor in zip(example.names, example.tensors, strict=True):
         if tensor.layout in _COMPRESSED:
-            raise TraceError(
+            raise Unsupported(
                 f"the input {name} is of layout {tensor.layout}, of which there are no tensors "
                 f"without values to compile for: give {name}.to_sparse_coo()"
             )
         if tensor.is_nested:
-            raise TraceError(
+            raise Unsupported(
                 f"the input {name} is a nested tensor, which cannot be cut into micro-batches: "
                 f"give it padded, by torch.nested.to_padded_tensor({name}, 0.0), with a mask"
             )
     if example.batch == 0:
-        raise TraceError("the example batch is empty: give one with two rows or more")
+        raise Unsupported("the example batch is empty: give one with two rows or more")
     for _, leaf in leaves(example.arguments(example.tensors)):
         # A graph would keep an array as a constant, and repeat it at every call.
         if not isinstance(leaf, Tensor) and getattr(leaf, "ndim", 0) > 0:
-            raise TraceError(
+            raise Unsupported(
                 f"an input is a {type(leaf).__name__}, whose values a graph cannot see: pass it as "
                 "a tensor"
             )

@@ -198,23 +198,36 @@ _GUARDS = {
 
 
 def _runs(example: Example, traced: Traced | None = None) -> Iterator[Callable[[], Any]]:
-    """Runs of the model, or of its graph, at a few batch sizes that it takes: small ones, since a
-    run may take long; else that of the example, and twice that."""
+    """Runs of the model, or of its graph, by which sizes show that follow from others, or do not.
+
+    They are at a few batch sizes that the model takes: small ones, since a run may take long; else
+    that of the example, and twice that. Where there is one size only, the values are varied: every
+    row is then like the first one, or like the last.
+    """
     batch = example.batch
-    sizes = (2,) if batch is None else (2, 3, 5)
-    taken = [size for size in sizes if _takes(example, size, traced)]
+    if batch is None:
+        alike = [[_like_row(t, row) for t in example.tensors] for row in (0, -1)]
+        ways = [list(example.tensors), *alike]
+    else:
+        ways = [example.resized(size) for size in (2, 3, 5)]
+    taken = [tensors for tensors in ways if _takes(example, tensors, traced)]
     if batch is not None and len(taken) < 2:
-        more = {max(batch, 2), 2 * batch} - set(sizes)
-        taken += [size for size in sorted(more) if _takes(example, size, traced)]
-    for size in taken:
-        yield partial(_call, example, example.resized(size), traced)
+        more = (example.resized(size) for size in sorted({max(batch, 2), 2 * batch} - {2, 3, 5}))
+        taken += [tensors for tensors in more if _takes(example, tensors, traced)]
+    for tensors in taken:
+        yield partial(_call, example, tensors, traced)
 
 
-def _takes(example: Example, size: int, traced: Traced | None) -> bool:
-    """Whether the model, or its graph, runs at a batch size."""
+def _like_row(tensor: Tensor, row: int) -> Tensor:
+    """A tensor of the same shape, of which every row is like this one."""
+    return tensor[row].expand_as(tensor) if tensor.ndim and len(tensor) else tensor
+
+
+def _takes(example: Example, tensors: Sequence[Tensor], traced: Traced | None) -> bool:
+    """Whether the model, or its graph, runs with these tensors."""
     try:
         with untouched(example.model):
-            _call(example, example.resized(size), traced)
+            _call(example, tensors, traced)
     except Exception as error:
         if not may_be_the_models(error):
             raise

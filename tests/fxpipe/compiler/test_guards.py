@@ -64,7 +64,7 @@ def test_a_graph_for_one_batch_size_says_so():
 
         def forward(self, x):
             y = self.a(x)
-            return self.b(torch.stack([y[i] * (i + 1) for i in range(x.shape[0])]))
+            return self.b(torch.stack([y[i] * 2 for i in range(x.shape[0])]))
 
     with fxpipe.compile(RowByRow(), TWO, chunks=2) as pipe:
         pipe(torch.randn(6, 3))

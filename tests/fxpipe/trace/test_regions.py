@@ -77,7 +77,8 @@ def test_sizes_may_follow_from_values_within_a_model(kind: type[nn.Module], chec
     model, given = kind(), inputs()
     expected = loop(model, given, 3)
     model.zero_grad()
-    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+    # Without a check of what micro-batching means: three of these models put rows together.
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, checkpoint=checkpoint, check=False) as pipe:
         output = pipe(*given)
         loss_of(output).backward()
     torch.testing.assert_close(output, expected[0])
