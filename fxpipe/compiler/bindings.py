@@ -1,4 +1,6 @@
-"""Bindings: the graph modules of a pipeline use the tensors that the model has now."""
+"""Bindings: links from the tensors that a pipeline's graph modules hold to those of the model. A
+parameter may be assigned anew after compilation; before each run the graphs take the model's
+present tensors."""
 
 from __future__ import annotations
 
@@ -14,26 +16,30 @@ from fxpipe.runtime.regions import regions_in
 
 
 def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
-    """The modules of the stages, in order."""
+    """The graph modules of the stages, in the order of the stages."""
     calls = stage_graph.graph.find_nodes(op="call_module")
     return [attribute(stage_graph, str(call.target)) for call in calls]
 
 
 @dataclass
 class Binding:
-    """A tensor that a graph module holds by name, and where the model has it."""
+    """A link from a tensor that a graph module holds to the tensor of that name in the model.
+
+    ``ours`` and ``theirs`` are the dictionaries of parameters or buffers of the two modules.
+    """
 
     name: str
     ours: dict[str, Any]
     theirs: dict[str, Any]
     device: torch.device | None = None
-    """The stage's device. A stage on another device than the model's buffer reads a replica of
-    it."""
-    _replicated: tuple[Tensor, int] | None = None  # and its version then
+    """The device of the stage, for a buffer. A stage on another device than the model's buffer
+    reads a replica of it."""
+    _replicated: tuple[Tensor, int] | None = None  # the buffer that was copied, and its version
 
     def refresh(self) -> None:
-        """Take the model's tensor of now: it may have been assigned, loaded, or exchanged by
-        ``torch.func.functional_call`` since."""
+        """Let the graph module hold the tensor that the model has now: the model's may have been
+        assigned, loaded, or exchanged by ``torch.func.functional_call``. A replica is copied again
+        if the buffer has been written to."""
         if self.name not in self.theirs:
             return
         theirs = self.theirs[self.name]
@@ -49,8 +55,11 @@ class Binding:
 def bindings(
     gm: fx.GraphModule, model: nn.Module, device: torch.device | None = None
 ) -> list[Binding]:
-    """The bindings of all tensors of a model that a graph reads. ``device``: where the graph runs,
-    if it is a stage."""
+    """The bindings of all tensors of a model that a graph reads.
+
+    ``device``: the device of the stage, if the graph is one; its buffers are then read as replicas
+    where they are elsewhere.
+    """
     found: list[Binding] = []
     for _, _, region in regions_in(gm):
         found += bindings(region.body, model, device)
@@ -58,7 +67,7 @@ def bindings(
         path, _, name = str(node.target).rpartition(".")
         try:
             source, owner = model.get_submodule(path), gm.get_submodule(path)
-        except AttributeError:  # a constant of the trace
+        except AttributeError:  # the tensor is a constant of the trace, which the model has not
             continue
         if name in source._parameters and name in owner._parameters:
             found.append(Binding(name, owner._parameters, source._parameters))

@@ -1,9 +1,9 @@
-"""The cache of what has been compiled for a model: which program serves a call, by its guards.
+"""The cache of the modes that have been compiled for a model. A call looks its mode up in two ways.
 
 ::
 
-    call ── signature ────────────────── mode         an equal call has come before
-       `─── kind, structure, constants ── modes        ... one of them, whose guards hold
+    call ── signature ────────────────── mode         fast: an equal call has come before
+       `─── kind, structure, constants ── modes        slow: the first of these whose guards hold
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fxpipe.compiler.guards import KINDS, CallKey, ModelState, signature
 from fxpipe.trace import varying_constant
 from fxpipe.trace.premises import Premises
 
-MANY = 100  # programs, and signatures of calls, that are remembered
-OFTEN = 8  # times that a model is compiled for other constants before that is said
+MANY = 100  # the most modes, and the most signatures of calls, that are remembered
+OFTEN = 8  # recompilations for other constants or attributes, before a warning says why
 
 
 class Cache:
-    """The modes of a model, by the calls that they serve."""
+    """The modes that have been compiled for a model, looked up by the calls that they serve."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -33,19 +33,21 @@ class Cache:
         self._state = ModelState(model)
 
     def forget(self) -> None:
-        """Forget every mode: the next call is compiled."""
+        """Forget every mode, so that the next call is compiled."""
         self._modes.clear()
         self._signatures.clear()
 
     @property
     def modes(self) -> list[Mode]:
-        """All modes that there are, the oldest of each key first."""
+        """All modes, grouped by the keys of their calls, the oldest of each key first."""
         return [mode for alike in self._modes.values() for mode in alike]
 
     def at_once(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Mode, list[Any]] | None:
-        """The mode for a call that equals one before, and the values of its inputs."""
+        """The fast look-up, by a call's signature: the mode that has served an equal call, and the
+        values of its inputs. None if there has been no equal call, or if the guards of its mode do
+        not hold any more."""
         if not self._state.holds() or len(self._signatures) > MANY:
             self._signatures.clear()
             self._state = ModelState(self.model)
@@ -58,16 +60,18 @@ class Cache:
     def remember(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode, values: list[Any]
     ) -> None:
-        """Let a mode serve calls that equal this one, at once."""
+        """Enter a mode for the fast look-up of calls that equal this one."""
         found, tensors = signature(args, kwargs)
         places = {id(tensor): i for i, tensor in enumerate(tensors)}
-        if found is not None and len(places) == len(tensors):  # it is clear which is which
+        # A tensor that is given twice cannot be told apart: such a call takes the slow look-up.
+        if found is not None and len(places) == len(tensors):
             self._signatures[found] = mode, [places[id(value)] for value in values]
 
     def mode(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None]
     ) -> Mode | None:
-        """The mode whose guards hold for a call; None if there is none."""
+        """The slow look-up, by a call's full key: a mode whose guards hold for the call; None if
+        there is none."""
         for kind in KINDS:
             key = CallKey.of(self.model, kind, args, kwargs, dims)
             for mode in self._modes.get(key, ()):
@@ -76,8 +80,12 @@ class Cache:
         return None
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Mode:
-        """The mode that has been compiled for a call, or one that there was already, if what has
-        changed since makes no difference."""
+        """Enter a mode that has just been compiled for a call, and return it.
+
+        If an older mode, whose guards have failed since the model has changed, equals the new one,
+        the change makes no difference: then the older mode's guards are widened, and it is
+        returned in place of the new one.
+        """
         if sum(map(len, self._modes.values())) > MANY:
             self._modes.clear()
         key = mode.guards.learn(args, kwargs, mode.in_dims)
@@ -98,7 +106,8 @@ class Cache:
     def _tell_of_constants(
         self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Say so, once, where calls that differ in constants only are compiled again and again."""
+        """Warn once, where calls that differ in arguments that are no tensors have led to OFTEN
+        compilations."""
         alike = [other for other in self._modes if other.but_for_constants == key.but_for_constants]
         if len(alike) + 1 != OFTEN:
             return
@@ -113,7 +122,10 @@ class Cache:
             )
 
     def _tell_of_attributes(self, before: Premises) -> None:
-        """Say so where attributes that differ make it compile again and again."""
+        """Warn where changes of an attribute of the model have led to OFTEN compilations.
+
+        ``before``: the state of the attributes in the latest compilation before this one.
+        """
         names = {module: name for name, module in self.model.named_modules()}
         for module, attribute in before.broken()[:1]:
             path = f"{names[module]}.{attribute}".removeprefix(".")

@@ -35,8 +35,8 @@ class Unrolled:
 
 @dataclass
 class Mode:
-    """The model as compiled for one kind of call: one structure of inputs, train or eval mode, and
-    whatever else its guards say."""
+    """The model as compiled for one kind of call, such as: images of one size, in train mode. Its
+    guards say for which calls it is right."""
 
     traced: Traced
     stage_graph: fx.GraphModule
@@ -45,23 +45,26 @@ class Mode:
     example: Sample
     history: History
     guards: Guards
-    """The conditions under which these graphs are the model's."""
+    """The conditions under which these graphs compute what the model computes."""
     chunks: int | None = None
     """The number of micro-batches, where the graph is for one batch size only; else None."""
     notes: list[str] = field(default_factory=list)
-    """What the check of the micro-batches' meaning has to say."""
+    """Remarks of the check whether cutting the batch into micro-batches changes any result."""
     bindings: list[Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
+    """The pipeline graphs that have been compiled, by their number of micro-batches."""
     steps: dict[Any, Unrolled] = field(default_factory=dict)
+    """The step graphs that have been compiled, by the number of micro-batches and the structure of
+    the target."""
 
     @property
     def model_graph(self) -> fx.GraphModule:
-        """The traced model."""
+        """The graph of the traced model, whose nodes have costs and stages."""
         return self.traced.graph_module
 
     @property
     def costs(self) -> list[Cost]:
-        """The cost of each stage, for the mini-batch of the example."""
+        """The cost of each stage, for one mini-batch of the example's size."""
         members: dict[int, list[fx.Node]] = {}
         for node in stage_nodes(self.model_graph.graph):
             members.setdefault(node.meta[STAGE], []).append(node)
@@ -69,7 +72,7 @@ class Mode:
 
     @property
     def returns_a_sum(self) -> bool:
-        """Whether the loss, if the model returns one, is a sum over the rows."""
+        """Whether the model returns a loss that is a sum over the rows of the batch, not a mean."""
         output = self.stage_graph.graph.output_node()
         marks = {
             node: pytree.tree_map(lambda dim: torch.tensor(dim == SUM), dims)
@@ -79,24 +82,28 @@ class Mode:
         return isinstance(mark, Tensor) and bool(mark)
 
     def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The size of the mini-batch of a call."""
+        """The number of rows in the mini-batch of a call; None if no input has a batch
+        dimension."""
         return self.batch_of(self.traced.bind(args, kwargs))
 
     def refresh(self) -> None:
-        """Let the graphs read the tensors that the model has now."""
+        """Let the graphs read the parameters and buffers that the model has now: they may have been
+        replaced since the last call."""
         for binding in self.bindings:
             binding.refresh()
 
     def equals(self, other: Mode) -> bool:
-        """Whether what has been compiled for a changed model is the same."""
+        """Whether another mode, compiled after the model has changed, computes the same: then the
+        change makes no difference, and this mode can serve."""
         ours = self.in_dims, self.out_dims, self.chunks
         theirs = other.in_dims, other.out_dims, other.chunks
         return ours == theirs and are_alike(self.stage_graph, other.stage_graph)
 
     def kept_modules(self, model: nn.Module) -> set[nn.Module]:
-        """The model's modules that the graphs call as they are."""
+        """The modules of the model that the stage graph calls as a whole, without having traced
+        into them."""
         return set(model.modules()).intersection(self.stage_graph.modules())
 
     def batch_of(self, values: Sequence[Any]) -> int | None:
-        """The size of the mini-batch."""
+        """The number of rows in the mini-batch, from the values of the placeholders."""
         return batch_size(values, self.in_dims)

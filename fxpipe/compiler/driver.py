@@ -1,5 +1,5 @@
-"""The driver: traces a model for a kind of call, runs the passes on the graph, and keeps the
-result."""
+"""The driver of a compilation: it traces the model for a kind of call, runs the passes on the
+graph, lowers the result to a program, and keeps that for the next call of the kind."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ from passes.common.fakes import forget_history
 
 
 def run_pass(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
-    """Run a pass without an observer."""
+    """Apply a pass to a graph. This is the runner of passes where no observer has been given."""
     return rewrite(gm)
 
 
 @dataclass
 class _ModelGraph:
-    """A traced model, on its way to the stage graph."""
+    """A traced model, on its way through the passes from the model graph to the stage graph."""
 
     traced: Traced
     context: ToStages
@@ -65,7 +65,8 @@ class _ModelGraph:
     history: History
 
     def run(self, since: str | None = None, until: str | None = None) -> fx.GraphModule:
-        """The graph after some passes of the chain, from one to the one ahead of another."""
+        """Run the passes of the chain from the one named ``since`` up to the one ahead of
+        ``until``, by default from the first to the last, and return the graph."""
         gm = self.traced.graph_module
         for rewrite in self.chain.passes(self.context, since=since, until=until):
             gm = self.history(rewrite, gm)
@@ -73,12 +74,16 @@ class _ModelGraph:
 
     @property
     def out_dims(self) -> list[Dims]:
-        """The batch dimensions of the outputs."""
+        """The batch dimensions of the outputs, as pass "outputs" has noted them."""
         return noted_dims(self.traced.graph_module)
 
 
 class Compiler:
-    """Compiles a model for the calls that come, and remembers what it has compiled."""
+    """Compiles a model for each kind of call, and caches what it has compiled.
+
+    Args:
+        layout: where the model has been cut already, so that it is cut alike; None if it has not.
+    """
 
     def __init__(self, model: nn.Module, options: Options, layout: Layout | None = None) -> None:
         self.model = model
@@ -88,8 +93,8 @@ class Compiler:
         self._lock = threading.RLock()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any], int]:
-        """The mode for a call, compiled now if it has not been; the values to run it with; and the
-        number of micro-batches."""
+        """The mode for a call, which is compiled now if there is none yet; the values of its
+        inputs, in the order of the placeholders; and the number of micro-batches."""
         with self._lock:
             mode, values = self._found(args, kwargs)
             mode.refresh()
@@ -98,7 +103,8 @@ class Compiler:
             return mode, values, chunks
 
     def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
-        """The pipeline graph of so many micro-batches."""
+        """The pipeline graph for ``chunks`` micro-batches, lowered to programs; cached in the
+        mode."""
         with self._lock:
             if chunks not in mode.unrolled:
                 mode.unrolled[chunks] = self._unroll(mode, chunks)
@@ -106,7 +112,8 @@ class Compiler:
             return mode.unrolled[chunks]
 
     def step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
-        """The step graph of so many micro-batches, and for targets like this one."""
+        """The step graph for ``chunks`` micro-batches and targets of this structure, lowered to
+        programs; cached in the mode."""
         key = chunks, target.nesting, target.has_batch
         with self._lock:
             if key not in mode.steps:
@@ -129,7 +136,8 @@ class Compiler:
         return self._lowered(mode, f"step of {chunks}", context, chunks)
 
     def _history(self, title: str, gm: fx.GraphModule) -> History:
-        """Runs the passes that begin with this graph, and keeps what each of them changes."""
+        """A runner of the passes that begin with this graph. It calls the observer, reports
+        progress, and records what each pass changes."""
         title, observer = f"{type(self.model).__name__} {title}", self.options.observer
         run = run_pass if observer is None else observer(title, gm)
 
@@ -146,8 +154,8 @@ class Compiler:
             self.cache.forget()
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
-        """The mode that serves a call, which is compiled now if there is none, and the input
-        values."""
+        """The mode that serves a call, which is compiled now if there is none, and the values of
+        its inputs."""
         found = self.cache.at_once(args, kwargs)
         if found is not None:
             return found
@@ -169,13 +177,14 @@ class Compiler:
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             meaning = self._meaning(some, named)
             mode = self.cache.mode(args, kwargs, meaning.in_dims)
-            if mode is not None:  # of a call that differs in what did not matter
+            if mode is not None:  # it fits the batch dimensions that the check has just found
                 return mode
             mode = self._compile(some, named, meaning)
         return self.cache.learn(args, kwargs, mode)
 
     def _meaning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
-        """How the call is cut into micro-batches: checked against the model."""
+        """What the batch is in this call (the batch dimensions of its inputs and outputs), checked
+        by running the model."""
         report_progress("check")
         options = self.options
         asked = Asked(options.in_dims, options.out_dims, options.check, options.sizes)
@@ -186,9 +195,10 @@ class Compiler:
     def _to_the_model(
         self, inputs: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs on the device of the model, which runs there as it is.
+        """Copy the inputs to the device of the model, where the model can run before it is cut.
 
-        Once its stages have been placed it is the model that comes to the inputs.
+        The inputs stay where they are if the model is on several devices or on "meta", or if its
+        stages have been placed: :meth:`_where_it_runs` then brings the model to the inputs.
         """
         own = (*self.model.parameters(), *self.model.buffers())
         homes = {tensor.device for tensor in own}
@@ -205,8 +215,8 @@ class Compiler:
         return args, kwargs
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Meaning) -> Mode:
-        """Compiled for any size of the batch; where there is no such graph, for micro-batches of
-        the one size that this batch has them in."""
+        """Compile the model for batches of any size. Where it cannot be traced for any size, it is
+        compiled for the size of this batch only."""
         if meaning.one_row_only:
             return self._compiled(args, kwargs, meaning, 1)
         try:
@@ -220,14 +230,14 @@ class Compiler:
     def _of_one_size(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Meaning, why: AnotherStrategy
     ) -> Mode | None:
-        """The mode for this batch size only, with micro-batches of equal size; None if that fails,
-        too."""
+        """A mode for this batch size only, with micro-batches of equal size; None if the model
+        cannot be compiled that way either."""
         batch = batch_size(Structure.of((args, kwargs))[0], meaning.in_dims)
         if not batch or not isinstance(why, TraceError) or isinstance(why, Unsupported):
             return None
         try:
             return self._compiled(args, kwargs, meaning, self.options.even_chunks_for(batch))
-        except AnotherStrategy:  # why it cannot be for any size says more
+        except AnotherStrategy:  # the caller raises ``why`` then, which says more
             return None
 
     def _compiled(
@@ -237,8 +247,11 @@ class Compiler:
         meaning: Meaning,
         chunks: int | None = None,
     ) -> Mode:
-        """Compile to the stage graph. With ``chunks`` the model is traced with one micro-batch of
-        so many."""
+        """Compile the model up to the stage graph, and move its stages to their devices.
+
+        With ``chunks`` the model is traced with one of so many micro-batches, as a graph for that
+        batch size only.
+        """
         options, dims = self.options, meaning.in_dims
         tensors, _ = Structure.of((args, kwargs))
         batch = batch_size(tensors, dims)
@@ -272,7 +285,8 @@ class Compiler:
         return mode
 
     def _guards(self, traced: Traced, premises: Premises, chunks: int | None) -> Guards:
-        """The guards of what has been compiled; ``chunks`` if it is for one batch size only."""
+        """The guards of a compiled program. ``chunks`` is None unless the program is for one batch
+        size only."""
         kind = ANY_SHAPES if traced.front_end == "symbolic" else ANY_SIZE
         kind = kind if chunks is None else ONE_SIZE
         return Guards(self.model, kind, [premises], traced.largest_batch)
@@ -285,7 +299,7 @@ class Compiler:
         chunks: int | None,
         tracer: str | CustomTracer,
     ) -> _ModelGraph:
-        """Trace the model, and run the passes ahead of the one that cuts it."""
+        """Trace the model, and run the passes that come ahead of pass "partition"."""
         report_progress("trace")
         traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying)
         context = self._to_stages(traced, inputs, meaning, chunks)
@@ -297,7 +311,8 @@ class Compiler:
         except NeedsValues:
             if tracer != "auto":
                 raise
-            # Export keeps modules whole that go by values; fx has looked into them.
+            # Symbolic tracing has looked into a module whose shapes depend on values, so that a
+            # pass fails on fake tensors. Export keeps such a module whole.
             return self._traced(inputs, varying, meaning, chunks, "export")
         forget_history(traced.graph_module.graph)
         return prepared
@@ -309,7 +324,7 @@ class Compiler:
         meaning: Meaning,
         chunks: int | None,
     ) -> ToStages:
-        """What the passes from the model graph to the stage graph are made from."""
+        """The settings from which the passes from the model graph to the stage graph are made."""
         options, values = self.options, traced.bind(*inputs)
         dims, found = meaning.in_dims, meaning.outputs
         several = options.chunks_for(batch_size(values, dims), traced.refused_sizes)
@@ -324,20 +339,21 @@ class Compiler:
             partition=CutAlike(
                 self.layout,
                 passes.Partition(len(options.devices), options.partition),
-                self.forget,  # parameters will move: what has been compiled is of no use
+                self.forget,  # parameters are about to move, which makes compiled programs wrong
             ),
             outputs=OutputDims(output),
             chunks=1 if chunks else several,
             chunks_asked_for=options.chunks,
             traced_chunks=chunks,
-            costs="analytic" if self.layout.labels else options.costs,  # it has been cut
+            # Once the model has been cut, costs no longer decide where: measuring would be in vain.
+            costs="analytic" if self.layout.labels else options.costs,
             measured_on=options.devices[0],
             deferred_batch_norm=options.deferred_batch_norm,
         )
 
     def _where_it_runs(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """A context in which the model runs: stages that have been placed on several devices come
-        back together on that of the inputs."""
+        """A context in which the model can run as a plain module: if its stages have been placed on
+        several devices, all of it is on the device of the inputs meanwhile."""
         if not self.layout.labels or not inputs:
             return nullcontext()
         return on_one_device(self.model, inputs[0].device)
@@ -357,7 +373,7 @@ class Compiler:
     def _lowered(
         self, mode: Mode, title: str, context: ToPipeline | ToStep, chunks: int
     ) -> Unrolled:
-        """Run the passes that begin with the stage graph, and make their graph ready to run."""
+        """Run the passes that begin with the stage graph, and lower the resulting graph."""
         gm = mode.stage_graph
         history = self._history(title, gm)
         for rewrite in self.options.passes.passes(context):
@@ -365,13 +381,13 @@ class Compiler:
         return self._unrolled(mode, gm, chunks, history)
 
     def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int, history: History) -> Unrolled:
-        """Lower a graph to programs that run it inline and in lanes, with the model's tensors
-        bound."""
+        """Lower a pipeline or step graph to programs: one that runs inline, in the caller's thread,
+        and one that runs in lanes. The tensors of the model are bound to the graph's modules."""
         stages = stages_of(mode.stage_graph)
-        for made in gm.modules():  # the graph itself, and what passes have added to it
+        for made in gm.modules():  # the graph itself, and graph modules that passes have added
             if isinstance(made, fx.GraphModule) and made not in stages:
                 mode.bindings += bindings(made, self.model)
-        # One micro-batch has nothing to run beside it.
+        # A single micro-batch, or a single lane, has nothing to run in parallel.
         runs_inline = chunks == 1 or len(self.options.lanes) == 1
         in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
         return Unrolled(gm, lower(gm), in_lanes, history)

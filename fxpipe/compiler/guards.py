@@ -1,17 +1,19 @@
-"""Guards: all that a compiled program depends on. It serves a call as long as they hold.
+"""Guards: the conditions under which a compiled program may serve a call. Where they do not hold,
+the call is compiled anew.
 
 ::
 
     compiled for x: float32 [*, 3, 64, 64], train, no autocast, attributes head.scale = 3
 
-    of the call     the structure of the arguments, those that are no tensors, sizes and dtypes
-                    that the graph has as constants, autocast
-    of the model    its modules, their training flags, whether they have hooks; the shapes of its
-                    parameters; the attributes that its forward has read
+    guards on the call     the structure of the arguments; the values of those that are no tensors;
+                           the sizes and dtypes that the graph has as constants; autocast
+    guards on the model    its modules, their training flags, and whether they have hooks; the
+                           shapes of its parameters; the attributes that its forward has read
 
-A call is checked twice. Its signature, which is made in microseconds, finds the program of an equal
-call before; the full key finds one that was compiled for a call that differs where that makes no
-difference. Either way the model's attributes are compared with what they were.
+The program of a call is looked up in two ways. The signature of the call, which takes microseconds,
+finds the program that has served an equal call. If there is none, the full key finds a program
+that was compiled for a call of another signature, where the difference does not matter. In both
+cases the attributes of the model are then compared with what they were at compile time.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ from fxpipe.trace import InputKey, autocast_of, bound_arguments, input_key
 from fxpipe.trace.premises import Attribute, Premises
 
 ANY_SHAPES, ANY_SIZE, ONE_SIZE = KINDS = "any shapes", "any batch size", "one batch size"
-"""For which calls one program serves: a symbolic graph has no sizes; an exported one has all but
-the batch's; one that was traced with a single micro-batch is for batches of that one size."""
+"""The kinds of programs, by the sizes of inputs that they are right for. A symbolic graph has no
+sizes as constants; an exported graph has all but the batch's; a graph that was traced with a single
+micro-batch is for batches of one size only."""
 
-SHOWN = 8  # attributes that are printed
+SHOWN = 8  # the most attributes, or names of modules, that are printed
 
 
 class CallKey(NamedTuple):
-    """What calls have in common that one program serves."""
+    """The key of a call in the cache: calls that one program serves have equal keys."""
 
     kind: str
     inputs: InputKey
@@ -50,7 +53,10 @@ class CallKey(NamedTuple):
         kwargs: dict[str, Any],
         dims: Sequence[int | None],
     ) -> CallKey:
-        """The key of a call. ``dims``: the batch dimension of each tensor in it."""
+        """The key of a call for programs of a kind.
+
+        ``dims``: for each tensor of the call its batch dimension, or None.
+        """
         varying = [None] * len(dims) if kind == ONE_SIZE else dims
         shapes = kind != ANY_SHAPES
         inputs = input_key(model, args, kwargs, batch_dims=varying, shapes=shapes)
@@ -58,19 +64,21 @@ class CallKey(NamedTuple):
 
     @property
     def but_for_constants(self) -> CallKey:
-        """The same for all calls that differ in arguments that are no tensors, and in no other."""
+        """The key without the arguments that are no tensors: calls that differ in these alone have
+        an equal one."""
         return self._replace(inputs=self.inputs._replace(constants=()))
 
 
 @dataclass
 class Guards:
-    """The guards of one compiled program. ``print`` says what it has been compiled for.
+    """The guards of one compiled program. ``str`` of them says what it has been compiled for.
 
     Args:
         model: the model that has been compiled.
         kind: one of :data:`KINDS`.
-        premises: states of the model's attributes and parameters; one of them has to hold.
-        largest_batch: the most rows for which the graph is right.
+        premises: the states of the model's attributes and parameters for which the program is
+            right; the model has to be in one of them.
+        largest_batch: the largest number of rows for which the graph is right.
     """
 
     model: nn.Module
@@ -84,7 +92,7 @@ class Guards:
     def learn(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Sequence[int | None]
     ) -> CallKey:
-        """Take the guards of the call that it has been compiled for; gives their key."""
+        """Add the guards on the call that the program has been compiled for; returns its key."""
         arguments = dict(bound_arguments(self.model, args, kwargs).arguments)
         tensors, structure = Structure.of(arguments)
         self.key = CallKey.of(self.model, self.kind, args, kwargs, dims)
@@ -100,19 +108,21 @@ class Guards:
         return self.key
 
     def hold(self) -> bool:
-        """Whether the model's attributes and parameters are such that the graphs are right."""
+        """Whether the model's attributes and the shapes of its parameters are as they were at
+        compile time, or in another state for which the program is right."""
         return any(premises.hold() for premises in self.premises)
 
     def serve(self, batch: int) -> bool:
-        """Whether the program serves a batch of so many rows, for a call of its key."""
+        """Whether the program can serve a call with an equal key and a batch of so many rows."""
         return batch <= self.largest_batch and self.hold()
 
     def widen(self, other: Guards, free: Iterable[nn.Module]) -> None:
-        """Hold also where the guards of an equal program hold.
+        """Let these guards hold, too, where the guards of a program hold that computes the same.
 
-        ``free``: the modules that the graphs call as they are. These do what their attributes say,
-        so attributes of theirs that have changed are no guards from now on. What attributes of
-        other modules are may make a difference next time.
+        ``free``: the modules that the graphs call as a whole. They run their own Python, which
+        reads their attributes at every call; so those of their attributes that have changed are
+        dropped from the guards. An attribute of any other module stays a guard: although this
+        change has made no difference, the next one may.
         """
         modules = set(free)
         changed = {each for p in self.premises for each in p.broken() if each[0] in modules}
@@ -142,15 +152,16 @@ class Guards:
 
     @property
     def attributes(self) -> list[Attribute]:
-        """The attributes that the program depends on: modules, and names."""
+        """The attributes that the program depends on, as pairs of a module and a name."""
         return self.premises[-1].attributes() if self.premises else []
 
 
 def _mode(model: nn.Module, modules: Sequence[tuple[Any, bool, bool]]) -> str:
-    """``train``, ``eval``, or ``train but for a.b``; and which modules have hooks."""
+    """The mode of a model and the modules with hooks, in words: ``train but for a.b, hooks on
+    c``."""
     (_, training, _), *_ = modules
     names = [name for name, _ in model.named_modules()]
-    if len(names) != len(modules):  # the model has other modules by now
+    if len(names) != len(modules):  # modules have been added or removed since
         return "train" if training else "eval"
     others = [name for name, (_, t, _) in zip(names, modules, strict=True) if t is not training]
     hooked = [name or "the model" for name, (*_, h) in zip(names, modules, strict=True) if h]
@@ -166,22 +177,23 @@ def _listed(names: list[str]) -> str:
 
 
 def _said(model: nn.Module, attribute: Attribute) -> str:
-    """``a.b = 3``."""
+    """An attribute of a module and its value, in words: ``a.b = 3``."""
     module, name = attribute
     path = next((path for path, each in model.named_modules() if each is module), "?")
     value = reprlib.repr(getattr(module, name, None))
     return f"{f'{path}.{name}'.removeprefix('.')} = {value}"
 
 
-# ------------------------------------------------------------------------- what is checked at once
+# ------------------------------------------------------------------------------- the fast look-up
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """What decides, the model being as it was, which program a call runs, and the tensors in it;
-    None if it takes the full key to decide.
+    """The signature of a call, and the tensors in it. As long as the model has not changed, calls
+    with equal signatures run the same program.
 
-    It is made for the usual call, of tensors, numbers and names, so that looking it up takes less
-    time than the smallest model.
+    Only a call of plain tensors, numbers and strings has a signature, so that the look-up takes
+    less time than the smallest model. For any other call the signature is None, and the full key
+    has to decide.
     """
     parts = [*args, *kwargs.values()]
     tensors = [part for part in parts if type(part) is Tensor]
@@ -198,7 +210,8 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 
 class ModelState:
-    """The modules of a model, their training flags and whether they have hooks, as they were."""
+    """A snapshot of the modules of a model, of their training flags, and of whether they have
+    hooks. Signatures are valid as long as it holds."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = [(m, m.training, has_hooks(m)) for m in model.modules()]
@@ -209,7 +222,8 @@ class ModelState:
         ]
 
     def holds(self) -> bool:
-        """Whether they still are."""
+        """Whether the model still has these modules, with these training flags, and with hooks on
+        the same ones."""
         return all(m.training is t and has_hooks(m) is h for m, t, h in self.modules) and all(
             [*now.values()] == then for now, then in self.children
         )

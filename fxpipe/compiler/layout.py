@@ -1,4 +1,5 @@
-"""Where a model has been cut, so that what is traced later is cut alike."""
+"""The layout of a model: where it has been cut into stages. Later traces of it (for another mode,
+or other arguments) are cut alike, so that its parameters stay on their devices."""
 
 from __future__ import annotations
 
@@ -18,39 +19,48 @@ from passes.partition.problem import order_of_sums, reads_before_writes, togethe
 
 
 class Layout:
-    """The stages of nodes and of parameters, by their names. Empty as long as nothing is cut.
+    """The stages of the nodes and of the parameters of a model, by name. Both are empty before the
+    model is cut for the first time.
 
-    ``stages`` is how many there are.
+    Args:
+        stages: the number of stages.
     """
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
-        self.labels: dict[str, int] = {}  # of nodes
-        self.homes: dict[str, int] = {}  # of parameters
+        self.labels: dict[str, int] = {}  # the stages of nodes, by their names
+        self.homes: dict[str, int] = {}  # the stages of parameters, by their paths in the model
         self.keeps_sums = True
 
     def learn(self, gm: fx.GraphModule) -> None:
-        """Remember how the first model graph has been cut, and where it has its parameters; of
-        those that come later, where they have parameters that are new."""
+        """Remember the cut of a model graph.
+
+        The first graph that is cut decides the stages of nodes, and of the parameters it uses. From
+        later ones only the stages of parameters are taken that no earlier graph has used.
+        """
         work = list(stage_nodes(gm.graph))
         if not self.labels:
             self.labels = {node.name: node.meta[STAGE] for node in work}
-            # Where a user's own cut sums gradients in another order than the model, so may others.
+            # A user's cut may sum gradients in another order than the model does; then later cuts
+            # need not keep the model's order either.
             self.keeps_sums = _keeps_sums(gm.graph, {node: node.meta[STAGE] for node in work})
         for node in work:
             for path in _held(gm, node):
                 self.homes.setdefault(path, node.meta[STAGE])
 
     def forget(self) -> None:
-        """Forget the cut, as the model is about to be cut in another way."""
+        """Forget the cut. This is called when the model is about to be cut in another way."""
         self.labels, self.homes = {}, {}
 
     def known(self, gm: fx.GraphModule) -> dict[fx.Node, int] | None:
-        """A cut by which all parameters stay where they are; None if there is none.
+        """A cut of this model graph that leaves all parameters in their stages: from nodes to
+        stages. None if there is no such cut.
 
-        Other arguments, or another mode, may lead the model another way. Nodes are known by their
-        names, if that makes a cut; else the model is cut anew around its parameters. Gradients are
-        summed in the order of this graph, which may not be that of the one that was cut first.
+        The graph may differ from the one that was cut first, as other arguments or another mode
+        lead through other branches of the model. Each node gets the stage that the node of its name
+        had, if that is a valid cut of this graph; else the fastest cut is searched for in which
+        each parameter stays where it is. "Valid" includes that gradients are summed in the order of
+        this graph.
         """
         by_name = {node: self.labels.get(node.name, -1) for node in stage_nodes(gm.graph)}
         if not self.labels or not by_name:
@@ -70,13 +80,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class CutAlike:
-    """Model graph → the same, with ``meta["stage"]``: cut as the model has been cut before, if
-    there is such a cut, so that its parameters stay on their devices; else as asked for.
+    """Model graph → the same, with ``meta["stage"]`` at each node.
+
+    A model that has been cut before is cut alike, so that its parameters stay on their devices. If
+    that is impossible, or if it is the first cut, it is cut as the user has asked.
 
     Args:
-        layout: where the model has been cut; it learns of this cut.
-        partition: cuts as asked for.
-        before_moving: called before a model that has been cut is cut otherwise.
+        layout: where the model has been cut before; it learns this cut.
+        partition: the pass that cuts as the user has asked.
+        before_moving: called before a model that has been cut is cut in another way, which moves
+            parameters to other devices.
     """
 
     name: ClassVar[str] = "partition"
@@ -100,11 +113,12 @@ class CutAlike:
 
 
 def _held(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
-    """The paths of the parameters that a node uses, but for those that others give it."""
+    """The paths of the parameters that a node reads itself. Not among them are shared parameters,
+    whose values other nodes hand to it."""
     if node.op == "call_module":
         for name, _ in gm.get_submodule(str(node.target)).named_parameters():
             path = f"{node.target}.{name}"
-            yield path.rpartition(WITHIN)[2]  # in the model, whatever region has it
+            yield path.rpartition(WITHIN)[2]  # the path in the model, without that of a region
     for source in node.all_input_nodes:
         path = str(source.target)
         if source.op != "get_attr":
@@ -121,8 +135,9 @@ def _held(gm: fx.GraphModule, node: fx.Node) -> Iterator[str]:
 
 
 def _is_cut(labels: Mapping[fx.Node, int], stages: int) -> bool:
-    """Whether no stage is empty, none needs a later one, or reads what an earlier one has changed,
-    and what belongs together is in one."""
+    """Whether a labelling of nodes with stages is a valid cut: no stage is empty; no stage needs a
+    value from a later one, or reads memory that an earlier one has written to too soon; and nodes
+    that have to stay together are in one stage."""
     return (
         set(labels.values()) == set(range(stages))
         and all(labels.get(n, 0) <= labels[node] for node in labels for n in node.all_input_nodes)
@@ -132,5 +147,6 @@ def _is_cut(labels: Mapping[fx.Node, int], stages: int) -> bool:
 
 
 def _keeps_sums(graph: fx.Graph, labels: Mapping[fx.Node, int]) -> bool:
-    """Whether the gradients of a value with several users are summed as the model sums them."""
+    """Whether, with this cut, the gradients of each value are summed in the model's order: a sum of
+    floats depends on its order."""
     return all(labels[a] <= labels[b] for a, b in order_of_sums(graph))

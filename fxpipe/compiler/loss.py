@@ -1,4 +1,5 @@
-"""The loss of a training step: a function of output and target, or the model's own."""
+"""The loss of a training step: that of the user's ``loss_fn(output, target)``, or the one that the
+model itself returns."""
 
 from __future__ import annotations
 
@@ -17,22 +18,26 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class Loss(nn.Module):
-    """``loss_fn(output, target)`` for the output of a graph and the leaves of a target.
+    """A module that computes the loss from the output of a graph and the leaves of a target.
 
-    Without a function the model returns its loss: as its output, or the first of a tuple, or what
-    is called ``loss`` in it.
+    Args:
+        loss_fn: the user's function of output and target. None: the model returns its loss, as its
+            output, as the first element of a tuple, or under the name ``loss``.
+        rebuild: puts the graph's output into the structure that the model returns.
+        nesting: the structure of the target.
     """
 
     def __init__(
         self, loss_fn: LossFunction | None, rebuild: Callable[[Any], Any], nesting: Nesting
     ) -> None:
         super().__init__()
-        # A module is no submodule here: whose parameters it has is not for us to decide.
+        # The lambda keeps a loss_fn that is a module from becoming a submodule here, which would
+        # register its parameters with the pipeline.
         self.call = None if loss_fn is None else lambda *args: loss_fn(*args)
         self.rebuild, self.nesting = rebuild, nesting
 
     def forward(self, output: Any, target: Sequence[Any]) -> Any:
-        """The loss, a scalar if all is well."""
+        """The loss of a micro-batch. ``target`` has the leaves of its part of the target."""
         output = self.rebuild(output)
         if self.call is None:
             return own_loss(output)
@@ -47,7 +52,8 @@ class Loss(nn.Module):
 
 
 def own_loss(output: Any) -> Any:
-    """What a model returns as its loss."""
+    """The loss in the output of a model: what is called ``loss`` in it, else the first element of a
+    tuple or list, else the output."""
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
     if isinstance(getattr(output, "loss", None), Tensor):
@@ -59,18 +65,19 @@ def own_loss(output: Any) -> Any:
 
 @dataclass(frozen=True)
 class Nesting:
-    """Of which leaves a target is made.
+    """The structure of a target: how it is put together from its leaves.
 
-    An object that pytree does not know is opened: its leaves are what it is without its tensors,
-    and these.
+    An object that pytree does not know is opened, to find its tensors: it becomes several leaves,
+    first its structure without the tensors, and then the tensors.
     """
 
     spec: pytree.TreeSpec
     tensors: tuple[int | None, ...]
-    """For each leaf of the spec, how many tensors have been taken out of it; None: it is whole."""
+    """For each leaf of the spec: how many tensors have been taken out of it; None if it has not
+    been opened."""
 
     def fill(self, leaves: Sequence[Any]) -> Any:
-        """A target of such leaves."""
+        """Put a target together from its leaves."""
         remaining = iter(leaves)
         parts = []
         for count in self.tensors:
@@ -81,7 +88,8 @@ class Nesting:
 
 @dataclass(frozen=True)
 class Target:
-    """A target, leaf by leaf."""
+    """A target taken apart: its leaves, its structure, and for each leaf whether it is split into
+    micro-batches."""
 
     leaves: list[Any]
     nesting: Nesting
@@ -89,7 +97,7 @@ class Target:
 
     @staticmethod
     def of(target: Any, batch: int | None) -> Target:
-        """The target of a mini-batch of that size.
+        """Take apart the target of a mini-batch of ``batch`` rows.
 
         Raises:
             ValueError: if a tensor in it has another number of rows.

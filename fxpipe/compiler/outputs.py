@@ -1,4 +1,5 @@
-"""Outputs: which dimension of each output is the batch's, noted at the graph's output node."""
+"""Pass "outputs": notes at the output node of the model graph which dimension of each output is the
+batch dimension, by which the outputs of micro-batches are put together."""
 
 from __future__ import annotations
 
@@ -15,10 +16,14 @@ OUT_DIMS = "out_dims"
 
 @dataclass(frozen=True)
 class OutputDims:
-    """Model graph → the same, the output node with ``meta["out_dims"]``: for each node that the
+    """Model graph → the same, with ``meta["out_dims"]`` at the output node: for each node that the
     graph returns, in order, the batch dimension of every tensor in its value.
 
-    ``find`` gives these for a graph. Raises :class:`fxpipe.BatchError` where an output has none.
+    Args:
+        find: the function that finds these dimensions for a graph.
+
+    Raises:
+        BatchError: where an output has no batch dimension.
     """
 
     name: ClassVar[str] = "outputs"
@@ -30,7 +35,10 @@ class OutputDims:
 
 
 def noted_dims(gm: fx.GraphModule) -> list[Dims]:
-    """What pass "outputs" has noted. Raises ValueError if a pass has removed it since."""
+    """The batch dimensions of the outputs, as pass "outputs" has noted them.
+
+    Raises ValueError if a later pass has removed the note.
+    """
     meta = gm.graph.output_node().meta
     if OUT_DIMS not in meta:
         raise ValueError(

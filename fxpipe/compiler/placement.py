@@ -1,4 +1,5 @@
-"""Where the parameters and buffers of a model live: each on the device of its stage."""
+"""Placement: each parameter and buffer of a model is moved to the device of the stage that uses
+it."""
 
 from __future__ import annotations
 
@@ -14,12 +15,20 @@ from passes.partition.partition import PartitionError
 
 
 def place(model: nn.Module, stage_graph: fx.GraphModule, devices: Sequence[torch.device]) -> None:
-    """Move every stage's parameters and buffers to its device, in place."""
+    """Move the parameters and buffers of every stage to its device, in place.
+
+    Args:
+        stage_graph: the model cut into stages, a ``call_module`` for each.
+        devices: the device of each stage.
+
+    Raises:
+        PartitionError: if a buffer of a module would have to be on two devices.
+    """
     stages = stages_of(stage_graph)
     homes = homes_of(stages, devices)
     for source in stage_graph.graph.find_nodes(op="get_attr"):
         tensor = attribute(stage_graph, str(source.target))
-        for user in source.users:  # what is done once, beside a stage
+        for user in source.users:  # nodes that run once for a mini-batch, outside of the stages
             if STAGE in user.meta and FIRST not in user.meta:
                 homes[id(tensor)] = devices[user.meta[STAGE]]
     for module in model.modules():
@@ -35,7 +44,7 @@ def place(model: nn.Module, stage_graph: fx.GraphModule, devices: Sequence[torch
     for stage, device in zip(stages, devices, strict=True):
         for binding in bindings(stage, model, device):
             binding.refresh()
-        for module in stage.modules():  # constants of the trace, which the model has not
+        for module in stage.modules():  # constants that the trace has made are in the stage only
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
@@ -44,12 +53,15 @@ def place(model: nn.Module, stage_graph: fx.GraphModule, devices: Sequence[torch
 def homes_of(
     stages: Sequence[fx.GraphModule], devices: Sequence[torch.device]
 ) -> dict[int, torch.device]:
-    """The device of each parameter and buffer, by its id.
+    """The device of each parameter and buffer, by the ``id`` of the tensor.
 
-    A buffer that stages on several devices read is on the first's; the others have replicas. (One
-    that is written to is only used in one stage, see the pass "alias".)
+    A buffer that stages on several devices read lives on the device of the first of them, and the
+    other stages read replicas. (A buffer that is written to is used in one stage only, see the pass
+    "alias".)
 
-    Raises PartitionError for a buffer of a module that would be on two.
+    Raises:
+        PartitionError: for a buffer that belongs to a module which stages on two devices call: a
+            module that is called as a whole cannot be given a replica.
     """
     homes: dict[int, torch.device] = {}
     where: dict[int, int] = {}
@@ -72,7 +84,8 @@ def homes_of(
                     f"and by stage {i} on {devices[i]}: put the calls into one stage, with "
                     "partition="
                 )
-    # What a stage reads by itself, and does not write to, it may have a replica of.
+    # Tensors that stages read directly, and not by calling a module: stages on other devices read
+    # replicas of these.
     for i, stage in enumerate(stages):
         for path in read[i]:
             homes.setdefault(id(attribute(stage, path)), devices[i])
@@ -80,7 +93,8 @@ def homes_of(
 
 
 def _read_by(stage: fx.GraphModule) -> list[str]:
-    """The tensors that the nodes of a stage read themselves, and not by calling a module."""
+    """The paths of the tensors that the nodes of a stage read directly, and not by calling the
+    module that has them."""
     called = [str(node.target) for node in stage.graph.find_nodes(op="call_module")]
     tensors: list[str] = []
     for node in stage.graph.find_nodes(op="get_attr"):

@@ -1,4 +1,5 @@
-"""The runner: compiles for a call what has not been compiled, and runs it on the lanes."""
+"""The runner: for each call it takes the compiled program, compiling it first if there is none, and
+runs it on the lanes."""
 
 from __future__ import annotations
 
@@ -22,19 +23,18 @@ from fxpipe.runtime.random import is_alone
 
 
 class NotYet(RuntimeError, AttributeError):
-    """What is asked for comes with a call that has not been made.
+    """A pipeline is asked for what exists only after a call, such as its graph, before any call.
 
-    It is an AttributeError, too: to those who ask whether a pipeline has such an attribute, it has
-    not.
+    It is an AttributeError as well, so that ``hasattr`` says that the pipeline does not have it.
     """
 
 
 class Runner:
-    """Runs the programs that a compiler makes of a model, and knows which has run last.
+    """Runs the programs that a compiler makes of a model, and remembers which of them ran last.
 
     Args:
-        compiler: compiles for each kind of call once.
-        example: a call to compile for where something is asked for before the first call.
+        compiler: compiles the model, once for each kind of call.
+        example: the call to compile for if graphs are asked for before the first call.
     """
 
     def __init__(self, compiler: Compiler, example: Sample | None = None) -> None:
@@ -47,7 +47,7 @@ class Runner:
 
     @property
     def options(self) -> Options:
-        """What :func:`fxpipe.compile` has been told."""
+        """The options that were given to :func:`fxpipe.compile`."""
         return self.compiler.options
 
     # ----------------------------------------------------------------------------------- to compile
@@ -79,11 +79,12 @@ class Runner:
     def ready_to_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Unrolled, list[Any]]:
-        """The step graph for a call with a target, and the values of its inputs.
+        """The step graph for a call with a target, and the values of its inputs, detached.
 
         Raises:
             RuntimeError: if the pipeline is closed, or in inference mode.
-            ValueError: for a target that nobody takes.
+            ValueError: for a target where there is no ``loss_fn`` and the model has no argument
+                ``target``.
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("a training step needs gradients: call it outside of inference_mode")
@@ -107,17 +108,20 @@ class Runner:
     # -------------------------------------------------------------------------------------- to run
 
     def run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
-        """Run a program on the lanes, or in this thread where it has to be; gives its output.
+        """Run a program on the lanes and return its output.
 
-        ``record``: takes down what each lane does when.
+        It runs inline, in the calling thread, where threads of its own would not do: within a lane,
+        and where modes of the calling thread intercept operators.
+
+        ``record``: notes what each lane does, and when.
         """
-        in_a_lane = self._lanes.is_one(threading.current_thread())  # a hook may call us again
+        in_a_lane = self._lanes.is_one(threading.current_thread())  # a hook may call the pipeline
         if unrolled.lanes is None or in_a_lane or is_intercepted() or is_alone():
             return run_inline(unrolled.inline, values, record)
         return self._lanes.run(unrolled.lanes, values, record)
 
     def close(self) -> None:
-        """End the lanes' threads. Nothing runs from now on."""
+        """End the threads of the lanes. A call of the pipeline raises RuntimeError from now on."""
         self.is_closed = True
         self._lanes.close()
 
@@ -131,16 +135,17 @@ class Runner:
 
     @property
     def has_a_call(self) -> bool:
-        """Whether there is a call, made or given as an example, that shows what the pipeline is."""
+        """Whether a call has been made, or an example given, so that there are graphs to show."""
         return self._last is not None or self._example is not None
 
     @property
     def example(self) -> Sample | None:
-        """The inputs of the mode that has run last, or of the example."""
+        """A sample of the inputs of the mode that ran last; before any call, the example given."""
         return self._example if self._last is None else self._last[0].example
 
     def last(self) -> tuple[Mode, int]:
-        """The mode that has run last, or would run for the example; and its micro-batches.
+        """The mode that ran last, and its number of micro-batches; before any call, those of the
+        example, compiled now.
 
         Raises:
             NotYet: if there has been no call, and there is no example.
@@ -163,6 +168,6 @@ class Runner:
         return self._step
 
     def forget(self) -> None:
-        """Compile anew at the next call, cut alike."""
+        """Forget all compiled programs: the next call is compiled, with the same cut."""
         self._example, self._last = self.example, None
         self.compiler.forget()

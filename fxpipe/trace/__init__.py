@@ -1,25 +1,26 @@
-"""Front ends: from any model, called on example inputs, to the model graph.
+"""Front ends: they trace a model, called on example inputs, into the model graph.
 
-Two are tried in turn, and neither is believed. ``torch.fx``'s symbolic tracing comes first: it
-keeps the model's own modules and leaves every size symbolic. ``torch.export`` takes what it cannot.
-Each graph is then run beside the model, at the example's batch size and at others, since
-micro-batches are smaller; one that disagrees is thrown away. Tracing leaves the model, its buffers
-and the random number generators as they were.
+Two front ends are tried in turn. ``torch.fx``'s symbolic tracing comes first: it keeps the model's
+own modules and leaves every size symbolic. Models that it cannot trace are traced by
+``torch.export``. Neither is trusted: each graph is run beside the model, at several batch sizes,
+since micro-batches are smaller than the example's batch, and a graph whose results differ is
+dropped. Tracing leaves the model, its buffers and the random number generators as they were.
 
 ::
 
-    example              the call that is traced: its tensors, and all else
-    isolation            the model is run, and what that changes on it is put back
+    example              the call that is traced: its tensors, and its constants
+    isolation            runs the model, and puts back what the run has changed on it
     symbolic, export     the two front ends
-    checks               a front end's graph is run beside the model and compared
-    premises             the attributes that a trace has gone by
-    patches              what of PyTorch is patched meanwhile
+    checks               runs a front end's graph beside the model, and compares
+    premises             the attributes of the model that a trace depends on
+    patches              the functions of PyTorch that are patched during a trace
     whole, functions, checkpoints, regions, conditions, reads, running
-                         what torch.export cannot look into, and how it gets around that
-    errors               what to say where no front end succeeds
+                         how parts are kept that torch.export cannot look into
+    errors               messages for models that no front end can trace
 
 All graphs are called alike: with a value for each tensor among the inputs, in the order in which
-pytree flattens ``(args, kwargs)``. All other inputs (None, flags, sizes...) are part of the trace.
+pytree flattens ``(args, kwargs)``. The other inputs (None, flags, sizes...) are constants of the
+graph.
 """
 
 from __future__ import annotations
@@ -82,23 +83,25 @@ def trace(
     batch_dims: BatchDims | None = None,
     check: bool = True,
 ) -> Traced:
-    """The model graph of ``model`` as called with ``args`` and ``kwargs``.
+    """Trace ``model``, as called with ``args`` and ``kwargs``, into a model graph.
 
     Args:
         tracer: "auto" (symbolic, then export), "symbolic", "export", or a function
             ``(model, args, kwargs) -> fx.GraphModule`` with a placeholder for each input tensor.
         batch_dims: for each input tensor, in order, its batch dimension or None; by default the
             first, of every tensor whose first dimension has the size most of them have.
-        check: whether to run the model and its graph and compare. On "meta" there is nothing to
-            compare.
+        check: whether to run the model and its graph, and compare what they give. Give False for a
+            model on "meta", whose tensors have no values to compare.
 
     Raises:
         TraceError: if no front end gives a graph that computes what the model computes.
-        ValueError: for a tracer or ``batch_dims`` that is none.
+        ValueError: for a ``tracer`` that does not exist, or for ``batch_dims`` that do not have one
+            entry for each tensor.
 
     What the model itself raises on these inputs is passed on as it is.
     """
-    # fx takes over nn.Module while it traces; what a trace does to the model is put back after it.
+    # Only one thread may trace at a time: fx patches nn.Module, and a trace changes the model
+    # before it is put back.
     with LOCK:
         return _trace(model, args, kwargs or {}, tracer, batch_dims, check)
 
@@ -140,7 +143,7 @@ def _trace(
                 traced = _checked(example, references, traced)
                 traced.refused_sizes = checks.refused_sizes(example, references)
             return traced
-        except Exception as error:  # a front end runs the model's code: anything may come out
+        except Exception as error:  # a front end runs the model's code, which may raise anything
             if not may_be_the_models(error):
                 raise
             reasons.append(f"  {name}: {sentence(error)}{warning}")
@@ -158,9 +161,10 @@ def _trace(
 
 
 def _checked(example: Example, references: list[checks.Reference], traced: Traced) -> Traced:
-    """The graph if it does what the model does, else that of ``traced.otherwise`` if that does.
+    """Compare a graph with the model, and return it if both give the same. If they do not, the
+    graph of the alternative attempt ``traced.otherwise`` is compared and returned.
 
-    Raises ``Refused`` where neither does, with how the first differs.
+    Raises ``Refused`` if neither graph gives the same; the message says how the first one differs.
     """
     try:
         tolerance = 0.0 if traced.front_end == "symbolic" else checks.EXPORT_TOLERANCE

@@ -1,4 +1,5 @@
-"""Whether a graph is the model: both are run, at several batch sizes, and compared."""
+"""The check of a front end's graph: it is run beside the model, at several batch sizes, and has to
+give the same outputs, buffers and gradients."""
 
 from __future__ import annotations
 
@@ -20,26 +21,27 @@ from fxpipe.trace.isolation import parameters_put_back, untouched
 
 ON_THE_EXAMPLE = "on the example"
 EXPORT_TOLERANCE = 1e-5  # relative: export decomposes some modules into other kernels
-GRADIENT_TOLERANCE = 1e-3  # of the largest: the small ones may be mere rounding errors
+GRADIENT_TOLERANCE = 1e-3  # relative to the largest gradient: small ones may be rounding errors
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the model does at one batch size."""
+    """One run of the model itself, at one batch size, with which its graph is compared."""
 
-    tensors: list[Tensor]
+    tensors: list[Tensor]  # the inputs
     result: Effects
-    where: str
-    rows: int | None  # None: those of the example
+    where: str  # "on the example", or "at batch size 2": for messages
+    rows: int | None  # the batch size; None if it is the example's
 
 
 def references(example: Example) -> list[Reference]:
-    """The model's own runs: on two rows (one more than the example has, if it has one or two), and
-    on the fewest rows that it takes of :func:`_few_rows`, this with a history for its gradients.
+    """Runs of the model, with which a graph of it is compared: one on two rows (on one row more
+    than the example has, if it has one or two), and one on the fewest rows of :func:`_few_rows`
+    that the model takes, which records a history for gradients.
 
-    A size that got fixed shows at any other; few rows show it as well as many, and a run of the
-    model may take long. The example itself is run where the model does not take that many rows;
-    what the model raises on it is raised.
+    A batch size that a front end has frozen shows at any other size; few rows show it as well as
+    many, and take less time. Where the model does not take a batch of these sizes, the example
+    itself is run; what the model raises on that is passed on.
     """
     batch = example.batch
     found = []
@@ -52,21 +54,25 @@ def references(example: Example) -> list[Reference]:
     for size in _few_rows(batch):
         if smaller := _at_size(example, size, recorded=True, watched=bool(first.written)):
             return [*found, *smaller]
-    with suppressed():  # it may run without gradients only
+    with suppressed():  # the model may run without gradients only
         return [*found, _on_the_example(example, recorded=True)]
     return found
 
 
 def _few_rows(batch: int | None) -> list[int]:
-    """Batch sizes below that of the example, to try which of them a model takes: one row; two where
-    rows are normalised by each other; the size of a small group; or half."""
+    """Batch sizes below the example's, in the order in which they are tried on a model.
+
+    Many models take one row; batch norm in training takes two or more; models that form groups of
+    rows take three, four, or half of the batch.
+    """
     return sorted(size for size in {1, 2, 3, 4, (batch or 0) // 2} if 0 < size < (batch or 0))
 
 
 def refused_sizes(example: Example, references: list[Reference]) -> frozenset[int]:
-    """The batch sizes at which the model has raised an error, and which are too small therefore.
+    """The batch sizes at which the model has raised an error, so that micro-batches of these sizes
+    are too small for it.
 
-    None for a model that takes the example's batch size and no other.
+    The set is empty for a model that takes no batch size other than the example's.
     """
     accepted = {reference.rows for reference in references if reference.rows is not None}
     tried = _few_rows(example.batch)
@@ -79,17 +85,18 @@ def _on_the_example(example: Example, *, recorded: bool = False) -> Reference:
     except Exception:
         if recorded:
             raise
-        return _on_the_example(example, recorded=True)  # it may run with gradients only
+        return _on_the_example(example, recorded=True)  # the model may need gradients to run
     return Reference(example.tensors, result, ON_THE_EXAMPLE, None)
 
 
 def _at_size(
     example: Example, size: int, *, recorded: bool = False, watched: bool
 ) -> list[Reference]:
-    """The model at another batch size; nothing if it does not take that."""
+    """A run of the model at another batch size, as a list of one; an empty list if the model raises
+    an error at that size."""
     tensors = example.resized(size)
     for history in (True, False) if recorded else (False,):
-        # With gradients a model may do what it did not do in the first run.
+        # Recorded runs are watched: with gradients on, a model may write where it did not before.
         with suppressed():
             result = example.run(tensors, recorded=history, watched=watched or history)
             return [Reference(tensors, result, f"at batch size {size}", size)]
@@ -97,7 +104,8 @@ def _at_size(
 
 
 def _refuse_what_is_done_once(example: Example) -> None:
-    """A graph would write to the parameters at every call."""
+    """Raise TraceError for a model that writes to parameters in its first call only (to initialise
+    them by the data, say): a graph of that call would write to them at every call."""
     written = []
     with untouched(example.model), torch.no_grad():
         for _ in range(2):
@@ -116,10 +124,15 @@ def _refuse_what_is_done_once(example: Example) -> None:
 def compare(
     example: Example, references: list[Reference], traced: Traced, tolerance: float
 ) -> None:
-    """Raise ``Refused`` unless the graph does what the model does, to its buffers too, and has the
-    same gradients.
+    """Raise ``Refused`` unless the graph gives the model's outputs, buffers and gradients.
 
-    Where it does not, the example alone says whether the size makes the difference.
+    Args:
+        references: runs of the model at several batch sizes.
+        tolerance: by how much outputs and buffers may differ, relative to the largest number; 0.0
+            asks for equal bits.
+
+    If the graph differs at another batch size than the example's, it is compared on the example as
+    well: the message then tells whether the graph is wrong in any case, or at other sizes only.
     """
     watched = any(reference.result.written for reference in references)
     for reference in references:
@@ -147,8 +160,9 @@ def _compare(
         found = difference(one, other, tolerance)
         if found:
             raise Refused(f"its graph differs {where}: {name}: {found}")
-    # Where values and histories are equal, so are the gradients; a region that is computed twice
-    # has another history the second time.
+    # Equal values and equal histories lead to equal gradients, so that no backward is needed. This
+    # is not so for a region (a checkpoint): its backward runs its forward again, which records
+    # another history.
     regions = any(isinstance(module, Region) for module in traced.graph_module.modules())
     if recorded and (regions or expected.history != actual.history):
         _compare_gradients(example, reference, traced, watched)
@@ -160,7 +174,7 @@ def _compare_gradients(
     run = partial(example.run, reference.tensors, backward=True, watched=watched)
     try:
         expected = run().gradients
-    except Exception:  # the model has no backward
+    except Exception:  # the model has no backward: there is nothing to compare
         return
     try:
         actual = run(traced).gradients
@@ -202,7 +216,7 @@ def _leaf_difference(expected: Any, actual: Any, tolerance: float) -> str | None
 
 def _tensor_difference(expected: Tensor, actual: Tensor, tolerance: float) -> str | None:
     if expected.device.type != "cpu":
-        tolerance = max(tolerance, EXPORT_TOLERANCE)  # kernels there may not repeat themselves
+        tolerance = max(tolerance, EXPORT_TOLERANCE)  # kernels there may be nondeterministic
     scale = 0.0
     if tolerance and expected.is_floating_point() and expected.numel():
         tolerance = max(tolerance, 8 * torch.finfo(expected.dtype).eps)
@@ -217,7 +231,7 @@ def _tensor_difference(expected: Tensor, actual: Tensor, tolerance: float) -> st
 
 
 def _structure(value: Any) -> str:
-    """A value's outermost type, with its keys or its length."""
+    """A value's outermost type with its keys or its length, for messages: ``tuple of 2``."""
     name = type(value).__name__
     if isinstance(value, dict):
         return f"{name} of {', '.join(map(str, value))}"

@@ -1,4 +1,5 @@
-"""Checks that a model makes of values: ``if`` statements of which one branch only raises.
+"""Checks of values in a model's forward: ``if`` and ``assert`` statements of which one branch does
+nothing but raise an error.
 
 ::
 
@@ -6,8 +7,8 @@
         raise ValueError("labels out of range")
     assert mask.any(), "nothing to attend to"       raises where it is false, goes on with True
 
-A trace has no values to decide by, and need not: it goes on as the model does where it does not
-raise. What has been looked at becomes an assertion in the graph.
+A trace has no values by which to decide such a branch, but need not: it follows the branch that
+does not raise. The condition becomes an assertion in the graph, which checks it in every run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ ASSERTED = "a check of the model's own has failed, "
 
 @contextmanager
 def asserted() -> Iterator[None]:
-    """While a model is exported, what its own checks look at is asserted in the graph."""
+    """Inside the ``with`` block, the conditions of the model's checks become assertions in the
+    graph that is being exported."""
 
     def replace(original: Any) -> Any:
         def __bool__(tensor: Tensor) -> bool:
@@ -59,13 +61,16 @@ def _assert(tensor: Tensor, value: bool, frame: FrameType) -> None:
 
 
 def _goes_on_with(frame: FrameType) -> bool | None:
-    """The truth value of what is being decided in a frame with which it does not raise; None if
-    neither branch is there to raise, or more than this value decides."""
+    """The truth value with which the condition that a frame is evaluating does not raise.
+
+    None if the condition is no check, as both branches go on, or if other values decide too.
+    """
     code = frame.f_code
     if not is_of_a_model(code.co_filename) or not _branches(code, frame.f_lasti):
         return None
-    # The instruction that branches may have the place of the whole statement; the one before it
-    # has computed the value, and has the place of the expression.
+    # An instruction has a place in the source. That of the instruction which branches may be the
+    # whole statement; the instruction before it has computed the value, and its place is that of
+    # the expression.
     last = frame.f_lasti // 2
     places = list(islice(code.co_positions(), last - 1, last + 1))
     for test, raises_with in _checks(code.co_filename):
@@ -76,10 +81,10 @@ def _goes_on_with(frame: FrameType) -> bool | None:
 
 
 def _branches(code: CodeType, instruction: int) -> bool:
-    """Whether an instruction asks for the truth value to branch by it; functions such as ``all``
-    ask too, and decide by it what nobody here knows."""
+    """Whether an instruction takes the truth value of a tensor to branch by it. A call, of ``all``
+    for one, takes truth values as well, and what it decides by them cannot be known here."""
     name = dis.opname[code.co_code[instruction]]
-    # From Python 3.13 on a comparison of which only the truth is asked gives that.
+    # From Python 3.13 on a comparison may take the truth value of its result itself.
     return "JUMP" in name or name in ("TO_BOOL", "COMPARE_OP")
 
 
@@ -88,7 +93,7 @@ Place = tuple[int | None, int | None, int | None, int | None]
 
 @lru_cache(maxsize=64)
 def _checks(filename: str) -> list[tuple[ast.expr, bool]]:
-    """The conditions in a file by which something raises, and the truth values with which."""
+    """The conditions of all checks in a file, each with the truth value for which it raises."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:  # a notebook's cell with magic commands
@@ -108,7 +113,7 @@ _LEAVES = ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Awa
 
 
 def _only_raises(body: list[ast.stmt]) -> bool:
-    """Whether statements end with an exception, whatever they do before."""
+    """Whether a block of statements can end in no other way than by raising an exception."""
     return (
         bool(body)
         and isinstance(body[-1], ast.Raise)
@@ -117,8 +122,11 @@ def _only_raises(body: list[ast.stmt]) -> bool:
 
 
 def _decides(test: ast.expr, place: Place, value: bool) -> bool | None:
-    """With which truth value the expression at ``place`` gives all of a test this ``value``, those
-    before it having been evaluated; None if it is no part of the test, or does not decide."""
+    """The truth value of the expression at ``place`` which makes the whole test have ``value``.
+
+    The operands of ``and`` and ``or`` before it have been evaluated and have not decided the test.
+    None if the expression is no part of the test, or does not decide it alone.
+    """
     if isinstance(test, ast.Compare) and len(test.ops) > 1:
         return None  # a < b < c is decided in two steps, in one place
     if (test.lineno, test.end_lineno, test.col_offset, test.end_col_offset) == place:
@@ -126,7 +134,8 @@ def _decides(test: ast.expr, place: Place, value: bool) -> bool | None:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _decides(test.operand, place, not value)
     if isinstance(test, ast.BoolOp):
-        # One true operand is enough for "or", one that is false for "and"; else the last decides.
+        # One true operand makes "or" true, one false operand makes "and" false. For the other
+        # outcome all operands have to agree, and the last one decides.
         one_is_enough = isinstance(test.op, ast.Or) is value
         operands = test.values if one_is_enough else test.values[-1:]
         decided = (_decides(each, place, value) for each in operands)

@@ -1,4 +1,4 @@
-"""What to say when a model cannot be traced: what went wrong, and at which line of it."""
+"""Messages for models that cannot be traced: what went wrong, and at which line of the model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ GRADIENTS = "it computes gradients within its forward, of what might be in sever
 
 
 class Refused(Exception):
-    """A front end's graph is not the model; the message says how it differs."""
+    """A front end has failed, or its graph differs from the model; the message says how."""
 
 
 _OURS = AttributeError, NameError, LookupError, AssertionError
 
 
 def may_be_the_models(error: Exception) -> bool:
-    """Whether an exception may be due to what the model does, so that another way is worth trying.
+    """Whether an exception may be due to the model's code, so that another attempt is worth while.
 
-    It is not where memory has run out, nor where a line of this package is wrong.
+    It is not where memory has run out, nor where the error is a bug in a line of this package.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return False
@@ -40,7 +40,8 @@ def may_be_the_models(error: Exception) -> bool:
 
 @contextmanager
 def suppressed() -> Iterator[None]:
-    """An exception that may be the model's ends the block quietly; any other is raised."""
+    """Inside the ``with`` block, an exception that may be due to the model ends the block without
+    an error; any other exception is raised."""
     try:
         yield
     except Exception as error:
@@ -70,7 +71,7 @@ def is_model_line(frame: traceback.FrameSummary) -> bool:
 
 
 def since(function: Callable[..., Any]) -> list[traceback.FrameSummary]:
-    """The frames that are running now, below the latest call of a function."""
+    """The frames that the latest call of a function has led to, the outermost first."""
     stack = traceback.extract_stack()
     code = function.__code__
     calls = [

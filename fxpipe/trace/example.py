@@ -1,4 +1,5 @@
-"""One call of a model: the tensors among its inputs, which vary, and all else, which does not."""
+"""One call of a model, taken apart for tracing: tensors become inputs of the graph, and all other
+arguments become constants of it."""
 
 from __future__ import annotations
 
@@ -48,13 +49,15 @@ class Traced:
     rebuild: Callable[[Any], Any]
     """The graph's output as the model's own structure."""
     largest_batch: int = sys.maxsize
-    """Beyond it the model takes another branch, which the graph has not."""
+    """The largest batch that the graph is right for: on a larger one the model takes another
+    branch, which is not in the graph."""
     refused_sizes: frozenset[int] = frozenset()
     """Small batch sizes that the model itself has been seen to refuse."""
     warning: str = ""
-    """What to say besides if the graph turns out not to be the model."""
+    """What to add to the message if the graph turns out to differ from the model."""
     otherwise: Callable[[Example], Traced] | None = None
-    """What to try then, if anything."""
+    """Another front end, to try if the graph turns out to differ from the model; None if there is
+    no other."""
 
 
 def canonical(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -75,10 +78,10 @@ def autocast_of(tensors: Sequence[Tensor]) -> tuple[torch.dtype | None, ...]:
 
 
 class Same:
-    """Stands for a module in a key: equal to what stands for the very same one.
+    """Stands for a module in a dictionary key. Two are equal if they stand for the same module.
 
-    Its ``id`` alone would not do: another module may have it once this one is gone. The module is
-    not kept alive, and of one that is gone nothing is equal to what stood for it.
+    The module's ``id`` would not do, as another module may get the same ``id`` once this one is
+    garbage-collected. The module is not kept alive; a key of a module that is gone equals no other.
     """
 
     __slots__ = "_hash", "_module"
@@ -97,13 +100,13 @@ class Same:
 
 
 class InputKey(NamedTuple):
-    """What a trace is specialised on."""
+    """All that a trace is specialised on: two calls with equal keys may share one trace."""
 
-    spec: Hashable  # of the inputs, as pytree has it
+    spec: Hashable  # the structure of the inputs, as pytree describes it
     constants: tuple[Hashable, ...]  # the inputs that are no tensors, in the order of the leaves
-    modules: tuple[tuple[Same, bool, bool], ...]  # with their training flags, and whether hooked
-    autocast: tuple[torch.dtype | None, ...]
-    shapes: tuple[Hashable, ...] = ()
+    modules: tuple[tuple[Same, bool, bool], ...]  # (module, training flag, whether it has hooks)
+    autocast: tuple[torch.dtype | None, ...]  # the dtype for each kind of device, None if it is off
+    shapes: tuple[Hashable, ...] = ()  # (dtype, sizes) of each tensor, the batch's size left out
 
 
 def input_key(
@@ -114,12 +117,12 @@ def input_key(
     batch_dims: BatchDims | None = None,
     shapes: bool = True,
 ) -> InputKey:
-    """What a trace is specialised on: two calls with equal keys may share one.
+    """All that a trace of this call is specialised on: two calls with equal keys may share one.
 
-    That is the structure of the inputs, the values of those that are not tensors, every module, its
-    training flag and whether it has hooks, and the autocast state. ``torch.export`` also fixes
-    dtypes and all sizes but the batch's; ``shapes=False`` leaves them out, which is right for a
-    "symbolic" trace.
+    The key has the structure of the inputs, the values of the inputs that are not tensors, every
+    module with its training flag and whether it has hooks, and the autocast state. A trace by
+    ``torch.export`` also depends on the dtypes, and on all sizes except the batch's;
+    ``shapes=False`` leaves these out of the key, which is right for a "symbolic" trace.
     """
     inputs = canonical(model, args, kwargs)
     parts, spec = pytree.tree_flatten(inputs)
@@ -139,7 +142,8 @@ def input_key(
 def varying_constant(
     model: nn.Module, args: Args, kwargs: Kwargs, before: InputKey
 ) -> tuple[str, Any] | None:
-    """The first input of a call that is no tensor and was another before, by its path; if any."""
+    """The first input that is no tensor and differs from the one in an earlier call's key: its path
+    and its value now. None if there is no such input."""
     now = input_key(model, args, kwargs)
     arguments = dict(bound_arguments(model, args, kwargs).arguments)
     for old, new, (path, value) in zip(
@@ -151,7 +155,10 @@ def varying_constant(
 
 
 def bound_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> inspect.BoundArguments:
-    """The arguments by name, as ``model.forward`` takes them. Raises TypeError if it does not."""
+    """The arguments by name, as ``model.forward`` takes them.
+
+    Raises TypeError, with the name of the model, if it does not take them.
+    """
     try:
         return inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -160,7 +167,8 @@ def bound_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> inspect.Bou
 
 @dataclass(frozen=True)
 class Example:
-    """One call of the model, taken apart: tensors, which vary, and constants, which do not."""
+    """One call of the model, taken apart into tensors, which vary from call to call, and a
+    structure, which holds the constants and says where the tensors belong."""
 
     model: nn.Module
     names: list[str]  # of the tensors
@@ -186,14 +194,15 @@ class Example:
 
     @property
     def batch(self) -> int | None:
-        """The size of the batch, None if no input has one."""
+        """The size of the batch; None if no input has a batch dimension."""
         sizes = (
             t.shape[d] for t, d in zip(self.tensors, self.batch_dims, strict=True) if d is not None
         )
         return next(sizes, None)
 
     def resized(self, batch: int) -> list[Tensor]:
-        """The tensors at another batch size: the first rows, or all of them over and over."""
+        """The tensors at another batch size: a smaller batch has the first rows, a larger one
+        repeats the rows."""
         return [
             tensor if dim is None else first_rows(tensor, dim, batch)
             for tensor, dim in zip(self.tensors, self.batch_dims, strict=True)
@@ -205,7 +214,11 @@ class Example:
         return args, kwargs
 
     def binder(self) -> Callable[[Args, Kwargs], list[Any]]:
-        """``Traced.bind``; it does not keep the example's tensors alive."""
+        """The function for ``Traced.bind``: it takes the tensors out of the arguments of a call.
+
+        It raises TypeError if they are built otherwise than the example's. It does not keep the
+        example's tensors alive.
+        """
         model, structure = self.model, self.structure
 
         def bind(args: Args, kwargs: Kwargs) -> list[Any]:
@@ -225,10 +238,14 @@ class Example:
         backward: bool = False,
         watched: bool = False,
     ) -> Effects:
-        """What the model, or its graph, does with these tensors; without effect on the model.
+        """Run the model, or its graph, on these tensors, without side effects on the model.
 
-        A run that is ``recorded`` has a history for a backward; with ``backward`` that is run too.
-        What it writes to its parameters is put back where it is ``watched``, which takes time.
+        Args:
+            tensors: the inputs; they are cloned first.
+            traced: the graph to run in place of the model.
+            recorded: whether autograd records a history; ``Effects.history`` then describes it.
+            backward: whether to run a backward as well, for ``Effects.gradients``.
+            watched: whether writes to parameters are noted and undone, which takes time.
         """
         clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
         watch: AbstractContextManager[Mapping[str, Write]] = (
@@ -252,10 +269,11 @@ class Example:
             changed, history = since.changed(), None
             if recorded:
                 history, nodes = _history(results)
-                if hooks:  # which may do anything to gradients: it is like no other
+                if hooks:  # hooks may change gradients at will: the history is equal to no other
                     history = object()
                 del results
-                # From the outputs on: each would else free the next, recursively.
+                # Nodes are freed from the outputs on, one by one: freeing the first would free the
+                # next recursively, and a long chain would overflow the stack.
                 nodes.reverse()
                 while nodes:
                     nodes.pop()
@@ -263,9 +281,11 @@ class Example:
         return Effects(output, buffers, where, history, gradients, changed)
 
     def _gradients(self, results: Sequence[Any]) -> list[Tensor]:
-        """The parameters' gradients, zero where there is none, of some scalar of the outputs."""
+        """The gradients of the parameters for a fixed weighted sum of all outputs; zero for a
+        parameter that the outputs do not depend on."""
         outputs = [t for t in results if _has_gradient(t)]
-        # Not the sum: that of a softmax, or of a normalised tensor, has no gradient.
+        # A plain sum would not do: the sum of a softmax, or of a normalised tensor, is constant,
+        # and its gradient is zero.
         weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if not outputs or not parameters:
@@ -276,9 +296,9 @@ class Example:
         return [g.to_dense() if g.is_sparse else g for g in gradients]
 
     def call(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> Any:
-        """The output of the model, or of its graph."""
+        """The output of the model on these tensors, or that of its graph."""
         if traced is not None:
-            # Not called as a module, since fx then prints what goes wrong to stderr.
+            # ``forward`` is called directly: fx prints errors to stderr in a call of the module.
             return traced.rebuild(traced.graph_module.forward(*tensors))
         args, kwargs = self.arguments(tensors)
         return called(self.model, args, kwargs)
@@ -286,14 +306,15 @@ class Example:
 
 @dataclass(frozen=True)
 class Effects:
-    """What a forward pass leaves behind, and what a backward pass gives, if there was one."""
+    """The effects of one run: what a forward gives, writes and changes, and the gradients of a
+    backward, if there was one."""
 
     output: Any
-    buffers: dict[str, Tensor]
-    written: dict[str, str]  # the parameters that were written to, if watched: where
-    history: Hashable  # what a backward would do, if recorded: see _history
-    gradients: list[Tensor]  # of the parameters, if there was a backward
-    changed: list[tuple[nn.Module, str]]  # the attributes of modules that have changed
+    buffers: dict[str, Tensor]  # the values of all buffers after the forward
+    written: dict[str, str]  # if watched: the parameters written to, and the lines that write
+    history: Hashable  # if recorded: the autograd graph as a value, see _history
+    gradients: list[Tensor]  # the parameters' gradients; empty without a backward
+    changed: list[tuple[nn.Module, str]]  # the attributes of modules that the forward has changed
 
 
 @contextmanager
@@ -303,11 +324,12 @@ def _with_gradients() -> Iterator[None]:
 
 
 def _history(results: Sequence[Any]) -> tuple[Hashable, list[Any]]:
-    """The autograd graph behind the outputs as a value, its nodes' kinds and what leads where; and
-    the nodes, from the outputs on.
+    """The autograd graph behind the outputs as a value that can be compared: the kinds of its nodes
+    and their edges; and the list of its nodes, from the outputs on.
 
-    Two runs with the same values and the same history have the same gradients; a backward of the
-    user's own (``torch.autograd.Function``) is like no other, since it may do anything.
+    Two runs with equal values and equal histories have equal gradients. A history with a backward
+    that a user has written (``torch.autograd.Function``) equals no other, since that backward may
+    compute anything.
 
     ::
 
@@ -327,7 +349,7 @@ def _history(results: Sequence[Any]) -> tuple[Hashable, list[Any]]:
 
     starts = tuple(end and (numbered(end[0]), end[1]) for end in ends)
     found: list[Hashable] = []
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the list grows while it is walked
         if isinstance(node, BackwardCFunction):
             found.append(object())
         if hasattr(node, "variable"):
@@ -365,9 +387,10 @@ def _shape_key(tensor: Tensor, batch_dim: int | None) -> Hashable:
 
 
 def _identifiers(paths: Sequence[str]) -> list[str]:
-    """Names for placeholders: the argument's, or the path of a tensor within one, ``ids_0``."""
+    """Names for placeholders, from the paths of tensors: ``ids`` for an argument that is a tensor,
+    ``ids_0`` for the first tensor in a list."""
     names: list[str] = []
-    taken = {*keyword.kwlist, "self", "torch"}  # the latter two in the code that fx generates
+    taken = {*keyword.kwlist, "self", "torch"}  # the code that fx generates uses self and torch
     for path in paths:
         name = re.sub(r"\W+", "_", path).strip("_")
         while name in names or name in taken:

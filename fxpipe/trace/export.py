@@ -1,4 +1,8 @@
-"""The front end for what fx cannot trace: ``torch.export``."""
+"""The front end that traces with ``torch.export``, for models that symbolic tracing cannot trace.
+
+Where an export fails, it is tried again by another strategy: with the module that has failed kept
+whole, as one node that export does not look into.
+"""
 
 from __future__ import annotations
 
@@ -34,19 +38,21 @@ from fxpipe.trace.running import Running
 
 @dataclass(frozen=True)
 class Strategy:
-    """How an attempt to export a model gets around what stands in the way."""
+    """The settings of one attempt to export a model: ways around what export cannot trace."""
 
     whole: Mapping[nn.Module, str] = field(default_factory=dict)
     """The modules that are kept whole, with their paths."""
     functions_as_nodes: bool = False
-    """Export looks into the forward of a ``torch.autograd.Function``, and loses the backward that
-    it has of its own; or does not look into it."""
+    """Whether a ``torch.autograd.Function`` becomes one node. If not, export traces into its
+    forward, and loses the backward that it defines."""
     detached_data: bool = False
-    """``tensor.data``, of which export loses sight, is ``tensor.detach()``."""
+    """Whether the model gets ``tensor.detach()`` in place of ``tensor.data``, of which export loses
+    track."""
 
 
 class Failure(Exception):
-    """An attempt has failed: by which strategy, where, and what has been seen until then."""
+    """An attempt to export has failed: the strategy that it went by, the error, and the module to
+    blame, None if it is not within the model."""
 
     def __init__(self, strategy: Strategy, error: Exception, module: nn.Module | None) -> None:
         super().__init__(str(error))
@@ -55,16 +61,18 @@ class Failure(Exception):
 
 
 def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
-    """By ``torch.export``, with the first strategy that serves.
+    """Trace by ``torch.export``, with the first strategy that succeeds.
 
-    Each failure says which strategy may serve next: the module that is to blame is kept whole as
-    well, from the innermost outwards, until that would be the model itself.
+    Each failure leads to the next strategy: the module that is to blame is kept whole as well, and
+    after it the module around it, until that would be the model itself.
+
+    Raises what export, or the model, has raised if no strategy succeeds.
     """
     model = example.model
     _warn_of_hooks(model)
     first = strategy or Strategy(example.whole)
     strategies, failures = [first], list[Failure]()
-    # With gradients: under no_grad, modules may choose kernels that have no backward.
+    # Gradients are on: under no_grad, modules may choose kernels that have no backward.
     with (
         untouched(model),
         torch.inference_mode(False),
@@ -84,22 +92,22 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
 
 
 def _next(example: Example, failure: Failure) -> list[Strategy]:
-    """What to try after a failure: one strategy, or none."""
+    """The strategy to try after a failure, as a list of one, or of none if nothing is left."""
     strategy = failure.strategy
     more = whole.more(example.model, strategy.whole, failure.module)
     if more:
         return [replace(strategy, whole=more)]
-    # It is the model itself, or what cannot be kept whole.
+    # The model itself would have to be kept whole, so that no module is left to try.
     if failure.data_is_used and not strategy.detached_data:
         return [replace(strategy, whole=example.whole, detached_data=True)]
     return []
 
 
 def _attempt(example: Example, strategy: Strategy) -> Traced:
-    """The graph by one strategy. Raises :class:`Failure`."""
+    """Export the model by one strategy, and return its graph. Raises :class:`Failure`."""
     structures: list[Structure] = []
     running = Running()
-    # Export takes sizes 0 and 1 for constants, so that a batch must have two rows to be symbolic.
+    # Export makes constants of sizes 0 and 1, so that a batch must have two rows to be symbolic.
     tensors = example.tensors if example.batch != 1 else example.resized(2)
     dynamic = tuple(
         None if dim is None else {dim: torch.export.Dim.AUTO} for dim in example.batch_dims
@@ -156,7 +164,8 @@ def _to_blame(model: nn.Module, error: Exception, running: Running) -> nn.Module
     return model.get_submodule(named["module"]) if named else None
 
 
-# Of a tensor that cannot become part of the program, torch.export says whose it is in words only.
+# Where a fake tensor has become an attribute of a module, torch.export names the module only in the
+# text of its message.
 _FAKE_CONSTANT = re.compile(r"model attribute: model\.(?P<module>[\w.]+)\.\w+\.")
 
 
@@ -171,14 +180,15 @@ def _warn_of_hooks(model: nn.Module) -> None:
 
 
 class _OnTensors(nn.Module):
-    """The model as a function from tensors to tensors: export needs to know of nothing else."""
+    """The model as a function from tensors to a list of tensors, so that export need not handle
+    other arguments and outputs. ``keep`` is called with the structure of the output."""
 
     def __init__(self, example: Example, keep: Callable[[Structure], None]) -> None:
         super().__init__()
         self.model = example.model
         self.training = example.model.training
         self.arguments = example.arguments
-        self.keep = keep  # that of the output, which is made of its tensors alone
+        self.keep = keep
 
     def forward(self, *inputs: Tensor) -> list[Any]:
         args, kwargs = self.arguments(inputs)
@@ -198,11 +208,13 @@ _GUARDS = {
 
 
 def _runs(example: Example, traced: Traced | None = None) -> Iterator[Callable[[], Any]]:
-    """Runs of the model, or of its graph, by which sizes show that follow from others, or do not.
+    """Functions that run the model, or its graph, each on other inputs. They show which sizes of
+    results follow from the sizes of the inputs, and which depend on values.
 
-    They are at a few batch sizes that the model takes: small ones, since a run may take long; else
-    that of the example, and twice that. Where there is one size only, the values are varied: every
-    row is then like the first one, or like the last.
+    The inputs have different batch sizes that the model takes: small ones, since a run may take
+    long; if it takes fewer than two of these, the example's size and its double are tried as well.
+    Where no input has a batch dimension, the values are varied in place of the size: every row then
+    equals the first one, or the last.
     """
     batch = example.batch
     if batch is None:
@@ -219,12 +231,12 @@ def _runs(example: Example, traced: Traced | None = None) -> Iterator[Callable[[
 
 
 def _like_row(tensor: Tensor, row: int) -> Tensor:
-    """A tensor of the same shape, of which every row is like this one."""
+    """A tensor of the same shape, all of whose rows are copies of the given row."""
     return tensor[row].expand_as(tensor) if tensor.ndim and len(tensor) else tensor
 
 
 def _takes(example: Example, tensors: Sequence[Tensor], traced: Traced | None) -> bool:
-    """Whether the model, or its graph, runs with these tensors."""
+    """Whether the model, or its graph, runs on these tensors without an error."""
     try:
         with untouched(example.model):
             _call(example, tensors, traced)
@@ -241,11 +253,14 @@ def _call(example: Example, tensors: Sequence[Tensor], traced: Traced | None) ->
 
 
 def _largest_batch(program: torch.export.ExportedProgram, batch: int) -> int:
-    """The largest batch that the graph is for: a model that branches on its batch size is exported
-    as one branch. Raises ``Refused`` if that does not hold for all smaller ones too."""
+    """The largest batch that the graph is right for: of a model that branches by its batch size,
+    export traces one branch only.
+
+    Raises ``Refused`` if the graph is not right for all smaller batches of two rows or more.
+    """
     largest = sys.maxsize
     for symbol, sizes in program.range_constraints.items():
-        if not str(symbol).startswith("s"):  # others, "u0", stand for values read from tensors
+        if not str(symbol).startswith("s"):  # symbols such as "u0" are values read from tensors
             continue
         upper = int(sizes.upper) if sizes.upper < torch.iinfo(torch.int32).max else sys.maxsize
         if sizes.lower > 2 or upper < batch:
@@ -258,7 +273,8 @@ def _largest_batch(program: torch.export.ExportedProgram, batch: int) -> int:
 
 
 def _fixed_batch(program: torch.export.ExportedProgram) -> str:
-    """Where the model made a constant of its batch size, "" if it did not."""
+    """A warning that names the line where the model has made a constant of its batch size; "" if
+    the batch size is still symbolic."""
     values = (node.meta.get("val") for node in program.graph.nodes)
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
     for guard in getattr(mode and mode.shape_env, "guards", ()):
@@ -272,7 +288,8 @@ def _fixed_batch(program: torch.export.ExportedProgram) -> str:
 def _on_the_model(
     exported: fx.GraphModule, example: Example, calls: Mapping[str, whole.Opaque]
 ) -> fx.GraphModule:
-    """The exported graph on the model's own tensors, by the model's own names, without guards."""
+    """A copy of the exported graph that reads the model's own tensors under the model's own names,
+    and has no guards: fxpipe has guards of its own."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, Any] = {}
@@ -294,7 +311,7 @@ def _on_the_model(
             copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = _without_wrapper(node.meta)
     enclose_vmaps(graph, attributes)
-    # What guards looked at, and all but one name of tied parameters.
+    # Dead are the nodes that only guards used, and all but one name of tied parameters.
     graph.eliminate_dead_code(partial(_is_needed, attributes))
     attributes |= whole.as_nodes(graph, calls)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
@@ -305,7 +322,8 @@ def _is_the_models_check(node: fx.Node) -> bool:
 
 
 def _is_needed(attributes: Mapping[str, Any], node: fx.Node) -> bool:
-    """Whether it does something, be it within the graph of a region without gradients."""
+    """Whether a node has an effect, so that it must stay even if nothing uses its value. A region
+    without gradients is a graph within the graph: it is needed if one of its nodes is."""
     if node.op == "call_module" or node.is_impure() or _updates_statistics(node):
         return True
     within = (attributes[str(n.target)] for n in node.all_input_nodes if n.op == "get_attr")
@@ -322,7 +340,8 @@ _NORMS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
 
 
 def _updates_statistics(node: fx.Node) -> bool:
-    """Whether it is a norm in training, which writes to its buffers: its schema does not say so."""
+    """Whether a node is a norm in training mode, which writes to its buffers, the running
+    statistics, although the schema of the operator does not say so."""
     if node.target not in _NORMS:
         return False
     _, _, _, mean, _, training, *_ = node.args
@@ -330,8 +349,9 @@ def _updates_statistics(node: fx.Node) -> bool:
 
 
 def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blamed | None:
-    """An error that blames the module in which a number or a size first follows from the values of
-    tensors; None if none does. Cuts, costs and micro-batches need sizes that are known ahead."""
+    """An error that blames the module in which a number or a size first depends on the values of
+    tensors; None if none does. It matters since the cut, the costs and the micro-batches need sizes
+    that are known before the model runs."""
     for node in graph_module.graph.nodes:
         if free_unbacked_symbols(node.meta.get("val")):
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
@@ -345,10 +365,11 @@ def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blam
 
 
 def _enclosed(traced: Traced, example: Example, unknown: whole.Blamed) -> None:
-    """Make one node of all that is of such a size; raise ``unknown`` where that is impossible."""
+    """Make one node of the operators whose sizes depend on values; raise ``unknown`` where that is
+    impossible."""
     try:
         enclose_unknown_sizes(traced.graph_module, _runs(example, traced))
-    except Exception:  # whatever stands in the way, or the graph says of a batch size
+    except Exception:  # enclosing has failed, or a run of the graph at another batch size
         raise unknown from None
 
 

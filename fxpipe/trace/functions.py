@@ -1,8 +1,8 @@
 """Autograd Functions as nodes of an exported graph.
 
 ``torch.export`` traces through the forward of a ``torch.autograd.Function``, and so loses the
-backward that the function defines. Here export sees one operator in its place; in the finished
-graph that becomes a call of the function again.
+backward that the Function defines. To keep it, export is shown one operator in place of each
+application; in the finished graph that operator becomes a call of the Function again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _APPLY = vars(torch.autograd.Function)["apply"]
 
 
 def as_callable(function: type) -> Callable[..., Any]:
-    """``function.apply`` as a function of its name: the printed code then reads
-    ``round_1 = my_model_Round(x)``."""
+    """``function.apply`` as a plain function that has the name of the Function, so that the code of
+    a graph reads ``round_1 = my_model_Round(x)``."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return _APPLY.__get__(None, function)(*args, **kwargs)
@@ -37,32 +37,36 @@ def as_callable(function: type) -> Callable[..., Any]:
 
 @dataclass
 class Application:
-    """One application of a Function: what is around its tensors."""
+    """One application of an autograd Function during an export, and the structures that its input
+    and output tensors are in."""
 
     function: type
     inputs: Structure
     outputs: Structure | None = field(default=None, init=False)
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Empty outputs, for fake tensors. Raises ``Refused`` if it writes to its inputs."""
+        """Uninitialised tensors like the outputs, from running the Function on fake tensors.
+
+        Raises ``Refused`` if the Function writes to its inputs.
+        """
         before = [version_of(tensor) for tensor in tensors]
         outputs = self(*tensors)
         if [version_of(tensor) for tensor in tensors] != before:
             raise _lost(self.function, "and writes to its inputs")
-        # New ones, since an operator must not give what it has been given.
+        # New tensors are made, since an operator must not return one of its inputs.
         return [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
             for t in outputs
         ]
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """The tensors that it gives."""
+        """Apply the Function; gives the tensors among its results."""
         args, kwargs = self.inputs.fill(tensors)
         outputs, self.outputs = Structure.of(as_callable(self.function)(*args, **kwargs))
         return outputs
 
     def node(self, graph: fx.Graph, key: str, inputs: Sequence[fx.Node]) -> fx.Node:
-        """A call of it in a graph."""
+        """A node of ``graph`` that applies the Function to ``inputs``."""
 
         def call(*tensors: Tensor) -> list[Tensor]:
             return self(*tensors)
@@ -73,18 +77,19 @@ class Application:
 
 @contextmanager
 def functions_called(calls: dict[str, whole.Opaque] | None) -> Iterator[list[type]]:
-    """Yields the Functions that a model applies while it is exported, a list that grows.
+    """Yields the autograd Functions that a model applies during an export, in a list that grows.
 
-    With ``calls`` each application becomes an operator, which is entered there; where that cannot
-    be it is refused, and the module that does it is kept whole.
+    With ``calls`` each application becomes one operator, and is entered in ``calls`` under the
+    operator's key. An application that cannot become one raises ``Refused``; the module that makes
+    it is then kept whole.
     """
     called: list[type] = []
-    is_within = False  # what a Function applies in turn is its own business
+    is_within = False  # a Function that is applied by another one is part of that one's node
 
     def handle(function: type, args: Any, kwargs: Any) -> Any:
         nonlocal is_within
         if is_within or not torch.compiler.is_exporting():
-            return NotImplemented  # modules that are kept whole are run besides
+            return NotImplemented  # the model is run outside of export too, to learn shapes
         called.append(function)
         if calls is None:
             return NotImplemented

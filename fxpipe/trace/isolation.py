@@ -1,4 +1,5 @@
-"""Running a model without a trace: what it changes is put back, and its hooks are not called."""
+"""Running a model without side effects: whatever the run changes on the model is put back after it,
+and the user's hooks are not called."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _NOTHING: dict[Any, Any] = {}
 
 
 class _Here(threading.local):
-    models: frozenset[nn.Module] | set[nn.Module] = frozenset()  # that this thread is running so
+    models: frozenset[nn.Module] | set[nn.Module] = frozenset()  # ``untouched`` in this thread now
 
 
 _here = _Here()
@@ -36,33 +37,40 @@ _here = _Here()
 
 @dataclass(frozen=True)
 class Since:
-    """What has been done to a model since a run of it began."""
+    """Tells what a model has done since the block of :func:`untouched` began."""
 
     _random: RandomState
     _python: Any  # the state of the module ``random``
     _state: State
 
     def drew_random_numbers(self) -> bool:
-        """Whether random numbers have been drawn."""
+        """Whether random numbers have been drawn since then."""
         return self._random.has_changed or random.getstate() != self._python
 
     def changed(self) -> list[tuple[nn.Module, str]]:
-        """The attributes of modules that have changed, or whose contents have."""
+        """The attributes of modules that have been assigned anew, or whose contents have changed,
+        since then."""
         return self._state.changed()
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[Since]:
-    """Run or trace the model without a trace: attributes and what is in them, buffers, gradients
-    and random states are put back, and hooks are not called, other than PyTorch's own (old
-    parametrizations, which make weights) and those that record what the model gives.
+    """Make runs and traces of a model inside the ``with`` block free of side effects.
+
+    At its end the modules' attributes and what they contain, the values of buffers, the gradients
+    and the states of the random number generators are put back. Hooks are not called inside the
+    block, other than PyTorch's own (those of the older parametrizations, ``weight_norm``, compute
+    weights), and hooks that record what the model gives.
+
+    Yields an object that tells what the model has done inside the block so far.
     """
     contents = State(model.modules())
     attributes: list[dict[Any, Any]] = [vars(module) for module in model.modules()]
     attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
     on_parameters = [hooks for p in model.parameters() for hooks in _hooks_on(p)]
     attributes += on_parameters
-    # Most are empty, and so many dicts more would keep the garbage collector busy.
+    # Most of these dictionaries are empty. They share one empty copy, as copying every one of them
+    # would keep the garbage collector busy.
     saved_attributes = [(owner, dict(owner) if owner else _NOTHING) for owner in attributes]
     tensors = [
         value
@@ -77,7 +85,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
     outer = _here.models
     try:
         _here.models = {*outer, model}
-        # Within another run, the hooks that are there are the model's: its forward has put them.
+        # In a nested block no hooks are removed: those that are there now have been registered by
+        # the forward of the model, in the outer block.
         for hooks in () if model in outer else on_parameters:
             hooks.clear()
         for module in () if model in outer else model.modules():
@@ -85,7 +94,7 @@ def untouched(model: nn.Module) -> Iterator[Since]:
                 for key, hook in list(hooks.items()):
                     if not is_torchs(hook) and (module is model or not records(model, hook)):
                         del hooks[key]
-        for parameter, _ in gradients:  # a backward of the model's own may add to them
+        for parameter, _ in gradients:  # a forward that runs a backward may add to gradients
             parameter.grad = None
         with _eagerly():
             yield Since(state, python_state, contents)
@@ -100,7 +109,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
             parameter.grad = gradient
         with torch.no_grad():
             for tensor, value in saved_tensors:
-                # A write makes a backward fail that has the buffer saved: none without need.
+                # Autograd refuses a backward that has saved a buffer which is written to later: so
+                # only buffers whose values have changed are written to.
                 if not same_values(tensor, value):
                     tensor.copy_(value)
         state.put_back()
@@ -108,26 +118,31 @@ def untouched(model: nn.Module) -> Iterator[Since]:
 
 
 def _eagerly() -> AbstractContextManager[Any]:
-    """With what is given to ``torch.compile`` run as it is: a trace cannot see into it otherwise,
-    and it does not always run while we watch."""
-    if "torch._dynamo" not in sys.modules:  # whose import takes long
+    """A context in which functions compiled by ``torch.compile`` run as plain Python.
+
+    A trace cannot look into compiled code, and compiled code does not run the Python lines that the
+    patches of this package watch.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled; the import would take long
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 def _hooks_on(parameter: nn.Parameter) -> list[dict[int, Any]]:
-    """Those on its gradient, and those for when it has been added."""
+    """The dictionaries of hooks on a parameter's gradient, those that are not empty: hooks that are
+    called with the gradient, and hooks that are called once the gradient has been accumulated."""
     kinds: Any = gradient_hooks(parameter)
     return [hooks for hooks in kinds if hooks]
 
 
 @contextmanager
 def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """All of a model on one device meanwhile; then each tensor has the very memory that it had.
+    """Inside the ``with`` block all parameters and buffers of a model are on ``device``; after it
+    each of them has the very memory that it had before.
 
-    A model whose stages have been placed runs nowhere as it is. While this lasts the device has to
-    have room for all of it.
+    A model whose stages have been placed on several devices cannot run as a plain module, and to be
+    traced again it has to. The device needs room for the whole model.
     """
     own = (*model.parameters(), *model.buffers())
     before = [(t, t.data) for t in own if t.device != device and not t.is_meta]
@@ -149,7 +164,7 @@ def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """All its modules are in evaluation mode meanwhile."""
+    """Inside the ``with`` block all modules of a model are in evaluation mode."""
     training = [module for module in model.modules() if module.training]
     try:
         for module in training:
@@ -162,10 +177,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[list[Any]]:
-    """Where a traced model puts another tensor in the place of a buffer, ``self.mean = new``, the
-    buffer is written to instead, at the end: a graph cannot exchange tensors of a model.
+    """Turn assignments to buffers into writes: where the forward has assigned ``self.mean = new``,
+    the old buffer is put back at the end of the block, and ``new`` is copied into it.
 
-    Yields what these writes give, once they are made.
+    A graph can write to a model's tensor, but it cannot put another tensor in its place.
+
+    Yields a list that is empty inside the block; at its end it gets the results of the writes.
     """
     written: list[Any] = []
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -179,15 +196,17 @@ def buffers_kept(model: nn.Module) -> Iterator[list[Any]]:
 
 
 def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    """The model's output."""
+    """The output of a model; ``fxpipe.skip`` is told of the modules while they run."""
     with skip.tracking(model):
         return model(*args, **kwargs)
 
 
 @contextmanager
 def parameters_put_back(model: nn.Module) -> Iterator[dict[str, Write]]:
-    """Yields the first write to each parameter that gets written to, by its name, and puts back
-    what was there."""
+    """Put back the values of parameters that the model writes to inside the ``with`` block.
+
+    Yields the first write to each such parameter by its name, in a dictionary that grows.
+    """
     saved: dict[str, Write] = {}
 
     def save(name: str, parameter: Tensor) -> None:
@@ -205,7 +224,7 @@ def parameters_put_back(model: nn.Module) -> Iterator[dict[str, Write]]:
 
 @dataclass(frozen=True)
 class Write:
-    """What a parameter was ahead of the first write to it."""
+    """The first write to a parameter: the values ahead of it, and the line of code that writes."""
 
     before: Tensor
-    where: str  # the line
+    where: str  # "file:line: code", or "a module of PyTorch"

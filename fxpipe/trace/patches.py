@@ -1,24 +1,24 @@
-"""What of PyTorch is patched while a model is compiled: all patches, one lock, one thread.
+"""All patches of PyTorch that are in force while a model is compiled, and how they are made.
 
-A patch replaces an attribute of a class or a function of a module, for the process. Each is made by
-:func:`patched`, which gives its replacement to the thread that compiles and the original to every
-other thread, so that a model may train in one thread while another is compiled beside it. Threads
+A patch replaces an attribute of a class, or a function of a module, in the whole process. Each is
+made by :func:`patched`: the thread that compiles sees the replacement, every other thread sees the
+original, so that one model may train in one thread while another is compiled in a second. Threads
 that compile take turns, by :data:`LOCK`.
 
-::
+The table has the attribute that is patched, the function that patches it, and the reason::
 
-    nn.Module.__getattribute__          attributes_read   which attributes a forward goes by
-    autograd.Function.apply             functions_handled a graph keeps the user's backward
-    Tensor.register_hook                tensor_hooks      equal histories, other gradients
-    nn.Module._call_impl                Running           which module is to blame
-    nn.Module._apply                    eased             module.to() inside of a forward
-    Distribution._validate_args         eased             checks of values, which fakes have not
-    autograd.grad, autograd.backward    eased             a backward inside of a forward
-    Tensor.data                         data_used         export loses sight of it
-    utils.checkpoint, fxpipe.checkpoint noted             a checkpoint of the model's is one node
-    Tensor.__bool__                     asserted          checks of values that only raise
-    ShapeEnv.create_unbacked_sym...     values_read       who reads a number from a tensor
-    logging.Logger.handle, sys.stderr   quiet, silent     what PyTorch prints of attempts that fail
+    nn.Module.__getattribute__          attributes_read   to see which attributes a forward reads
+    autograd.Function.apply             functions_handled to keep the user's backward in the graph
+    Tensor.register_hook                tensor_hooks      to see hooks, which change gradients
+    nn.Module._call_impl                Running           to see in which module an error arises
+    nn.Module._apply                    eased             to export module.to() within a forward
+    Distribution._validate_args         eased             to skip checks of values: fakes have none
+    autograd.grad, autograd.backward    eased             to refuse a backward within a forward
+    Tensor.data                         data_used         to see its use: export loses its writes
+    utils.checkpoint, fxpipe.checkpoint noted             to keep a model's checkpoint as one node
+    Tensor.__bool__                     asserted          to assert what a check of values finds
+    ShapeEnv.create_unbacked_sym...     values_read       to see who reads a number from a tensor
+    logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
 """
 
 from __future__ import annotations
@@ -43,20 +43,23 @@ from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace.errors import GRADIENTS, Refused
 
 LOCK = threading.RLock()
-"""Held while anything is patched: models are compiled one at a time."""
+"""The lock that a thread holds while it has something patched: models are traced one at a time."""
 
 
 @contextmanager
 def patched(owner: type | ModuleType, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
-    """``replace(original)`` stands in the place of an attribute, for this thread only.
+    """Inside the ``with`` block ``replace(original)`` stands in the place of ``owner.name``, for
+    this thread only.
 
-    The original of a class is what lies in its ``__dict__``, or in that of a base: a function, a
-    ``classmethod``, a property; the replacement is of the same kind. Of a module it is a function.
+    If ``owner`` is a class, the original is the object in its ``__dict__``, or in that of a base
+    class: a function, a ``classmethod`` or a property; the replacement has to be of the same kind.
+    If ``owner`` is a module, both are functions.
     """
     with LOCK:
         is_own = name in vars(owner)
         original = inspect.getattr_static(owner, name)
-        # Patched already, it is by this thread: the two add up.
+        # An attribute that is patched already has been patched by this thread, which holds the
+        # lock: the new replacement calls the old one.
         replacement = replace(original.seen() if isinstance(original, _Here) else original)
         if isinstance(owner, ModuleType):
             setattr(owner, name, _function_here(original, replacement))
@@ -73,14 +76,15 @@ def patched(owner: type | ModuleType, name: str, replace: Callable[[Any], Any]) 
 
 
 class _Here:
-    """An attribute of a class that is its replacement in one thread, the original in others."""
+    """A descriptor that gives the replacement of an attribute to one thread, and the original to
+    all others."""
 
     def __init__(self, original: Any, replacement: Any) -> None:
         self.original, self.replacement = original, replacement
         self.thread = threading.get_ident()
 
     def seen(self) -> Any:
-        """What this thread sees."""
+        """The object that the calling thread sees: the replacement, or the original."""
         return self.replacement if threading.get_ident() == self.thread else self.original
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -90,14 +94,14 @@ class _Here:
 
 
 class _DataHere(_Here):
-    """The same for a property, which takes assignments."""
+    """The descriptor for a patched property, to which values may be assigned."""
 
     def __set__(self, instance: Any, value: Any) -> None:
         self.seen().__set__(instance, value)
 
 
 def caller() -> FrameType:
-    """For a replacement: the frame that calls what is patched."""
+    """Called within a replacement: the frame of the code that has called the patched function."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -121,11 +125,11 @@ def _function_here(original: Callable[..., Any], replacement: Callable[..., Any]
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What PyTorch logs in this thread is dropped.
+    """Inside the ``with`` block, what PyTorch logs in this thread is dropped.
 
     An attempt that fails on fake tensors is logged as an error, with its traceback, and raised as
-    well. Compiling makes such attempts on purpose (a batch of another size, say); where one matters
-    its exception says so.
+    well. Compiling makes such attempts on purpose (at another batch size, say); where a failure
+    matters, its exception reaches the user.
     """
 
     def replace(handle: Callable[..., None]) -> Callable[..., None]:
@@ -141,7 +145,8 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Besides, what this thread writes to ``sys.stderr`` is dropped: torch.export prints there."""
+    """Inside the ``with`` block, what PyTorch logs and what this thread writes to ``sys.stderr`` is
+    dropped: ``torch.export`` prints the attempts that fail there as well."""
     before = sys.stderr
     stream: Any = _Stderr(before)
     with LOCK, quiet():
@@ -155,7 +160,7 @@ def silent() -> Iterator[None]:
 
 
 class _Stderr:
-    """Where one thread writes into the void, and every other thread to the real stream."""
+    """A stream that drops what one thread writes, and passes on what all other threads write."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -163,7 +168,7 @@ class _Stderr:
         self._void = io.StringIO()
 
     def ends(self) -> None:
-        """From now on nothing is dropped, should anybody still hold this."""
+        """Drop nothing from now on, in case somebody still holds this stream as ``sys.stderr``."""
         self._thread = None
 
     def __getattr__(self, name: str) -> Any:
@@ -178,11 +183,12 @@ Handle = Callable[[type, tuple[Any, ...], dict[str, Any]], Any]
 
 @contextmanager
 def functions_handled(handle: Handle) -> Iterator[None]:
-    """``handle(function, args, kwargs)`` is asked what a ``torch.autograd.Function`` of the model's
-    gives; where it says ``NotImplemented``, the function is applied.
+    """Inside the ``with`` block ``handle(function, args, kwargs)`` gives the result of applying a
+    ``torch.autograd.Function`` of the model; if it returns ``NotImplemented``, the Function is
+    applied as usual.
 
-    ``Function.apply`` itself is patched, and what it calls in turn: a model may have taken
-    ``f = MyFunction.apply`` before, which is the original.
+    Both ``Function.apply`` and the function that it calls in turn are patched: a model may have
+    stored ``f = MyFunction.apply`` earlier, which is the original and would escape the first patch.
     """
 
     def replace(original: Any) -> Any:
@@ -204,7 +210,8 @@ def functions_handled(handle: Handle) -> Iterator[None]:
 
 @contextmanager
 def tensor_hooks() -> Iterator[list[Tensor]]:
-    """Yields the tensors on which hooks for their gradients are registered meanwhile."""
+    """Yields the tensors on which gradient hooks are registered inside the ``with`` block, in a
+    list that grows."""
     hooked: list[Tensor] = []
 
     def replace(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,10 +230,14 @@ def tensor_hooks() -> Iterator[list[Tensor]]:
 
 @contextmanager
 def eased() -> Iterator[None]:
-    """What fails while a model is exported, and need not."""
+    """Inside the ``with`` block ``torch.export`` accepts two things on which it fails without need:
+    conversions within a forward that change nothing, and distributions that check their arguments.
+
+    It also refuses a backward within the forward, with a message that says so.
+    """
     with ExitStack() as stack:
         stack.enter_context(patched(nn.Module, "_apply", _only_where_needed))
-        # Distributions look at the values of their parameters, to refuse what makes no sense.
+        # Distributions check the values of their parameters, and fake tensors have no values.
         stack.enter_context(patched(Distribution, VALIDATE_ARGS, lambda _: False))
         for name in ("grad", "backward"):
             stack.enter_context(patched(torch.autograd, name, _refused))
@@ -234,8 +245,8 @@ def eased() -> Iterator[None]:
 
 
 def _only_where_needed(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """A module that is converted to the dtype and device that it has is left alone: else its
-    parameters, which export has replaced by fakes, would be replaced again."""
+    """A replacement of ``nn.Module._apply`` that does nothing where a module has the dtype and
+    device already: the original would replace its parameters, which export has made fakes of."""
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = (*self.parameters(recurse), *self.buffers(recurse))
@@ -250,7 +261,8 @@ def _only_where_needed(original: Callable[..., nn.Module]) -> Callable[..., nn.M
 
 
 def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Export cannot trace a backward, and says so in other words."""
+    """A replacement of ``autograd.grad`` and ``autograd.backward`` that raises ``Refused`` during
+    an export: export cannot trace a backward, and its own message does not say so."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
@@ -262,11 +274,13 @@ def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def data_used(*, detached: bool) -> Iterator[list[str]]:
-    """Yields the files whose code takes ``tensor.data`` meanwhile, a list that grows.
+    """Yields the files of the model whose code reads ``tensor.data`` inside the ``with`` block, in
+    a list that grows.
 
-    Export loses sight of it: what is written to it is left out, or fails. With ``detached`` it is
-    ``tensor.detach()`` instead. Of writes to that autograd takes notice: a graph then fails where
-    the model computes gradients with values that came later.
+    Export loses track of ``tensor.data``: writes to it are missing from the graph, or fail. With
+    ``detached`` the model gets ``tensor.detach()`` in its place. The difference is that autograd
+    notices writes to a detached tensor: where the model writes to a tensor that is saved for the
+    backward, the backward of the graph then fails.
     """
     files: list[str] = []
 

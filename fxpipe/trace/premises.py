@@ -1,4 +1,5 @@
-"""What a trace has gone by, other than its inputs: attributes of modules, and shapes of parameters.
+"""Premises: the state of the model that a trace depends on, beside the inputs. It consists of the
+attributes of modules that the forward has read, and of the shapes of parameters.
 
 ::
 
@@ -8,7 +9,8 @@
         return self.base(x) + self.scale * self.adapter(x)
                               ──────────  so is this; the graph has its value as a constant
 
-A graph is that of the model as long as its premises hold.
+A graph computes what the model computes only as long as its premises hold, so they are guards of
+the compiled program.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ from fxpipe.trace.patches import patched
 
 Attribute = tuple[nn.Module, str]
 Reads = dict[Attribute, Any]
-"""What attributes of modules were as they were first read: all that may change of them."""
+"""The state of each attribute, as :func:`_state` gives it, at the time that it was first read."""
 
-_EVERY = frozenset(vars(nn.Module()))  # what every module has is looked at elsewhere
+_EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other guards check these
 _INHERITED = frozenset(dir(nn.Module))
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
     *(type, types.ModuleType),
 )
-_MANY = 256  # longer containers are data, which no forward goes by
+_MANY = 256  # longer containers are taken for data that no forward branches by: not compared
 
 
 @contextmanager
 def attributes_read(model: nn.Module) -> Iterator[Reads]:
-    """The attributes of its modules, other than tensors and modules, that a model reads meanwhile
-    in this thread."""
+    """Yields the attributes that a model's modules read in this thread inside the ``with`` block,
+    other than tensors and modules, with their states: a dictionary that grows."""
     reads: Reads = {}
     modules = set(model.modules())
 
@@ -64,10 +66,14 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
 
 
 class Premises:
-    """The state of a model that a graph has been made by.
+    """The state of a model that a graph depends on.
 
-    An attribute that the forward assigns before it reads it is no premise: it is computed, and has
-    another state after the trace than when it was read.
+    Args:
+        reads: the attributes that were read during the trace, with the states they had then.
+
+    An attribute that the forward assigns before it reads it is no premise: the graph computes it.
+    Such an attribute is known by this, that after the trace, when all attributes have been put
+    back, its state is not the one that was read.
     """
 
     def __init__(self, model: nn.Module, reads: Reads) -> None:
@@ -80,7 +86,7 @@ class Premises:
         self._watch([_Owner(module, own) for module, own in states.items()])
 
     def hold(self) -> bool:
-        """Whether a graph that was made by these premises is still that of the model."""
+        """Whether a graph that depends on these premises still computes what the model does."""
         return (
             self._shapes_now() == self._shapes
             and all(owner.has_the_same() for owner in self._owners)
@@ -88,11 +94,11 @@ class Premises:
         )
 
     def attributes(self) -> list[Attribute]:
-        """The attributes that the graph has been made by."""
+        """The attributes that the graph depends on."""
         return [(owner.module, name) for owner in self._owners for name in owner.states]
 
     def broken(self) -> list[Attribute]:
-        """The attributes that have changed."""
+        """The attributes that have changed since the graph was made."""
         return [(owner.module, name) for owner in self._owners for name in owner.changed()]
 
     def without(self, attributes: Collection[Attribute]) -> Premises:
@@ -103,7 +109,7 @@ class Premises:
 
     def _watch(self, owners: list[_Owner]) -> None:
         self._owners = owners
-        contents: dict[int, tuple[Any, Any]] = {}  # many modules may have one configuration
+        contents: dict[int, tuple[Any, Any]] = {}  # a shared configuration is compared once
         for owner in owners:
             contents |= owner.contents()
         self._contents = list(contents.values())
@@ -126,18 +132,20 @@ class _Owner:
         self._inherited = [name for name in states if name not in own]
 
     def contents(self) -> dict[int, tuple[Any, Any]]:
-        """By their ids, the values that may change and be the same objects, with their states."""
+        """The values that may change while they stay the same objects (a list, a configuration):
+        from their ids to the pair of the value and the state that it had."""
         pairs = zip(self._own, self._values, strict=True)
         return {id(v): (v, self.states[name]) for name, v in pairs if not _is_constant(v)}
 
     def has_the_same(self) -> bool:
-        """Whether all are the objects that they were, as is usual, or others of the same state."""
+        """Whether every attribute is the object that it was, which takes little time to see, or is
+        another object of an equal state."""
         is_same = all(map(operator.is_, map(self._get, self._own), self._values))
         unsure = self._inherited if is_same else self.states
         return not unsure or not any(self._changed(unsure))
 
     def changed(self) -> Iterator[str]:
-        """The names of the attributes whose state is another now."""
+        """The names of the attributes whose state has changed since the graph was made."""
         return self._changed(self.states)
 
     def without(self, attributes: Collection[Attribute]) -> _Owner:
@@ -150,7 +158,8 @@ class _Owner:
 
 
 def _now(module: nn.Module, name: str) -> Any:
-    """An attribute, be it the class's; a property stands for itself."""
+    """An attribute of a module or of its class. A property is not computed: the result is the
+    property object."""
     own = vars(module)
     return own[name] if name in own else getattr(type(module), name, None)
 
@@ -160,13 +169,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a value cannot change without becoming another object: then ``is`` is enough."""
+    """Whether a value cannot change in place, so that ``is`` is enough to see that it is equal."""
     is_tuple = type(value) is tuple
     return _is_plain(value) or callable(value) or (is_tuple and all(map(_is_constant, value)))
 
 
 class _Is:
-    """Equal to the very same object only."""
+    """Compares a value by identity: two are equal if they hold the very same object."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -178,8 +187,11 @@ class _Is:
 
 
 def _state(value: Any, depth: int = 2) -> Any:
-    """What of a value is compared to see whether it has changed: of a container its elements, of a
-    configuration object its attributes, of anything else which object it is."""
+    """A snapshot of a value, which is compared with a later one to see whether the value changed.
+
+    A container is compared by its elements, a configuration object by its attributes, both at most
+    ``depth`` levels deep; anything else by its identity.
+    """
     if isinstance(value, _PLAIN):
         return type(value), value
     if depth:
@@ -194,11 +206,12 @@ def _state(value: Any, depth: int = 2) -> Any:
     return _Is(value)
 
 
-# ---------------------------------------------------------------------------------- what came of it
+# ----------------------------------------------------------------- whether graphs compute the same
 
 
 def are_alike(one: Any, other: Any) -> bool:
-    """Whether two graph modules, or parts of them, compute the same, with the same parameters."""
+    """Whether two graph modules, or parts of them, have the same code, functions and values, and
+    the very same parameters, so that they compute the same."""
     if one is other:
         return True
     if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):

@@ -1,4 +1,5 @@
-"""Who has read a number from a tensor, where export cannot decide something by it.
+"""Blaming the right module where ``torch.export`` cannot decide a branch by a number that was read
+from a tensor: the module that has read the number, not the one that branches by it.
 
 ::
 
@@ -38,7 +39,7 @@ def values_read(running: Running) -> Iterator[dict[Symbol, whole.Blamed]]:
             number = original(*args, **kwargs)
             reader = running.part
             for symbol in number.node.expr.free_symbols:
-                found.pop(symbol, None)  # of an export before this one
+                found.pop(symbol, None)  # an earlier export may have given out the same symbol
                 if reader is not None:
                     found[symbol] = whole.Blamed(reader, _reading())
             return number

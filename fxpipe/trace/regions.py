@@ -1,15 +1,16 @@
-"""Parts of an exported graph that become one node: what is within cannot stand by itself.
+"""Enclosing: groups of operators of an exported graph become one node each, as the single operators
+could not be cut into stages or run alone.
 
 ::
 
-    rows = nonzero(x > 0)        how many rows there are, follows from values: all that is made of
-    y = linear(x[rows])          them, up to what is of a known size again, is one call
-    x.index_add(0, rows, y)
+    rows = nonzero(x > 0)        the number of rows depends on values: this operator and those that
+    y = linear(x[rows])          use its result become one node, up to where a tensor has a known
+    x.index_add(0, rows, y)      size again
 
-    _vmap_increment_nesting      what is between is for one row of many: these are one call
-    _vmap_decrement_nesting
+    _vmap_increment_nesting      operators between these two see one row of many, as under
+    _vmap_decrement_nesting      torch.vmap: they become one node together
 
-Such a part is made a module, which is given all tensors that it needs, parameters too.
+Such a group is made a module, which takes all tensors that it needs as inputs, parameters too.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ _VMAP = "it is one call of torch.vmap", "call torch.vmap for its parts, one afte
 _SIZES = "sizes within it depend on values of tensors", whole.WITHOUT_VALUES
 
 Attributes = dict[str, Any]
-"""What a graph's nodes call and get, by target."""
+"""The modules that the nodes of a graph call, and the tensors that they get, by target."""
 
 
 def enclose_vmaps(graph: fx.Graph, attributes: Attributes) -> None:
-    """Make one node of what is between two nodes that open and close a ``torch.vmap``."""
+    """Make one node of the operators from the one that opens a ``torch.vmap`` to the one that
+    closes it; a nested ``vmap`` is part of the outer one."""
     depth = 0
     regions: list[list[fx.Node]] = []
     for node in graph.nodes:
@@ -56,8 +58,12 @@ def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[
 
     The node then takes and gives tensors of known sizes only.
 
-    ``runs``: of the graph, at several batch sizes. Raises ``whole.NotWhole`` if sizes of results do
-    not follow from those of what is given.
+    Args:
+        runs: functions that run the graph, each at another batch size; the shapes of what the new
+            node gives are learned from these runs.
+
+    Raises:
+        NotWhole: if the sizes of the node's results do not follow from the sizes of its inputs.
     """
     graph = graph_module.graph
     attributes = {
@@ -77,15 +83,16 @@ def enclose_unknown_sizes(graph_module: fx.GraphModule, runs: Iterable[Callable[
 
 
 def _of_unknown_sizes(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The nodes that give or are given what is of an unknown size, in groups; with those between,
-    so that what is outside of a group comes before it or after."""
+    """The nodes that give or take a value of unknown size, in connected groups, in the graph's
+    order. A group also has the nodes on paths between its members, so that every other node can
+    run either before the whole group or after it."""
     unknown = {n for n in graph.nodes if free_unbacked_symbols(n.meta.get("val"))}
     together: nx.Graph[fx.Node] = nx.Graph()
     together.add_nodes_from(n for n in graph.nodes if n in unknown)
     for node in graph.nodes:
         if node.op != "output":
             together.add_edges_from((s, node) for s in node.all_input_nodes if s in unknown)
-    for node in list(together):  # what is written to in place has to be made there as well
+    for node in list(together):  # a tensor that the group writes to has to be made in the group
         together.add_edges_from((s, node) for s in _written(node) if s.op == "call_function")
     while True:
         groups = [set(group) for group in nx.connected_components(together)]
@@ -112,7 +119,7 @@ def _between(graph: fx.Graph, group: set[fx.Node]) -> set[fx.Node]:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operator writes to."""
+    """The arguments that an operator writes to in place, by its schema."""
     schema = schema_of(node.target)
     if schema is None or not schema.is_mutable:
         return []
@@ -132,9 +139,10 @@ def _enclose(
     name: str,
     why: tuple[str, str],
 ) -> nn.Module:
-    """Replace nodes by one, which calls a module of this name; return the module.
+    """Replace nodes by one node that calls a module of this name; return the module.
 
-    Sizes are not handed over but computed again: it is given tensors, and gives a list of some.
+    The module takes tensors only, and gives a list of tensors: sizes that it needs are computed
+    again inside, from the tensors that have them.
     """
     own, inside = set(nodes), fx.Graph()
     inputs: list[fx.Node] = []
@@ -181,7 +189,8 @@ def _enclose(
 
 
 def _move_behind(last: fx.Node, nodes: Sequence[fx.Node]) -> None:
-    """Move nodes that stand between these, and depend on one of them, behind the last of them."""
+    """Move those nodes that stand between ``nodes`` and depend on one of them to behind ``last``,
+    the last of ``nodes``: one node that takes their place is going to stand there."""
     needing, between = set(nodes), []
     node = nodes[0]
     while node is not last:

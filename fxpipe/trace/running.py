@@ -1,4 +1,7 @@
-"""Which modules of a model are running while it is traced, and in which one it has failed."""
+"""Which modules of a model are running while it is traced, and which one an exception comes from.
+
+Where an export fails, this tells which module is to be kept whole in the next attempt.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from fxpipe.trace.patches import patched
 
 
 class Running:
-    """The modules that are running, the innermost last."""
+    """The modules of a model that are running now, a stack with the innermost module last."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -21,12 +24,12 @@ class Running:
 
     @property
     def part(self) -> nn.Module | None:
-        """The innermost module within the model, None if that is running alone, or nothing is."""
+        """The innermost submodule that is running; None if only the model itself is, or nothing."""
         return self.modules[-1] if len(self.modules) > 1 else None
 
     def raised_by(self, error: BaseException) -> nn.Module | None:
-        """The innermost module that was running when an exception, or one that led to it, came up;
-        None if none was."""
+        """The innermost module that was running when an exception was raised, or the exception
+        that it was raised from; None if it was raised outside of all modules."""
         if self._raised is None:
             return None
         known, module = self._raised
@@ -34,7 +37,7 @@ class Running:
 
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
-        """Meanwhile the modules of a model are watched."""
+        """Inside the ``with`` block, calls of the modules of a model are recorded here."""
         parts = set(model.modules())
 
         def replace(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +61,7 @@ class Running:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and those during whose handling it was raised."""
+    """An exception, and the exceptions during whose handling it was raised, one after the other."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

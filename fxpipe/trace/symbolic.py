@@ -38,7 +38,7 @@ def front_end(example: Example) -> Traced:
         if State(module.modules()).has_tensors():
             raise Refused(f"{path} has tensors among its state, which torch.export can keep whole")
     tracer = _SymbolicTracer(example)
-    # Untouched, since fx leaves its constants on the model.
+    # ``untouched`` removes the constants that fx leaves on the model as attributes.
     with (
         untouched(model) as since,
         functions_handled(_as_a_node),
@@ -46,7 +46,7 @@ def front_end(example: Example) -> Traced:
         checkpoints.noted(lambda: tracer.graph) as calls,
     ):
         graph = tracer.trace(model)
-        graph.output_node().type = None  # it is that of the tracer's own function, not the model's
+        graph.output_node().type = None  # the annotation of the tracer's function, not the model's
         if since.drew_random_numbers():
             raise Refused(
                 "it draws random numbers that do not depend on its inputs: fx freezes them"
@@ -61,13 +61,15 @@ _OF_LAYERS = nn.Transformer | nn.TransformerEncoder | nn.TransformerDecoder
 
 
 class _SymbolicTracer(fx.Tracer):
-    """fx's tracer, with one placeholder for each tensor of the example, and all else a constant.
+    """fx's tracer, with one placeholder for each tensor of the example; the other arguments are
+    constants.
 
-    fx has a way of its own to fix arguments, ``concrete_args``; it leaves placeholders and
-    assertions behind for them.
+    The option ``concrete_args`` of fx would make arguments constants as well, but it leaves
+    placeholders and assertions behind for them.
     """
 
-    proxy_buffer_attributes = True  # else what a model computes from a buffer is computed only once
+    # Without it, what a model computes from a buffer would be computed once, during the trace.
+    proxy_buffer_attributes = True
 
     def __init__(self, example: Example) -> None:
         super().__init__()
@@ -85,14 +87,17 @@ class _SymbolicTracer(fx.Tracer):
         self.modes = Ambient.here()
         self.thread = threading.get_ident()
 
-    # While fx traces, it has taken over nn.Module for the whole process: what other threads do is
-    # none of our business.
+    # While fx traces, it patches nn.Module for the whole process, so that calls of modules in other
+    # threads arrive here too: they are passed through.
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """A module with hooks is called as a whole, and so are its hooks, other than those that
-        record what the model gives, which are called now. So is one with a state that it changes.
-        PyTorch's are too, other than those that are made of layers, between which one may want to
-        cut."""
+        """Whether a module becomes one node, and is not looked into.
+
+        A module with hooks does, so that its hooks are called with it; hooks that record what the
+        model gives are called during the trace instead. So does a module with a state that it
+        changes. So do PyTorch's modules, except ``nn.Sequential`` and transformers: one may want to
+        cut between their layers.
+        """
         is_whole = super().is_leaf_module(m, module_qualified_name)
         if has_hooks(m):  # all others are gone meanwhile
             return False
@@ -136,7 +141,7 @@ class _SymbolicTracer(fx.Tracer):
                 if isinstance(write, fx.Proxy):
                     _move_ahead(write.node)
             tensors, structure = Structure.of(output)
-            if not structure.opens_objects:  # what it is made of is part of the graph
+            if not structure.opens_objects:  # fx puts tuples, lists and dicts into the graph itself
                 return output
             self.rebuild = structure.fill
             return tensors
@@ -145,8 +150,9 @@ class _SymbolicTracer(fx.Tracer):
 
 
 def _move_ahead(write: fx.Node) -> None:
-    """Put a write to a buffer behind what is written and what has read the buffer: so that a stage
-    may end there."""
+    """Move a write to a buffer as far ahead in the graph as it may be: right behind the nodes that
+    compute what is written and the nodes that read the old buffer. It has been traced at the end of
+    the graph, where it would keep the stage that has the buffer from ending any earlier."""
     buffer, value = write.all_input_nodes
     graph, moved = write.graph, [write, value]
     needed = {buffer, *value.all_input_nodes}
@@ -158,7 +164,8 @@ def _move_ahead(write: fx.Node) -> None:
 
 
 def _stack_trace() -> str:
-    """Where the model is, as Python says it. fx could say it too, and takes a millisecond."""
+    """The lines of the model that are running, in the format of a Python traceback. fx can record
+    them too, but takes a millisecond for each node."""
     lines: list[str] = []
     frame = sys._getframe(2)  # not this function, nor the tracer
     while frame.f_back is not None and frame.f_code is not _TRACE:
@@ -178,7 +185,8 @@ def _stack_line(code: CodeType, number: int) -> str:
 
 
 def _as_a_node(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Keep autograd Functions whole: fx would look into their forward, and lose their backward."""
+    """Record a call of an autograd Function as one node. fx would trace into its forward, and the
+    backward that it defines would be lost. NotImplemented if none of the arguments is a proxy."""
     proxy = next((a for a in (*args, *kwargs.values()) if isinstance(a, fx.Proxy)), None)
     if proxy is None:
         return NotImplemented

@@ -1,9 +1,9 @@
 """Modules that are kept whole: what ``torch.export`` cannot look into stays one node of the graph.
 
-A module whose forward goes by the values of its inputs (a mixture of experts that loops over the
-experts that were hit, say) cannot be made a graph of. It need not be: the rest of the model can,
-with a call of that module in it. To go on, export has to know the shapes of what such a call gives;
-they are found by running the model at several batch sizes, beforehand.
+A module whose forward branches by the values of its inputs (a mixture of experts that loops over
+the experts that were hit, say) cannot be traced. It need not be: the rest of the model can, with a
+call of that module as one node of the graph. To trace the rest, export has to know the shapes of
+the module's outputs. These are learned beforehand, by running the model at several batch sizes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.random import RandomState
 
 WITHOUT_VALUES = "compute it in several modules, or with masks and torch.where in place of values"
-"""What helps where a part of a model is one node since it goes by values."""
+"""Advice for the user, where a part of the model is one node since it depends on values."""
 
 
 class Blamed(Exception):
-    """No graph can be made of what a module does; the message says why."""
+    """A module cannot be traced; the message says why, and ``module`` is the one to keep whole."""
 
     def __init__(self, module: nn.Module, message: str) -> None:
         super().__init__(message)
@@ -44,14 +44,14 @@ class NotWhole(Blamed):
 
 @dataclass(frozen=True)
 class _Shape:
-    """How an output's sizes follow from those of the inputs."""
+    """The shape of an output as a rule: how its sizes follow from the sizes of the inputs."""
 
-    sizes: tuple[Any, ...]  # each a number, or (input, dimension, how many times that)
+    sizes: tuple[Any, ...]  # each is a number, or (input, dimension, factor)
     dtype: torch.dtype
     requires_grad: bool
 
     def of(self, inputs: Sequence[Tensor]) -> list[Any]:
-        """The sizes, for these inputs."""
+        """The output's sizes for these inputs."""
         return [
             size if isinstance(size, int) else inputs[size[0]].shape[size[1]] * size[2]
             for size in self.sizes
@@ -60,30 +60,34 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Run:
-    """What has been seen of one call at one batch size."""
+    """What has been observed of one call of a module, in a run at one batch size."""
 
     inputs: Structure
     outputs: Structure
-    given: list[torch.Size]
-    made: list[Tensor]  # on "meta"
-    written: tuple[str, ...]
-    draws: bool
+    given: list[torch.Size]  # shapes of the inputs
+    made: list[Tensor]  # the outputs, as tensors on "meta"
+    written: tuple[str, ...]  # buffers that the call wrote to
+    draws: bool  # whether it drew random numbers
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module: what is around its tensors, and the shapes of its outputs."""
+    """One call of a module that is kept whole: the structures that its input and output tensors are
+    in, and the shapes of its outputs, as rules that hold for any batch size."""
 
     module: nn.Module
     inputs: Structure
     outputs: Structure
     shapes: list[_Shape]
-    written: tuple[str, ...]  # buffers
-    draws: bool  # random numbers
+    written: tuple[str, ...]  # buffers that the call writes to
+    draws: bool  # whether it draws random numbers
 
     @staticmethod
     def of(module: nn.Module, runs: Sequence[_Run]) -> Call:
-        """From the same call at several batch sizes. Raises NotWhole if they are no rule."""
+        """Derive the rules from runs of the same call at several batch sizes.
+
+        Raises NotWhole if the outputs do not follow from the inputs by a rule.
+        """
         first = runs[0]
         for run in runs[1:]:
             if not (first.inputs.fits(run.inputs) and first.outputs.fits(run.outputs)):
@@ -107,7 +111,7 @@ class Call:
         return Call(module, first.inputs, first.outputs, shapes, first.written, first.draws)
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Empty outputs."""
+        """Uninitialised outputs, of the shapes and dtypes that these inputs lead to."""
         device = tensors[0].device
         return [torch.empty(s.of(tensors), dtype=s.dtype, device=device) for s in self.shapes]
 
@@ -117,12 +121,14 @@ class Call:
 
 
 def _numbers(outputs: Structure) -> list[int | float]:
-    """Numbers in a value: a graph would keep them as they were. Flags are not counted."""
+    """The numbers among outputs, which a graph would freeze as constants. Flags are left out."""
     return [c for c in outputs.constants() if isinstance(c, int | float) and type(c) is not bool]
 
 
 def _size(seen: Sequence[int], given: Sequence[Sequence[torch.Size]]) -> Any:
-    """A size as a number, or as a multiple of an input's; None if it is neither."""
+    """The rule for one size of an output, from its values in several runs (``seen``) and the shapes
+    of the inputs in each (``given``): a number, or (input, dimension, factor). None if no rule
+    fits."""
     if len(set(seen)) == 1:
         return seen[0]
     for i, shape in enumerate(given[0]):
@@ -136,10 +142,14 @@ def _size(seen: Sequence[int], given: Sequence[Sequence[torch.Size]]) -> Any:
 
 
 class Whole(nn.Module):
-    """A module as a function of its tensors, which gives a list of tensors.
+    """A module that is kept whole, as a function from tensors to a list of tensors.
 
-    On fake tensors it does not run, but gives what is like its outputs: of their shapes, with a
-    history, having written and drawn what the module writes and draws.
+    On fake tensors the module does not run, since it depends on values. What comes out instead has
+    the outputs' shapes and a history for autograd, and has the same side effects: it writes to the
+    buffers that the module writes to, and draws random numbers if the module does.
+
+    Raises RuntimeError where the module's outputs are not built, or not shaped, as when it was
+    traced.
     """
 
     def __init__(self, call: Call) -> None:
@@ -163,7 +173,8 @@ class Whole(nn.Module):
                     f"place of {tuple(shape.of(tensors))}: how large it is depends on the values "
                     "of the inputs, and a graph needs to know it ahead"
                 )
-        memory = {memory_of(tensor) for tensor in tensors}  # a graph knows of none that is shared
+        # To the graph the outputs are no aliases of the inputs: those that are get copied.
+        memory = {memory_of(tensor) for tensor in tensors}
         return [t.clone() if memory_of(t) in memory else t for t in outputs]
 
     def _pretend(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -186,24 +197,26 @@ class Whole(nn.Module):
 
 
 class Opaque(Protocol):
-    """What export does not look into: it becomes a node of the graph as it is."""
+    """A call that export does not look into, and that becomes one node of the graph: of a module
+    that is kept whole, or of an autograd Function."""
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Empty outputs, for these inputs."""
+        """Uninitialised tensors of the outputs' shapes and dtypes, for these inputs."""
 
     def node(self, graph: fx.Graph, key: str, inputs: Sequence[fx.Node]) -> fx.Node:
-        """The node, which gives a list of tensors."""
+        """The node that stands for the call in ``graph``; its value is a list of tensors."""
 
 
 _calls: ContextVar[Mapping[str, Opaque]] = ContextVar("calls")
-"""By the operator's key, in the export that is going on: its fake kernel is given nothing else."""
+"""The calls of the export that is going on, by key. The fake kernel of the operator below finds
+its call here, as an operator can be given no more than tensors and a string."""
 
 
 @torch.library.custom_op(
     "fxpipe::whole", mutates_args=(), schema="(Tensor[] inputs, str key) -> Tensor[]"
 )
 def whole(inputs: list[Tensor], key: str) -> list[Tensor]:
-    """In a graph that is being exported: what export does not look into."""
+    """Stands for a call that export does not look into, while the graph is being exported."""
     raise NotImplementedError("stands in a graph for a call, and is never run")
 
 
@@ -217,9 +230,11 @@ OP = torch.ops.fxpipe.whole.default
 
 @contextmanager
 def _instead(paths: Mapping[nn.Module, str], stand_in: Callable[..., Any]) -> Iterator[None]:
-    """``stand_in(module, forward, key, args, kwargs)`` in place of the forwards of modules.
+    """Inside the ``with`` block ``stand_in(module, forward, key, args, kwargs)`` is called in place
+    of the forward of each of these modules.
 
-    ``forward`` is the module's own. The key is its path and, from the second call on, a number.
+    ``forward`` is the module's original method. ``key`` tells the calls apart: it is the module's
+    path and, from the second call on, a number.
     """
     counts = dict.fromkeys(paths.values(), 0)
 
@@ -247,10 +262,12 @@ def _instead(paths: Mapping[nn.Module, str], stand_in: Callable[..., Any]) -> It
 
 
 def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict[str, Call]:
-    """All calls of these modules, as seen in runs of the model at several batch sizes.
+    """All calls of these modules by key, as observed in ``runs`` of the model, each of which has
+    another batch size.
 
     Raises:
-        NotWhole: if a call cannot be told from its inputs, or writes to them.
+        NotWhole: if the outputs of a call do not follow from its inputs by a rule, if it writes to
+            its inputs, or if the number of calls depends on the batch size.
     """
     found: dict[str, list[_Run]] = {}
     modules: dict[str, nn.Module] = {}
@@ -293,8 +310,14 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
 
 @contextmanager
 def kept_whole(paths: Mapping[nn.Module, str], calls: Mapping[str, Opaque]) -> Iterator[None]:
-    """Export sees calls of these modules, and does not look into them; nor into what else there is
-    in ``calls`` by the time that it is called."""
+    """Inside the ``with`` block export records calls of these modules as one operator each, and
+    does not look into them.
+
+    Args:
+        paths: the modules that are kept whole, with their paths.
+        calls: the calls of these modules, as observed before. The operators of other calls, which
+            are entered in ``calls`` during the export, are looked up in it as well.
+    """
 
     def call(module: nn.Module, _: Any, key: str, args: Any, kwargs: Any) -> Any:
         tensors, structure = Structure.of((args, kwargs))
@@ -316,10 +339,12 @@ def kept_whole(paths: Mapping[nn.Module, str], calls: Mapping[str, Opaque]) -> I
 def more(
     model: nn.Module, paths: Mapping[nn.Module, str], module: nn.Module | None
 ) -> dict[nn.Module, str] | None:
-    """The modules to keep whole where an export has failed in this one: those of its class as well.
+    """The modules to keep whole in the next attempt, after an export has failed in ``module``.
 
-    Where it is kept whole already, or is a part of one that is, the module that calls it is kept
-    whole in its place. None if that is the model itself.
+    These are the modules kept whole so far (``paths``), the one that failed, and all others of its
+    class, since they are likely to fail too. If the one that failed is kept whole already, is a
+    part of a module that is, or is a mere container such as ``nn.ModuleList``, its parent is taken
+    in its place. None if that is the model itself.
     """
     names = {module: name for name, module in model.named_modules()}
     kept = tuple(f"{path}." for path in paths.values())
@@ -342,7 +367,8 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def as_nodes(graph: fx.Graph, calls: Mapping[str, Opaque]) -> dict[str, nn.Module]:
-    """Replace the operator in a graph by what it stands for; return the modules that are called."""
+    """Replace the operator in an exported graph by the calls that it stands for; return the modules
+    that the new nodes call, by key."""
     used: dict[str, nn.Module] = {}
     for node in graph.find_nodes(op="call_function", target=OP):
         inputs, key = node.args
