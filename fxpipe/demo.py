@@ -21,9 +21,10 @@ NOISE = 0.15  # standard deviation, of pixels between 0 and 1
 
 
 class UNet(nn.Module):
-    """Down by convolutions with stride 2, up by interpolation; every level is skipped across.
+    """A small U-Net (Ronneberger et al., 2015) that gives the noise in an image.
 
-    The classic one (Ronneberger et al., 2015), small. Gives the noise in an image.
+    Convolutions with stride 2 lead down, interpolations lead up, and a skip connects the two sides
+    at every level.
     """
 
     def __init__(self, channels: int = 16, depth: int = 4) -> None:
@@ -64,7 +65,8 @@ def photographs() -> list[Tensor]:
 
 
 def batches(photos: list[Tensor], count: int, size: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Noisy crops of 64 x 64, and the noise in them."""
+    """``count`` batches of ``size`` random crops: pairs of the noisy images and the noise in them,
+    both of shape size x 3 x 64 x 64."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
@@ -82,7 +84,8 @@ def batches(photos: list[Tensor], count: int, size: int, seed: int) -> list[tupl
 
 @dataclass
 class DemoResult:
-    """One training run."""
+    """The results of one training run: the loss on the test batch before and after it, the loss of
+    each step, and the duration of all steps in seconds."""
 
     before: float
     after: float
@@ -98,7 +101,10 @@ def train(
     progress: Progress,
     title: str,
 ) -> DemoResult:
-    """Adam on the mean squared error. ``devices``: where inputs go, and where outputs come out."""
+    """Train a model by Adam on the mean squared error.
+
+    ``devices``: the device of the inputs, and that of the outputs.
+    """
     source, target = devices
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
@@ -123,7 +129,8 @@ def train(
 
 
 def run(out: Path, steps: int, console: Console) -> None:
-    """Train twice, compare, report, and draw into the folder ``out``."""
+    """Train a U-Net as a pipeline and as a plain module, compare the two, and write a report and
+    drawings to the folder ``out``."""
     torch.manual_seed(0)
     photos = photographs()
     data, (test,) = batches(photos, steps, 16, seed=1), batches(photos, 1, 16, seed=2)
@@ -164,7 +171,8 @@ def run(out: Path, steps: int, console: Console) -> None:
 
 
 def stage_devices() -> list[str]:
-    """Four stages on the GPUs there are, or four CPU lanes."""
+    """The devices of four stages: spread over the accelerators of this machine, or four times the
+    CPU if it has none."""
     count = torch.accelerator.device_count()
     kind = torch.accelerator.current_accelerator()
     if kind is None or not count:

@@ -1,4 +1,4 @@
-"""A backend of ``torch.compile``: what Dynamo captures runs as a pipeline.
+"""A backend of ``torch.compile``: the graph that Dynamo captures runs as a pipeline.
 
 ::
 
@@ -7,9 +7,9 @@
     Dynamo's graph                          the model that is compiled
     (weight, s0, x) ─ linear ─ view(s0)     (x) ─ linear (its own weight) ─ view(x.size(0))
 
-Dynamo makes inputs of everything: of parameters and buffers, which become the graph's own again, so
-that each is put on its stage's device; and of sizes, which are read from the tensors again, so that
-they are those of a micro-batch.
+In Dynamo's graph parameters, buffers and sizes are inputs. Here parameters and buffers become
+attributes of the graph module again, so that each can be moved to the device of its stage; and
+sizes are read from the tensors again, so that a micro-batch has sizes of its own.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from fxpipe.pipeline import Pipeline
 
 
 class BackendError(RuntimeError):
-    """What Dynamo has captured cannot be made a pipeline; the message says why."""
+    """The graph that Dynamo has captured cannot become a pipeline; the message says why."""
 
 
 def backend(devices: Sequence[str | torch.device] | None = None, **options: Any) -> Backend:
     """For ``torch.compile(model, backend=...)``: run the model as a pipeline.
 
     Args:
-        devices, options: as for :func:`fxpipe.compile`, but for ``example_inputs`` and ``tracer``,
-            which are Dynamo's part, and ``loss_fn`` and ``schedule``, since there is no ``step()``.
-            ``in_dims`` is a dict by the names of the arguments.
+        devices, options: as for :func:`fxpipe.compile`, but without ``example_inputs`` and
+            ``tracer``, since Dynamo traces the model, and without ``loss_fn`` and ``schedule``,
+            since there is no ``step()``. ``in_dims`` is a dict by the names of the arguments.
 
     The model has to be captured in one graph, and for any batch size, since micro-batches are
     smaller than the example.
@@ -67,12 +67,13 @@ def backend(devices: Sequence[str | torch.device] | None = None, **options: Any)
             f"{sorted(unknown)[0]} has no meaning for a backend of torch.compile: leave it away, "
             "or use fxpipe.compile"
         )
-    compile(nn.Identity(), devices, **options)  # which checks them
+    compile(nn.Identity(), devices, **options)  # raises if the options are wrong
     return Backend(devices, options)
 
 
 class Backend:
-    """Made by :func:`backend`. ``pipelines``: one for each graph that Dynamo has captured."""
+    """A backend for ``torch.compile``, made by :func:`backend`. ``pipelines`` has one pipeline for
+    each graph that Dynamo has captured."""
 
     def __init__(self, devices: Sequence[str | torch.device] | None, options: dict[str, Any]):
         self.devices, self.options = devices, options
@@ -80,9 +81,10 @@ class Backend:
         self.__name__ = "fxpipe"  # in Dynamo's messages
 
     def __call__(self, gm: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a graph of Dynamo's. Called by Dynamo."""
+        """Compile a graph that Dynamo has captured, and return the function that runs it. Dynamo
+        calls this, with the graph and its example inputs."""
         _refuse_a_part(gm)
-        gm = _copied(gm)  # Dynamo goes on by its own
+        gm = _copied(gm)  # Dynamo uses the original afterwards
         inputs = list(map(_Input.of, gm.graph.find_nodes(op="placeholder"), example))
         in_dims = self._symbolic_batch([each for each in inputs if each.is_tensor])
         bound = _bind(gm, inputs)
@@ -105,10 +107,14 @@ class Backend:
         return run
 
     def _symbolic_batch(self, inputs: Sequence[_Input]) -> dict[str, int | None]:
-        """``in_dims`` for these tensors; Dynamo is made to begin anew until the batch's size is a
-        symbol of its own.
+        """``in_dims`` for these inputs; Dynamo has to capture the model again until the batch size
+        is a symbol in its graph.
 
-        At first Dynamo takes all sizes for constants, and sizes that are equal for one.
+        At first Dynamo makes all sizes constants. The dimensions that should vary are marked, and
+        an exception makes Dynamo capture the model anew.
+
+        Raises:
+            BackendError: if the model makes a constant of its batch size.
         """
         said: dict[str, int | None] = self.options.get("in_dims") or {}
         dims = {
@@ -139,7 +145,7 @@ class _BeginAnew(
     dynamo().exc.TensorifyScalarRestartAnalysis,  # type: ignore[misc] # which a backend may raise
     dynamo().exc.UnspecializeRestartAnalysis,  # type: ignore[misc] # after which Dynamo may take another way
 ):
-    """Makes Dynamo trace the model again, with the sizes that have been marked as symbols."""
+    """An exception that makes Dynamo capture the model again, with the marked sizes as symbols."""
 
 
 def _refuse_a_part(gm: fx.GraphModule) -> None:
@@ -155,8 +161,8 @@ def _refuse_a_part(gm: fx.GraphModule) -> None:
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph, to be changed, with the paths of modules as the model has them, so that
-    ``partition=`` finds them."""
+    """A copy of Dynamo's graph, which may be changed. Its nodes have the paths of modules as in the
+    model, so that names in ``partition=`` are found."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:
@@ -169,13 +175,13 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass
 class _Input:
-    """A placeholder of Dynamo's graph. ``node`` is None once it is none any more."""
+    """An input of Dynamo's graph. ``node`` is its placeholder, or None once that is removed."""
 
     node: fx.Node | None
     example: Any
-    path: str  # how the model calls it: "layers.0.weight", or the name of an argument
-    is_owned: bool  # a module's: parameter, buffer, or attribute
-    is_number: bool  # a float, which Dynamo passes as a tensor
+    path: str  # its name in the model: "layers.0.weight", or the name of an argument
+    is_owned: bool  # whether a module has it: a parameter, a buffer, or a tensor attribute
+    is_number: bool  # whether it is a float, which Dynamo passes as a tensor
 
     @staticmethod
     def of(node: fx.Node, example: Any) -> _Input:
@@ -202,11 +208,11 @@ class _Input:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is one of the call's tensors."""
+        """Whether it is a tensor among the arguments of the call."""
         return isinstance(self.example, Tensor) and not (self.is_owned or self.is_number)
 
     def is_symbolic(self, dim: int) -> bool:
-        """Whether the graph is for any size of that dimension."""
+        """Whether the size of that dimension is a symbol in the graph, and not a constant."""
         assert self.node is not None
         size = self.node.meta["example_value"].shape[dim]
         return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
@@ -220,13 +226,15 @@ class _Input:
 
 
 def _within_model(source: str) -> str:
-    """``L['self']._modules['a']._parameters['weight']``: a.weight."""
+    """The path in the model that Dynamo's name of a tensor stands for: ``a.weight`` for
+    ``L['self']._modules['a']._parameters['weight']``."""
     own = re.sub(r"^[LG]\['\w+'\]|\b(_modules|_parameters|_buffers|__dict__)\b", "", source)
     return ".".join(re.findall(r"\w+", own))
 
 
 def _argument(source: str) -> str:
-    """``L['x']``: x; ``L['kwargs']['pair'][0]``: pair_0; ``L['args'][0]``: arg_0."""
+    """The name of an argument, from Dynamo's: ``x`` for ``L['x']``, ``pair_0`` for
+    ``L['kwargs']['pair'][0]``, and ``arg_0`` for ``L['args'][0]``."""
     parts = re.findall(r"\w+", source)
     name = "_".join(part for part in parts if part not in ("L", "G", "args", "kwargs"))
     return name if name.isidentifier() else f"arg_{name}"
@@ -254,13 +262,14 @@ class Bound:
             self.place[self.name] = self.tensor
 
     def refresh(self, tensor: Tensor) -> None:
-        """Take the tensor of a call, where the model has another object by now."""
+        """Hold the tensor that a call gives, if the model has replaced its parameter or buffer."""
         if tensor is not self.tensor:
             self.tensor = self.place[self.name] = tensor
 
 
 def _bind(gm: fx.GraphModule, inputs: Sequence[_Input]) -> dict[int, Bound]:
-    """Make what modules own the graph's own, under the same names. By the index of the input."""
+    """Make the inputs that are parameters and buffers attributes of the graph module, under their
+    names in the model. Returns these by the index of the input."""
     bound: dict[int, Bound] = {}
     for i, each in enumerate(inputs):
         if each.is_owned and each.node is not None:
@@ -291,7 +300,7 @@ def _free(owner: nn.Module, name: str) -> str:
 
 
 def _read_sizes_from_tensors(gm: fx.GraphModule, inputs: Sequence[_Input]) -> None:
-    """A size that Dynamo passes by itself is read from the tensor that has it."""
+    """Replace each input that is a size by a ``size()`` call on the tensor input that has it."""
     where: dict[Any, tuple[fx.Node, int]] = {}
     for each in inputs:
         if each.node is not None and each.is_tensor:
@@ -311,7 +320,7 @@ def _read_sizes_from_tensors(gm: fx.GraphModule, inputs: Sequence[_Input]) -> No
 
 
 def _specialised(model: nn.Module, args: tuple[Any, ...], _: dict[str, Any]) -> fx.GraphModule:
-    """The graph for these arguments: numbers among them are constants."""
+    """A copy of the graph in which arguments that are no tensors have become constants."""
     assert isinstance(model, fx.GraphModule)
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
@@ -331,10 +340,10 @@ def _specialised(model: nn.Module, args: tuple[Any, ...], _: dict[str, Any]) -> 
 
 
 def _keep_regions_whole(gm: fx.GraphModule) -> None:
-    """What runs without gradients, or under an autocast of its own, becomes one node.
+    """Make one node of each region that runs under ``no_grad`` or an autocast within the forward.
 
-    Dynamo marks where such a region begins and ends by calls, which have no place in a pipeline,
-    where each stage runs in a thread of its own.
+    Dynamo marks the beginning and the end of such a region by calls that switch the mode of the
+    running thread. A pipeline could cut between the two, and stages run in different threads.
     """
     for number, region in enumerate(list(_regions(gm.graph))):
         inside = set(region)
@@ -359,7 +368,11 @@ def _keep_regions_whole(gm: fx.GraphModule) -> None:
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes from each switch of gradients or autocast to the one that takes it back."""
+    """The regions of a graph: the nodes from each switch of gradients or autocast to the switch
+    that takes it back.
+
+    Raises BackendError if a switch is never taken back.
+    """
     usual = torch.is_grad_enabled()
     region: list[fx.Node] = []
     grad, casts = usual, 0

@@ -2,7 +2,7 @@
 
 ::
 
-    Pipeline ─ is a ─ ModelProxy      to others it is the model: parameters, states, attributes
+    Pipeline ─ is a ─ ModelProxy      has the model's parameters, state dict, hooks, attributes
        ├─── has a ─── Runner          compiles for a call, and runs it on the lanes
        └─── has ───── Views           graphs, stages, drawings, predictions and reports
 """
@@ -40,8 +40,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _opaque(function: F) -> F:
-    """Keep Dynamo out of a function: what it compiles around a call runs the function as it is,
-    since lanes cannot be captured in a graph."""
+    """Keep Dynamo from tracing into a function: code that ``torch.compile`` compiles calls it as
+    plain Python, since the threads of the lanes cannot be captured in a graph."""
     why = "a pipeline is compiled already"
     return torch.compiler.disable(function, reason=why)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -105,19 +105,22 @@ class Pipeline(ModelProxy):
     ) -> Tensor:
         """A training step in the order of the schedule: forward, loss, and backward.
 
-        The gradients are added to ``.grad``, micro-batch by micro-batch; the inputs get none. Each
-        micro-batch counts by its rows, so that a loss which is a mean over rows is that of the
-        mini-batch. :attr:`losses` has those of the micro-batches.
+        The gradients of the parameters are added to ``.grad``, micro-batch by micro-batch; the
+        inputs get no gradients. The loss of a micro-batch is weighted by its number of rows, so
+        that a loss which is a mean over rows is the mean over the mini-batch. After the step
+        :attr:`losses` has the losses of the micro-batches.
 
         Args:
             target: the second argument of ``loss_fn``: tensors, in any nesting, with as many rows
-                as the batch. Those without dimensions, and all else, every micro-batch is given.
-                Without a ``loss_fn`` the model's own argument of that name.
+                as the batch, which are split into micro-batches. Tensors without dimensions, and
+                values that are no tensors, are given to every micro-batch. Without a ``loss_fn``
+                it is the argument ``target`` of the model.
             scaler: its scale is multiplied into the gradients; unscale and step with it afterwards.
-            optimizer: one, or several, that step each stage's parameters as soon as their gradients
-                are done, while other stages are still at work, and what no stage has at the end.
-                One that is not of ``torch.optim``, or has hooks on its step (which may clip
-                gradients together, say), steps once, at the end. Not LBFGS.
+            optimizer: one optimizer, or several. The parameters of each stage are stepped as soon
+                as their gradients are complete, while other stages are still at work; parameters
+                that no stage has are stepped at the end. An optimizer of a class that is not in
+                ``torch.optim``, or with hooks on its step (which may clip all gradients together,
+                say), steps once, at the end. LBFGS is refused.
 
         Returns:
             The loss of the mini-batch, without history and not scaled.
@@ -142,7 +145,7 @@ class Pipeline(ModelProxy):
         last = self._runner.options.devices[-1]
         scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
         stepping = Stepping(optimizers, self.module.parameters()) if optimizers else None
-        with torch.no_grad():  # each forward records for itself
+        with torch.no_grad():  # the forward of each stage switches gradients on itself
             total, losses = self._runner.run(unrolled, [*values, scale, stepping])
         if stepping is not None:
             stepping.finish()
@@ -150,14 +153,15 @@ class Pipeline(ModelProxy):
         return total  # type: ignore[no-any-return]
 
     def measure(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Timeline:
-        """What the lanes do in a training step, measured: that of median length of a few steps.
+        """Run a few training steps, measure what each lane does and when, and return the step whose
+        duration is the median.
 
-        Gradients, buffers, random states and inputs are afterwards what they were, and hooks of
-        modules and parameters are not called.
+        Gradients, buffers, random states and inputs are put back afterwards, and hooks of modules
+        and parameters are not called.
 
         Args:
             target: as for :meth:`step`.
-            rounds: how many steps, after one to warm up.
+            rounds: the number of steps to measure, after one step to warm up.
         """
         rounds = count("rounds", rounds, "the number of steps to measure")
         unrolled, values = self._runner.ready_to_step(args, kwargs, target)
@@ -183,15 +187,15 @@ class Pipeline(ModelProxy):
         self._runner.ready(args, kwargs)
 
     def recompile(self) -> None:
-        """Compile again at the next call, cut alike.
+        """Compile again at the next call, with the same cut into stages.
 
-        What a trace cannot see has to be told so: that a global variable which the forward reads
-        has changed, say, or a part of an object deep within an attribute.
+        Call this after a change that guards do not notice: of a global variable which the forward
+        reads, say, or of a part deep within an object that is an attribute of a module.
         """
         self._runner.forget()
 
     def close(self) -> None:
-        """End the lanes' threads. The pipeline cannot be called any more; the model can."""
+        """End the threads of the lanes. After this the pipeline cannot be called; the model can."""
         self._runner.close()
 
     def __enter__(self) -> Pipeline:
@@ -201,7 +205,11 @@ class Pipeline(ModelProxy):
         self.close()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipeline:
-        """``to(dtype)``, ``half()`` and the like, on the model. Stages stay on their devices."""
+        """Convert the model, by ``to(dtype)``, ``half()`` and the like; stages stay on their
+        devices.
+
+        Raises RuntimeError if the conversion would move the model to another device.
+        """
         device = moved_to(self.module, fn)
         if device is not None:
             raise RuntimeError(
@@ -265,8 +273,8 @@ class Pipeline(ModelProxy):
 
     @property
     def guards(self) -> Guards:
-        """What the last call's graphs have been compiled for, to be printed. A call for which they
-        do not hold is compiled anew."""
+        """The guards of the last call's graphs: the conditions under which these serve a call. A
+        call for which they do not hold is compiled anew. ``print`` shows them in words."""
         return self._views.guards
 
     def draw(
@@ -297,12 +305,13 @@ class Pipeline(ModelProxy):
         self._views.write_page(path)
 
     def timeline(self) -> Timeline:
-        """The training step as predicted: what each lane does, and when.
+        """The predicted training step: what each lane does and when, in seconds, and the bytes that
+        it holds.
 
-        From the times of :meth:`measure`, if that has been called, else from estimated costs. The
-        memory is estimated: parameters, their gradients, what Adam keeps for them, buffers, and
-        activations. Checkpointed micro-batches have activations only while they are computed again;
-        until then they have what the stage has received.
+        The prediction uses the times of :meth:`measure`, if that has been called, else estimated
+        costs. The memory is always an estimate: parameters, their gradients, the states of Adam,
+        buffers, and activations. A checkpointed micro-batch holds activations only while its
+        forward is computed again; until then it holds the inputs of the stage.
         """
         return self._views.timeline()
 
@@ -311,7 +320,8 @@ class Pipeline(ModelProxy):
         return self._views.html()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The model, and what is needed to compile it again: graphs and threads are made anew."""
+        """The state for pickling: the model and what is needed to compile it again. Graphs are not
+        pickled; they are compiled anew after unpickling, with the same cut."""
         runner = self._runner
         return {
             "module": self.module,
@@ -328,7 +338,7 @@ class Pipeline(ModelProxy):
         self._runner.is_closed = state["is_closed"]
 
     def extra_repr(self) -> str:
-        """The devices of the stages, ahead of the model's modules."""
+        """The devices of the stages; ``repr`` prints them ahead of the model's modules."""
         return f"devices=[{', '.join(self._runner.options.names)}]"
 
 

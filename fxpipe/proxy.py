@@ -1,4 +1,5 @@
-"""A module that is to others what its model is: same parameters, states, hooks and attributes."""
+"""A module that wraps a model and behaves like it towards other code: it has the same parameters,
+state dict, hooks and attributes."""
 
 from __future__ import annotations
 
@@ -14,20 +15,20 @@ from fxpipe.ir.hooks import HOOKS
 class ModelProxy(nn.Module):
     """Shares parameters, buffers, submodules and hooks with a model, and shows its attributes.
 
-    Names that the proxy's own class has come first, so that ``proxy.chunks`` means the same for
-    every model; they cannot be set. A model's own attribute of such a name is read and set at the
-    model: ``proxy.module.chunks``.
+    A name that the proxy's class defines takes precedence over the model's, so that
+    ``proxy.chunks`` means the same for every model. Such a name cannot be set at the proxy; an
+    attribute of the model that has the name is read and set as ``proxy.module.chunks``.
     """
 
     module: nn.Module
     _OPEN: ClassVar[frozenset[str]] = frozenset({"training", "forward"})
-    """Names of the class that may be set nevertheless."""
+    """Names that the proxy's class defines and that may be set at the proxy nevertheless."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.__dict__.update(
             module=model,
-            # The very same dicts: what is registered at one is registered at both.
+            # The dictionaries are shared: what is registered at one module is registered at both.
             _parameters=model._parameters,
             _buffers=model._buffers,
             _modules=model._modules,
@@ -46,7 +47,7 @@ class ModelProxy(nn.Module):
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """The model's, as the backward hooks are."""
+        """The kind of backward hooks: it is the model's, since the hooks themselves are shared."""
         return self.module._is_full_backward_hook if "module" in self.__dict__ else None
 
     @_is_full_backward_hook.setter
@@ -55,10 +56,13 @@ class ModelProxy(nn.Module):
             self.module._is_full_backward_hook = value
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the model: its configuration, say. Methods of the model are refused, as
-        they would run it stage by stage on several devices."""
+        """An attribute of the model, such as its configuration.
+
+        Raises AttributeError for methods of the model: they would run it as a plain module, while
+        its stages are on several devices.
+        """
         own = getattr(type(self), name, None)
-        if isinstance(own, property):  # its value is not there yet, and its error says why
+        if isinstance(own, property):  # it has raised an AttributeError: raise that again
             return own.__get__(self)
         try:
             return super().__getattr__(name)
@@ -76,7 +80,7 @@ class ModelProxy(nn.Module):
         """Set an attribute of the model, if the model has it; else of the proxy.
 
         Raises:
-            AttributeError: for names that the proxy has of its own.
+            AttributeError: for a name that the proxy's class defines.
         """
         model = self.__dict__.get("module")
         if model is not None and self._is_own(name):
@@ -111,8 +115,8 @@ class ModelProxy(nn.Module):
 
 
 def moved_to(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> torch.device | None:
-    """The device to which a function, as ``nn.Module.to`` applies one, would move a tensor of the
-    model; None if it leaves all where they are."""
+    """The device to which ``fn``, a function as ``nn.Module.to`` applies it to each tensor, would
+    move tensors of the model; None if it leaves every tensor on its device."""
     tensors: Sequence[Tensor] = (*model.parameters(), *model.buffers())
     for tensor in tensors:
         device = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).device

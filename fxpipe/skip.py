@@ -7,9 +7,9 @@
             fxpipe.skip.stash("fine", x)                  return x + fxpipe.skip.pop("fine")
             return self.conv(x)
 
-As the model is called, what is stashed lies in a tracker of the running thread until it is popped.
-When the model is compiled, the two ends become an edge of its graph, like any other value that is
-made here and used there, and nothing is left of the names.
+In an eager call, a stashed tensor is kept in a tracker of the running thread until it is popped.
+When the model is compiled, stash and pop become an edge of its graph, like that of any other value
+that one node computes and another one uses; the names are gone from the graph.
 
 The idea is torchgpipe's (``torchgpipe.skip``), where modules declare their names and yield.
 """
@@ -26,7 +26,8 @@ from torch import nn
 
 
 class SkipError(RuntimeError):
-    """A skip is stashed or popped where that cannot be; the message names the modules."""
+    """A skip is stashed twice, popped before it is stashed, or never popped; the message names the
+    modules."""
 
 
 class Namespace:
@@ -43,7 +44,11 @@ Key = tuple[Namespace | None, str]
 
 
 class Tracker:
-    """What has been stashed and not yet popped, and by whom."""
+    """The tensors that have been stashed in one forward and not yet popped, with the modules that
+    have stashed them.
+
+    ``strict``: whether stashing a name that is in use is an error; if not, it replaces the tensor.
+    """
 
     def __init__(self, model: nn.Module | None = None, *, strict: bool = True) -> None:
         self._strict = strict
@@ -52,7 +57,7 @@ class Tracker:
         self._popped: dict[Key, str] = {}
 
     def save(self, key: Key, value: Any, module: object) -> None:
-        """Stash. Raises :class:`SkipError` if the name is in use."""
+        """Stash a value. Raises :class:`SkipError` if the name is in use and it is strict."""
         by = self._describe(module)
         if key in self._held and self._strict:
             raise SkipError(
@@ -63,7 +68,7 @@ class Tracker:
         self._held[key] = value, by
 
     def load(self, key: Key, module: object) -> Any:
-        """Pop. Raises :class:`SkipError` if nothing is there."""
+        """Pop a value. Raises :class:`SkipError` if nothing is stashed under the name."""
         by = self._describe(module)
         if key in self._held:
             self._popped[key] = by
@@ -77,7 +82,8 @@ class Tracker:
         raise SkipError(f"{_text(key)} is popped by {by}, but it {why}")
 
     def check(self) -> None:
-        """At the end of a forward. Raises :class:`SkipError` if anything has not been popped."""
+        """Called at the end of a forward: raises :class:`SkipError` if a value has not been
+        popped."""
         for key, (_, by) in self._held.items():
             raise SkipError(f"{_text(key)} is stashed by {by}, and nobody pops it")
 
@@ -95,7 +101,7 @@ def _text(key: Key) -> str:
 
 class _Current(threading.local):
     def __init__(self) -> None:
-        # Not strict: an eager forward that has failed on its way may have left something.
+        # Not strict: an eager forward that has raised an error may have left stashed tensors.
         self.tracker = Tracker(strict=False)
 
 
@@ -104,10 +110,10 @@ _current = _Current()
 
 @contextmanager
 def tracking(model: nn.Module | None = None) -> Iterator[Tracker]:
-    """A tracker of its own for one forward of a model, complete at its end.
+    """Give one forward of a model, inside the ``with`` block, a strict tracker of its own.
 
     Raises:
-        SkipError: at the end, if something has been stashed that nobody has popped.
+        SkipError: at the end of the block, if a value has been stashed and not popped.
     """
     before, tracker = _current.tracker, Tracker(model)
     _current.tracker = tracker
@@ -122,22 +128,22 @@ def stash(name: str, tensor: Any, namespace: Namespace | None = None) -> None:
     """Lay a tensor aside, to be popped later in the same forward.
 
     Raises:
-        SkipError: when compiled, if one of that name lies there already. Called eagerly, it takes
-            the place of one that a forward which failed has left.
+        SkipError: while the model is compiled, if the name is in use already. In an eager call the
+            new tensor replaces the old one, which a forward that raised an error may have left.
     """
     _current.tracker.save((namespace, name), tensor, _caller())
 
 
 def pop(name: str, namespace: Namespace | None = None) -> Any:
-    """Take what has been stashed under a name.
+    """Take the tensor that has been stashed under a name earlier in the same forward.
 
     Raises:
-        SkipError: if nothing has, or it has been taken.
+        SkipError: if none has been stashed under that name, or it has been popped already.
     """
     return _current.tracker.load((namespace, name), _caller())
 
 
 def _caller() -> object:
-    """The module whose forward has called, for messages."""
+    """The module whose forward has called ``stash`` or ``pop``, for messages."""
     frame = sys._getframe(2)
     return frame.f_locals.get("self")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 USERS = (ValueError, TypeError, RuntimeError, OSError, ImportError)
-"""The errors that fxpipe and models raise for arguments that do not fit. Any other error is taken
+"""The classes of errors that fxpipe and models raise for wrong arguments. Any other error is taken
 for a bug, and shown with its traceback."""
 
 
@@ -16,12 +16,12 @@ class UserError(click.ClickException):
 
 
 def is_users(error: Exception) -> bool:
-    """Whether the user can fix what has raised an error."""
+    """Whether the user can fix the cause of an error; it is then shown without a traceback."""
     is_clicks = isinstance(error, click.exceptions.Exit | click.Abort)  # which are RuntimeErrors
     return isinstance(error, USERS) and not is_clicks
 
 
 def said(error: Exception) -> str:
-    """The message of an error, and its notes."""
+    """The text to print for an error: its message and its notes."""
     notes = getattr(error, "__notes__", [])
     return "\n".join([str(error) or type(error).__name__, *notes])

@@ -30,13 +30,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of an input, as told on the command line: ``8,3,32,32`` or ``8,128:int64``."""
+    """The shape and dtype of an input, as given on the command line: ``8,3,32,32`` for floats, or
+    ``8,128:int64``."""
 
     sizes: tuple[int, ...]
     dtype: str
 
     def tensor(self) -> Any:
-        """Normal random numbers, or zeros where the numbers are whole."""
+        """A tensor of this shape: normal random numbers for a floating dtype, else zeros."""
         import torch
 
         dtype = getattr(torch, self.dtype, None)
@@ -48,7 +49,7 @@ class Shape:
 
 
 def shape(value: str) -> Shape:
-    """``8,3,32,32`` or ``8,128:int64``."""
+    """Parse a shape such as ``8,3,32,32`` or ``8,128:int64``."""
     sizes, _, dtype = value.partition(":")
     try:
         found = tuple(map(int, sizes.split(",")))
@@ -60,7 +61,7 @@ def shape(value: str) -> Shape:
 
 
 def factory_name(value: str) -> str:
-    """``MODULE:FACTORY``, no file."""
+    """Check that a value has the form ``MODULE:FACTORY``, and is not the path of a file."""
     module, _, name = value.partition(":")
     if not module or not name:
         raise click.BadParameter(f"{value!r}: give MODULE:FACTORY, such as models:build")
@@ -85,21 +86,22 @@ def factory_argument(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load(factory: str, shapes: Sequence[Shape]) -> Given:
-    """What the factory gives.
+    """Load a model and its inputs from a factory.
 
-    It is a function (or class) without arguments, or a model. Random numbers are always the same.
+    A factory is a function (or class) without arguments, or a model itself. The seed is set before,
+    so that the weights are the same every time.
 
     Raises:
-        UserError: if it is not there, fails, or gives something else than a model or a model and
-            its inputs; or if there are no inputs.
+        UserError: if the factory does not exist, fails, or gives something else than a model or a
+            model and its inputs; or if there are no inputs.
     """
     import torch
 
     module, _, path = factory.partition(":")
-    torch.manual_seed(0)  # for what is made at import
+    torch.manual_seed(0)  # for a model that is made while its module is imported
     made = _attribute(_module(module), module, path)
     if callable(made) and not isinstance(made, torch.nn.Module):
-        torch.manual_seed(0)  # however much the import took
+        torch.manual_seed(0)  # again, since the import may have drawn random numbers
         try:
             made = made()
         except Exception as error:
@@ -124,10 +126,10 @@ def load(factory: str, shapes: Sequence[Shape]) -> Given:
 
 @contextmanager
 def called_with(given: Given) -> Iterator[None]:
-    """Where something fails because the model itself does, with these inputs, it says so.
+    """Explain an error inside the ``with`` block if the model itself fails on these inputs.
 
     Raises:
-        UserError: saying what was given.
+        UserError: if it does; the message names the inputs.
     """
     try:
         yield
@@ -143,7 +145,7 @@ def called_with(given: Given) -> Iterator[None]:
 
 
 def _failure(given: Given) -> Exception | None:
-    """What the model itself raises for the inputs; None if it takes them."""
+    """The error that the model itself raises when it is called with the inputs; None if it runs."""
     import torch
 
     from fxpipe.trace import untouched
@@ -157,7 +159,7 @@ def _failure(given: Given) -> Exception | None:
 
 
 def _said(given: Given) -> str:
-    """The inputs: ``float32 [8, 9], scale=int``."""
+    """The inputs in words, such as ``float32 [8, 9], scale=int``."""
     from fxpipe.inspect.draw.picture import type_text
 
     def text(value: Any) -> str:
@@ -169,7 +171,7 @@ def _said(given: Given) -> str:
 
 
 def _module(name: str) -> Any:
-    if os.getcwd() not in sys.path:  # as `python -m` does
+    if os.getcwd() not in sys.path:  # modules in the current folder are found, as by `python -m`
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
@@ -191,6 +193,6 @@ def _attribute(found: Any, module: str, path: str) -> Any:
 
 
 def _where(error: Exception) -> str:
-    """An error of the user's code, and the line that raised it."""
+    """An error of the user's code in words, with the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"

@@ -24,7 +24,7 @@ from fxpipe.ir.devices import KNOWN
 if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
 
-PLANNING = 4  # parts: trace, cost, partition, schedule
+PLANNING = 4  # the parts of planning that the progress bar counts: trace, cost, partition, schedule
 
 
 def _compiled(given: Given, **options: Any) -> Pipeline:
@@ -216,7 +216,7 @@ def bench(
 
 
 def mean(output: Any, target: Any) -> Any:
-    """Stands in for a loss: the sum of the means of all tensors that have gradients."""
+    """A loss for measurements: the sum of the means of all output tensors that have gradients."""
     import torch
 
     from fxpipe.ir._torch import pytree

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they write."""
+"""Options, file output and a progress bar that several commands share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ DRAWINGS = (".svg", ".dot", ".gv")
 
 
 def path_to(*endings: str) -> Callable[[str], Path]:
-    """The type of a file to write, with one of these endings; without any: with all."""
+    """An option type for a file to be written, whose name has one of these endings; without any
+    endings given, any name will do."""
 
     def file(value: str) -> Path:
         path = Path(value)
@@ -34,7 +35,7 @@ def path_to(*endings: str) -> Callable[[str], Path]:
 def devices_of(
     ctx: click.Context, param: click.Parameter, value: str | None
 ) -> tuple[str, ...] | None:
-    """``cpu,cpu`` as a tuple; refused if one of them is not there."""
+    """Parse a list of devices such as ``cpu,cpu``; a device that this machine lacks is refused."""
     if value is None:
         return None
     import torch
@@ -102,7 +103,7 @@ def pipeline_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def writing(path: Path) -> str:
-    """Make the folder of a file that is about to be written; gives what to say of it then."""
+    """Make the folder of a file that is about to be written; returns the message to print then."""
     is_new = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     return f"wrote {path}" + f" (in a new folder, {path.parent})" * is_new
@@ -117,7 +118,10 @@ def write(path: Path, text: str) -> None:
 
 @contextmanager
 def working(what: str, parts: int | None = None) -> Iterator[None]:
-    """A bar on stderr, of about so many parts, each with its name; on a terminal only."""
+    """Show a progress bar on stderr inside the ``with`` block, if that is a terminal.
+
+    ``parts``: about how many parts the work has, each of which the bar names; None if unknown.
+    """
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

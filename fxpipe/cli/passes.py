@@ -1,4 +1,5 @@
-"""The command passes: which there are, in which order they run, and what each does."""
+"""The command ``passes``: it lists the passes in the order in which they run, and says what each
+does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command schedule: a named schedule as a grid, with what it costs."""
+"""The command ``schedule``: it prints a named schedule as a grid, with its bubble and memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from fxpipe.cli.options import path_to, write, writing
 from fxpipe.schedule import NAMES, StageCost, gantt, live, named, simulate, stages_per_lane
 
-FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0  # a backward is twice a forward
+FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0  # durations: a whole backward takes twice a forward
 LANES = 4
 
 

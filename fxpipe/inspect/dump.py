@@ -1,9 +1,9 @@
-"""Before and after: what each pass of a compilation made of its graph, written to a folder.
+"""The dump of a compilation: the graph before the passes and after each of them, in a folder.
 
 ::
 
     dump/
-      index.html                    what has been compiled, in order
+      index.html                    the chains of passes that have run, in order
       00-UNet-stages/               a chain of passes: model graph to stage graph
         index.html                  what each pass changed
         00-traced.txt  .py  .svg    the graph as text, as code, and drawn
@@ -44,9 +44,12 @@ CONTEXT = 2  # lines that are shown around a change
 
 @dataclass(frozen=True)
 class Dump:
-    """Where to write, as ``compile(dump=...)`` or ``FXPIPE_DUMP`` say.
+    """The folder for dumps, as ``compile(dump=...)`` or the variable ``FXPIPE_DUMP`` names it.
 
-    Nothing there is overwritten but the index: what is compiled next gets the next number.
+    Each chain of passes gets a new numbered folder within it, so that no dump is overwritten; only
+    the index is written again.
+
+    Raises ValueError if the folder cannot be made.
     """
 
     folder: Path
@@ -60,8 +63,8 @@ class Dump:
             ) from None
 
     def __call__(self, title: str, gm: fx.GraphModule) -> Trail:
-        """Make a folder for a chain of passes that begins with this graph; gives what runs the
-        passes."""
+        """Make a folder for a chain of passes that begins with this graph; returns the function
+        that runs these passes and writes to the folder."""
         trail = Trail(self._next(title), title, gm)
         _write_index(self.folder, [chain.name for chain in self._chains()])
         return trail
@@ -77,13 +80,13 @@ class Dump:
             try:
                 folder.mkdir()
                 break
-            except FileExistsError:  # made by another process just now
+            except FileExistsError:  # another process has made it just now: take the next number
                 continue
         return folder
 
 
 class Trail:
-    """Runs passes, one after the other, and writes what each made of its graph to a folder."""
+    """Runs the passes of one chain, and writes the graph after each of them to a folder."""
 
     def __init__(self, folder: Path, title: str, gm: fx.GraphModule) -> None:
         self._folder, self._title = folder, title
@@ -92,7 +95,7 @@ class Trail:
         self._record(gm, "before", BEGIN)
 
     def __call__(self, rewrite: Pass, gm: fx.GraphModule) -> fx.GraphModule:
-        """Run a pass."""
+        """Run a pass, and write the graph that it gives; an error that it raises is written too."""
         begin = time.perf_counter()
         try:
             gm = rewrite(gm)
@@ -215,6 +218,7 @@ def _write_index(folder: Path, chains: list[str]) -> None:
 
 
 def dump_of(given: str | os.PathLike[str] | None) -> Dump | None:
-    """The folder that an argument, or else ``FXPIPE_DUMP``, asks for; None if neither does."""
+    """The dump that the argument ``dump=``, or else the variable ``FXPIPE_DUMP``, asks for; None if
+    neither is set."""
     folder = os.environ.get("FXPIPE_DUMP") if given is None else os.fspath(given)
     return Dump(Path(folder)) if folder else None

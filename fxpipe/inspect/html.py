@@ -1,4 +1,5 @@
-"""Pages of HTML: single files that need no network, for light and dark screens."""
+"""HTML for the report and the dump: pages that are single files, need no network, and adapt to
+light and dark screens."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ section { margin-bottom: 1.5em; }
 summary { cursor: pointer; }
 """
 
-# Without it the page can be read as well: it only sorts and zooms.
+# The script only sorts tables and zooms drawings: the page can be read without it.
 _SCRIPT = """
 document.querySelectorAll("th button").forEach((button) => button.addEventListener("click", () => {
   const head = button.closest("th"), body = head.closest("table").tBodies[0];
@@ -130,8 +131,8 @@ def table_html(columns: Sequence[str], rows: Iterable[Row]) -> str:
 
 
 def drawing_html(name: str, svg: str) -> str:
-    """A drawing that zooms."""
-    # As an image, so that two drawings that call something the same do not get mixed up.
+    """A drawing with a slider that zooms it."""
+    # It is embedded as an image: ids that two inline drawings have in common would clash.
     data = base64.b64encode(svg.encode()).decode()
     name = html.escape(name)
     return (
@@ -141,7 +142,7 @@ def drawing_html(name: str, svg: str) -> str:
 
 
 def text_html(summary: str, text: str) -> str:
-    """A long text, folded."""
+    """A long text that is folded away below its summary until the reader opens it."""
     return (
         f"<details><summary>{html.escape(summary)}</summary>"
         f"<pre>{html.escape(text)}</pre></details>"

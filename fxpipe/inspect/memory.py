@@ -1,4 +1,4 @@
-"""Memory over time, drawn: what each lane holds in a training step, as SVG."""
+"""A drawing, as SVG, of the memory that each lane holds over the time of a training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _FILL, _EDGE, _FIXED = "#CCE3F0", "#0072B2", "#BBBBBB"
 
 
 def draw_memory(timeline: Timeline) -> str:
-    """A row a lane, all on one scale; what is there all the time is grey."""
+    """Draw the memory of a timeline as SVG: one row for each lane, all rows on one scale. Memory
+    that is held during the whole step (parameters and what is kept for them) is grey."""
     most = max(timeline.peak_memory, default=0.0) or 1.0
     height = len(timeline.memory) * (_ROW + _GAP) + 60
     width = _LEFT + _WIDTH + 100

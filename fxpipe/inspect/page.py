@@ -1,4 +1,5 @@
-"""The report as one page: what there is to see of a pipeline, in a file that needs no network."""
+"""The report page: the report, drawings, memory, passes and code of a pipeline, in one HTML file
+that needs no network."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from passes.common.skips import Hop, SkipLayout
 
 @dataclass(frozen=True)
 class Page:
-    """What the page shows.
+    """The contents of a report page. ``str`` of it is the HTML.
 
     Args:
-        drawings: by their headings, as SVG.
-        timeline: of a training step, with the memory that it takes.
-        changes: what each pass changed, a history for each chain of passes.
-        codes: by their names.
+        drawings: drawings as SVG, by their headings.
+        timeline: a training step, with the memory that each lane holds.
+        changes: what each pass has changed: one history for each chain of passes.
+        codes: the Python code of graphs, by their names.
     """
 
     title: str

@@ -1,4 +1,5 @@
-"""The report: what each stage does, holds and sends, as text for a terminal."""
+"""The report: the time, the memory and the traffic of each stage, as text for a terminal, with
+advice on what limits the speed."""
 
 from __future__ import annotations
 
@@ -20,24 +21,29 @@ from passes.common.skips import SkipLayout
 from passes.partition.pieces import Piece, pieces
 
 UNEVEN = 1.2  # slowest stage over the mean: above this the report says what limits the cut
-USUAL = 4  # micro-batches for each stage
-WORTH = 0.1  # of all lanes' time: a smaller bubble that is worth more micro-batches
+USUAL = 4  # the number of micro-batches, for each stage, that the advice takes as usual
+WORTH = 0.1  # by how much of all lanes' time the bubble has to shrink for the advice to be given
 
 
 @dataclass(frozen=True)
 class Report:
-    """What there is to know of a pipeline. ``str`` of it is for a terminal.
+    """A summary of a pipeline: a table of its stages, and lines below it. ``str`` of it is text for
+    a terminal.
 
-    Times are estimates for one mini-batch, forward and backward; bytes too are a mini-batch's. A
-    stage is idle while its lane is, in a training step in the order of the schedule.
+    Times are estimates, in seconds, of the forward and backward of one mini-batch; bytes are those
+    of one mini-batch. A stage counts as idle while its lane waits, in the predicted training step.
 
     Args:
-        devices, costs, placement: one for each stage; a placement is a lane.
-        was_chosen: the number of micro-batches was not the user's.
-        step: the predicted training step for a number of micro-batches; None if it cannot run.
-        notes: what the check of the micro-batches' meaning has to say.
-        rows_given: of the mini-batch; None if that is not known.
-        refused_sizes: of micro-batches, which the model does not take.
+        devices, costs: the device and the cost of each stage.
+        layout: the values that travel between stages.
+        chunks: the number of micro-batches.
+        was_chosen: whether the compiler has chosen the number of micro-batches, and not the user.
+        placement: the lane of each stage.
+        step: a function that predicts the training step for a number of micro-batches; it gives
+            None if the schedule cannot run.
+        rows_given: the number of rows in the mini-batch; None if it is not known.
+        notes: remarks of the check whether cutting the batch into micro-batches changes any result.
+        refused_sizes: the sizes of micro-batches that the model does not take.
     """
 
     model_graph: fx.GraphModule
@@ -59,7 +65,7 @@ class Report:
 
     @property
     def rows(self) -> list[list[tuple[float | str, str]]]:
-        """The table: in each cell the number, or word, and how it is written."""
+        """The rows of the table. Each cell is a pair: the value, by which to sort, and its text."""
         total = sum(cost.seconds for cost in self.costs)
         idle = self._idle
         rows = []
@@ -88,7 +94,7 @@ class Report:
 
     @property
     def _idle(self) -> list[float]:
-        """The part of the step in which each lane waits; empty if there is no step."""
+        """The fraction of the step in which each lane waits; empty if no step is predicted."""
         if self.timeline is None:
             return []
         whole = self.timeline.makespan
@@ -96,7 +102,7 @@ class Report:
 
     @property
     def lines(self) -> list[str]:
-        """The lines below the table: what holds for the whole pipeline, and advice."""
+        """The lines below the table: facts about the whole pipeline, and then advice."""
         chosen = " (chosen: give chunks= to change it)" * self.was_chosen
         said = "no training step: its schedule cannot run"
         if self.timeline is not None:
@@ -121,7 +127,8 @@ class Report:
         return lines
 
     def _more_chunks(self, wanted: int) -> int:
-        """So many micro-batches, or as many as the rows of the mini-batch allow."""
+        """The wanted number of micro-batches, or the largest number below it that the rows of the
+        mini-batch allow."""
         if self.rows_given is None:
             return wanted
         counts = range(min(wanted, self.rows_given), 1, -1)
@@ -153,13 +160,14 @@ class Report:
 
 
 def _own_checkpoints(gm: fx.GraphModule) -> list[str]:
-    """The nodes that run a part of the model under the model's own checkpoint, with the stages that
-    they are in."""
+    """The nodes that run a checkpoint which the model itself has (``torch.utils.checkpoint``), with
+    their stages, in words."""
     targets = {path for path, _, _ in regions_in(gm)}
     found = []
     for node in stage_nodes(gm.graph):
         modules = (n for n in (node, *node.all_input_nodes) if n.op in ("call_module", "get_attr"))
-        # A call may be of a region that an input gives (pass "shared"); an input is no call.
+        # Pass "shared" turns a call of a region into an operator that takes the region as an input,
+        # a get_attr; an input that calls a module is another node's call.
         own = (n for n in modules if n is node or n.op == "get_attr")
         if not targets.isdisjoint(str(n.target) for n in own):
             found.append(f"{node.name} (stage {node.meta[STAGE]})")
@@ -167,7 +175,11 @@ def _own_checkpoints(gm: fx.GraphModule) -> list[str]:
 
 
 def advice(gm: fx.GraphModule, times: Sequence[float]) -> list[str]:
-    """What limits the cut of a model graph. ``times``: of the stages, for a mini-batch."""
+    """Advice on an uneven cut, which names the part of the model that limits it; an empty list if
+    the cut is even.
+
+    ``times``: the seconds of each stage for a mini-batch.
+    """
     total, count = sum(times), len(times)
     slowest = max(range(count), key=times.__getitem__)
     if times[slowest] * count < UNEVEN * total or not total:
@@ -194,8 +206,8 @@ def _seconds(nodes: Sequence[fx.Node]) -> float:
 
 
 def of_the_bubble(now: float, then: float, more: int) -> list[str]:
-    """Advice to take ``more`` micro-batches, if that makes the bubble smaller by enough; else
-    none."""
+    """Advice to take ``more`` micro-batches, as a list of one; an empty list if that would not
+    shrink the bubble, from ``now`` to ``then``, by enough."""
     if now - then < WORTH:
         return []
     return [f"with chunks={more} the bubble would be {then:.0%}, in place of {now:.0%}"]

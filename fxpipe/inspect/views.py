@@ -1,4 +1,5 @@
-"""Views of a pipeline: its graphs and stages, drawings, predictions and reports."""
+"""Views of a pipeline: everything that a user can look at, which is its graphs and stages,
+drawings, predictions and reports."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from passes.common.skips import SkipLayout, skip_layout
 
 @dataclass(frozen=True, repr=False)
 class Stage:
-    """A part of the model, and where it runs. ``cost`` is an estimate for one mini-batch."""
+    """A stage: a part of the model, as a graph module, and the device on which it runs. ``cost`` is
+    an estimate for one mini-batch."""
 
     index: int
     module: fx.GraphModule
@@ -46,18 +48,18 @@ class Stage:
         )
 
     def _repr_svg_(self) -> str | None:
-        """The nodes of the stage, drawn, for notebooks."""
+        """A drawing of the nodes of the stage, which notebooks show."""
         try:
             return render_svg(draw_model(self.module))
-        except RuntimeError:  # nothing here lays out drawings
+        except RuntimeError:  # no program that lays out drawings is installed
             return None
 
 
 class Views:
-    """Shows what a runner has run last, or would run for its example: graphs, stages, drawings,
-    predictions and reports.
+    """Views of the programs that a runner ran last: their graphs, stages, drawings, predictions and
+    reports. Before the first call, they are compiled for the runner's example.
 
-    ``measured``: the training step as measured, if it has been.
+    ``measured``: the training step that :meth:`fxpipe.Pipeline.measure` has measured, or None.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -74,7 +76,10 @@ class Views:
 
     @property
     def step_graph(self) -> fx.GraphModule:
-        """The training step of the last call of :meth:`step`."""
+        """The step graph of the last call of :meth:`fxpipe.Pipeline.step`.
+
+        Raises NotYet if there has been none.
+        """
         step = self._runner.last_step()
         if step is None:
             raise NotYet("there has been no training step yet: call step()")
@@ -119,7 +124,11 @@ class Views:
     def draw(
         self, level: str = "pipeline", *, stage: int | None = None, microbatch: int | None = None
     ) -> graphviz.Source:
-        """A drawing of the graph of a level, or of a part of it, node by node."""
+        """A drawing of the graph of a level: "model", "stage", "pipeline" or "step". With ``stage``
+        or ``microbatch`` only this part of the graph is drawn, node by node.
+
+        Raises ValueError for another level, or for a micro-batch at a level that has none.
+        """
         drawn = self._drawings.get(level)
         if drawn is None:
             raise ValueError(f'level is {level!r}: give "model", "stage", "pipeline" or "step"')
@@ -148,20 +157,22 @@ class Views:
 
     @property
     def _drawn_step(self) -> fx.GraphModule:
-        """The step graph; if there has been no step, that of a call like the last, not run."""
+        """The step graph of the last step; if there has been none, the step graph for a call like
+        the last one, which is compiled and not run."""
         if self._runner.last_step() is not None:
             return self.step_graph
         mode, chunks = self._runner.last()
         return self._runner.compiler.step(mode, chunks, Target.of(None, None)).graph_module
 
     def html(self) -> str | None:
-        """The stages, drawn, and the report; None if there is nothing to show yet."""
+        """A drawing of the stages and the report, as HTML; None before the first call if there is
+        no example."""
         if not self._runner.has_a_call:
             return None
         report = f"<pre>{escape(str(self.report()))}</pre>"
         try:
             return render_svg(self.draw("stage")) + report
-        except RuntimeError:  # nothing here lays out drawings
+        except RuntimeError:  # no program that lays out drawings is installed
             return report
 
     def write_page(self, path: str | os.PathLike[str]) -> None:
@@ -183,14 +194,16 @@ class Views:
 
     @property
     def histories(self) -> list[History]:
-        """What each pass has changed, on the way to the graphs of the last call and step."""
+        """The histories of the passes that have led to the graphs of the last call and of the last
+        step: each says what every pass has changed."""
         mode, _ = self._runner.last()
         step = self._runner.last_step()
         steps = [] if step is None else [step.history]
         return [mode.history, self._runner.last_pipeline().history, *steps]
 
     def report(self) -> Report:
-        """What the stages hold, send and wait for, and what limits the speed."""
+        """The report on the last call: per stage the time, memory, traffic and idle time, and what
+        limits the speed."""
         mode, chunks = self._runner.last()
         example = mode.example
         return Report(
@@ -218,10 +231,13 @@ class Views:
         return self._simulated(chunks, self._estimated(chunks))
 
     def _predicted(self, chunks: int) -> Timeline | None:
-        """The training step of so many micro-batches, as estimated; None if there is none."""
+        """The training step for a number of micro-batches, predicted from estimated costs; None if
+        the schedule cannot run with so many."""
         is_named = isinstance(self._options.schedule, str) and self._options.schedule != AUTO
         if chunks != self.chunks and not is_named:
-            return None  # it would be searched for, or is for as many as there are
+            # A schedule that has to be searched for takes too long; one that the user has given
+            # action by action is for the present number of micro-batches only.
+            return None
         try:
             return self._simulated(chunks, self._estimated(chunks))
         except ValueError:  # the schedule cannot run
@@ -248,5 +264,5 @@ class Views:
 
     @property
     def lane_names(self) -> list[str]:
-        """The lanes by their numbers and devices."""
+        """The names of the lanes: their numbers and devices."""
         return [f"lane {i} · {device}" for i, device in enumerate(self._options.lanes)]

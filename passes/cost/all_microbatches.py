@@ -4,8 +4,8 @@
 
     traced with 2 of 6 rows     linear: 2 rows, 1.5 ms        after     linear: 4.5 ms, 3 copies
 
-A graph that takes one batch size only has been traced with a single micro-batch, and its costs are
-those of that. All other passes take costs for those of a mini-batch.
+A graph that takes one batch size only has been traced with a single micro-batch, so that its costs
+are those of one micro-batch. All later passes expect the costs of a whole mini-batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from fxpipe.ir.tensors import tensors_of
 @dataclass(frozen=True)
 class AllMicrobatches:
     """Model graph with the costs of one micro-batch (pass "cost") → the same, with the costs of all
-    ``chunks`` of them, and ``meta["copies"]``, which says that there are so many of each tensor."""
+    ``chunks`` micro-batches. ``meta["copies"]`` says how many tensors of a mini-batch each tensor
+    of the graph stands for."""
 
     name: ClassVar[str] = "all_microbatches"
     chunks: int

@@ -5,8 +5,9 @@
     conv  ──  relu  ──  linear            conv:   4.1 ms, 1.2 MB of parameters, 3 MB kept, 2 MB out
                                           relu:   0.2 ms, 0, 2 MB, 2 MB ...
 
-Nothing is computed: nodes run on fake tensors, forward and backward, and what they would compute
-and move is counted. Nodes that do the same (operator, shapes, dtypes, settings) are run once.
+No numbers are computed: nodes run on fake tensors, forward and backward, and the FLOPs and bytes
+that they would compute and move are counted. Of nodes that do the same (the same operator, shapes,
+dtypes and settings) one is run.
 
 Measured and given costs, which replace the times of this pass, are in
 :mod:`passes.cost.measured` and :mod:`passes.cost.given`.
@@ -33,20 +34,24 @@ from passes.cost.load import Counting, Load
 from passes.cost.signature import signature
 
 WORK = "work"  # of a node's meta: its :class:`Work`
-BACKWARD = 2  # times the work of a forward, where it cannot be counted
-ADAM = 2  # tensors that the optimizer keeps for each parameter
+BACKWARD = 2  # the work of a backward, in forwards, where it cannot be counted
+ADAM = 2  # how many tensors Adam keeps for each parameter
 
 
 @dataclass(frozen=True)
 class AnalyticCost:
     """Model graph with fake values (pass "alias") → the same, with a :class:`Cost` at each node.
 
-    ``meta["saved"]`` lists the memories that a node keeps for its backward; one that several nodes
-    keep is in ``activation_bytes`` of the first. ``optimizer_states``: how many tensors of a
-    parameter's size the optimizer keeps for it: 2 for Adam, 1 for SGD with momentum.
+    ``meta["saved"]`` lists the memories of the tensors that a node saves for its backward. A memory
+    that several nodes save counts to ``activation_bytes`` of the first of them.
 
-    A cost is that of a mini-batch of ``chunks`` micro-batches. Each of them launches every
-    operator; what each has in full (pass "rows") is computed and kept once for each.
+    Args:
+        device: the description of the device, by which times are estimated.
+        optimizer_states: how many tensors of a parameter's size the optimizer keeps for it: 2 for
+            Adam, 1 for SGD with momentum.
+        chunks: the number of micro-batches. A cost is that of a mini-batch: each micro-batch
+            launches every operator, and a tensor that is not divided among the micro-batches (pass
+            "rows") is computed and saved once for each.
     """
 
     name: ClassVar[str] = "cost"
@@ -56,7 +61,7 @@ class AnalyticCost:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         runs = _Runs(gm, self.chunks)
-        counted: set[int] = set()  # of parameters, buffers and memories: where they are used first
+        counted: set[int] = set()  # tensors and memories that an earlier node has been charged for
         for node in stage_nodes(gm.graph):
             work = runs.of(node).repeated(times_done(node), self.chunks)
             node.meta[WORK] = work
@@ -84,9 +89,12 @@ class AnalyticCost:
 
 @dataclass
 class Work:
-    """What a node does. ``saved``: which of its inputs and outputs (by place among the tensors) it
-    keeps for the backward, and the sizes of what else it keeps, in a mini-batch. ``edges``: how
-    many edges of the autograd graph lead to each of its inputs."""
+    """The work of a node, for a mini-batch.
+
+    ``saved_inputs`` and ``saved_outputs`` are the places, among its input and output tensors, of
+    those that it saves for the backward; ``saved_inside`` are the bytes of each further saved
+    tensor. ``edges`` says how many edges of the autograd graph lead to each of its inputs.
+    """
 
     forward: Load
     backward: Load
@@ -96,14 +104,15 @@ class Work:
     edges: tuple[int, ...] = ()
 
     def repeated(self, count: int, chunks: int) -> Work:
-        """Done ``count`` times in a mini-batch of ``chunks`` micro-batches."""
+        """The work of a node that is done ``count`` times in a mini-batch, and launched once for
+        each of ``chunks`` micro-batches."""
         if chunks == 1:
             return self
         forward, backward = (load.times(count, chunks) for load in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
     def seconds(self, device: DeviceSpec) -> float:
-        """Seconds of the forward and of the backward, by the roofline model."""
+        """The seconds of forward and backward together, by the roofline model."""
         return self.forward.seconds(device) + self.backward.seconds(device)
 
 
@@ -115,9 +124,10 @@ def relative_time(node: fx.Node, device: DeviceSpec, reference: DeviceSpec) -> f
 
 
 def edges_to(node: fx.Node) -> Counter[fx.Node]:
-    """How many edges of the autograd graph lead from a node to each of those that it uses.
+    """How many edges of the autograd graph lead from a node to each node that it uses: the number
+    of gradients that it gives to each.
 
-    For a module's parameters that pass "shared" has made values: two, which stands for any number.
+    A parameter that pass "shared" hands to a module counts as two, which stands for any number.
     """
     work: Work | None = node.meta.get(WORK)
     places = iter(() if work is None else work.edges)
@@ -134,14 +144,17 @@ def edges_to(node: fx.Node) -> Counter[fx.Node]:
 
 
 class _Runs:
-    """Runs nodes on fake tensors, equal ones once. ``chunks``: the number of micro-batches."""
+    """Runs nodes on fake tensors; of nodes that do the same, one is run.
+
+    ``chunks``: the number of micro-batches.
+    """
 
     def __init__(self, gm: fx.GraphModule, chunks: int) -> None:
         self.gm, self.chunks = gm, chunks
         self.interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
         self.known: dict[Any, Work] = {}
-        self.inside = 0  # numbers of memories that no value shows: below zero
-        self.copies: dict[int, int] = {}  # of each memory that a value shows, in a mini-batch
+        self.inside = 0  # the latest number of a memory that is no node's value: below zero
+        self.copies: dict[int, int] = {}  # how often each memory exists in a mini-batch
         for node in gm.graph.nodes:
             if LARGER in node.meta:
                 self._count(node)
@@ -153,7 +166,7 @@ class _Runs:
             self.copies.setdefault(memory_of(one), 1 if is_divided else self.chunks)
 
     def of(self, node: fx.Node) -> Work:
-        """The work of one node, measured by running it on fake tensors."""
+        """The work of one node, counted by running it on fake tensors."""
         key = signature(self.gm, node)
         if key is None:
             return self._run(node)
@@ -163,7 +176,8 @@ class _Runs:
         return self.known[key]
 
     def saved(self, node: fx.Node, work: Work) -> dict[int, int]:
-        """The memories that a node keeps, other than parameters and buffers, and their bytes."""
+        """The memories that a node saves for its backward, other than those of parameters and
+        buffers, and their bytes."""
         inputs, outputs = _inputs(node), tensors_of(node.meta[VALUE])
         shown = [inputs[i] for i in work.saved_inputs] + [outputs[i] for i in work.saved_outputs]
         state = [n for n in node.all_input_nodes if n.op == "get_attr"]
@@ -186,8 +200,8 @@ class _Runs:
             if NO_BACKWARD not in node.meta:
                 try:
                     _run_backward(ahead.outputs, [*ahead.leaves, *ahead.parameters], backward)
-                except Exception:  # anybody's code, which on fakes may fail in any way: it needs
-                    # values, or runs the module again on real tensors. An estimate will do.
+                except Exception:  # a user's backward may fail on fake tensors in any way: it may
+                    # need values, or run the module on real tensors. An estimate will do.
                     backward = ahead.load.times(BACKWARD)
         where_in = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.inputs)))}
         where_out = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.outputs)))}
@@ -201,7 +215,8 @@ class _Runs:
         )
 
     def _forward(self, node: fx.Node, values: str) -> _Forward:
-        """Run a node on its inputs' values, or on those for a larger batch."""
+        """Run the forward of a node on fake tensors. ``values`` is the metadata with the inputs:
+        those of the example's batch, or those of a larger batch."""
         interpreter = self.interpreter
         wants = iter([t.requires_grad for t in _inputs(node)])
         args, kwargs = fx.map_arg(
@@ -230,7 +245,9 @@ class _Runs:
         return _Forward(load, leaves, inputs, ends, tensors_of(result), parameters, kept)
 
     def _inside(self, node: fx.Node, ahead: _Forward) -> tuple[int, ...]:
-        """The sizes of what a node keeps beside its inputs and outputs, in a mini-batch."""
+        """The bytes of each tensor, beside inputs and outputs, that a node saves for its backward,
+        for a mini-batch. A tensor is saved once for each micro-batch if its size does not depend on
+        the batch size."""
         sizes = ahead.inside
         if not sizes or not any(LARGER in source.meta for source in node.all_input_nodes):
             return sizes
@@ -246,15 +263,15 @@ class _Runs:
 
 @dataclass
 class _Forward:
-    """A run of a node on fake tensors, with all that its backward needs."""
+    """The forward of a node on fake tensors, with all tensors that its backward needs."""
 
     load: Load
     leaves: list[Tensor]
     inputs: list[Tensor]
-    ends: list[Any]  # what of the autograd graph leads to each input
+    ends: list[Any]  # for each input the node of the autograd graph that leads to it
     outputs: list[Tensor]
     parameters: list[Tensor]
-    kept: dict[int, int]  # memory: bytes
+    kept: dict[int, int]  # the bytes of each memory that is saved for the backward
 
     @property
     def inside(self) -> tuple[int, ...]:
@@ -273,7 +290,8 @@ def _run_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor], load: Loa
 
 
 def _fresh(tensor: Tensor, leaves: list[Tensor], wants_gradient: bool) -> Tensor:
-    """One like it that may be written to; the leaf that its gradient goes to joins ``leaves``."""
+    """A copy of an input that may be written to; a parameter is given as it is. The leaf that gets
+    the gradient is added to ``leaves``."""
     if isinstance(tensor, nn.Parameter):
         leaves.append(tensor)
         return tensor

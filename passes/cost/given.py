@@ -1,9 +1,10 @@
-"""Given cost: from a dict, or from a profile that was saved when costs were measured.
+"""Given cost: the user gives the costs of nodes, as a dict or as a profile that has been saved when
+costs were measured.
 
 ::
 
-    {"conv1": 0.004, "layer1": 0.02}         seconds; a module's are shared among its nodes
-    Profile.of(gm, "h200").save("unet.json") all that is known of each node, to be loaded elsewhere
+    {"conv1": 0.004, "layer1": 0.02}         seconds; those of a module are shared among its nodes
+    Profile.of(gm, "h200").save("unet.json") a profile of every node, to be loaded elsewhere
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FORMAT = 1
 
 
 class ProfileError(ValueError):
-    """Costs that were given are not costs of this model."""
+    """The given costs are no times, are of another model, or their file is no profile."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class GivenCost:
         estimates = {node: node.meta[COST] for node in work.values()}
         for node, cost in estimates.items():
             node.meta[COST] = replace(cost, forward_s=0.0, backward_s=0.0)
-        # The longer path is the more particular one: {"encoder": 2.0, "encoder.head": 0.5}.
+        # A longer path overrides a shorter one: {"encoder": 2.0, "encoder.head": 0.5}.
         for name in sorted(given, key=len):
             cost, nodes = given[name], _named(name, work)
             if not isinstance(cost, Cost):
@@ -127,13 +128,14 @@ def _timed(estimate: Cost, seconds: float) -> Cost:
 
 
 def _shares(nodes: list[fx.Node], estimates: Mapping[fx.Node, Cost]) -> dict[fx.Node, float]:
-    """The share of a module's time that each of its nodes takes, as estimated."""
+    """The fraction of a module's time that each of its nodes takes, by the estimated costs."""
     total = sum(estimates[node].seconds for node in nodes)
     return {node: estimates[node].seconds / total if total else 1 / len(nodes) for node in nodes}
 
 
 def _named(name: str, work: Mapping[str, fx.Node]) -> list[fx.Node]:
-    """The node of that name, else all nodes of that module: calls of one may be timed apart."""
+    """The node of that name, else all nodes of the module of that name. The node comes first, so
+    that several calls of one module can be given different costs."""
     if name in work:
         return [work[name]]
     found = [node for node in work.values() if is_within(node, name)]

@@ -1,4 +1,5 @@
-"""Not a pass: what operators compute and move, counted while they run on fake tensors."""
+"""Not a pass: counts the FLOPs that operators compute and the bytes that they move, while they run
+on fake tensors."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ class Load:
     is_half: bool = False  # whether it computes in 16 bits
 
     def times(self, count: int, launches: int | None = None) -> Load:
-        """``count`` times as much, launched ``launches`` times if that differs."""
+        """The load of ``count`` repetitions; operators are launched ``launches`` times, if that is
+        another number."""
         operators = self.operators * (count if launches is None else launches)
         return Load(self.flops * count, self.bytes * count, operators, self.is_half)
 
     def seconds(self, device: DeviceSpec) -> float:
         """Seconds on a device by the roofline model (Williams et al. 2009).
 
-        The longer of computing and moving bytes, plus the launches of the operators.
+        The time is the longer of computing FLOPs and moving bytes, plus the launches of operators.
         """
         rate = device.half_flops_per_s if self.is_half else None
         computing = self.flops / (rate or device.flops_per_s)
@@ -68,7 +70,8 @@ ATTENTION = {
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, and the bytes that they read and write. Views move nothing."""
+    """A mode that counts the operators that run in it, their FLOPs, and the bytes that they read
+    and write. Views move no bytes, and are not counted."""
 
     def __init__(self, load: Load) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -6,8 +6,9 @@
     round 2                conv 4.2 ms   bn 0.7 ms   relu 0.2 ms ...   the median of these is the
     round 3                conv 4.1 ms   bn 0.7 ms   relu 0.2 ms ...   cost; equal nodes share one
 
-All forwards, then all backwards, as in training, so that caches are as cold as they will be. The
-model is left as it was: gradients are not accumulated, buffers and random states are put back.
+In each round all forwards run first and then all backwards, as in training, so that the caches of
+the processor are as cold as they will be there. The model is left as it was: gradients are not
+accumulated, and buffers and random states are put back.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ from fxpipe.runtime.random import RandomState
 from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost
 from passes.cost.signature import signature
 
-ROUNDS = 25  # at most
+ROUNDS = 25  # the most rounds, beside the warm-up
 
 
 @dataclass(frozen=True)
 class MeasuredCost:
     """Model graph with fake values (pass "alias") → the same, with a :class:`Cost` at each node.
 
-    Times are measured, bytes and FLOPs those of :class:`AnalyticCost`.
+    Times are measured; bytes and FLOPs are those of :class:`AnalyticCost`.
 
     Args:
-        inputs: the model's, real ones, one for each placeholder.
-        device: where to run; None: where the model is. What is elsewhere is copied, node by node.
+        inputs: real inputs of the model, one for each placeholder.
+        device: the device on which to measure; None: the model's. Tensors on other devices are
+            copied to it, node by node.
         budget_s: no round begins after this many seconds. The first one, a warm-up, always runs to
             its end, and counts if it is the only one.
 
@@ -87,10 +89,11 @@ class MeasuredCost:
     def _rounds(
         self, gm: fx.GraphModule, device: torch.device | None
     ) -> list[dict[fx.Node, _Seconds]]:
-        """What each node takes in each round; the warm-up counts if there is no other."""
+        """The seconds that each node takes, for each round; the warm-up is left out unless it is
+        the only round."""
         rounds: list[dict[fx.Node, _Seconds]] = []
         end = time.perf_counter() + self.budget_s
-        console = Console(stderr=True)  # what is printed may be meant for a file
+        console = Console(stderr=True)  # standard output may be redirected to a file
         progress = Progress(console=console, transient=True, disable=not console.is_terminal)
         with _as_it_was(gm, device), progress:
             for _ in progress.track(range(1 + ROUNDS), description="measuring"):
@@ -107,7 +110,7 @@ _Seconds = tuple[float, float]  # forward and backward
 
 @dataclass
 class _TimedForward:
-    """A node's forward, and what its backward needs."""
+    """A node whose forward has run: its time, and the tensors with which its backward is run."""
 
     node: fx.Node
     forward_s: float
@@ -116,16 +119,17 @@ class _TimedForward:
 
 
 class _TimingInterpreter(fx.Interpreter):
-    """Runs the graph once, and then each node's backward, last first; all values are detached."""
+    """Runs and times the forward of each node, and then the backward of each, the last node first.
+    The values between nodes are detached, so that each backward is that of one node."""
 
     def __init__(self, gm: fx.GraphModule, device: torch.device | None) -> None:
         super().__init__(gm)
         self.device = device
         self.tapes: list[_TimedForward] = []
-        self.moved: dict[str, Tensor] = {}  # of the module that is next
+        self.moved: dict[str, Tensor] = {}  # tensors of the next module, copied to the device
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run and time it, if it is work."""
+        """Run a node, and time it if it is part of a stage."""
         if not is_work(n):
             return self._here(super().run_node(n))
         arguments = fx.map_arg((n.args, n.kwargs), self._argument)
@@ -147,7 +151,7 @@ class _TimingInterpreter(fx.Interpreter):
         return pytree.tree_map_only(Tensor, lambda t: t.detach(), result)
 
     def finish(self) -> dict[fx.Node, _Seconds]:
-        """The backwards. Returns the seconds of every node."""
+        """Run all backwards. Returns the seconds of every node, forward and backward."""
         seconds = {}
         while self.tapes:
             tape = self.tapes.pop()
@@ -167,7 +171,8 @@ class _TimingInterpreter(fx.Interpreter):
         return seconds
 
     def _move_in(self, path: str) -> list[Tensor]:
-        """Bring a module's tensors to the device, for :meth:`call_module`. Returns parameters."""
+        """Copy a module's tensors to the device, for :meth:`call_module`. Returns those that want
+        gradients."""
         module = self.fetch_attr(path)
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         moved = {name: self._here(tensor) for name, tensor in state.items()}
@@ -181,7 +186,8 @@ class _TimingInterpreter(fx.Interpreter):
         return torch.func.functional_call(self.fetch_attr(target), self.moved, args, kwargs)
 
     def _argument(self, node: fx.Node) -> Any:
-        """The value of a node, its tensors leaves that want gradients where the model's would."""
+        """The value of a node as an argument: its tensors are leaves of autograd, which want
+        gradients where those of the model would."""
         value, shown = self.env[node], node.meta.get(VALUE)
         if node.op == "get_attr":
             return value
@@ -191,7 +197,8 @@ class _TimingInterpreter(fx.Interpreter):
         )
 
     def _here(self, value: Any) -> Any:
-        """The value on the device: its tensors leaves, as they want gradients."""
+        """The value with its tensors on the device; those that are copied are leaves of autograd,
+        and want gradients if the originals do."""
         if self.device is None:
             return value
         return pytree.tree_map_only(
@@ -212,14 +219,15 @@ class _TimingInterpreter(fx.Interpreter):
         return result, time.perf_counter() - start
 
     def _wait(self) -> None:
-        """Until the accelerator has done all its work."""
+        """Wait until the accelerator has done all its work, which it does asynchronously."""
         if self.device is not None and self.device.type not in ("cpu", "meta"):
             torch.accelerator.synchronize(self.device)
 
 
 @contextmanager
 def _as_it_was(gm: fx.GraphModule, device: torch.device | None) -> Iterator[None]:
-    """Restores, at exit, the buffers and random number generators that timing runs change."""
+    """Put back, at the end of the ``with`` block, the values of buffers and the states of random
+    number generators, which measuring changes."""
     buffers = [(buffer, buffer.clone()) for buffer in gm.buffers()]
     state = RandomState(() if device is None else (device,))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Not a pass: which nodes cost the same, so that one of them may stand for all.
+"""Not a pass: finds nodes that cost the same, so that only one of them has to be measured.
 
 ::
 
@@ -18,7 +18,10 @@ from fxpipe.ir.tensors import memory_of, tensors_of
 
 
 def signature(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """What decides how much a node costs; None where that is not known to be all there is."""
+    """A key on which the cost of a node depends: nodes with equal keys cost the same.
+
+    None for a call of a module that is not PyTorch's, whose cost may depend on anything.
+    """
     target: Any = node.target
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
@@ -29,7 +32,7 @@ def signature(gm: fx.GraphModule, node: fx.Node) -> Any:
     values = pytree.tree_leaves(
         fx.map_arg((node.args, node.kwargs), lambda n: (_is_state(n), n.meta[VALUE]))
     )
-    memories: dict[int, int] = {}  # which inputs share memory
+    memories: dict[int, int] = {}  # numbers the memories, so that the key tells which are shared
     look = []
     for value in values:
         if isinstance(value, Tensor):

@@ -5,10 +5,10 @@
     a ─ b ─ c ─ d ─ e ─ f          costs 1 1 2 1 3 1, two stages
     0   0   0   0   1   1          slowest stage 5; also 1 1 2 | 1 3 1: the one that sends less
 
-It makes the slowest stage as fast as it can be, over all cuts by which no stage needs a later one,
-and among those that are as fast sends least (:mod:`passes.partition.cut`). Cuts within ``slack``
-of the fastest count as equally fast. A cut that is contiguous in the program is easier to read, and
-is taken where it is as good, by the same measure, in time and in bytes.
+Of all cuts in which no stage needs a later one, the search takes one whose slowest stage is as fast
+as possible, and of these the one that sends the fewest bytes (:mod:`passes.partition.cut`). Cuts
+whose slowest stage is within ``slack`` of the fastest count as equally fast. A cut that is
+contiguous in the program is easier to read: it is taken if it is as good in time and in bytes.
 """
 
 from __future__ import annotations
@@ -31,20 +31,25 @@ from passes.partition.problem import OBJECTIVES, CutProblem, PartitionError, pro
 
 @dataclass(frozen=True)
 class Auto:
-    """How the model is to be cut automatically.
+    """The settings of an automatic cut.
 
     Args:
-        objective: what the stages are to have equally: "time", "memory" (what is held for it in
-            all, for a mini-batch), "activations" (what is kept for the backward), "params" or
+        objective: the quantity that the cut balances among the stages: "time", "memory" (all bytes
+            held for a mini-batch), "activations" (bytes saved for the backward), "params" or
             "flops".
-        slack: by which fraction a cut may be slower than the fastest if it sends less. Costs are
-            estimates, and 0.02 may halve what is sent; but most copies are hidden anyway.
-        pins: names of modules or nodes, and the stages that they go to.
-        together: groups of such names; each stays in one stage.
-        devices: descriptions, or names of known ones ("h100"), one a stage, where the devices
-            differ, have limits, or are far from each other. None: they are alike, and links cost
-            nothing.
-        in_order: only cuts that leave the model's order as it is: easier to read, and no faster.
+        slack: by which fraction a cut may be slower than the fastest if it sends fewer bytes. Costs
+            are estimates, and a slack of 0.02 may halve the traffic; but most copies overlap with
+            computation anyway.
+        pins: stages by the names of modules or nodes that have to be in them.
+        together: groups of names of modules or nodes; each group stays in one stage.
+        devices: for each stage the description of its device, or the name of a known one ("h100").
+            Give them if the devices differ, have limits of memory, or slow links. None: the devices
+            are alike, and links cost nothing.
+        in_order: whether only cuts are allowed that are contiguous in the model's order. These are
+            easier to read, and never faster.
+
+    Raises:
+        PartitionError: for a value that a setting cannot have.
     """
 
     objective: str = "time"
@@ -77,7 +82,8 @@ class Auto:
 
 
 class DoesNotFit(PartitionError):
-    """No cut fits the devices' memory; the message says how much is short, and what would help."""
+    """No cut of the model fits into the devices' memory; the message says how many bytes are short,
+    and which changes would help."""
 
 
 def automatic(
@@ -87,10 +93,13 @@ def automatic(
     devices: Sequence[DeviceSpec] | None = None,
     again: float = 0.0,
 ) -> tuple[CutProblem, Cut]:
-    """The best cut of a model graph with costs into the machine's stages.
+    """The best cut of a model graph, whose nodes have costs, into the stages of a machine.
 
-    ``again`` is the part of the forward that is recomputed. Raises :class:`PartitionError` where
-    there is none, :class:`DoesNotFit` if that is for want of memory, or of room for the pins.
+    ``again`` is the fraction of the forward that checkpointing computes a second time.
+
+    Raises:
+        DoesNotFit: if no cut fits into the devices' memory, or puts all pins into their stages.
+        PartitionError: if there is no cut for another reason.
     """
     found, target, pins = posed(graph, target, spec, devices, again)
     best = solve(found.dag, target, slack=spec.slack, pins=pins)
@@ -102,8 +111,11 @@ def automatic(
 def cut_around(
     graph: fx.Graph, homes: Iterable[tuple[fx.Node, int]], stages: int
 ) -> dict[fx.Node, int] | None:
-    """The fastest cut of a model graph with costs that leaves some nodes in the stages where they
-    are; None if there is no such cut."""
+    """The fastest cut of a model graph that keeps some nodes in given stages; None if there is no
+    such cut.
+
+    ``homes``: the nodes that are kept, with their stages.
+    """
     found = problem(graph)
     units = dict(zip(found.work, found.home, strict=True))
     pins: dict[int, int] = {}
@@ -123,7 +135,12 @@ def posed(
     devices: Sequence[DeviceSpec] | None,
     again: float,
 ) -> tuple[CutProblem, Machine, dict[int, int]]:
-    """The problem to solve: a DAG of the nodes, the machine, and the stages of pinned nodes."""
+    """Pose the problem of an automatic cut: the DAG of the nodes, the machine, and the stages of
+    the pinned nodes of the DAG.
+
+    Raises PartitionError if the graph has fewer parts than there are stages, or if pins contradict
+    each other.
+    """
     work = list(stage_nodes(graph))
     groups = [[node for name in names for node in named(work, name)] for names in spec.together]
     found = problem(
@@ -134,7 +151,7 @@ def posed(
         recomputed=again,
         in_order=spec.in_order,
     )
-    if spec.objective != "time":  # the links' seconds are of another kind
+    if spec.objective != "time":  # bytes or FLOPs cannot be compared with the seconds of links
         target = replace(target, bandwidth=None, latency=None)
     if found.dag.size < target.stages:
         raise PartitionError(
@@ -149,7 +166,8 @@ def posed(
 def _easier(
     found: CutProblem, target: Machine, slack: float, pins: Mapping[int, int], best: Cut
 ) -> Cut:
-    """The cut that is contiguous in the program, if it is as good."""
+    """The best cut that is contiguous in the program, if it is as good as ``best``; else ``best``.
+    A contiguous cut is easier to read."""
     limit = max(best.bound * (1 + slack), best.prices.slowest) * (1 + EQUAL)
     stage = solve_in_order(found.dag, target, slack=slack, pins=pins, enough=limit)
     if stage is None:
@@ -182,9 +200,10 @@ def _pins(
 
 
 def shortage(found: CutProblem, target: Machine, pins: Mapping[int, int]) -> str:
-    """Which devices have too little memory, cut so that the fullest is least full.
+    """A sentence that says which devices have too little memory, and how many bytes are short, for
+    the cut in which the fullest device is least full.
 
-    Raises :class:`PartitionError` if there is no cut at all.
+    Raises :class:`PartitionError` if no cut puts all pins into their stages.
     """
     assert target.memory is not None
     stage = tightest(found.dag, target, pins=pins)

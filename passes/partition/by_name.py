@@ -2,8 +2,9 @@
 
 ::
 
-    ["layer3", "head"]             each begins a stage
-    {"encoder": 0, "decoder": 1}   each goes there, and the rest to the latest stage that it needs
+    ["layer3", "head"]             each name begins a stage
+    {"encoder": 0, "decoder": 1}   each name goes to its stage; every other node goes to the latest
+                                   stage that it takes a value from
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from passes.partition.problem import PartitionError, reads_before_writes, togeth
 
 
 def labels_of_starts(graph: fx.Graph, starts: list[str], stages: int) -> dict[fx.Node, int]:
-    """Each name begins a stage; the first stage begins at the beginning, named or not."""
+    """The stages of nodes, where each name in ``starts`` begins a stage.
+
+    The first stage begins at the first node, whether or not that is named.
+
+    Raises PartitionError if the names do not make ``stages`` stages in the model's order.
+    """
     check_names(starts)
     work = list(stage_nodes(graph))
     position = {node: i for i, node in enumerate(work)}
@@ -49,11 +55,15 @@ def labels_of_starts(graph: fx.Graph, starts: list[str], stages: int) -> dict[fx
 def labels_of_mapping(
     graph: fx.Graph, mapping: Mapping[str, int], stages: int
 ) -> dict[fx.Node, int]:
-    """Named nodes go where they are told, the others to the latest stage that they need."""
+    """The stages of nodes, where ``mapping`` has the stages of modules and nodes by name. Every
+    other node goes to the latest stage that it takes a value from.
+
+    Raises PartitionError if a stage stays empty, or stages would need each other in a circle.
+    """
     check_names(mapping)
     work = list(stage_nodes(graph))
     told: dict[fx.Node, int] = {}
-    # The longer path is the more particular one: {"encoder": 0, "encoder.head": 1}.
+    # A longer path overrides a shorter one that contains it: {"encoder": 0, "encoder.head": 1}.
     for name, stage in sorted(mapping.items(), key=lambda item: len(item[0])):
         told.update(dict.fromkeys(named(work, name), check_stage("partition", name, stage, stages)))
     labels: dict[fx.Node, int] = {}
@@ -72,7 +82,7 @@ def labels_of_mapping(
 
 
 def check_names(names: Iterable[object]) -> None:
-    """Raises :class:`PartitionError` for names that are not strings."""
+    """Raise :class:`PartitionError` for a name that is not a string."""
     for name in names:
         if not isinstance(name, str):
             raise PartitionError(
@@ -82,9 +92,9 @@ def check_names(names: Iterable[object]) -> None:
 
 
 def check_stage(what: str, name: str, stage: object, stages: int) -> int:
-    """The stage that the user puts a name into; any integer will do.
+    """The stage into which the user puts a name, as an ``int``; NumPy integers are taken as well.
 
-    Raises :class:`PartitionError` where there is no such stage.
+    Raises :class:`PartitionError` if there is no such stage.
     """
     number = integer(stage)
     if number is None or not 0 <= number < stages:
@@ -96,7 +106,7 @@ def check_stage(what: str, name: str, stage: object, stages: int) -> int:
 
 
 def _bring_home(labels: dict[fx.Node, int], nodes: list[fx.Node]) -> None:
-    """Shared parameters among the nodes live in the first stage that uses them."""
+    """Move the shared parameters among ``nodes`` to the first stage that uses them."""
     for node in nodes:
         if node.target is ops.share:
             users = [labels[user] for user in node.users if user in labels]
@@ -104,7 +114,11 @@ def _bring_home(labels: dict[fx.Node, int], nodes: list[fx.Node]) -> None:
 
 
 def named(work: Sequence[fx.Node], name: str) -> list[fx.Node]:
-    """The nodes of that name, or of the module of that path and all within it."""
+    """The nodes that a name stands for: the node of that name, or all nodes of the module of that
+    path and of its submodules.
+
+    Raises PartitionError if there are none.
+    """
     found = [node for node in work if node.name == name or is_within(node, name)]
     if not found:
         raise PartitionError(f"partition names {name!r}, but {nothing_named(work, name)}")

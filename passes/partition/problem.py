@@ -1,22 +1,22 @@
-"""Not a pass: what the cut of a model graph has to solve, as a weighted DAG.
+"""Not a pass: the problem of cutting a model graph into stages, as a weighted DAG.
 
 ::
 
     model graph                                   DAG
     conv ─ bn ─ relu_ ─ getitem ...               0 ─ 1 ─ 2 ...   seconds, bytes, order
 
-Beside the data edges the DAG has edges of order, so that any cut of it is as good as one that is
-contiguous in the program:
+A valid cut has no edge of the DAG that leads from a later stage to an earlier one. Beside the data
+edges the DAG has edges of order, so that every valid cut gives the bits that the model gives:
 
-- what reads memory comes no later than what writes to it afterwards: the two may be apart, but not
-  in the wrong order;
-- three gradients or more of a value are summed from that of the last user to that of the first, and
-  a sum of floats depends on the order. So users come in the order of the program, but for the last
-  two (if each gives one gradient): the first sum that is formed is theirs, and ``a + b`` is
-  ``b + a``. Every cut then gives the bits that the model gives.
+- A node that reads memory has an edge to a node that writes to that memory later in the program:
+  they may be in different stages, but the reader not in a later one.
+- The users of a value have edges in the order of the program if there are three or more. Autograd
+  sums the gradients of a value from that of the last user to that of the first, and a sum of floats
+  depends on its order. The last two users need no edge between them (if each gives one gradient),
+  since the first sum that is formed is theirs, and ``a + b`` equals ``b + a``.
 
-A shared parameter (pass "shared") is in one node with its first user, where it lives; to others it
-is brought once for all micro-batches (pass "tied").
+A shared parameter (pass "shared") forms one node of the DAG with its first user, in whose stage it
+lives. It is sent to other stages once for all micro-batches (pass "tied").
 """
 
 from __future__ import annotations
@@ -45,18 +45,21 @@ OBJECTIVES: Mapping[str, Callable[[Cost], float]] = {
     "params": lambda cost: cost.param_bytes,
     "flops": lambda cost: cost.flops + cost.backward_flops,
 }
-"""What the cut makes even: the largest sum of a stage is as small as can be."""
+"""The quantities that a cut can balance: the largest sum of a stage is made as small as it can
+be."""
 
 
 class PartitionError(ValueError):
-    """A model cannot be cut as asked."""
+    """A model cannot be cut into stages as the user has asked; the message says why."""
 
 
 @dataclass(frozen=True)
 class CutProblem:
-    """A model graph as a DAG of what may be in different stages.
+    """A model graph as a DAG to be cut.
 
-    ``home`` says which node of ``dag`` each node of ``whole`` (and of ``work``) belongs to.
+    ``work`` are the nodes of the graph, and ``whole`` is the DAG of them. In ``dag`` nodes that
+    have to stay in one stage are contracted to one node: ``home`` says, for each node of ``whole``,
+    to which node of ``dag`` it belongs.
     """
 
     work: list[fx.Node]
@@ -65,7 +68,7 @@ class CutProblem:
     home: list[int]
 
     def labels(self, stage: Sequence[int]) -> dict[fx.Node, int]:
-        """The stages of the graph's nodes."""
+        """The stage of each node of the graph, from the stages of the nodes of ``dag``."""
         return {node: stage[home] for node, home in zip(self.work, self.home, strict=True)}
 
 
@@ -78,15 +81,15 @@ def problem(
     recomputed: float = 0.0,
     in_order: bool = False,
 ) -> CutProblem:
-    """The DAG of a model graph with costs.
+    """The problem of cutting a model graph whose nodes have costs.
 
     Args:
-        objective: which of :data:`OBJECTIVES` the stages are to have equally.
-        devices: of the stages. Times are those of the first, and the others are as much faster
-            or slower, node by node, as their descriptions say.
-        groups: further groups of nodes that stay in one stage.
-        recomputed: which part of the forward is run a second time.
-        in_order: only cuts that leave the graph's order as it is.
+        objective: which of :data:`OBJECTIVES` the cut balances.
+        devices: the devices of the stages. Costs are times on the first of them; for the others
+            they are scaled, node by node, as the descriptions of the devices say.
+        groups: further groups of nodes that have to stay in one stage.
+        recomputed: the fraction of the forward that checkpointing runs a second time.
+        in_order: whether only cuts are allowed that are contiguous in the graph's order.
     """
     work = list(stage_nodes(graph))
     position = {node: i for i, node in enumerate(work)}
@@ -127,13 +130,20 @@ def machine(
     live: Sequence[float] | None = None,
     placement: Sequence[int] | None = None,
 ) -> Machine:
-    """The machine that stages on these devices are; for a mere number of them, one without limits.
+    """The machine on which the stages run, with its links and limits of memory.
 
-    Every value but a shared parameter crosses a link once for each micro-batch. Each stage keeps
-    the activations of as many micro-batches as are ``live`` there at once; None: of all. With
-    ``checkpoint`` it keeps what it receives of them, and the activations of one micro-batch:
-    "except_last" of the last, "always" of the one that is computed again. Between stages of one
-    number in ``placement``, which are on one device, nothing has to travel.
+    Args:
+        devices: the device of each stage; a mere number of stages stands for a machine whose
+            devices are alike, without limits and with links that cost nothing.
+        chunks: the number of micro-batches. Every value that crosses a link does so once for each
+            of them, except shared parameters.
+        checkpoint: as for :func:`fxpipe.compile`. Without checkpoints a stage keeps the activations
+            of its live micro-batches. With them it keeps only the inputs it receives, and the
+            activations of one micro-batch: with "except_last" the last one, with "always" the one
+            whose forward is being computed again.
+        live: for each stage, how many micro-batches are alive there at once; None: all of them.
+        placement: for each stage the number of its device. Between stages on one device nothing has
+            to travel. None: each stage has a device of its own.
     """
     if isinstance(devices, int):
         return Machine(devices)
@@ -168,7 +178,7 @@ def _values(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[Value]
             tensors = tensors_of(node.meta.get(VALUE))
             size = batch_bytes(node)
             is_once = node.target is ops.share
-            count = 0 if is_once else len(tensors)  # latency is that of all micro-batches
+            count = 0 if is_once else len(tensors)  # how many latencies of the link it costs
             if users:
                 source = position.get(node, OUTSIDE)
                 yield Value(
@@ -177,7 +187,8 @@ def _values(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterable[Value]
 
 
 def reads_before_writes(work: Iterable[fx.Node]) -> Iterable[tuple[fx.Node, fx.Node]]:
-    """Pairs of a node that reads memory and one that writes to it later."""
+    """Pairs of a node that reads memory and a node that writes to that memory later in the
+    program: the reader must not be in a later stage than the writer."""
     position = {node: i for i, node in enumerate(work)}
     by_name = {node.name: node for node in position}
     for writer in position:
@@ -188,20 +199,20 @@ def reads_before_writes(work: Iterable[fx.Node]) -> Iterable[tuple[fx.Node, fx.N
 
 
 def order_of_sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Pairs of users of one value, of which the first may not be in a later stage than the second:
-    then the gradients of the value are summed in the model's order.
+    """Pairs of users of one value, the first of which must not be in a later stage than the second.
+    If a cut respects all pairs, gradients of values are summed in the model's order.
 
-    The gradient that the caller gives for an output always comes first. An input may have users
-    that are not seen here: where a stage is cut in segments, other stages. A node that returns a
-    tensor as it came passes on all gradients of what it returns.
+    The gradient that the caller gives for an output always comes first in the sum. An input may
+    have users outside of this graph: other stages, where one stage is cut into segments. A node
+    that returns its input unchanged passes on all gradients of its own users.
     """
     work = list(stage_nodes(graph))
     position = {node: i for i, node in enumerate(work)}
     edges = {node: edges_to(node) for node in work}
-    received: dict[fx.Node, int] = {}  # how many gradients what a node gives gets
+    received: dict[fx.Node, int] = {}  # how many gradients the value of a node gets
 
     def given(user: fx.Node, node: fx.Node) -> int:
-        """The number of gradients that a node gets from a user."""
+        """The number of gradients that the value of a node gets from one user."""
         count = edges[user][node]
         if node.name not in user.meta.get(SAME_AS, ()):
             return count
@@ -228,7 +239,8 @@ def order_of_sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 def _saved(
     work: Sequence[fx.Node], costs: Sequence[Cost]
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], tuple[Kept, ...]]:
-    """Bytes that each node alone keeps for the backward, and memory that several nodes keep."""
+    """The saved tensors: the bytes that each node alone saves for the backward, and the memories
+    that several nodes save, which count once for a stage that has any of these nodes."""
     saved = np.zeros(len(work))
     keepers: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
@@ -248,7 +260,7 @@ def _saved(
 
 
 def _at_first_users(work: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
-    """Shared parameters, each with the first of its users."""
+    """Groups of a shared parameter and its first user, in whose stage the parameter lives."""
     position = {node: i for i, node in enumerate(work)}
     for node in position:
         if node.target is ops.share:
@@ -257,9 +269,11 @@ def _at_first_users(work: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
 
 
 def together(work: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
-    """Groups of nodes that stay in one stage: alias sets; what takes a result apart, and its maker.
+    """Groups of nodes that have to stay in one stage.
 
-    Stages hand each other tensors: a tuple is taken apart where it is made.
+    One kind are nodes whose values are aliases of memory that is written to. The other kind is a
+    ``getitem`` node and the node whose result it takes apart: stages hand each other tensors, so
+    that a tuple is taken apart in the stage that computes it.
     """
     aliases: dict[int, list[fx.Node]] = {}
     for node in work:

@@ -1,4 +1,4 @@
-"""Not a pass: what would make a model fit that does not fit, the smallest changes first.
+"""Not a pass: changes that would make a model fit into the devices' memory, the smallest first.
 
 ::
 
@@ -6,8 +6,9 @@
     except_last           yes ─────────────────▶ 3 devices
     3 devices             yes ─────────────────▶
 
-Each change is tried, and what is said has been seen to fit. First come settings, alone and then
-together, then more devices, then fewer of them with settings.
+Each change is tried, so that the message names only changes which are known to suffice. Changed
+settings are tried first, one alone and then several together; then more devices; then fewer
+additional devices together with changed settings.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from dataclasses import dataclass, field
 from itertools import combinations, islice, product
 from typing import Any
 
-MORE = 4  # times as many devices are tried at most
+MORE = 4  # at most so many times the number of devices is tried
 
 
 @dataclass(frozen=True)
 class Change:
-    """Changed settings, and the number of devices if it has changed."""
+    """A change to what the user has asked for: other settings, or another number of devices (None
+    if that stays)."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     devices: int | None = None
@@ -39,12 +41,12 @@ class Change:
 def ways_out(
     fits: Callable[[Change], bool], settings: Mapping[str, Sequence[Any]], devices: int
 ) -> str:
-    """What would help, as a sentence.
+    """The changes that would make the model fit, as a sentence for the error message.
 
     Args:
-        fits: whether the model does, with such a change.
-        settings: the values that each may have instead, the mildest first.
-        devices: how many there are.
+        fits: tells whether the model fits after a change.
+        settings: for each setting the values to try in place of the present one, the mildest first.
+        devices: the present number of devices.
     """
     found = _of_settings(fits, settings)
     fewest = MORE * devices + 1
@@ -69,7 +71,8 @@ def _kinds(settings: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
 def _of_settings(
     fits: Callable[[Change], bool], settings: Mapping[str, Sequence[Any]]
 ) -> list[Change]:
-    """With as many devices as there are. A way that contains another one is left out."""
+    """The changes of settings alone, with the present number of devices, that make the model fit. A
+    change that contains a smaller sufficient one is left out."""
     found: list[Change] = []
     for chosen in _kinds(settings)[1:]:
         if not any(way.settings.keys() <= set(chosen) for way in found):
@@ -80,11 +83,12 @@ def _of_settings(
 
 
 def _count(fits: Callable[[Change], bool], change: Change, devices: int, fewest: int) -> int:
-    """The number of devices that are enough, between these two; ``fewest`` if none is."""
+    """The smallest number of devices, above ``devices`` and below ``fewest``, with which the model
+    fits after a change; ``fewest`` if there is none."""
     low, high = devices, fewest
     if high - low > 1 and not fits(Change(change.settings, high - 1)):
         return high
-    while high - low > 1:  # at first steps that double
+    while high - low > 1:  # a bisection, whose first steps double the number of added devices
         middle = min((low + high) // 2, devices + max(1, 2 * (low - devices)))
         if fits(Change(change.settings, middle)):
             high = middle

@@ -1,16 +1,16 @@
-"""Drawings of graphs of every level, as Graphviz source: the model, its stages, the pipeline,
-a training step.
+"""Drawings of the graphs of every level, as Graphviz source: of the model, its stages, the pipeline
+and a training step.
 
 ::
 
-    draw_model      a box a node                         what was traced, and where it was cut
-    draw_stages     a box a stage                        who sends what to whom
-    draw_pipeline   a box a cell (micro-batch, stage)    what runs, and what waits for what
-    draw_step       a box an action (lane, time)         what a training step does, in which order
+    draw_model      a box for each node                       the traced model and its cut
+    draw_stages     a box for each stage                      the values sent between stages
+    draw_pipeline   a box for each cell (micro-batch, stage)  the cells and their dependencies
+    draw_step       a box for each action (lane, time)        the order of a training step
 
 :func:`draw_model` also draws a part of any of them in full: a stage, a micro-batch, or a cell.
 
-The same graph gives the same source. Lines differ by width and dashes as well as by colour (those
+Equal graphs give equal source. Lines differ by width and dashes as well as by colour (the palette
 of Okabe and Ito), so that they can be told apart in print and by the colour-blind.
 """
 
@@ -37,7 +37,8 @@ __all__ = [
 
 
 def draw_graph(gm: fx.GraphModule) -> graphviz.Source:
-    """A graph of any level, as what it is: a step, a pipeline, or a model."""
+    """Draw a graph of any level; its nodes' metadata tell whether it is a step, a pipeline or a
+    model graph."""
     devices: dict[int, str] = {}
     for node in gm.graph.nodes:
         if STAGE in node.meta:

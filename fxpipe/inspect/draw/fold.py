@@ -1,4 +1,5 @@
-"""Folding: the nodes of a module as one box, where a graph has more nodes than can be read.
+"""Folding: the nodes of a module are drawn as one box, where a graph has more nodes than a reader
+can take in.
 
 ::
 
@@ -25,19 +26,20 @@ from fxpipe.ir.graph import COST
 
 Path = tuple[str, ...]
 
-MANY = 4  # parts of one result: more than these are folded
+MANY = 4  # getitem nodes that take one result apart: more than these are folded into one box
 
 
 @dataclass(frozen=True)
 class Box:
-    """Nodes that are drawn as one; ``paths``: of the modules that they are of, in order."""
+    """Nodes that are drawn as one box. ``paths`` are the paths of the modules that the nodes belong
+    to, in the order of the nodes."""
 
     nodes: tuple[fx.Node, ...]
     paths: tuple[Path, ...] = ()
 
     @property
     def name(self) -> str:
-        """The name of its first node, which no other box has."""
+        """The name of the first node in the box, which identifies the box."""
         return self.nodes[0].name
 
     @property
@@ -46,12 +48,14 @@ class Box:
 
     @property
     def path(self) -> str:
-        """The path of its module; empty if its nodes are of no module, or of several."""
+        """The path of the module whose nodes these are; empty if they belong to no module, or to
+        several."""
         return ".".join(self.paths[0]) if len(self.paths) == 1 else ""
 
     @property
     def title(self) -> str:
-        """``h.3``, or the first and the last: of its modules, or of nodes that are no module's."""
+        """The text of the box: ``h.3``, or ``h.0 … h.7`` for several modules. Nodes that belong to
+        no module are named instead."""
         names = [".".join(path) for path in self.paths if path] or [n.name for n in self.nodes]
         return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
@@ -61,14 +65,15 @@ class Box:
 
 
 def fold(nodes: Sequence[fx.Node], limit: int, place: Callable[[fx.Node], Hashable]) -> list[Box]:
-    """At most ``limit`` boxes, if nodes have modules that can be folded.
+    """Fold nodes by their modules into at most ``limit`` boxes, if the modules allow that.
 
-    Where none has to be, only the parts of results that have many are.
+    Where there are few enough nodes, no module is folded; only the ``getitem`` nodes that take one
+    result apart become one box, if they are many.
 
     Args:
-        nodes: in the order in which they run.
-        limit: how many boxes there may be.
-        place: nodes of different places are never in one box.
+        nodes: the nodes to draw, in the order in which they run.
+        limit: the most boxes that there should be.
+        place: tells where a node is drawn; nodes of different places are never in one box.
     """
     single = _taken_apart(nodes)
     if len(single) <= limit:
@@ -83,7 +88,8 @@ def fold(nodes: Sequence[fx.Node], limit: int, place: Callable[[fx.Node], Hashab
 
 
 def _taken_apart(nodes: Sequence[fx.Node]) -> list[Box]:
-    """One box for each node, but a single one for all parts of a result that has many."""
+    """One box for each node, except that ``getitem`` nodes which take one result apart share a box
+    if they are many."""
     found = []
     for maker, run in groupby(nodes, _maker):
         parts = tuple(run)
@@ -95,7 +101,7 @@ def _taken_apart(nodes: Sequence[fx.Node]) -> list[Box]:
 
 
 def _maker(node: fx.Node) -> fx.Node | None:
-    """The node whose result this one is a part of."""
+    """For a ``getitem`` node the node whose result it takes apart; None for any other."""
     return node.all_input_nodes[0] if node.target is operator.getitem else None
 
 

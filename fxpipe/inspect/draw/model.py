@@ -1,4 +1,4 @@
-"""A graph node by node: the model graph, or a part of any other."""
+"""The drawing of a graph node by node: of the model graph, or of a part of another graph."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from fxpipe.ir.tensors import tensor_bytes
 from fxpipe.ir.text import human_bytes
 from passes.common.skips import stage_of
 
-BOXES = 80  # more than these are folded
-PART_BOXES = 240  # of graphs that have micro-batches, and no modules to fold
+BOXES = 80  # in a drawing of more boxes than these, modules are folded
+PART_BOXES = 240  # the same limit for graphs that have micro-batches, and no modules to fold
 
 _SKIP = Line("value that passes over stages", color=SKIP_COLOURS[0], penwidth=THICK)
 _NUMBER = Line("value that is no tensor", color=GREY, penwidth="0.6", arrowhead="vee")
@@ -43,12 +43,13 @@ _SMALL = {"fontsize": "8", "height": "0.2", "margin": "0.05,0.02"}
 Edges = dict[tuple[str, str], Line]
 """Edges, by the names of the boxes that they connect."""
 
-_OUTPUTS = 8  # lines that go to the output at most: else one for each stage
-_LINES = 3  # that a number has at most: where it is used more often, it is named there
+_OUTPUTS = 8  # the most lines to the output: of more, one line is drawn for each stage
+_LINES = 3  # the most lines from a number: one that is used more often is named where it is used
 
 
 class Place(NamedTuple):
-    """Where a node is; None where it is not said. ``part``: of a step, "forward" or "backward"."""
+    """Where a node is drawn: its stage and its micro-batch, each None if it has none. In a step
+    graph ``part`` is "forward" or "backward"."""
 
     stage: int | None
     microbatch: int | None
@@ -72,17 +73,18 @@ def draw_model(
     microbatch: int | None = None,
     boxes: int | None = None,
 ) -> graphviz.Source:
-    """The traced model, a box a node: its name, what it calls, and the shape that it gives.
+    """Draw a graph with a box for each node: its name, the function that it calls, and the shape of
+    its value.
 
-    Where nodes have stages, each stage is a cluster, and values that pass over stages stand out.
-    It draws the nodes of other graphs too, of which micro-batches are clusters as well, and the
-    forward and the backward of a training step. One is below the other in the order in which they
-    run; the micro-batches of a stage are beside each other.
+    Nodes of one stage form a cluster, and values that skip stages stand out. Pipeline and step
+    graphs can be drawn as well: each micro-batch of a stage is a cluster then, and so are the
+    forward and the backward of a training step. Clusters are below each other in the order in which
+    they run; the micro-batches of a stage are beside each other.
 
     Args:
         stage, microbatch: draw the nodes of these only, and where their values come from and go to.
-        boxes: of larger graphs, modules are folded, until there are no more boxes than these. None:
-            80, or 240 of graphs that have micro-batches, and no modules to fold.
+        boxes: the most boxes; in larger graphs modules are folded. None stands for 80, or for 240
+            in graphs that have micro-batches, and no modules to fold.
 
     Raises:
         ValueError: if no node is of that stage and micro-batch.
@@ -120,8 +122,7 @@ class _Nodes:
         return all(wish is None or wish == is_there for wish, is_there in pairs)
 
     def _settle(self, node: fx.Node) -> None:
-        """Inputs, outputs and parameters have boxes of their own, but for parameters of folded
-        nodes."""
+        """Give an input, output or parameter a box; a parameter of a folded box joins that box."""
         if node in self.box_of:
             return
         if node.op == "get_attr":
@@ -133,8 +134,8 @@ class _Nodes:
         self.boxes.append(box)
 
     def _named(self) -> set[fx.Node]:
-        """Values that are named where they are used, as lines would be long, or many: numbers, and
-        what goes from one micro-batch to another beside it."""
+        """The values for which no line is drawn, but the name at each user, since lines would be
+        long or many: numbers, and values that go from one micro-batch to another beside it."""
         found = set()
         for node, place in self.places.items():
             users = [user for user in node.users if user in self.box_of]
@@ -184,7 +185,7 @@ class _Nodes:
                 dot.node(_name_at(node, box), label(node.name), style="dotted", **_SMALL)
 
     def _named_at(self, box: Box) -> list[fx.Node]:
-        """What is named at a box, as it uses it; not where the box stands for many nodes."""
+        """The values whose names are drawn at a box that uses them; none at a folded box."""
         return [] if box.is_folded else self._uses_named(box)
 
     def _uses_named(self, box: Box) -> list[fx.Node]:
@@ -192,7 +193,8 @@ class _Nodes:
         return [n for n in dict.fromkeys(used) if n in self.named and n not in box.nodes]
 
     def _edges(self) -> Edges:
-        """Between boxes, one each: of several that it stands for, the thickest."""
+        """The edges between boxes. Several edges between the same two are drawn as one, of the
+        thickest kind among them."""
         found: Edges = {}
         for box in self.boxes:
             for node in self._named_at(box):
@@ -216,7 +218,8 @@ class _Nodes:
         return found
 
     def _together(self, edges: Edges) -> tuple[Edges, dict[tuple[str, str], dict[str, str]]]:
-        """Where very many boxes give an output, one line for those of a stage; and what it says."""
+        """The edges, and labels of some. Where very many boxes lead to the output, the lines of
+        each stage are drawn as one, whose label has their number."""
         to_output = [ends for ends in edges if ends[1] in self.outputs]
         if len(to_output) <= _OUTPUTS:
             return edges, {}
@@ -236,7 +239,8 @@ class _Nodes:
         return kept, said
 
     def _outside(self, where: str, value: fx.Node, box: Box) -> str:
-        """The oval for what one part takes from another, or gives to it."""
+        """The oval that stands for the rest of the graph, where a part is drawn: it names the
+        values that the part takes from there, or gives to it."""
         oval = f"{where} / {self._place(box)}"  # a colon would be a port
         names = self.outside.setdefault(oval, [where])
         if origin(value) not in names:
@@ -246,10 +250,8 @@ class _Nodes:
     # ---------------------------------------------------------------------------------- the layout
 
     def _arrange(self, edges: Edges) -> None:
-        """The clusters of a micro-batch below each other; several micro-batches beside each other.
-
-        Forwards go down the stages, backwards up.
-        """
+        """Arrange the clusters of each micro-batch below each other, and the micro-batches beside
+        each other. Forwards go down the stages, backwards go up."""
         columns: dict[int | None, list[Place]] = {}
         for place in self.clusters:
             if place != Place(None, None):
@@ -260,13 +262,13 @@ class _Nodes:
                     self.picture.order(box.name, _title(lower))
 
     def _firsts(self, place: Place, edges: Edges) -> list[str]:
-        """The first nodes of each cluster: those that need nothing from another node of it."""
+        """The first boxes of a cluster: those that need nothing from another box in it."""
         own = [box.name for box in self.clusters[place] if box.nodes[0].op != "get_attr"]
         later = {head for tail, head in edges if tail in own}
         return [name for name in own if name not in later]
 
     def _lasts(self, place: Place, edges: Edges) -> list[Box]:
-        """The last nodes of each cluster: those that no other node of it needs."""
+        """The last boxes of a cluster: those that no other box in it needs."""
         own = {box.name for box in self.clusters[place]}
         earlier = {tail for tail, head in edges if head in own}
         return [box for box in self.clusters[place] if box.name not in earlier]
@@ -277,7 +279,7 @@ class _Nodes:
         return _SKIP if self._is_skip(source, user) else DATA
 
     def _is_skip(self, source: fx.Node, user: fx.Node) -> bool:
-        """Whether a value passes over stages that do not use it, or a gradient on its way back."""
+        """Whether a value skips stages on its way to a user, or a gradient does on its way back."""
         target = self.places[user].stage
         if target is None:
             return False
@@ -289,7 +291,7 @@ class _Nodes:
 
 
 def _known(places: Iterable[Place]) -> str:
-    """Which stages and micro-batches there are to ask for."""
+    """The stages and micro-batches of a graph, in words, for a message."""
     all_of = zip(*(place[:2] for place in places), strict=True)
     stages, microbatches = ([value for value in values if value is not None] for values in all_of)
     said = [f"stages 0 to {max(stages)}"] if stages else []
@@ -304,7 +306,8 @@ _BACKWARD = (
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, Place]:
-    """Of all nodes. In a step, all that comes after a backward is a part of the backward."""
+    """The place of every node. In a step graph, all nodes that depend on a backward are drawn as
+    part of the backward."""
     is_step = any(ACTION in node.meta for node in graph.nodes)
     places: dict[fx.Node, Place] = {}
     for node in graph.nodes:
@@ -318,7 +321,7 @@ def _places(graph: fx.Graph) -> dict[fx.Node, Place]:
 
 
 def _place(node: fx.Node) -> Place:
-    """Where a node is drawn; a parameter where it is first used."""
+    """The stage and micro-batch of a node; those of its first user for a parameter."""
     stage = stage_of(node)
     if stage is None and node.op == "get_attr":
         users = [user for user in node.users if stage_of(user) is not None]
@@ -328,14 +331,14 @@ def _place(node: fx.Node) -> Place:
 
 
 def _when(place: Place) -> tuple[bool, int]:
-    """Of the clusters of a micro-batch: which comes first."""
+    """The key that sorts the clusters of a micro-batch in the order in which they run."""
     stage = -1 if place.stage is None else place.stage
     is_backward = place.part == "backward"
     return is_backward, -stage if is_backward else stage
 
 
 def _are_beside(one: Place, other: Place) -> bool:
-    """Whether they are of different micro-batches, which are drawn beside each other."""
+    """Whether two places are in different micro-batches, which are drawn beside each other."""
     return Place(None, None) not in (one, other) and one.microbatch != other.microbatch
 
 
@@ -347,7 +350,7 @@ def _cluster(place: Place) -> str:
     return "cluster_" + str(place).replace(", ", "_").replace(" ", "_")
 
 
-# With spaces, as no fx node is named.
+# These names have spaces, so that they differ from the names of all fx nodes.
 
 
 def _title(place: Place) -> str:
@@ -359,7 +362,8 @@ def _name_at(node: fx.Node, box: Box) -> str:
 
 
 def _draw_title(dot: graphviz.Digraph, place: Place, firsts: Iterable[str]) -> None:
-    """A node, beside what comes first: lines go around nodes, but through labels of clusters."""
+    """Draw the title of a cluster as a node beside its first boxes. Lines go around nodes, while
+    they would run through the label of a cluster."""
     dot.node(_title(place), str(place), shape="plaintext", fontsize="11", margin="0", height="0.2")
     for name in firsts:
         dot.edge(_title(place), name, style="invis", minlen="0")
@@ -378,7 +382,7 @@ def _draw_folded(dot: graphviz.Digraph, box: Box) -> None:
 
 
 def draw_node(dot: graphviz.Digraph, node: fx.Node) -> None:
-    """One node, as a box or an oval."""
+    """Draw one node: inputs and outputs as ovals, all others as boxes."""
     shape = type_text(node.meta.get(VALUE))
     if node.op in ("placeholder", "output"):
         dot.node(node.name, label(node.name, shape), shape="oval", style="solid")

@@ -1,4 +1,4 @@
-"""What all drawings share: lines and their legend, colours, and the text of values."""
+"""Tools that all drawings share: lines and their legend, colours, and the text of values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _INVISIBLE = {"style": "invis"}
 
 @dataclass(frozen=True)
 class Line:
-    """How an edge is drawn, and what that means."""
+    """A kind of edge: how it is drawn, and its meaning, which the legend explains."""
 
     meaning: str
     style: str = "solid"
@@ -64,7 +64,8 @@ CALLER = Line("from and to the caller", style="dotted", arrowhead="vee")
 
 
 def skip_lines(names: Sequence[str], what: str) -> dict[str, Line]:
-    """A line for each skip value: its own colour and, with the next ones, its own dashes."""
+    """A kind of line for each skip value, which differs from those of the next values by its colour
+    and its dashes. ``what`` begins the explanations in the legend."""
     lines: dict[str, Line] = {}
     for name in dict.fromkeys(names):
         i = len(lines)
@@ -78,7 +79,7 @@ def skip_lines(names: Sequence[str], what: str) -> dict[str, Line]:
 
 
 class Picture:
-    """A drawing in the making, which remembers the lines that its legend has to explain."""
+    """Builds a drawing, and remembers which kinds of lines its legend has to explain."""
 
     def __init__(self, name: str, **attributes: str) -> None:
         self.dot = graphviz.Digraph(name)
@@ -101,7 +102,8 @@ class Picture:
         self.dot.edge(tail, head, **{**line.attributes, **more})
 
     def order(self, tail: str, head: str, **more: str) -> None:
-        """Keep one before the other, without a line, unless a line does so."""
+        """Make the layout draw ``tail`` ahead of ``head``, by an invisible edge, unless there is an
+        edge between them already."""
         if (tail, head) not in self.joined:
             self.dot.edge(tail, head, **_INVISIBLE, **more)
 
@@ -133,7 +135,8 @@ def _place_legend(
 
 
 def _legend(lines: Iterable[Line], notes: Iterable[str]) -> str:
-    """A table, which stays together wherever the layout puts it: samples, and what they mean."""
+    """The legend as one HTML-like table of sample lines and their meanings; Graphviz keeps a table
+    together wherever it is put."""
     said = [
         f'<TR><TD COLSPAN="2" ALIGN="LEFT">{html.escape(note)}{_ROOM}</TD></TR>' for note in notes
     ]
@@ -202,7 +205,8 @@ def lines_text(lines: Iterable[str]) -> str:
 
 
 def sources_of(node: fx.Node) -> list[fx.Node]:
-    """What a node takes. Of a loss without the stages' tapes, which all of them are given."""
+    """The inputs of a node that are drawn. For a loss these are without the tapes of the stages,
+    all of which it is given."""
     if node.target is not ops.loss:
         return node.all_input_nodes
     tapes = node.args[4]
@@ -214,7 +218,8 @@ def origin(node: fx.Node) -> str:
 
 
 def polyline(points: Sequence[Point]) -> str:
-    """Straight from point to point, as the position of an edge; there is room for its arrowhead."""
+    """The position of an edge, in Graphviz's format, that runs straight from point to point; it
+    ends early enough to leave room for the arrowhead."""
     (x0, y0), (x, y) = points[-2], points[-1]
     length = abs(x - x0) + abs(y - y0) or 1
     neck = x - 6 * (x - x0) / length, y - 6 * (y - y0) / length

@@ -1,4 +1,5 @@
-"""The pipeline graph: a grid, stages down and micro-batches across."""
+"""The drawing of the pipeline graph: a grid with a row for each stage and a column for each
+micro-batch."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _COPY = Line("copy")
 _USE = Line("value, not copied", arrowhead="empty")
 _ORDER = Line("fork to join: its backward comes after", style="dashed", color=GREY, arrowhead="vee")
 
-_NAMED = 3  # values of an oval that stands for many
+_NAMED = 3  # the most values that are named in an oval which stands for several
 
 _End = Cell | str
 """Where a line begins or ends: a cell, or the name of a scatter or gather."""
@@ -39,7 +40,8 @@ _End = Cell | str
 
 @dataclass(frozen=True)
 class _Link:
-    """A line of the grid. It passes rows in a lane of its own, beside the cells of a column."""
+    """A line between two ends. Where it passes rows, it runs in a strip of its own, a "lane",
+    beside the cells of a column."""
 
     tail: _End
     head: _End
@@ -64,13 +66,14 @@ class _Link:
 
 
 def draw_pipeline(gm: fx.GraphModule, devices: Sequence[str]) -> graphviz.Source:
-    """The pipeline graph as a grid: a row a stage, a column a micro-batch, a box a cell.
+    """Draw the pipeline graph as a grid: a row for each stage, a column for each micro-batch, and a
+    box for each cell.
 
-    Every position is given, as the layouts that Graphviz finds by itself are no grids: lines that
-    pass a row would be led around the outside of it.
+    All positions are computed here, since the layouts of Graphviz are no grids: it would lead lines
+    that pass a row around the outside of it.
 
     Args:
-        devices: one for each stage.
+        devices: the names of the devices, one for each stage.
     """
     grid = _Grid(gm.graph, devices)
     picture = Picture("pipeline", layout="nop2")
@@ -88,7 +91,10 @@ def draw_pipeline(gm: fx.GraphModule, devices: Sequence[str]) -> graphviz.Source
 
 
 def _links(graph: fx.Graph, ovals: Mapping[str, str]) -> Iterator[_Link]:
-    """``ovals``: of scatters and gathers that are drawn together, the oval for all of them."""
+    """The lines of the drawing.
+
+    ``ovals``: for each scatter and gather that is drawn together with others, their common oval.
+    """
     skipped = [origin(n) for n in graph.nodes if n.target is ops.portal_blue]
     skips = skip_lines(skipped, "skip through a portal:")
     for node in graph.nodes:
@@ -96,12 +102,12 @@ def _links(graph: fx.Graph, ovals: Mapping[str, str]) -> Iterator[_Link]:
         for source in node.all_input_nodes:
             tail = _end(source)
             if head is None or tail is None or head == tail or source.target is ops.scatter:
-                continue  # what gather asks of scatter is only how large the parts are
+                continue  # gather reads only the sizes of the parts from scatter: no line
             first, last = (_drawn(end, ovals) for end in (tail, head))
             joined = next((end for end in (first, last) if end not in (tail, head)), None)
             value = origin(source) if joined is None else str(joined)
             line = _line(node, tail, head, skips)
-            # What is copied together is one line.
+            # Values between neighbouring cells are drawn as one line, which has no name.
             yield _Link(first, last, line, "" if _is_next(first, last) else value)
 
 
@@ -137,7 +143,8 @@ def _cell(cell: Cell) -> str:
 
 
 class _Grid:
-    """Where things are, in points: x from left to right, y from the top down, below zero."""
+    """The positions of cells, ovals and lines, in points: x grows from left to right; y is 0 at the
+    top and negative below, as Graphviz counts it."""
 
     width, height = 72.0, 44.0  # of a cell
     lane_width = 14.0
@@ -159,11 +166,12 @@ class _Grid:
             "gather", {node.name: node.name.removesuffix("_out") for node in called}, room
         )
         self.links = list(dict.fromkeys(_links(graph, {**into, **out_of})))
-        # Short ones first, so that long ones go around them; skips last, beside their names.
+        # Short lines come first, so that long ones go around them; skips come last, beside their
+        # names.
         long = [link for link in self.links if link.passed(self.stages)]
         long.sort(key=lambda link: (link.line.is_skip, len(link.passed(self.stages))))
         self.lanes = list(dict.fromkeys(link.lane for link in long))
-        # A skip says its name once: in the last column, where there is room beside it.
+        # The name of a skip is drawn once, in the last column, where there is room beside it.
         last = {link.lane: link for link in long if link.line.is_skip}
         self.named = {link: i for i, link in enumerate(last.values())}
 
@@ -189,7 +197,8 @@ class _Grid:
         return 0, self.y(self.stages) - 30
 
     def y(self, stage: int) -> float:
-        """The middle of a row; those before the first and after the last are the ovals'."""
+        """The y coordinate of the middle of a stage's row. Stage -1 is the row of the scatters'
+        ovals, and the number of stages is that of the gathers'."""
         return -(stage + 1) * (self.height + self.gap)
 
     def centre(self, cell: Cell) -> Point:
@@ -206,16 +215,17 @@ class _Grid:
         return left + self.lane_width * (self.lanes.index(link.lane) + 1)
 
     def name_spot(self, link: _Link) -> Point | None:
-        """The middle of its name, if this is the line that says it."""
+        """The point at the middle of a line's name; None if no name is drawn at this line."""
         if link not in self.named:
             return None
         left = self.head + self.microbatches * self.column - 16
-        lower = 12 * (self.named[link] % 3 - 1)  # or else names in one row would be one on another
+        lower = 12 * (self.named[link] % 3 - 1)  # keeps names in one row from covering each other
         middle = self.y(link.passed(self.stages)[0]) - lower
         return left + width_of(link.value) / 2, middle
 
     def path(self, link: _Link) -> list[Point]:
-        """From the lower edge of one thing to the upper of another, or along a row."""
+        """The points of a line: from the lower edge of one end to the upper edge of the other, or
+        along a row."""
         if link.line is _ORDER and isinstance(link.tail, tuple) and isinstance(link.head, tuple):
             (left, y), (right, _) = self.centre(link.tail), self.centre(link.head)
             return [(left + self.width / 2, y), (right - self.width / 2, y)]
@@ -233,7 +243,8 @@ class _Grid:
         return x + self._shift(link), y + side * self.height / 2
 
     def _shift(self, link: _Link) -> float:
-        """Lines to or from one cell do not meet: those to lanes are on the right."""
+        """How far from the middle of a cell a line begins or ends, so that lines do not meet: those
+        that pass rows are on the right."""
         if link.passed(self.stages):
             share = (self.lanes.index(link.lane) + 1) / (len(self.lanes) + 1)
             return self.width / 2 * share
@@ -246,7 +257,8 @@ class _Grid:
 def _ovals(
     what: str, values: Mapping[str, str], room: float
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The text of each oval; where they have no room there is one for all, and of which nodes."""
+    """The ovals: their texts by their names; and, where there is no room for one each, from the
+    names of the nodes to the one oval that stands for all of them."""
     texts = {name: f"{what} {value}" for name, value in values.items()}
     if len(texts) < 2 or sum(_oval_width(text) + 10 for text in texts.values()) <= room:
         return texts, {}
@@ -262,7 +274,8 @@ def _oval_width(text: str) -> float:
 
 
 def _route(points: Sequence[Point]) -> str:
-    """Through all points, as the spline of an edge; it leaves room for its arrowhead."""
+    """The position of an edge, in Graphviz's format, as a spline through all points; it ends early
+    enough to leave room for the arrowhead."""
     x, y = points[-1]
     is_level = points[-2][1] == y
     neck = (x - 7, y) if is_level else (x, y + 7)

@@ -1,4 +1,5 @@
-"""The stage graph: a box a stage, and who sends what to whom."""
+"""The drawing of the stage graph: a box for each stage, and a line for each value that one stage
+sends to another."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from fxpipe.ir.graph import VALUE
 from fxpipe.ir.text import human_bytes, human_time
 from passes.common.skips import routes, stage_of
 
-MANY = 4  # values that go one way: more than these are one line
-MANY_RESULTS = 2  # of one stage
+MANY = 4  # of more values than these, between the same two stages, one line is drawn
+MANY_RESULTS = 2  # of more outputs than these, from the same stage, one line is drawn
 
 _NEXT = Line("value for the next stage")
 
@@ -35,7 +36,7 @@ _NEXT = Line("value for the next stage")
 def draw_stages(
     gm: fx.GraphModule, devices: Sequence[str], costs: Sequence[Cost]
 ) -> graphviz.Source:
-    """The stage graph, a box a stage, and the values that go from one to another.
+    """Draw the stage graph: a box for each stage, and a line for each value between two stages.
 
     Args:
         devices: one for each stage.

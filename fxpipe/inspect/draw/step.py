@@ -1,7 +1,8 @@
-"""The step graph: a grid, lanes down and time across, an action a box.
+"""The drawing of the step graph: a grid with a row for each lane, time across, and a box for each
+action.
 
-An action is in the first column in which its lane is free and all that it needs is done, as if all
-took equally long: the columns are the order that the graph itself enforces.
+An action is in the first column in which its lane is free and all actions that it needs are done.
+All actions count as equally long, so that the columns show the order which the graph enforces.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _MEANING = {
 _WITH: dict[Callable[..., Any], tuple[Kind, ...]] = {
     ops.loss: (Kind.FORWARD,),
     ops.loss_backward: (Kind.BACKWARD, Kind.BACKWARD_INPUT),
-}  # whose actions they are part of
+}  # the kinds of actions of which these operators are drawn as a part
 _VALUES = Line("values for the next stage")
 _GRADIENTS = Line("their gradients", style="dashed")
 _LOSS = "the loss is part of the last stage's forward and backward"
@@ -55,11 +56,12 @@ _RECOMPUTED = "dashed frame: keeps no activations, and computes them again"
 def draw_step(
     gm: fx.GraphModule, devices: Sequence[str], placement: Sequence[int] | None = None
 ) -> graphviz.Source:
-    """The step graph: a row a lane, a column a unit of time, and what goes from action to action.
+    """Draw the step graph: a row for each lane, a column for each unit of time, and lines for
+    values and gradients that go from one action to another.
 
     Args:
-        devices: one for each stage.
-        placement: of each stage, its lane; None: each has its own.
+        devices: the names of the devices, one for each stage.
+        placement: the lane of each stage; None if every stage has a lane of its own.
     """
     lanes = tuple(placement if placement is not None else range(len(devices)))
     grid = _Grid(gm.graph, devices, lanes)
@@ -81,7 +83,7 @@ def draw_step(
 
 @dataclass(frozen=True)
 class _Link:
-    """What an action gives to one of another stage."""
+    """A line between two actions in different lanes, of which the second needs the first."""
 
     tail: Action
     head: Action
@@ -92,13 +94,14 @@ class _Link:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The stages, the earlier one first."""
+        """The stages of the two actions, the earlier one first."""
         low, high = sorted((self.tail.stage, self.head.stage))
         return low, high
 
 
 class _Grid:
-    """Where things are, in points: x from left to right, y from the top down, below zero."""
+    """The positions of boxes and lines, in points: x grows from left to right; y is 0 at the top
+    and negative below, as Graphviz counts it."""
 
     height = 24.0  # of a box
     pad = 7.0  # around the boxes of a row
@@ -140,7 +143,7 @@ class _Grid:
         return max(14.0, 16.0 * len(self.skips))
 
     def _line(self, link: _Link) -> Line:
-        """Skips, and their gradients, have a colour for each pair of stages."""
+        """The kind of a line: skips and their gradients have a colour for each pair of stages."""
         if link.ends not in self.skips:
             return _GRADIENTS if link.is_back else _VALUES
         low, high = link.ends
@@ -150,7 +153,8 @@ class _Grid:
         return Line(f"skips, stage {low} to {high}", "solid", colour, THICK)
 
     def _aside(self, link: _Link) -> float:
-        """From the middle of a box to where a line leaves; it comes on the other side."""
+        """The distance from the middle of a box to the point where a line leaves it, to the right;
+        a line enters as far to the left."""
         first = 5.0 + 4 * len(self.skips) if link.is_back else 2.0
         return first + 4 * (1 + self.skips.index(link.ends) if link.ends in self.skips else 0)
 
@@ -177,7 +181,7 @@ class _Grid:
         return 20 + self.track * (1 + max(used, default=-1))
 
     def y(self, lane: int) -> float:
-        """The middle of a row."""
+        """The y coordinate of the middle of a lane's row, in points."""
         above = sum(self.gap(i) for i in range(lane))
         return -(lane + 0.5) * (self.height + 2 * self.pad) - above
 
@@ -196,9 +200,10 @@ class _Grid:
         return 0, self.y(last - 1) - self.height / 2 - self.pad - 24
 
     def path(self, link: _Link) -> list[Point]:
-        """Out of a box, along the gap beside its row, past rows between two columns, and in."""
+        """The points of a line: out of a box, along the gap beside its row, past other rows between
+        two columns, and into the other box."""
         way = -1 if self.lane(link.head) > self.lane(link.tail) else 1  # down, or up
-        aside = self._aside(link)  # no two lines are one on the other
+        aside = self._aside(link)  # lines of different kinds are beside each other
         start = self.x(link.tail) + aside, self.y(self.lane(link.tail)) + way * self.height / 2
         end = self.x(link.head) - aside, self.y(self.lane(link.head)) - way * self.height / 2
         gap, track = self.tracks[link]
@@ -219,7 +224,7 @@ class _Grid:
 
 
 def _needs(graph: fx.Graph) -> dict[Action, tuple[Action, ...]]:
-    """The actions of a step graph, in its order, and those whose results each takes."""
+    """The actions of a step graph, in its order, each with the actions whose results it needs."""
     made: dict[fx.Node, dict[Action, None]] = {}
     needs: dict[Action, dict[Action, None]] = {}
     actions = _actions(graph)
@@ -234,7 +239,8 @@ def _needs(graph: fx.Graph) -> dict[Action, tuple[Action, ...]]:
 
 
 def _actions(graph: fx.Graph) -> dict[fx.Node, Action]:
-    """What each node does; the loss, and its backward, as part of the last stage's actions."""
+    """The action of each node. The loss and its backward count to the forward and the backward of
+    the last stage."""
     found = {node: node.meta[ACTION] for node in graph.nodes if ACTION in node.meta}
     made = set(found.values())
     for target, kinds in _WITH.items():

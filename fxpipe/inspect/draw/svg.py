@@ -1,4 +1,4 @@
-"""Graphviz source as SVG."""
+"""Laying out Graphviz source as SVG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Drawing(graphviz.Source):  # type: ignore[misc]
     """Graphviz source that notebooks show as :func:`render_svg` lays it out."""
 
     def _repr_mimebundle_(self, *_: Any, **__: Any) -> dict[str, str]:
-        # Graphviz's own ends in a traceback where there is no dot.
+        # The method of the base class ends in a traceback where ``dot`` is not installed.
         try:
             return {"image/svg+xml": render_svg(self)}
         except RuntimeError as error:
@@ -22,7 +22,11 @@ class Drawing(graphviz.Source):  # type: ignore[misc]
 
 
 def render_svg(source: graphviz.Source) -> str:
-    """The drawing as SVG, laid out by Graphviz, or else by ``graphviz-pure``."""
+    """Lay out a drawing as SVG, by Graphviz's ``dot`` if it is installed, else by
+    ``graphviz-pure``.
+
+    Raises RuntimeError if neither is installed, or if the layout fails.
+    """
     program = _program()
     command = [program, f"-K{source.engine}", "-Tsvg"]
     done = subprocess.run(command, input=source.source, capture_output=True, encoding="utf-8")
@@ -33,7 +37,8 @@ def render_svg(source: graphviz.Source) -> str:
 
 
 def _program() -> str:
-    # The wheel's program lies beside Python's own, which is not on PATH if nobody put it there.
+    # The wheel graphviz-pure installs its program beside Python's scripts, a folder that is not on
+    # PATH unless the environment is activated.
     beside = sysconfig.get_path("scripts")
     program = (
         shutil.which("dot")
