@@ -27,7 +27,7 @@ from fxpipe.ir._torch import transforms
 from fxpipe.ir.errors import AnotherStrategy, Unsupported
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.structure import Structure, map_tensors
-from fxpipe.meaning.call import Asked, Meaning, known_dims, meaning_of
+from fxpipe.meaning.call import Asked, Meaning, known_dims, loss_is_a_sum, meaning_of
 from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
 from fxpipe.runtime.ambient import compiling
@@ -131,9 +131,28 @@ class Compiler:
             targets=target.has_batch,
             checkpoint=options.checkpoint,
             checkpoint_segments=options.checkpoint_segments,
-            summed=options.loss_fn is None and mode.returns_a_sum,
+            summed=self._loss_is_a_sum(mode, target),
         )
         return self._lowered(mode, f"step of {chunks}", context, chunks)
+
+    def _loss_is_a_sum(self, mode: Mode, target: Target) -> bool:
+        """Whether the loss of a mini-batch is the sum of those of its micro-batches."""
+        function = self.options.loss_fn
+        if function is None:
+            return mode.returns_a_sum
+        if not mode.example.batch or len(self.options.sizes(8)) == 1:
+            return False
+        some, named = mode.example.repeated()
+        with self._where_it_runs(Structure.of((some, named))[0]):
+            return loss_is_a_sum(
+                self.model,
+                (some, named),
+                mode.in_dims,
+                lambda output, leaves: function(output, target.nesting.fill(leaves)),
+                target.leaves,
+                [0 if has_batch else None for has_batch in target.has_batch],
+                Asked(self.options.in_dims, check=self.options.check),
+            )
 
     def _history(self, title: str, gm: fx.GraphModule) -> History:
         """A runner of the passes that begin with this graph. It calls the observer, reports

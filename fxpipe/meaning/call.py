@@ -22,7 +22,7 @@ from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.said import INFER, Input, broadcast, named_inputs
 from fxpipe.meaning.sample import part
 from fxpipe.meaning.stilled import batch_norms, still
-from fxpipe.runtime.microbatch import Dim
+from fxpipe.runtime.microbatch import SUM, Dim
 from fxpipe.trace import called, canonical, parameters_put_back, untouched
 
 
@@ -104,6 +104,50 @@ def _key(inputs: Sequence[Input]) -> Any:
 def _batch(inputs: Sequence[Input], dims: Sequence[int | None]) -> int | None:
     pairs = zip(inputs, dims, strict=True)
     return next((each.tensor.shape[dim] for each, dim in pairs if dim is not None), None)
+
+
+def loss_is_a_sum(
+    model: nn.Module,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    in_dims: InDims,
+    loss: Callable[[Any, list[Any]], Any],
+    target: Sequence[Any],
+    target_dims: Sequence[int | None],
+    asked: Asked,
+) -> bool:
+    """Whether a loss of the model's output is a sum over the rows, and not a mean.
+
+    Args:
+        loss: a function of the output and of the leaves of the target.
+        target, target_dims: these leaves, and the batch dimension of each.
+
+    Raises:
+        BatchWarning: (a warning) for a loss that is neither.
+    """
+    args, kwargs = inputs
+    named = named_inputs(model, args, kwargs, asked.in_dims)
+    asking = _Asking(model, args, kwargs, named, asked)
+    count = len(asking.tensors)
+    places = [i for i, leaf in enumerate(target) if isinstance(leaf, Tensor)]
+
+    def run(tensors: list[Tensor]) -> Any:
+        given = list(target)
+        for place, tensor in zip(places, tensors[count:], strict=True):
+            given[place] = tensor
+        output = asking.output_of(tensors[:count])
+        with untouched(model), torch.no_grad():  # the loss may draw random numbers
+            return loss(output, given)
+
+    tensors = [*asking.tensors, *(target[i] for i in places)]
+    question = Question(run, tensors, [*in_dims, *(target_dims[i] for i in places)])
+    verdict = check(question, is_likely=True)
+    if asking.drew and not asking.stilled:
+        asking.stilled = True
+        verdict = check(question, is_likely=True)
+    if asked.check and verdict.problems and verdict.problems[0].is_scalar:
+        text = messages.across(verdict.problems[0], named).replace("output", "the loss", 1)
+        warnings.warn(text, BatchWarning, stacklevel=2)
+    return verdict.outputs.get("output") == SUM
 
 
 class _Asking:
@@ -196,7 +240,7 @@ class _Asking:
 
     def _takes_the_example(self) -> bool:
         try:
-            self._run([tensor.detach().clone() for tensor in self.tensors])
+            self.output_of([tensor.detach().clone() for tensor in self.tensors])
         except Exception:
             return False
         return True
@@ -205,7 +249,7 @@ class _Asking:
         batch = _batch(self.inputs, dims) or 0
         if not agree(self.inputs, dims) or not batch:
             return Verdict(takes_parts=True)
-        question = Question(self._run, self.tensors, dims, self.asked.sizes(batch))
+        question = Question(self.output_of, self.tensors, dims, self.asked.sizes(batch))
         self.drew = False
         verdict = check(question, self._ignored, is_likely=is_likely)
         if self.drew and not self.stilled:
@@ -223,7 +267,9 @@ class _Asking:
     def _moving(self, trial: Trial) -> set[str]:
         """The outputs that are others for other random numbers."""
         first, second = (
-            dict(leaves(self._run(part(trial.tensors, [None] * len(trial.tensors), 0, 0), seed)))
+            dict(
+                leaves(self.output_of(part(trial.tensors, [None] * len(trial.tensors), 0, 0), seed))
+            )
             for seed in (1, 2)
         )
         return {
@@ -233,7 +279,8 @@ class _Asking:
             and not (path in second and torch.equal(value, second[path]))
         }
 
-    def _run(self, tensors: list[Tensor], seed: int | None = None) -> Any:
+    def output_of(self, tensors: list[Tensor], seed: int | None = None) -> Any:
+        """What the model makes of these tensors, without effect on it."""
         args, kwargs = self.structure.fill(tensors)
         try:
             return self._output(args, kwargs, seed)

@@ -80,7 +80,7 @@ def sampled(
     for tensor, dim in zip(tensors, dims, strict=True):
         value = tensor.detach()
         if dim is not None:
-            own = value.index_select(dim, order.to(value.device))
+            own = value.index_select(dim, (order % value.shape[dim]).to(value.device))
             value = own if level == GIVEN else _perturbed(own, value, dim, level, draw)
         elif level != GIVEN:
             value = _perturbed(value, value, 0, MOVED, draw)

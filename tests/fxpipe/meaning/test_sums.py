@@ -100,6 +100,28 @@ def test_an_input_is_no_sum():
         pipe(*batch())
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_step_adds_up_a_loss_function_that_is_a_sum(reduction):
+    model, x, y = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)), torch.randn(7, 6), batch()[1]
+    twin, loss_fn = copy.deepcopy(model), nn.CrossEntropyLoss(reduction=reduction)
+    with fxpipe.compile(model, TWO, chunks=3, loss_fn=loss_fn) as pipe:
+        loss = pipe.step(x, target=y)
+        expected = loss_fn(twin(x), y)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(gradients(model), gradients(twin))
+
+
+def test_a_loss_function_over_tokens_is_warned_of():
+    model, x, y = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)), torch.randn(6, 6), batch(6)[1]
+    y = torch.where(torch.arange(6) < 4, y, -100)
+    with (
+        fxpipe.compile(model, TWO, chunks=3, loss_fn=nn.CrossEntropyLoss()) as pipe,
+        pytest.warns(fxpipe.BatchWarning, match="the loss is neither a mean over the rows nor a"),
+    ):
+        pipe.step(x, target=y)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_a_step_adds_up_a_models_loss_that_is_a_sum(schedule):
     model, inputs = Classifier(), batch()

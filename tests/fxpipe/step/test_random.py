@@ -103,7 +103,7 @@ def test_a_loss_draws_random_numbers_as_if_lanes_drew_none(schedule):
         pipe.prepare(x)
         torch.manual_seed(1)
         pipe.step(x)
-    assert same(drawn, wanted)
+    assert same(drawn[-8:], wanted), "after what it drew to be checked, which leaves no trace"
 
 
 def test_a_loss_may_run_another_pipeline():
