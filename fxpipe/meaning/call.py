@@ -133,7 +133,7 @@ def loss_is_a_sum(
     def run(tensors: list[Tensor]) -> Any:
         given = list(target)
         for place, tensor in zip(places, tensors[count:], strict=True):
-            given[place] = tensor
+            given[place] = tensor.to(tensors[0].device) if count else tensor
         output = asking.output_of(tensors[:count])
         with untouched(model), torch.no_grad():  # the loss may draw random numbers
             return loss(output, given)
@@ -144,6 +144,14 @@ def loss_is_a_sum(
     if asking.drew and not asking.stilled:
         asking.stilled = True
         verdict = check(question, is_likely=True)
+    if asked.check and verdict.trial is None and verdict.failure is not None:
+        warnings.warn(
+            "whether loss_fn is a mean over the rows or a sum could not be found out, since on "
+            f"other numbers of rows it raises {type(verdict.failure).__name__}: "
+            f"{verdict.failure}; the losses of the micro-batches are averaged",
+            BatchWarning,
+            stacklevel=2,
+        )
     if asked.check and verdict.problems and verdict.problems[0].is_scalar:
         text = messages.across(verdict.problems[0], named).replace("output", "the loss", 1)
         warnings.warn(text, BatchWarning, stacklevel=2)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,10 +146,12 @@ def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
     traced again it has to. The device needs room for the whole model.
     """
     own = (*model.parameters(), *model.buffers())
-    before = [(t, t.data) for t in own if t.device != device and not t.is_meta]
+    before = [(t, t.data, t.grad) for t in own if t.device != device and not t.is_meta]
     try:
         try:
-            for tensor, data in before:
+            for tensor, data, _ in before:
+                # A gradient stays behind: autograd lets none be set that is on another device.
+                tensor.grad = None
                 tensor.data = data.to(device)
         except torch.OutOfMemoryError as error:
             error.add_note(
@@ -158,8 +161,10 @@ def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
             raise
         yield
     finally:
-        for tensor, data in before:
+        for tensor, data, grad in before:
+            tensor.grad = None
             tensor.data = data
+            tensor.grad = grad
 
 
 @contextmanager
@@ -196,9 +201,10 @@ def buffers_kept(model: nn.Module) -> Iterator[list[Any]]:
 
 
 def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    """The output of a model; ``fxpipe.skip`` is told of the modules while they run."""
+    """The output of a model; ``fxpipe.skip`` is told of the modules while they run. What the model
+    sets in context variables is not seen afterwards."""
     with skip.tracking(model):
-        return model(*args, **kwargs)
+        return copy_context().run(model, *args, **kwargs)
 
 
 @contextmanager

@@ -186,6 +186,17 @@ def test_the_callers_streams_may_be_the_default_ones(name):
         check(name, gradients(model), gradients(twin))
 
 
+def test_gradients_remain_while_a_model_is_on_one_device_to_be_compiled_for_another_call():
+    make, inputs = MODELS["mlp"]
+    model, x = make(), inputs(BATCH)
+    with fxpipe.compile(model, FOUR, chunks=3) as pipe:
+        loss_of(pipe(*(t.to("sim:0") for t in x))).backward()
+        before = [p.grad for p in model.parameters()]
+        model.eval()
+        pipe.prepare(*(t.to("sim:0") for t in x))
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_emitted_graph_module_runs_by_itself(name):
     make, inputs = MODELS[name]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from contextvars import ContextVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fxpipe.trace import TraceError, trace
+from fxpipe.trace.isolation import called
 from tests.fxpipe.trace.small import BOTH, MLP, Noisy, run, x
 from tests.zoo import same
 
@@ -199,3 +201,15 @@ def test_a_module_that_is_converted_to_what_it_is_already_is_exported() -> None:
     model = Converts()
     traced = trace(model, (x(),), tracer="export")
     assert torch.equal(run(traced, x()), model(x()))
+
+
+def test_what_a_model_sets_in_context_variables_is_not_seen_after_it_has_been_called():
+    flavour = ContextVar("flavour", default="plain")
+
+    class Sets(nn.Module):
+        def forward(self, x):
+            flavour.set("sweet")
+            return x
+
+    called(Sets(), (torch.ones(1),), {})
+    assert flavour.get() == "plain"
