@@ -201,7 +201,7 @@ class Entry(Generic[C]):
 
 
 def _own_entry(own: Pass | Entry[Any], level: Level, leads_to: Level) -> Entry[Any]:
-    """The entry of a pass of a user's."""
+    """Make the chain's entry for a pass that a user has written."""
     if isinstance(own, Entry):
         return replace(own, leads_to=leads_to)
     if isinstance(own, type) or not callable(own):

@@ -159,7 +159,7 @@ def loss_is_a_sum(
 
 
 class _Asking:
-    """Asks a model about candidates."""
+    """Runs a model to find the candidate (the batch dimension of each input) that fits it."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class Sample:
     def of(
         args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None], batch: int | None
     ) -> Sample:
-        """Of a call."""
+        """Make the sample of a call: its inputs, with two rows of them at most."""
         return Sample(with_rows((args, kwargs), dims, min(2, batch or 0)), dims, batch)
 
     def repeated(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -93,7 +93,7 @@ class State:
         return any(isinstance(value, Tensor) for value in values)
 
     def put_back(self) -> None:
-        """All is as it was."""
+        """Give the modules the attributes, and these the contents, that they had when it was read."""
         for module, before in self._attributes:
             own = vars(module)
             now = _own(module)
@@ -107,7 +107,7 @@ class State:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Meanwhile all is as it was; afterwards it is as it is now."""
+        """Inside the ``with`` block the state is the one that was read; after it, that of now."""
         now = State([module for module, _ in self._attributes])
         self.put_back()
         try:

@@ -37,7 +37,7 @@ Unit = tuple[nn.Module, str]
 """A module, and the name of an attribute."""
 
 Setter = Callable[[], None]
-"""Makes a part of the state another."""
+"""A function that sets one attribute of a module to another value."""
 
 _FAR = 1000  # calls from now
 
