@@ -159,7 +159,7 @@ def loss_is_a_sum(
 
 
 class _Asking:
-    """Runs a model to find the candidate (the batch dimension of each input) that fits it."""
+    """Runs a model to find the batch dimension of each of its inputs."""
 
     def __init__(
         self,

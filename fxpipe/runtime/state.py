@@ -93,7 +93,7 @@ class State:
         return any(isinstance(value, Tensor) for value in values)
 
     def put_back(self) -> None:
-        """Give the modules the attributes, and these the contents, that they had when it was read."""
+        """Give the modules the attributes, with their contents, that they had when it was read."""
         for module, before in self._attributes:
             own = vars(module)
             now = _own(module)
