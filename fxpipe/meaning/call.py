@@ -234,6 +234,11 @@ class _Asking:
                 f"batch statistics are those of each micro-batch ({names[0]}{more}): "
                 "deferred_batch_norm=True makes the running ones those of the mini-batch"
             )
+        if verdict.mixed is not None:
+            notes.append(
+                f"{verdict.mixed.text}; so it is where integers of several rows are mixed, "
+                "and not for rows like those of the example"
+            )
         notes += [f"{problem.text}, for some rows only" for problem in verdict.slight]
         notes += [problem.text for problem in verdict.problems]
         return notes

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fxpipe.ir.structure import leaves
 from fxpipe.meaning.compare import MEAN, Difference, Reading, growing, mean, reading
-from fxpipe.meaning.sample import GIVEN, LEVELS, part, sampled
+from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
 from fxpipe.runtime.microbatch import ANY, SUM, Dim
 
 SIZES = (3, 2), (4, 2)  # of the parts: some models take rows in pairs only
@@ -92,6 +92,8 @@ class Verdict:
     """What the model says of a part, or, if there are no parts, of the whole."""
     takes_parts: bool = True
     """False: what the model takes as a whole, it does not take in parts."""
+    mixed: Problem | None = None
+    """What is not right where integers of rows are mixed, although it is for whole rows."""
 
     @property
     def is_wrong(self) -> bool:
@@ -109,17 +111,36 @@ def check(
 ) -> Verdict:
     """Whether the parts of a mini-batch, put together, are the whole.
 
+    What is wrong where integers of rows are mixed has to be wrong for whole rows too: a row of
+    mixed ones may be none that the model is made for.
+
     Args:
         ignored: of which outputs, by their paths, nothing is asked.
         is_likely: one sample is enough; of what is unlikely, chance is to be ruled out.
     """
+    verdict = _checked(question, ignored, is_likely, LEVELS)
+    if verdict.trial is None or verdict.trial.level != MIXED or not verdict.is_wrong:
+        return verdict
+    less = _checked(question, ignored, False, LEVELS[1:])
+    if less.trial is None or less.is_wrong:
+        return verdict
+    less.mixed = next(problem for problem in verdict.problems if not problem.is_scalar)
+    return less
+
+
+def _checked(
+    question: Question,
+    ignored: Callable[[str], bool],
+    is_likely: bool,
+    levels: Sequence[str],
+) -> Verdict:
     verdict = Verdict()
     fits: dict[str, tuple[Dim, ...]] = {}
     failed: dict[str, list[Problem]] = {}
     trial: Trial | None = None
     count = 0
     for seed in range(TRIALS):
-        trial = _trial(question, seed, trial, verdict)
+        trial = _trial(question, seed, trial, verdict, levels)
         if trial is None:
             break
         verdict.trial, count = trial, count + 1
@@ -179,9 +200,11 @@ def _way(ways: tuple[Dim, ...]) -> Dim:
     return ways[0] if len(ways) == 1 and ways[0] != ANY else MEAN if ANY in ways else ways[0]
 
 
-def _trial(question: Question, seed: int, before: Trial | None, verdict: Verdict) -> Trial | None:
+def _trial(
+    question: Question, seed: int, before: Trial | None, verdict: Verdict, levels: Sequence[str]
+) -> Trial | None:
     """Other rows, as far from the example as the model takes them."""
-    ways = _ways(question) if before is None else iter([(before.sizes, before.level)])
+    ways = _ways(question, levels) if before is None else iter([(before.sizes, before.level)])
     for sizes, level in ways:
         tensors = sampled(question.tensors, question.dims, sum(sizes), level, seed)
         trial = Trial(sizes, level, tensors, {}, [])
@@ -208,9 +231,9 @@ def _trial(question: Question, seed: int, before: Trial | None, verdict: Verdict
     return None
 
 
-def _ways(question: Question) -> Iterator[tuple[tuple[int, ...], str]]:
+def _ways(question: Question, levels: Sequence[str]) -> Iterator[tuple[tuple[int, ...], str]]:
     usual = [question.usual] if len(question.usual) > 1 else []
-    return ((sizes, level) for sizes in (*SIZES, *usual) for level in LEVELS)
+    return ((sizes, level) for sizes in (*SIZES, *usual) for level in levels)
 
 
 def _is_empty(output: dict[str, Any]) -> bool:

@@ -12,10 +12,18 @@ from torch import Tensor
 from fxpipe.ir.structure import map_tensors
 from fxpipe.runtime.microbatch import first_rows
 
-MIXED, MOVED, GIVEN = LEVELS = "mixed", "moved", "given"
-"""How far the rows of a sample are from those of the example: integers and flags exchanged within a
-tensor, and rows in another order; only that; or the rows as they are. Floating-point values differ
-in the first two. A model may refuse some of it: its lengths have to be sorted, say."""
+MIXED, WHOLE, MOVED, GIVEN = LEVELS = "mixed", "whole rows", "moved", "given"
+"""How far the rows of a sample are from those of the example, the farthest first:
+
+- "mixed": rows in another order, and any integer or flag of a tensor in place of any other of it;
+- "whole rows": rows in another order, each with its integers and flags as they are, but for tensors
+  which hold one number everywhere: these get others;
+- "moved": rows in another order;
+- "given": the rows as they are.
+
+Floating-point values differ from the example's in all but the last. A model may refuse some of it
+(its lengths have to be sorted, say), and where integers have been mixed a row may be none that the
+model is made for (with more marks for parts of a picture than a picture has, say)."""
 
 
 @dataclass
@@ -114,7 +122,9 @@ def _perturbed(
         if low == high or not bool((finite == finite.round()).all()):
             noise = torch.rand(rows.shape, generator=draw).to(rows)
             return _shaken(rows, low, high, noise)
-    return _exchanged(rows, example, dim, draw) if level == MIXED else rows
+    if level == MIXED or (level == WHOLE and bool((example == example.flatten()[0]).all())):
+        return _exchanged(rows, example, dim, draw)
+    return rows
 
 
 def _shaken(rows: Tensor, low: Tensor, high: Tensor, noise: Tensor) -> Tensor:

@@ -71,8 +71,9 @@ def compare(entry: Entry, training: bool, checkpoint: str) -> Result:
         torch.manual_seed(0)
         inputs = batch_for(entry)
         model = build(entry, training)
+        options = {"check": "warn" if entry.across else True, **entry.options}
         pipe = fxpipe.compile(
-            model, ["cpu"] * STAGES, chunks=CHUNKS, checkpoint=checkpoint, **entry.options
+            model, ["cpu"] * STAGES, chunks=CHUNKS, checkpoint=checkpoint, **options
         )
         with pipe:
             start = time.process_time()

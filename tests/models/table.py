@@ -133,6 +133,14 @@ def results_page(rows: list[Row], minutes: float) -> str:
     text += "| model | library | family | front end | nodes | skips | difference | s | good |\n"
     text += "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
     text += "\n".join(line(known[row.name], row) for row in rows) + "\n"
+    across = [
+        f"- **{row.name}**: {known[row.name].across}" for row in rows if known[row.name].across
+    ]
+    if across:
+        text += "\n## Where rows see each other\n\n"
+        text += 'Refused unless compiled with `check="warn"`, as here: a row of the output depends '
+        text += "on which other rows there are, so that it is that of its micro-batch.\n\n"
+        text += "\n".join(across) + "\n"
     bad = list(failures(rows))
     if bad:
         text += "\n## What does not work, and what a user is told\n\n" + "\n".join(bad) + "\n"
@@ -152,6 +160,11 @@ def summary(rows: list[Row]) -> str:
         names = dict.fromkeys(_model(f"~~{row.name}~~" if row.bad else row.name) for row in members)
         text += f"| {library} | {family} | {', '.join(names)} |\n"
     reasons = [f"- {row.name}, {reason(row)}" for row in rows if row.bad]
+    reasons += [
+        f'- {row.name}, only with `check="warn"`: {known[row.name].across}'
+        for row in rows
+        if known[row.name].across
+    ]
     return text + ("\n" + "\n".join(reasons) + "\n" if reasons else "")
 
 

@@ -85,6 +85,21 @@ class Packed(Recurrent):
         return self.b(y)
 
 
+class Illustrated(nn.Module):
+    """Features of a picture take the places of marks among a row's tokens, as in BLIP-2 and Llava:
+    each row has as many marks as a picture has features."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Embedding(11, D), nn.Linear(D, D)
+        self.picture = nn.Linear(4, 2 * D)
+
+    def forward(self, ids, pixels):
+        features = self.picture(pixels).view(-1, D)
+        h = self.a(ids).masked_scatter((ids == 10)[..., None], features)
+        return self.b(torch.tanh(h))
+
+
 class GraphNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -262,6 +277,11 @@ CASES = {
         lambda: (rows(D), torch.randn(D)),
         RIGHT,
     ),
+    "features in the places of marks": (
+        Illustrated,
+        lambda: (torch.tensor([[10, 1, 10] + [2] * 5, [3] * 5 + [10, 10, 4]] * 3), rows(d=4)),
+        RIGHT,
+    ),
     "one weight for each row": (
         lambda: Net(lambda h, w: h * w[:, None]),
         lambda: (rows(), torch.randn(N)),
@@ -310,6 +330,11 @@ CASES = {
     ),
     "the first row for all": (lambda: Net(lambda h: h + h[:1]), None, MIXES),
     "the last row for all": (lambda: Net(lambda h: h * h[-1]), None, MIXES),
+    "a flag that lets rows see each other": (
+        lambda: Net(lambda h, flags: h + flags.view(-1, 1) * h.mean(0)),
+        lambda: (rows(), torch.zeros(N, dtype=torch.long)),
+        MIXES,
+    ),
     "the first row alone": (lambda: Net(lambda h: h[0]), None, NO_WAY),
     "experts of limited capacity": (lambda: Net(capacity), None, MIXES),
     "statistics of the batch in evaluation": (

@@ -91,6 +91,7 @@ transformer(
     "audio",
     "DacModel",
     tensors(input_values=(1, 256)),
+    across="its loss has a number for each row, and each of these is the mean over all rows",
     encoder_hidden_size=8,
     decoder_hidden_size=16,
     downsampling_ratios=[2, 2],

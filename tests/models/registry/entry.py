@@ -31,6 +31,8 @@ class Entry:
     """Whether it has to be called once in either mode ahead of being compiled."""
     double: bool = False
     """Whether it is compared in double precision: sums that cancel leave few digits of single."""
+    across: str = ""
+    """Why the rows of a batch see each other in it: then it is compiled with ``check="warn"``."""
 
 
 ENTRIES: list[Entry] = []
@@ -113,6 +115,7 @@ def transformer(
     options: dict[str, Any] | None = None,
     warm: bool = False,
     double: bool = False,
+    across: str = "",
     **sizes: Any,
 ) -> None:
     """A model from transformers, by the name of its class."""
@@ -124,7 +127,9 @@ def transformer(
         return kind(config)
 
     ENTRIES.append(
-        Entry(name, "transformers", family, build, inputs, options or {}, fast, warm, double)
+        Entry(
+            name, "transformers", family, build, inputs, options or {}, fast, warm, double, across
+        )
     )
 
 

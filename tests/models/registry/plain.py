@@ -18,12 +18,13 @@ ROWS, SEQUENCES, IMAGES = tensors(x=(WIDTH,)), tensors(x=(7, WIDTH)), tensors(x=
 
 
 def plain(
-    family: str, inputs: Inputs, options: dict[str, Any] | None = None
+    family: str, inputs: Inputs, options: dict[str, Any] | None = None, across: str = ""
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Add a class to the zoo."""
 
     def add(kind: type[nn.Module]) -> type[nn.Module]:
-        ENTRIES.append(Entry(kind.__name__, "torch", family, kind, inputs, options or {}))
+        given = options or {}
+        ENTRIES.append(Entry(kind.__name__, "torch", family, kind, inputs, given, across=across))
         return kind
 
     return add
@@ -202,7 +203,7 @@ class Quantizer(nn.Module):
 # ------------------------------------------------------------------------------------------- state
 
 
-@plain("state", ROWS)
+@plain("state", ROWS, across="in train mode it takes a mean of all rows off each of them")
 class MovingAverage(nn.Module):
     """A buffer of which another takes the place."""
 
