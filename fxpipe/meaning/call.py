@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.meaning import messages
 from fxpipe.meaning.candidates import InDims, agree, candidates
@@ -21,7 +22,7 @@ from fxpipe.meaning.check import Question, Trial, Verdict, check
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.said import INFER, Input, broadcast, named_inputs
 from fxpipe.meaning.sample import part
-from fxpipe.meaning.stilled import batch_norms, still
+from fxpipe.meaning.stilled import batch_norms, dropouts, still
 from fxpipe.runtime.microbatch import SUM, Dim
 from fxpipe.trace import called, canonical, parameters_put_back, untouched
 
@@ -158,6 +159,10 @@ def loss_is_a_sum(
     return verdict.outputs.get("output") == SUM
 
 
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 class _Asking:
     """Runs a model to find the batch dimension of each of its inputs."""
 
@@ -175,6 +180,7 @@ class _Asking:
         self.with_gradients = False
         self.drew = False
         self.met_batch_norm = False  # as a function, not as a module
+        self.met_random_numbers = False  # which a micro-batch draws by itself: dropout, say
         self.said: set[str] = set()  # outputs of which the user says what they are
         self.random: set[str] = set()  # outputs that are others for other random numbers
 
@@ -229,10 +235,16 @@ class _Asking:
             notes.append("not checked where it draws random numbers: of these there is no telling")
         names = batch_norms(self.model) or ["batch_norm"] * self.met_batch_norm
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             notes.append(
-                f"batch statistics are those of each micro-batch ({names[0]}{more}): "
+                f"batch statistics are those of each micro-batch ({_first_of(names)}): "
                 "deferred_batch_norm=True makes the running ones those of the mini-batch"
+            )
+        drawing = dropouts(self.model)
+        if drawing or self.met_random_numbers:
+            by = f" ({_first_of(drawing)})" if drawing else ""
+            notes.append(
+                f"random numbers are drawn for each micro-batch by itself{by}, and are others than "
+                "those of the model on the whole batch"
             )
         if verdict.mixed is not None:
             notes.append(
@@ -254,7 +266,9 @@ class _Asking:
     def _takes_the_example(self) -> bool:
         try:
             self.output_of([tensor.detach().clone() for tensor in self.tensors])
-        except Exception:
+        except Exception as error:
+            if not is_the_models(error):
+                raise
             return False
         return True
 
@@ -298,7 +312,7 @@ class _Asking:
         try:
             return self._output(args, kwargs, seed)
         except Exception as error:
-            if self.with_gradients or "grad" not in str(error):
+            if self.with_gradients or "grad" not in str(error) or not is_the_models(error):
                 raise
         self.with_gradients = True  # it computes gradients in its forward
         return self._output(args, kwargs, seed)
@@ -312,7 +326,9 @@ class _Asking:
                 random.seed(seed)
             with quiet as stilled:
                 output = called(self.model, args, kwargs)
-            self.met_batch_norm |= stilled is not None and stilled.met_batch_norm
+            if stilled is not None:
+                self.met_batch_norm |= stilled.met_batch_norm
+                self.met_random_numbers |= stilled.met_random_numbers
             self.drew = self.drew or (seed is None and since.drew_random_numbers())
         if self.asked.out_dims is not None:
             for path, _, dim in broadcast(self.asked.out_dims, output, "output"):

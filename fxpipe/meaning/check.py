@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import leaves
 from fxpipe.meaning.compare import MEAN, Difference, Reading, growing, mean, reading
 from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
@@ -168,11 +168,14 @@ def _checked(
 
 def _by_shape(trial: Trial, path: str) -> tuple[Dim, ...]:
     """How an output is put together of which the values say nothing."""
-    try:
-        rows = growing(trial.whole[path], [output[path] for output in trial.parts])
-        return () if rows is None else (rows,)
-    except Exception:  # of another shape each time, or no tensor
+    values = [trial.whole[path], *(output.get(path) for output in trial.parts)]
+    if not all(isinstance(value, Tensor) for value in values):
         return ()
+    try:
+        rows = growing(values[0], values[1:])
+    except ValueError:  # of another shape each time
+        return ()
+    return () if rows is None else (rows,)
 
 
 def _goes_by_values(trial: Trial) -> bool:
@@ -211,17 +214,17 @@ def _trial(
         try:
             whole = part(tensors, [None] * len(tensors), 0, 0)
             trial.whole.update(leaves(question.run(whole), "output"))
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever the model says of these rows
+        except Exception as error:
+            if not is_the_models(error):
+                raise
             verdict.failure = verdict.failure or error
             continue
         try:
             pieces = trial.each(question.dims)
             trial.parts.extend(dict(leaves(question.run(p), "output")) for p in pieces)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
         except Exception as error:
+            if not is_the_models(error):
+                raise
             verdict.failure, verdict.takes_parts = error, False
             continue
         if level != GIVEN and _is_empty(trial.whole) and before is None:

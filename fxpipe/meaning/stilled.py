@@ -28,12 +28,31 @@ def batch_norms(model: nn.Module) -> list[str]:
     ]
 
 
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
+def dropouts(model: nn.Module) -> list[str]:
+    """The names of the modules that leave out values at random."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if module.training
+        and (
+            (isinstance(module, _DROPOUTS) and module.p)
+            or (isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout)
+        )
+    ]
+
+
 @contextmanager
 def still(model: nn.Module) -> Iterator[Still]:
     """Batch norms go by fixed statistics, and what draws random numbers gives fixed ones.
 
-    Yields what says whether a batch norm that is no module has been met: in graphs that Dynamo has
-    captured, all of them are functions.
+    Yields what says whether a batch norm that is no module has been met (in graphs that Dynamo has
+    captured, all of them are functions), and whether random numbers would have been drawn.
 
     Attributes that it sets on modules are put back by ``fxpipe.trace.untouched`` around it.
     """
@@ -58,6 +77,7 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
     in train mode goes by its running statistics, or by none if it keeps none."""
 
     met_batch_norm = False
+    met_random_numbers = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -67,6 +87,7 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = self._by_fixed_statistics(args)
         instead = _INSTEAD.get(func.overloadpacket)
         if instead is not None:
+            self.met_random_numbers = True
             return instead(func, args, kwargs)
         return func(*args, **kwargs)
 
