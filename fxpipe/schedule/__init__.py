@@ -9,11 +9,13 @@ from fxpipe.schedule.catalogue import NAMES, named, stages_per_lane
 from fxpipe.schedule.choice import AUTO, microbatches_of, placement_of, schedule_of
 from fxpipe.schedule.comparison import Comparison, compare
 from fxpipe.schedule.halves import joined
+from fxpipe.schedule.memory import Live, Memory, live, peaks
 from fxpipe.schedule.occupancy import Span, Transfer
 from fxpipe.schedule.schedule import Edges, Needs, Schedule, chain
-from fxpipe.schedule.simulator import Edge, Link, Links, Memory, StageCost, simulate
+from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
-from fxpipe.schedule.validator import Live, ScheduleError, live, validate
+from fxpipe.schedule.validator import ScheduleError, validate
+from fxpipe.schedule.world import Edge, Link, Links, StageCost
 
 __all__ = [
     "AUTO",
@@ -44,6 +46,7 @@ __all__ = [
     "live",
     "microbatches_of",
     "named",
+    "peaks",
     "placement_of",
     "schedule_of",
     "search",

@@ -15,15 +15,17 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from fxpipe.schedule.actions import Entry, Kind
+from fxpipe.schedule.bounds import Bound, spread
 from fxpipe.schedule.catalogue import NAMES, named
 from fxpipe.schedule.exact import shorter
 from fxpipe.schedule.halves import joined, joined_at
 from fxpipe.schedule.listing import list_schedule, rules
-from fxpipe.schedule.problem import SLACK, SchedulingProblem
+from fxpipe.schedule.memory import Memory
+from fxpipe.schedule.problem import SLACK, SchedulingProblem, there_and_back
 from fxpipe.schedule.schedule import Needs, Schedule
-from fxpipe.schedule.simulator import Links, Memory, StageCost, World, play
+from fxpipe.schedule.simulator import play
 from fxpipe.schedule.timeline import Timeline
-from fxpipe.schedule.validator import Bound, spread
+from fxpipe.schedule.world import Links, StageCost, World
 
 _FEW = 200
 """With no more actions than this, all schedules are looked through, as far as the effort goes."""
@@ -154,17 +156,14 @@ def _problem(
             raise ValueError(
                 "max_bytes needs memory=Memory(activations=...): what each stage keeps"
             )
-        ones, no_bound = (1.0,) * stages, (float("inf"),) * lanes
-        return SchedulingProblem(world, lanes, microbatches, ones, no_bound, 0.0)
-    sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
+        no_bound = (float("inf"),) * lanes
+        return SchedulingProblem(world, lanes, microbatches, Memory((1.0,) * stages), no_bound)
     bounds = spread(
         float("inf") if max_bytes is None else max_bytes, lanes, "max_bytes of each lane"
     )
     fixed = spread(memory.fixed, lanes, "fixed memory of each lane")
     room = tuple(bound - held for bound, held in zip(bounds, fixed, strict=True))
-    return SchedulingProblem(
-        world, lanes, microbatches, tuple(sizes), room, memory.released_by_input
-    )
+    return SchedulingProblem(world, lanes, microbatches, memory, room)
 
 
 def _value(problem: SchedulingProblem, found: Found) -> tuple[float, ...]:
@@ -200,7 +199,9 @@ class _Search:
         problem = self.problem
         for schedule in chain(self._named(), self._listed()):
             self._try(schedule)
-        assert self.best is not None  # list schedules always run, and keep within the room
+        if self.best is None:
+            self._try(self._one_by_one())
+        assert self.best is not None  # that one always runs, and keeps within the room
         is_optimal = self._look_through()
         while not self._is_perfect() and self._mend():
             pass
@@ -252,7 +253,19 @@ class _Search:
     def _listed(self) -> Iterator[Schedule]:
         for rule in rules(self.problem):
             if self.best is None or not self._is_perfect():
-                yield list_schedule(self.problem, rule)
+                schedule = list_schedule(self.problem, rule)
+                if schedule is not None:
+                    yield schedule
+
+    def _one_by_one(self) -> Schedule:
+        """The schedule that needs the least room: each micro-batch goes all its way there and back
+        before the next one begins."""
+        microbatches = self.problem.microbatches
+        lanes = tuple(
+            tuple(action for i in range(microbatches) for action in there_and_back(own, i))
+            for own in self.problem.own
+        )
+        return Schedule("auto", len(self.problem.world.placement), microbatches, lanes)
 
     def _look_through(self) -> bool:
         """Look through all schedules, if they are few. True if none is shorter than the best."""

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from fxpipe.ir.counts import count
 from fxpipe.schedule.automatic import auto
+from fxpipe.schedule.bounds import Bound
 from fxpipe.schedule.catalogue import NAMES, least_microbatches, named
+from fxpipe.schedule.memory import Memory
 from fxpipe.schedule.schedule import Schedule
-from fxpipe.schedule.simulator import Links, Memory, StageCost
-from fxpipe.schedule.validator import Bound
+from fxpipe.schedule.world import Links, StageCost
 
 AUTO = "auto"  # the schedule that is searched for
 

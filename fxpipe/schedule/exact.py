@@ -2,9 +2,10 @@
 
 Active schedules are those in which nothing can be done earlier without delaying something else, and
 one of them is best (Giffler and Thompson 1960): of all that can be done next, take what can end
-first; on its lane, one of those that could begin before that end is next. A forward takes room, so
-where that is bounded it may also be put off until the lane has done something else. Branches that
-cannot beat the best known schedule, or that were reached no later in another way, are cut off.
+first; on its lane, one of those that could begin before that end is next. Where room is bounded, an
+action that takes some of it, such as a forward, may also be put off until the lane has done
+something else. Branches that cannot beat the best known schedule, or that were reached no later in
+another way, are cut off.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import TypeVar
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.problem import SLACK, SchedulingProblem
 from fxpipe.schedule.schedule import Schedule
-from fxpipe.schedule.validator import growth
 
 _T = TypeVar("_T")
 
@@ -25,14 +25,16 @@ def shorter(problem: SchedulingProblem, than: float, nodes: int) -> tuple[Schedu
     """The shortest schedule, if there is one shorter than this; and whether all were looked
     through.
 
-    Copies are taken to have the links for themselves.
+    Copies are taken to have the links for themselves. Every stage takes the micro-batches in their
+    order. That leaves schedules out where room is bounded and only some micro-batches are
+    checkpointed, as these need less of it than the others.
 
     Args:
         nodes: how many beginnings of schedules to look at before giving up.
     """
     search = _Search(problem, than, nodes)
     search.go(_beginning(problem))
-    return search.found, search.nodes > 0
+    return search.found, search.nodes > 0 and problem.is_order_free
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class _State:
 
     ``forwards`` and ``inputs`` are, for each stage, when its micro-batches' forwards ended, and
     when the gradients of its inputs were there; ``owed`` are weight gradients still to come;
-    ``off`` the stages whose next forward is put off.
+    ``off`` the stages, with the kind, whose next action is put off.
     """
 
     orders: tuple[tuple[Action, ...], ...]
@@ -50,7 +52,7 @@ class _State:
     forwards: tuple[tuple[float, ...], ...]
     inputs: tuple[tuple[float, ...], ...]
     owed: tuple[tuple[int, ...], ...]
-    off: frozenset[int] = frozenset()
+    off: frozenset[tuple[int, Kind]] = frozenset()
 
 
 def _beginning(problem: SchedulingProblem) -> _State:
@@ -94,8 +96,9 @@ class _Search:
         ]
         for option in sorted(rivals, key=lambda option: (-option.after, option.start)):
             self.go(self._done(state, option))
-        if first.action.kind is Kind.FORWARD and math.isfinite(self.problem.room[first.lane]):
-            self.go(replace(state, off=state.off | {first.action.stage}))
+        takes_room = sum(self.problem.changes.of(first.action)) > 0
+        if takes_room and math.isfinite(self.problem.room[first.lane]):
+            self.go(replace(state, off=state.off | {(first.action.stage, first.action.kind)}))
 
     def _finish(self, state: _State) -> None:
         if any(len(ends) < self.problem.microbatches for ends in state.inputs):
@@ -110,25 +113,25 @@ class _Search:
         found = []
         for stage, lane in enumerate(self.world.placement):
             for kind, microbatch, ready, after in (
-                *self._forward(state, stage, lane),
+                *self._forward(state, stage),
                 *self._backward(state, stage),
                 *((Kind.WEIGHT_GRAD, microbatch, 0.0, 0.0) for microbatch in state.owed[stage][:1]),
             ):
+                action = Action(stage, kind, microbatch)
+                if (stage, kind) in state.off or not self._has_room(state, lane, action):
+                    continue
                 start = max(ready, state.free[lane])
                 end = start + self.world.seconds(stage, kind)
-                found.append(_Option(Action(stage, kind, microbatch), lane, start, end, after))
+                found.append(_Option(action, lane, start, end, after))
         return found
 
-    def _forward(
-        self, state: _State, stage: int, lane: int
-    ) -> list[tuple[Kind, int, float, float]]:
+    def _has_room(self, state: _State, lane: int, action: Action) -> bool:
+        more = self.problem.changes.of(action)[0]
+        return not more or state.kept[lane] + more <= self.problem.room[lane] * SLACK
+
+    def _forward(self, state: _State, stage: int) -> list[tuple[Kind, int, float, float]]:
         sources, i = self.world.before[stage], len(state.forwards[stage])
-        if (
-            i == self.problem.microbatches
-            or stage in state.off
-            or any(len(state.forwards[s]) <= i for s in sources)
-            or state.kept[lane] + self.problem.sizes[stage] > self.problem.room[lane] * SLACK
-        ):
+        if i == self.problem.microbatches or any(len(state.forwards[s]) <= i for s in sources):
             return []
         ways = [state.forwards[s][i] + self.world.travel(s, stage) for s in sources]
         return [(Kind.FORWARD, i, max(ways, default=0.0), self.problem.after_forward[stage])]
@@ -151,13 +154,12 @@ class _Search:
     def _done(self, state: _State, option: _Option) -> _State:
         action, lane = option.action, option.lane
         stage, kind = action.stage, action.kind
-        change = growth(kind, self.problem.released) * self.problem.sizes[stage]
         done = replace(
             state,
             orders=_put(state.orders, lane, (*state.orders[lane], action)),
             free=_put(state.free, lane, option.end),
-            kept=_put(state.kept, lane, state.kept[lane] + change),
-            off=state.off - frozenset(self.problem.own[lane]),
+            kept=_put(state.kept, lane, state.kept[lane] + sum(self.problem.changes.of(action))),
+            off=frozenset(each for each in state.off if self.world.placement[each[0]] != lane),
         )
         if kind is Kind.FORWARD:
             ends = (*state.forwards[stage], option.end)

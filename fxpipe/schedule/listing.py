@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -11,7 +11,6 @@ from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.problem import SLACK, SchedulingProblem
 from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.simulator import Run
-from fxpipe.schedule.validator import growth
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ def rules(problem: SchedulingProblem) -> Iterator[Rule]:
 
 
 def _rooms(problem: SchedulingProblem) -> list[tuple[float, ...]]:
-    whole = [sum(problem.sizes[stage] for stage in own) for own in problem.own]
+    whole = [problem.largest(own) for own in problem.own]
+    more = [_kept_of(problem, own) for own in problem.own]
     lanes = range(problem.lanes)
     found = []
     for microbatches in (
@@ -59,14 +59,26 @@ def _rooms(problem: SchedulingProblem) -> list[tuple[float, ...]]:
         [problem.lanes for _ in lanes],  # as ZB-H1 and ZB-V
         [2 * problem.lanes - 1 for _ in lanes],  # as ZB-H2
     ):
-        room = [size * count for size, count in zip(whole, microbatches, strict=True)]
+        room = [
+            size + each * (count - 1)
+            for size, each, count in zip(whole, more, microbatches, strict=True)
+        ]
         found.append(tuple(map(min, room, problem.room)))
     found.append(problem.room)
     return list(dict.fromkeys(found))
 
 
-def list_schedule(problem: SchedulingProblem, rule: Rule) -> Schedule:
-    """Simulate a step in which each free lane does what the rule prefers; return its order."""
+def _kept_of(problem: SchedulingProblem, stages: Sequence[int]) -> float:
+    """What a lane keeps of the first micro-batch between its forwards and its backwards."""
+    return sum(sum(problem.changes.of(Action(stage, Kind.FORWARD, 0))) for stage in stages)
+
+
+def list_schedule(problem: SchedulingProblem, rule: Rule) -> Schedule | None:
+    """Simulate a step in which each free lane does what the rule prefers; return its order.
+
+    None if no lane can go on before the end: where a lane checkpoints some of its micro-batches,
+    those that it has taken in may leave no room to compute any of them again.
+    """
     lister = _Lister(problem, rule)
     run = Run(problem.world, problem.lanes, problem.microbatches, lister.choose)
     run.to_the_end()
@@ -75,6 +87,8 @@ def list_schedule(problem: SchedulingProblem, rule: Rule) -> Schedule:
         if span.action is not None:
             lanes[span.lane].append(span.action)
     stages = len(problem.world.placement)
+    if min(lister.backwards) < problem.microbatches or any(lister.owed):
+        return None
     return Schedule("auto", stages, problem.microbatches, tuple(map(tuple, lanes)))
 
 
@@ -89,13 +103,24 @@ class _Lister:
         self.backwards = [0] * stages
         self.owed: list[deque[int]] = [deque() for _ in range(stages)]
         self.kept = [0.0] * problem.lanes
+        self.checkpointed = [0] * problem.lanes  # how many that are to be computed again it keeps
         # What each lane knows to come: when, which stage, and whether it is for a forward.
         self.coming: list[list[tuple[float, int, bool]]] = [[] for _ in range(problem.lanes)]
-        # To take a micro-batch in, there must be room for it at the lane's later stages too: or
-        # else those that are in would keep each other from getting on.
-        self.needed = [
-            sum(problem.sizes[other] for other in problem.own[lane] if other >= stage)
+        # To take a micro-batch in, there must be room for it at the lane's later stages too, and to
+        # compute one again: or else those that are in would keep each other from getting on.
+        first, last = 0, problem.microbatches - 1
+        self.later = [
+            {
+                problem.is_checkpointed(i): problem.alone(
+                    [other for other in problem.own[lane] if other > stage], i
+                )
+                for i in (first, last)
+            }
             for stage, lane in enumerate(problem.world.placement)
+        ]
+        self.again = [
+            max(problem.changes.of(Action(stage, Kind.BACKWARD, first))[0] for stage in own)
+            for own in problem.own
         ]
 
     def choose(self, run: Run, lane: int) -> Action | None:
@@ -115,12 +140,23 @@ class _Lister:
                 yield Action(stage, Kind.FORWARD, forward)
             if backward < forward:
                 is_halved = self.rule.halves and self.problem.is_halved(stage)
-                yield Action(stage, Kind.BACKWARD_INPUT if is_halved else Kind.BACKWARD, backward)
+                kind = Kind.BACKWARD_INPUT if is_halved else Kind.BACKWARD
+                if self._fits(lane, self.problem.changes.of(Action(stage, kind, backward))[0]):
+                    yield Action(stage, kind, backward)
             if self.owed[stage]:
                 yield Action(stage, Kind.WEIGHT_GRAD, self.owed[stage][0])
 
     def _has_room(self, lane: int, stage: int) -> bool:
-        return self.kept[lane] + self.needed[stage] <= self.rule.room[lane] * SLACK
+        """Whether the next micro-batch of a stage can be taken in."""
+        forward = Action(stage, Kind.FORWARD, self.forwards[stage])
+        is_again = self.problem.is_checkpointed(forward.microbatch)
+        then = self.later[stage][is_again]
+        if is_again or self.checkpointed[lane]:
+            then = max(then, self.again[lane])
+        return self._fits(lane, self.problem.changes.of(forward)[0] + then)
+
+    def _fits(self, lane: int, more: float) -> bool:
+        return self.kept[lane] + more <= self.rule.room[lane] * SLACK
 
     def _rank(self, kind: Kind, stage: int) -> tuple[int, int]:
         """The priority of an action: of those that are ready, a lane begins that of lowest rank."""
@@ -144,8 +180,10 @@ class _Lister:
 
     def _take(self, run: Run, lane: int, action: Action) -> None:
         stage, world = action.stage, self.problem.world
-        change = growth(action.kind, self.problem.released)
-        self.kept[lane] += change * self.problem.sizes[stage]
+        self.kept[lane] += sum(self.problem.changes.of(action))
+        if self.problem.is_checkpointed(action.microbatch):
+            is_last = action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+            self.checkpointed[lane] += (action.kind is Kind.FORWARD) - is_last
         if action.kind is Kind.WEIGHT_GRAD:
             self.owed[stage].popleft()
             return

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxpipe.schedule.actions import Kind
+from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.memory import Memory, MemoryChanges, most_held, peaks
 from fxpipe.schedule.schedule import Schedule
-from fxpipe.schedule.simulator import World
-from fxpipe.schedule.validator import live
+from fxpipe.schedule.world import World
 
 SLACK = 1 + 1e-9
 """Sums that differ by no more than this factor are equal: they were added in different orders."""
@@ -19,17 +21,15 @@ class SchedulingProblem:
     """Stages on lanes, and how much each lane may keep.
 
     Attributes:
-        sizes: what each stage keeps of a micro-batch.
+        memory: what stages keep of a micro-batch. What is held all the time does not count here.
         room: the most that each lane may keep, in the same unit.
-        released: the part that is free after the input half of a backward.
     """
 
     world: World
     lanes: int
     microbatches: int
-    sizes: tuple[float, ...]
+    memory: Memory
     room: tuple[float, ...]
-    released: float
 
     @cached_property
     def own(self) -> tuple[tuple[int, ...], ...]:
@@ -40,10 +40,36 @@ class SchedulingProblem:
             for lane in range(self.lanes)
         )
 
+    @cached_property
+    def changes(self) -> MemoryChanges:
+        """By how much each action changes what its lane keeps."""
+        return MemoryChanges(self.memory, len(self.world.placement))
+
+    def is_checkpointed(self, microbatch: int) -> bool:
+        """Whether a micro-batch keeps only its inputs until its backward."""
+        return microbatch < self.memory.checkpointed
+
+    @property
+    def is_order_free(self) -> bool:
+        """Whether some best schedule takes the micro-batches in their order at every stage, as they
+        are alike in all that matters."""
+        is_mixed = 0 < self.memory.checkpointed < self.microbatches
+        return not is_mixed or all(map(math.isinf, self.room))
+
+    def alone(self, stages: Sequence[int], microbatch: int) -> float:
+        """The most that a lane keeps while it takes one micro-batch through some of its stages, and
+        back, and does nothing else."""
+        return most_held(there_and_back(stages, microbatch), self.changes)
+
+    def largest(self, stages: Sequence[int]) -> float:
+        """The most that a lane keeps of any one micro-batch that goes alone: the first, or the last,
+        which may be checkpointed otherwise."""
+        return max(self.alone(stages, i) for i in (0, self.microbatches - 1))
+
     def misfit(self) -> str | None:
         """Why nothing can run in this room; None if something can."""
         for lane, (own, room) in enumerate(zip(self.own, self.room, strict=True)):
-            least = sum(self.sizes[stage] for stage in own)
+            least = self.largest(own)
             if least > room * SLACK:
                 return (
                     f"lane {lane} may keep {room:g} bytes of activations, and one micro-batch "
@@ -54,7 +80,7 @@ class SchedulingProblem:
 
     def kept(self, schedule: Schedule) -> tuple[float, ...]:
         """The most that each lane keeps at any time of a step in this order."""
-        return live(schedule, self.sizes, self.released).lanes
+        return peaks(schedule, self.memory).lanes
 
     def fits(self, kept: tuple[float, ...]) -> bool:
         """Whether each lane may keep this much."""
@@ -137,3 +163,10 @@ class SchedulingProblem:
             for stage, after in enumerate(self.after_forward)
         ]
         return max(*lanes, *ways)
+
+
+def there_and_back(stages: Sequence[int], microbatch: int) -> list[Action]:
+    """The forwards of a micro-batch at these stages, and its backwards, from the last to the
+    first."""
+    forwards = [Action(stage, Kind.FORWARD, microbatch) for stage in stages]
+    return forwards + [Action(stage, Kind.BACKWARD, microbatch) for stage in reversed(stages)]

@@ -7,109 +7,15 @@ have arrived; what an action makes travels to other lanes while lanes compute.
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.memory import Memory, held_over_time
 from fxpipe.schedule.occupancy import Span, Transfer
-from fxpipe.schedule.schedule import Schedule, chain
+from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.timeline import Timeline
-from fxpipe.schedule.validator import Bound, growth, spread, validate
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """What one micro-batch costs at a stage, in seconds.
-
-    ``backward`` is the whole backward's; None: that of both halves, one after the other.
-    """
-
-    forward: float
-    backward_input: float
-    weight_grad: float = 0.0
-    backward: float | None = None
-
-    def __post_init__(self) -> None:
-        if not all(math.isfinite(s) and s >= 0 for s in map(self.seconds, Kind)):
-            raise ValueError(f"{self}: give seconds, 0 or more")
-
-    def seconds(self, kind: Kind) -> float:
-        """What an action of this kind takes."""
-        if kind is Kind.FORWARD:
-            return self.forward
-        if kind is Kind.BACKWARD_INPUT:
-            return self.backward_input
-        if kind is Kind.WEIGHT_GRAD:
-            return self.weight_grad
-        return self.backward_input + self.weight_grad if self.backward is None else self.backward
-
-
-@dataclass(frozen=True)
-class Edge:
-    """What a stage passes to another, in bytes for one micro-batch, and the gradients back.
-
-    ``gradient_bytes`` None: as many as ``bytes``.
-    """
-
-    source: int
-    target: int
-    bytes: float = 0.0
-    gradient_bytes: float | None = None
-
-
-@dataclass(frozen=True)
-class Link:
-    """A way between two lanes: ``latency`` in seconds, ``bandwidth`` in bytes a second."""
-
-    latency: float = 0.0
-    bandwidth: float = math.inf
-
-    def seconds(self, size: float) -> float:
-        """How long ``size`` bytes take."""
-        return self.latency + size / self.bandwidth
-
-
-@dataclass(frozen=True)
-class Links:
-    """How data travels between stages.
-
-    Attributes:
-        edges: the stage graph's; None: each stage passes on to the next, without bytes.
-        link: between any two lanes.
-        between: between some lanes, ``{(source, target): Link(...)}``, in place of ``link``.
-        overlaps: copies run beside computation, one after the other for each pair of lanes. False:
-            the lane that receives does nothing else meanwhile.
-        once: what stages are given once in a step, ahead of their first micro-batch, such as a
-            parameter that several share; its gradient goes back after their last backward. Bytes
-            are those of the step. Always beside computation.
-    """
-
-    edges: Sequence[Edge] | None = None
-    link: Link = Link()
-    between: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    overlaps: bool = True
-    once: Sequence[Edge] = ()
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What lanes hold, in bytes.
-
-    Attributes:
-        activations: what each stage keeps of a micro-batch until its backward.
-        fixed: what each lane holds all the time, for all or for each: parameters, their gradients.
-        released_by_input: the part of the activations that is free after a backward's input half.
-        checkpointed: the number of micro-batches, the first ones, that keep only ``inputs`` until
-            their backward, which begins by computing their activations again.
-        inputs: what a stage keeps of those, for all or for each.
-    """
-
-    activations: Sequence[float]
-    fixed: Bound = 0.0
-    released_by_input: float = 0.0
-    checkpointed: int = 0
-    inputs: Bound = 0.0
+from fxpipe.schedule.validator import validate
+from fxpipe.schedule.world import Links, StageCost, World
 
 
 def simulate(
@@ -151,77 +57,6 @@ def play(schedule: Schedule, world: World, memory: Memory | None = None) -> Time
     run = Run(world, len(lines), schedule.microbatches, in_order)
     run.to_the_end()
     return timeline_of(run, schedule.name, memory)
-
-
-class World:
-    """What a simulation is given besides the order of actions: the lane of each stage, what stages
-    cost, and what travels between them."""
-
-    def __init__(self, placement: Sequence[int], costs: Sequence[StageCost], links: Links) -> None:
-        stages = len(placement)
-        if len(costs) != stages:
-            raise ValueError(f"costs of {len(costs)} stages are given: the schedule has {stages}")
-        self.placement, self.costs, self.links = tuple(placement), tuple(costs), links
-        edges = links.edges
-        if edges is None:
-            edges = [Edge(source, target) for source, target in chain(stages)]
-        for edge in (*edges, *links.once):
-            if not 0 <= edge.source < edge.target < stages:
-                raise ValueError(
-                    f"{edge}: an edge goes from a stage to a later one, of {stages} from 0"
-                )
-        self.edges = [(edge.source, edge.target) for edge in edges]
-        self.before: list[list[int]] = [[] for _ in placement]
-        self.after: list[list[int]] = [[] for _ in placement]
-        self._travel: dict[tuple[int, int], tuple[float, float]] = {}
-        for edge in edges:
-            self.before[edge.target].append(edge.source)
-            self.after[edge.source].append(edge.target)
-            self._travel[edge.source, edge.target] = self.there(edge)
-            self._travel[edge.target, edge.source] = self.back(edge)
-        # For speed: the simulator asks for these once for each action.
-        self._seconds = [
-            {kind: cost.seconds(kind) + self._received(stage, kind) for kind in Kind}
-            for stage, cost in enumerate(costs)
-        ]
-
-    def there(self, edge: Edge) -> tuple[float, float]:
-        """How many seconds an edge's values take to the target's lane, and how many bytes they are.
-
-        Both are 0 where source and target are in the same lane.
-        """
-        return self._over(edge.source, edge.target, edge.bytes)
-
-    def back(self, edge: Edge) -> tuple[float, float]:
-        """How many seconds an edge's gradients take back to the source's lane, and their bytes."""
-        size = edge.bytes if edge.gradient_bytes is None else edge.gradient_bytes
-        return self._over(edge.target, edge.source, size)
-
-    def _over(self, source: int, target: int, size: float) -> tuple[float, float]:
-        lanes = self.placement[source], self.placement[target]
-        if lanes[0] == lanes[1]:
-            return 0.0, 0.0
-        return self.links.between.get(lanes, self.links.link).seconds(size), size
-
-    def _received(self, stage: int, kind: Kind) -> float:
-        """How many seconds a lane spends on receiving the inputs of an action, which is 0 where
-        copies run beside computation."""
-        if self.links.overlaps or kind is Kind.WEIGHT_GRAD:
-            return 0.0
-        sources = self.before[stage] if kind is Kind.FORWARD else self.after[stage]
-        return sum(self._travel[source, stage][0] for source in sources)
-
-    def seconds(self, stage: int, kind: Kind) -> float:
-        """How many seconds an action occupies its lane."""
-        return self._seconds[stage][kind]
-
-    def travel(self, source: int, target: int) -> float:
-        """Seconds from the end of an action at one stage until another has what it made."""
-        return self._travel[source, target][0] if self.links.overlaps else 0.0
-
-    def size(self, source: int, target: int) -> float:
-        """Bytes that travel between these stages, for one micro-batch."""
-        return self._travel[source, target][1]
 
 
 Choose = Callable[["Run", int], Action | None]
@@ -355,38 +190,6 @@ def timeline_of(run: Run, name: str, memory: Memory | None) -> Timeline:
     """The timeline of a finished run; with ``memory`` it says what lanes hold at each time."""
     spans = tuple(sorted(run.spans, key=lambda span: (span.lane, span.start, span.end)))
     names = tuple(f"lane {lane}" for lane in range(run.lanes))
-    held = () if memory is None else _memory(run, spans, memory)
-    return Timeline(name, names, spans, tuple(run.transfers), held)
-
-
-def _memory(
-    run: Run, spans: Sequence[Span], memory: Memory
-) -> tuple[tuple[tuple[float, float], ...], ...]:
     stages = len(run.world.placement)
-    sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
-    inputs = spread(memory.inputs, stages, "inputs of each stage")
-    fixed = spread(memory.fixed, run.lanes, "fixed memory of each lane")
-    held = [[(0.0, float(amount))] for amount in fixed]
-    for span in spans:
-        if span.action is not None:
-            stage, again = span.action.stage, span.action.microbatch < memory.checkpointed
-            kept = inputs[stage] if again else None
-            first, last = _change(span.action.kind, sizes[stage], kept, memory.released_by_input)
-            for time, change in ((span.start, first), (span.end, last)):
-                if change:
-                    held[span.lane].append((time, held[span.lane][-1][1] + change))
-    return tuple(map(tuple, held))
-
-
-def _change(kind: Kind, size: float, inputs: float | None, released: float) -> tuple[float, float]:
-    """By how much an action changes what is held, when it begins and when it ends.
-
-    ``inputs``: all that is kept of a checkpointed micro-batch; None: it keeps its activations.
-    """
-    change = growth(kind, released) * size
-    if kind is Kind.FORWARD:
-        return (change if inputs is None else inputs), 0.0
-    if inputs is None:
-        return 0.0, change
-    is_first, is_last = kind is not Kind.WEIGHT_GRAD, kind is not Kind.BACKWARD_INPUT
-    return size * is_first, change - inputs * is_last
+    held = () if memory is None else held_over_time(spans, run.lanes, stages, memory)
+    return Timeline(name, names, spans, tuple(run.transfers), held)

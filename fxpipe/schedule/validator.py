@@ -1,17 +1,14 @@
-"""Whether a schedule can run, and what it keeps alive."""
+"""Whether a schedule can run, and within its bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Sequence
 
 from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.bounds import Bound, spread
+from fxpipe.schedule.memory import MemoryChanges, counting, held_in_order
 from fxpipe.schedule.order import run_order
 from fxpipe.schedule.schedule import Edges, Needs, Schedule
-
-Bound = float | Sequence[float]
-"""One number for all, or one for each."""
 
 _Place = tuple[int, int]
 """Lane, and position in it."""
@@ -19,67 +16,6 @@ _Place = tuple[int, int]
 
 class ScheduleError(ValueError):
     """A schedule that cannot run, or not within its bounds; the message says where."""
-
-
-@dataclass(frozen=True)
-class Live:
-    """The most micro-batches whose activations are alive at once.
-
-    ``lanes`` counts a micro-batch once for each of the lane's stages that keeps something of it;
-    with ``weights`` given to :func:`live` it counts weights (bytes, say) in place of micro-batches.
-    """
-
-    stages: tuple[float, ...]
-    lanes: tuple[float, ...]
-
-
-def live(
-    schedule: Schedule, weights: Sequence[float] | None = None, released_by_input: float = 0.0
-) -> Live:
-    """Peaks over the step, from a forward to the end of its backward.
-
-    As a lane does one thing at a time, this follows from the order alone, whatever the times.
-
-    Args:
-        weights: what a micro-batch counts at each stage; None: 1.
-        released_by_input: the part of a micro-batch's activations that is free again after the
-            input half of its backward; the rest is after the weight half.
-    """
-    stages = [0.0] * schedule.stages
-    lanes = [0.0] * len(schedule.lanes)
-    for lane in range(len(schedule.lanes)):
-        for _, action, at_stage, in_lane in _alive(schedule, lane, weights, released_by_input):
-            stages[action.stage] = max(stages[action.stage], at_stage)
-            lanes[lane] = max(lanes[lane], in_lane)
-    return Live(tuple(stages), tuple(lanes))
-
-
-def growth(kind: Kind, released_by_input: float) -> float:
-    """By how much an action changes the number of micro-batches alive at its stage."""
-    return {
-        Kind.FORWARD: 1.0,
-        Kind.BACKWARD: -1.0,
-        Kind.BACKWARD_INPUT: -released_by_input,
-        Kind.WEIGHT_GRAD: released_by_input - 1.0,
-    }[kind]
-
-
-def _alive(
-    schedule: Schedule, lane: int, weights: Sequence[float] | None, released_by_input: float
-) -> Iterator[tuple[int, Action, float, float]]:
-    """Position, action, and what is alive at its stage and in the lane once it has begun to run.
-
-    What a backward releases is alive while it runs, so it shows only after it.
-    """
-    amounts, total = [0.0] * schedule.stages, 0.0
-    weights = [1.0] * schedule.stages if weights is None else weights
-    changes = {kind: growth(kind, released_by_input) for kind in Kind}
-    for position, entry in enumerate(schedule.lanes[lane]):
-        for action in entry.parts:
-            change = changes[action.kind] * weights[action.stage]
-            amounts[action.stage] += change
-            total += change
-            yield position, action, amounts[action.stage], total
 
 
 def validate(
@@ -228,27 +164,16 @@ def _check_bound(
 ) -> None:
     size = schedule.stages if of == "stage" else len(schedule.lanes)
     bounds = spread(bound, size, f"the bound on {unit} of each {of}")
+    memory = counting(schedule, weights, released_by_input)
+    changes = MemoryChanges(memory, schedule.stages)
     for lane in range(len(schedule.lanes)):
-        walk = _alive(schedule, lane, weights, released_by_input)
-        for position, action, at_stage, in_lane in walk:
+        for position, action, at_stage, in_lane in held_in_order(schedule, lane, changes):
             index, amount = (action.stage, at_stage) if of == "stage" else (lane, in_lane)
             if amount > bounds[index] * (1 + 1e-9):
                 raise ScheduleError(
                     f"{of} {index} keeps {amount:g} {unit} alive, {_at((lane, position))} "
                     f"({action}): {bounds[index]:g} are allowed"
                 )
-
-
-_T = TypeVar("_T")
-
-
-def spread(value: _T | Sequence[_T], count: int, what: str) -> list[_T]:
-    """One for each of ``count``, from a sequence of them or one for all."""
-    if not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{what}: {len(value)} numbers are given, {count} needed")
-    return list(value)
 
 
 def _at(place: _Place) -> str:

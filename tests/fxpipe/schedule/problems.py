@@ -5,19 +5,22 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from fxpipe.schedule import Action, Kind, Links, Schedule, StageCost
+from fxpipe.schedule import Action, Kind, Links, Memory, Schedule, StageCost
 from fxpipe.schedule.problem import SchedulingProblem
-from fxpipe.schedule.simulator import World
+from fxpipe.schedule.world import World
 
 UNIT = StageCost(1, 1, 1)
 
 
-def problem(costs, placement=None, microbatches=2, links=None, room=float("inf"), released=0.0):
-    """Each stage keeps 1 of a micro-batch; ``room`` is each lane's."""
+def problem(
+    costs, placement=None, microbatches=2, links=None, room=float("inf"), released=0.0, memory=None
+):
+    """Each stage keeps 1 of a micro-batch, if ``memory`` does not say otherwise; ``room`` is each
+    lane's."""
     placement = tuple(range(len(costs))) if placement is None else placement
     lanes, world = 1 + max(placement), World(placement, costs, links or Links())
-    ones = (1.0,) * len(costs)
-    return SchedulingProblem(world, lanes, microbatches, ones, (room,) * lanes, released)
+    memory = memory or Memory((1.0,) * len(costs), released_by_input=released)
+    return SchedulingProblem(world, lanes, microbatches, memory, (room,) * lanes)
 
 
 def costs(stages):

@@ -19,7 +19,7 @@ from fxpipe.schedule import (
     simulate,
     validate,
 )
-from tests.fxpipe.schedule.problems import UNIT, costs
+from tests.fxpipe.schedule.problems import UNIT, costs, problem
 
 
 def best_named(costs, lanes, microbatches, links=None, fits=lambda schedule: True):
@@ -111,6 +111,49 @@ def test_where_there_are_few_actions_it_shows_that_none_is_shorter():
     assert not hasty.is_optimal
     assert found.is_optimal
     assert hasty.bound < found.bound == found.timeline.makespan <= hasty.timeline.makespan
+
+
+# ------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_bound_counts_of_checkpointed_micro_batches_what_the_timeline_counts():
+    """Six inputs and one micro-batch that is computed again, 16 bytes, leave room for all of GPipe:
+    so the bound costs no time."""
+    memory = Memory([10, 10], checkpointed=6, inputs=1)
+    costs = [StageCost(1, 2)] * 2
+    found = search(costs, 2, 6, memory=memory, max_bytes=16)
+    assert found.timeline.makespan == search(costs, 2, 6).timeline.makespan
+    assert max(found.timeline.peak_memory) <= 16
+
+
+def test_inputs_that_are_larger_than_activations_count_as_what_they_are():
+    memory = Memory([1, 1], checkpointed=4, inputs=3)
+    found = search([StageCost(1, 2)] * 2, 2, 4, memory=memory, max_bytes=4)
+    assert found.timeline.peak_memory == (4, 4), "one micro-batch at a time"
+
+
+@given(
+    costs(4),
+    st.lists(st.integers(1, 4), min_size=4, max_size=4),
+    st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    st.integers(1, 5),
+    st.integers(0, 5),
+    st.integers(0, 9),
+    st.sampled_from([0.0, 0.5]),
+)
+@settings(deadline=None, max_examples=40)
+def test_what_is_found_keeps_within_the_room_or_there_is_none(
+    costs, sizes, inputs, microbatches, checkpointed, more, released
+):
+    memory = Memory(sizes, 7, released, checkpointed, inputs)
+    alone = problem(costs, (0, 1, 1, 0), microbatches, memory=memory)
+    least = 7 + max(alone.largest(own) for own in alone.own)
+    options = {"placement": (0, 1, 1, 0), "memory": memory, "effort": 20}
+    found = search(costs, 2, microbatches, max_bytes=least + more, **options)
+    validate(found.schedule)
+    assert max(found.timeline.peak_memory) <= least + more
+    with pytest.raises(ValueError, match="one micro-batch needs"):
+        search(costs, 2, microbatches, max_bytes=least - 0.5, **options)
 
 
 # ---------------------------------------------------------------------------------- what it gives

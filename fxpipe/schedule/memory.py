@@ -1,0 +1,177 @@
+"""What a step holds in memory: what each action adds to what its lane holds, and what it frees.
+
+::
+
+                  micro-batch that keeps its activations    checkpointed micro-batch
+    forward       begins: + activations                     begins: + inputs
+    backward      ends:   - activations                     begins: + activations, which are
+                                                                      computed again
+                                                            ends:   - activations - inputs
+
+A backward in two halves begins with the first and ends with the second; at the end of the first a
+part of the activations may be free already. Since a lane does one thing at a time, what it holds
+follows from the order of its actions alone, whatever time they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.bounds import Bound, spread
+from fxpipe.schedule.occupancy import Span
+from fxpipe.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What lanes hold, in bytes.
+
+    Attributes:
+        activations: what each stage keeps of a micro-batch until its backward.
+        fixed: what each lane holds all the time, for all or for each: parameters, their gradients.
+        released_by_input: the part of the activations that is free after a backward's input half.
+        checkpointed: the number of micro-batches, the first ones, that keep only ``inputs`` until
+            their backward, which begins by computing their activations again.
+        inputs: what a stage keeps of those, for all or for each.
+    """
+
+    activations: Sequence[float]
+    fixed: Bound = 0.0
+    released_by_input: float = 0.0
+    checkpointed: int = 0
+    inputs: Bound = 0.0
+
+
+class MemoryChanges:
+    """By how much each action changes what its lane holds, when it begins and when it ends."""
+
+    def __init__(self, memory: Memory, stages: int) -> None:
+        sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
+        inputs = spread(memory.inputs, stages, "inputs of each stage")
+        released = memory.released_by_input
+        self.checkpointed = memory.checkpointed
+        self._kept = [_of_kept(size, released) for size in sizes]
+        self._again = [
+            _of_checkpointed(*each, released) for each in zip(sizes, inputs, strict=True)
+        ]
+
+    def of(self, action: Action) -> tuple[float, float]:
+        """By how much an action changes what is held when it begins, and when it ends."""
+        changes = self._again if action.microbatch < self.checkpointed else self._kept
+        return changes[action.stage][action.kind]
+
+
+def _of_kept(size: float, released: float) -> dict[Kind, tuple[float, float]]:
+    return {
+        Kind.FORWARD: (size, 0.0),
+        Kind.BACKWARD: (0.0, -size),
+        Kind.BACKWARD_INPUT: (0.0, -released * size),
+        Kind.WEIGHT_GRAD: (0.0, (released - 1.0) * size),
+    }
+
+
+def _of_checkpointed(
+    size: float, inputs: float, released: float
+) -> dict[Kind, tuple[float, float]]:
+    return {
+        Kind.FORWARD: (inputs, 0.0),
+        Kind.BACKWARD: (size, -size - inputs),
+        Kind.BACKWARD_INPUT: (size, -released * size),
+        Kind.WEIGHT_GRAD: (0.0, (released - 1.0) * size - inputs),
+    }
+
+
+def most_held(actions: Iterable[Action], changes: MemoryChanges) -> float:
+    """The most that a lane holds at any time while it does these actions, one after the other."""
+    now = most = 0.0
+    for action in actions:
+        begin, end = changes.of(action)
+        most = max(most, now + begin)
+        now += begin + end
+    return most
+
+
+def held_over_time(
+    spans: Iterable[Span], lanes: int, stages: int, memory: Memory
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """What each lane holds from which time on, as pairs of a time and bytes.
+
+    ``spans`` are in the order of time within each lane.
+    """
+    changes = MemoryChanges(memory, stages)
+    fixed = spread(memory.fixed, lanes, "fixed memory of each lane")
+    held = [[(0.0, float(amount))] for amount in fixed]
+    for span in spans:
+        if span.action is not None:
+            begin, end = changes.of(span.action)
+            for time, change in ((span.start, begin), (span.end, end)):
+                if change:
+                    held[span.lane].append((time, held[span.lane][-1][1] + change))
+    return tuple(map(tuple, held))
+
+
+# ------------------------------------------------------------------- of a schedule, without times
+
+
+@dataclass(frozen=True)
+class Live:
+    """The most micro-batches whose activations are alive at once.
+
+    ``lanes`` counts a micro-batch once for each of the lane's stages that keeps something of it;
+    with ``weights`` given to :func:`live` it counts weights (bytes, say) in place of micro-batches.
+    """
+
+    stages: tuple[float, ...]
+    lanes: tuple[float, ...]
+
+
+def live(
+    schedule: Schedule, weights: Sequence[float] | None = None, released_by_input: float = 0.0
+) -> Live:
+    """Peaks over the step, from a forward to the end of its backward.
+
+    Args:
+        weights: what a micro-batch counts at each stage; None: 1.
+        released_by_input: the part of a micro-batch's activations that is free again after the
+            input half of its backward; the rest is after the weight half.
+    """
+    return peaks(schedule, counting(schedule, weights, released_by_input))
+
+
+def counting(
+    schedule: Schedule, weights: Sequence[float] | None, released_by_input: float = 0.0
+) -> Memory:
+    """The memory of a step in which a micro-batch counts so much at each stage; None: 1."""
+    each = [1.0] * schedule.stages if weights is None else weights
+    return Memory(each, released_by_input=released_by_input)
+
+
+def peaks(schedule: Schedule, memory: Memory) -> Live:
+    """The most that each stage, and each lane, holds at once of what depends on the schedule: all
+    but ``memory.fixed``."""
+    changes = MemoryChanges(memory, schedule.stages)
+    stages = [0.0] * schedule.stages
+    lanes = [0.0] * len(schedule.lanes)
+    for lane in range(len(schedule.lanes)):
+        for _, action, at_stage, in_lane in held_in_order(schedule, lane, changes):
+            stages[action.stage] = max(stages[action.stage], at_stage)
+            lanes[lane] = max(lanes[lane], in_lane)
+    return Live(tuple(stages), tuple(lanes))
+
+
+def held_in_order(
+    schedule: Schedule, lane: int, changes: MemoryChanges
+) -> Iterator[tuple[int, Action, float, float]]:
+    """Each action of a lane, with its position, and with what its stage and the lane hold while it
+    runs: what a backward frees is still there."""
+    amounts, total = [0.0] * schedule.stages, 0.0
+    for position, entry in enumerate(schedule.lanes[lane]):
+        for action in entry.parts:
+            begin, end = changes.of(action)
+            amounts[action.stage] += begin
+            total += begin
+            yield position, action, amounts[action.stage], total
+            amounts[action.stage] += end
+            total += end
