@@ -14,8 +14,7 @@ from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import own_loss
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.cost import Cost, cost_of
-from fxpipe.ir.graph import STAGE, stage_nodes
+from fxpipe.ir.cost import Cost, stage_costs
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.runtime.microbatch import SUM, Dims
 from fxpipe.runtime.program import Program
@@ -65,10 +64,7 @@ class Mode:
     @property
     def costs(self) -> list[Cost]:
         """The cost of each stage, for one mini-batch of the example's size."""
-        members: dict[int, list[fx.Node]] = {}
-        for node in stage_nodes(self.model_graph.graph):
-            members.setdefault(node.meta[STAGE], []).append(node)
-        return [cost_of(members[stage]) for stage in sorted(members)]
+        return stage_costs(self.model_graph.graph)
 
     @property
     def returns_a_sum(self) -> bool:

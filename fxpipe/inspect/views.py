@@ -25,7 +25,14 @@ from fxpipe.ir.cost import Cost
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import human_bytes, human_time
-from fxpipe.planning.estimates import estimated_costs, estimated_memory, measured_costs, predicted
+from fxpipe.planning.estimates import (
+    estimated_costs,
+    in_segments,
+    measured_costs,
+    predicted,
+    stage_memory,
+    step_memory,
+)
 from fxpipe.schedule import AUTO, StageCost, Timeline
 from passes.common.skips import SkipLayout, skip_layout
 
@@ -250,15 +257,11 @@ class Views:
     def _simulated(self, chunks: int, costs: Sequence[StageCost]) -> Timeline:
         schedule = self._options.schedule_for(chunks, [stage.cost for stage in self.stages])
         options, layout = self._options, self.skip_layout
-        memory = estimated_memory(
-            [stage.module for stage in self.stages],
-            [stage.cost for stage in self.stages],
-            layout,
-            options.placement,
-            chunks,
-            options.checkpoint,
-            options.checkpoint_segments,
-        )
+        kept = stage_memory([stage.cost for stage in self.stages], layout)
+        if options.checkpoint != "never" and options.checkpoint_segments > 1:
+            modules = [stage.module for stage in self.stages]
+            kept = in_segments(kept, modules, options.checkpoint_segments)
+        memory = step_memory(kept, options.placement, chunks, options.checkpoint)
         found = predicted(schedule, costs, layout, options.names, memory)
         return replace(found, lanes=tuple(self.lane_names))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from torch import fx
 
-from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE
+from fxpipe.ir.graph import COPIES, COST, SAVED, STAGE, VALUE, stage_nodes
 from fxpipe.ir.tensors import tensor_bytes, tensors_of
 
 FIXED = "param_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"
@@ -57,6 +57,14 @@ def cost_of(nodes: Iterable[fx.Node]) -> Cost:
         kept += 0 if SAVED in node.meta else cost.activation_bytes
         sizes.update(node.meta.get(SAVED, ()))
     return replace(total, activation_bytes=kept + sum(sizes.values()))
+
+
+def stage_costs(graph: fx.Graph) -> list[Cost]:
+    """The cost of each stage of a model graph that has been cut."""
+    members: dict[int, list[fx.Node]] = {}
+    for node in stage_nodes(graph):
+        members.setdefault(node.meta[STAGE], []).append(node)
+    return [cost_of(members[stage]) for stage in sorted(members)]
 
 
 def copies_of(node: fx.Node) -> tuple[int, ...]:

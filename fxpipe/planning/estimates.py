@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 from torch import fx
@@ -31,7 +31,7 @@ from fxpipe.schedule import (
     joined,
     simulate,
 )
-from passes.common.modes import is_checkpointed, recomputed
+from passes.common.modes import checkpointed, recomputed
 from passes.common.skips import Hop, SkipLayout
 from passes.to_stages.segments import segmented
 
@@ -131,39 +131,64 @@ def predicted(
     )
 
 
-def estimated_memory(
-    stages: Sequence[fx.GraphModule],
-    costs: Sequence[Cost],
-    layout: SkipLayout,
-    placement: Sequence[int],
-    chunks: int,
-    checkpoint: str,
-    segments: int,
-) -> Memory:
-    """What lanes hold, from what each stage is estimated to keep of a mini-batch.
+@dataclass(frozen=True)
+class StageMemory:
+    """What one stage keeps, in bytes.
 
-    A checkpointed micro-batch keeps what its stage receives, and all activations during its
-    backward only; with segments what each segment receives, and the activations of the largest.
+    Attributes:
+        fixed: what is there all the time: parameters, gradients, optimizer states, buffers, and the
+            parameters that other stages share with this one.
+        activations: what it keeps of a mini-batch for the backward.
+        inputs: what it receives of a mini-batch, which checkpointed micro-batches keep instead.
     """
-    fixed = [0.0] * (1 + max(placement))
-    for lane, cost in zip(placement, costs, strict=True):
-        fixed[lane] += cost.fixed_bytes
-    activations: list[float] = [cost.activation_bytes for cost in costs]
-    inputs: list[float] = [0.0] * len(costs)
+
+    fixed: float
+    activations: float
+    inputs: float
+
+
+def stage_memory(costs: Sequence[Cost], layout: SkipLayout) -> list[StageMemory]:
+    """What each stage keeps, from the costs of a mini-batch and from what travels between stages.
+
+    A parameter that is brought from another stage is part of the costs of the stage that it is
+    brought to: it is there once for all micro-batches.
+    """
+    inputs = [0] * len(costs)
     for hop in layout.hops:
-        inputs[hop.target] += hop.bytes
-    if checkpoint != "never" and segments > 1:
-        sizes = [_of_segments(stage, segments) for stage in stages]
-        inputs, activations = [size for size, _ in sizes], [size for _, size in sizes]
+        inputs[hop.target] += 0 if hop.once else hop.bytes
+    return [
+        StageMemory(cost.fixed_bytes, cost.activation_bytes, received)
+        for cost, received in zip(costs, inputs, strict=True)
+    ]
+
+
+def in_segments(
+    stages: Sequence[StageMemory], modules: Sequence[fx.GraphModule], count: int
+) -> list[StageMemory]:
+    """What stages keep whose checkpoints are cut in ``count`` segments: the inputs of all segments,
+    and the activations of the largest."""
+    return [
+        replace(stage, **_of_segments(module, count))
+        for stage, module in zip(stages, modules, strict=True)
+    ]
+
+
+def step_memory(
+    stages: Sequence[StageMemory], placement: Sequence[int], chunks: int, checkpoint: str
+) -> Memory:
+    """What the lanes hold in a training step, for the simulator and the search for a schedule."""
+    fixed = [0.0] * (1 + max(placement))
+    for lane, stage in zip(placement, stages, strict=True):
+        fixed[lane] += stage.fixed
     return Memory(
-        [size / chunks for size in activations],
+        [stage.activations / chunks for stage in stages],
         fixed,
-        checkpointed=sum(is_checkpointed(checkpoint, i, chunks) for i in range(chunks)),
-        inputs=[size / chunks for size in inputs],
+        checkpointed=checkpointed(checkpoint, chunks),
+        inputs=[stage.inputs / chunks for stage in stages],
     )
 
 
-def _of_segments(stage: fx.GraphModule, count: int) -> tuple[float, float]:
+def _of_segments(stage: fx.GraphModule, count: int) -> dict[str, float]:
     """The inputs of all segments of a stage, and the activations of the largest, in bytes."""
     parts = segmented(stage, count)
     received: dict[fx.Node, None] = {}
@@ -172,7 +197,7 @@ def _of_segments(stage: fx.GraphModule, count: int) -> tuple[float, float]:
         received.update(dict.fromkeys(call.all_input_nodes))
         nodes = attribute(parts, str(call.target)).graph.nodes
         largest = max(largest, cost_of(nodes).activation_bytes)
-    return sum(map(batch_bytes, received)), largest
+    return {"inputs": sum(map(batch_bytes, received)), "activations": largest}
 
 
 def _said(node: fx.Node) -> str:

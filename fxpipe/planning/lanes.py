@@ -4,40 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
-import numpy as np
 from torch import fx
 
-from fxpipe.ir.cost import Cost, batch_bytes
+from fxpipe.ir.cost import Cost, batch_bytes, stage_costs
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import COST, GAP, STAGE
 from fxpipe.ir.progress import report_progress
-from fxpipe.planning.estimates import estimated_costs, traffic
+from fxpipe.planning.estimates import estimated_costs, stage_memory, step_memory, traffic
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
 from fxpipe.schedule import (
-    Edge,
     Link,
     Links,
     Memory,
+    NoRoom,
     Schedule,
     StageCost,
     Timeline,
-    live,
     named,
+    peaks,
     schedule_of,
     simulate,
 )
 from fxpipe.schedule.choice import AUTO
 from passes.chain import ToStages, default_chain, run
 from passes.common.modes import recomputed
-from passes.common.skips import SkipLayout, skip_layout
+from passes.common.skips import Hop, SkipLayout, skip_layout
 from passes.cost.analytic import relative_time
 from passes.partition.cut.bounds import gap, lower_bound
-from passes.partition.cut.dag import Floats, prices
+from passes.partition.cut.dag import prices
 from passes.partition.partition import Partition, Spec
 from passes.partition.problem import CutProblem, machine, problem
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What travels between the stages of a cut."""
+
+    cut: CutProblem
+    layout: SkipLayout
+
+    @cached_property
+    def _values(self) -> dict[str, fx.Node]:
+        nodes = self.cut.work[0].graph.nodes
+        return {str(node.target) if node.op == "get_attr" else node.name: node for node in nodes}
+
+    def gradient_bytes(self, hop: Hop) -> int:
+        """The bytes of the gradient that comes back for a value, for a mini-batch."""
+        return batch_bytes(self._values[hop.value], trained=True)
 
 
 @dataclass(frozen=True)
@@ -64,15 +80,19 @@ class PlannedLanes:
         again = recomputed(self.checkpoint, self.chunks)
         found = problem(gm.graph, devices=devices, recomputed=again)
         stage = [node.meta[STAGE] for node in found.work]
-        layout = skip_layout(run(default_chain().passes(cut, since="free", until="devices"), gm))
-        fixed, saved, received = self._held(found, stage, devices)
+        gm = run(default_chain().passes(cut, since="free", until="split"), gm)
+        costs = stage_costs(gm.graph)
+        layout = skip_layout(run(default_chain().passes(cut, since="split", until="devices"), gm))
+        sent = _Sent(found, layout)
+        kept = stage_memory(costs, layout)
+        memory = step_memory(kept, self.placement, self.chunks, self.checkpoint)
         report_progress("schedule")
-        order, timeline = self._played(found, stage, devices, layout, (fixed, saved, received))
+        order, timeline = self._played(self._costs(found, stage, devices), sent, memory)
         target = machine(
             devices,
             chunks=self.chunks,
             checkpoint=self.checkpoint,
-            live=live(order).stages,
+            order=order,
             placement=self.placement,
         )
         priced = prices(found.whole, target, stage)
@@ -87,8 +107,8 @@ class PlannedLanes:
                     float(priced.compute[i]),
                     float(priced.link[i]),
                     float(priced.times[i]),
-                    round(float(fixed[i])),
-                    round(float(priced.memory[i] - fixed[i])),
+                    round(kept[i].fixed),
+                    round(peaks(order, memory).stages[i]),
                 )
                 for i in range(stages)
             ),
@@ -114,59 +134,30 @@ class PlannedLanes:
             self._devices(part),
             self.chunks,
             self.checkpoint,
-            live=self._alive,
+            order=self._order,
             placement=self.placement,
             explains=False,
         )
 
-    def _alive(self, stages: int) -> Sequence[float] | None:
-        """The micro-batches alive at once at each of ``stages`` stages; None: all of them."""
+    def _order(self, stages: int) -> Schedule | None:
+        """The order of a step at ``stages`` stages, which says how many micro-batches are alive at
+        once; None: it may be all of them."""
         schedule, lanes = self.schedule, len(self.specs)
         if isinstance(schedule, Schedule):
-            return live(schedule).stages if schedule.stages == stages else None
+            return schedule if schedule.stages == stages else None
         if lanes == len(self.placement):  # a stage a device, and as many devices as asked about
             lanes = stages
             schedule = "1f1b" if schedule == AUTO else schedule  # which it keeps the bound of
         elif schedule == AUTO or stages != len(self.placement):
             return None
-        return live(named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)).stages
-
-    def _held(
-        self, found: CutProblem, stage: Sequence[int], devices: Sequence[DeviceSpec]
-    ) -> tuple[Floats, Floats, Floats]:
-        """Bytes of each stage: those that are there all the time, and what it saves, and what it
-        receives, of a mini-batch."""
-        target = machine(devices, placement=self.placement)
-        one, none = np.ones(len(devices)), np.zeros(len(devices))
-        fixed, and_saved, and_received = (
-            prices(found.whole, replace(target, held=held, received=received), stage).memory
-            for held, received in ((none, none), (one, none), (none, one))
-        )
-        return fixed, and_saved - fixed, and_received - fixed
+        return named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)
 
     def _played(
-        self,
-        found: CutProblem,
-        stage: Sequence[int],
-        devices: Sequence[DeviceSpec],
-        layout: SkipLayout,
-        held: tuple[Floats, Floats, Floats],
+        self, costs: Sequence[StageCost], sent: _Sent, memory: Memory
     ) -> tuple[Schedule, Timeline]:
         """The schedule of a step, and its timeline as the simulator predicts it."""
-        chunks, stages = self.chunks, len(devices)
-        fixed, saved, received = held
-        costs = self._costs(found, stage, devices)
-        edges, once = self._edges(found, layout)
+        edges, once = traffic(sent.layout, self.chunks, sent.gradient_bytes)
         links = Links(edges, between=self._between(), once=once)
-        kept = saved if self.checkpoint == "never" else received
-        always = [0.0] * len(self.specs)
-        for s, lane in enumerate(self.placement):
-            always[lane] += float(fixed[s])
-        if self.checkpoint != "never":  # one micro-batch at a time is computed again
-            for lane in range(len(always)):
-                own = [s for s in range(stages) if self.placement[s] == lane]
-                always[lane] += max(float(saved[s]) for s in own) / chunks
-        memory = Memory([float(size) / chunks for size in kept], always)
         order = self._ordered(costs, links, memory)
         return order, simulate(order, costs, links, memory)
 
@@ -183,7 +174,7 @@ class PlannedLanes:
             memory=memory,
         )
         if self.schedule == AUTO and min(limits) < float("inf"):
-            with suppress(ValueError):  # nothing fits
+            with suppress(NoRoom):  # then the plan says how much is missing
                 return search(max_bytes=[limit * (1 + ROUNDING) for limit in limits])
         return search()
 
@@ -199,14 +190,6 @@ class PlannedLanes:
             backward[s] += times * node.meta[COST].backward_s
         costs = [Cost(forward_s=f, backward_s=b) for f, b in zip(forward, backward, strict=True)]
         return estimated_costs(costs, self.chunks, self.checkpoint)
-
-    def _edges(self, found: CutProblem, layout: SkipLayout) -> tuple[list[Edge], list[Edge]]:
-        """What travels from stage to stage, and the gradients back: for one micro-batch; once."""
-        nodes = found.work[0].graph.nodes
-        values = {str(node.target) if node.op == "get_attr" else node.name: node for node in nodes}
-        return traffic(
-            layout, self.chunks, lambda hop: batch_bytes(values[hop.value], trained=True)
-        )
 
     def _between(self) -> dict[tuple[int, int], Link]:
         """The slower of two devices' links is the one between them."""

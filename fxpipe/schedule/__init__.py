@@ -11,6 +11,7 @@ from fxpipe.schedule.comparison import Comparison, compare
 from fxpipe.schedule.halves import joined
 from fxpipe.schedule.memory import Live, Memory, live, peaks
 from fxpipe.schedule.occupancy import Span, Transfer
+from fxpipe.schedule.problem import NoRoom
 from fxpipe.schedule.schedule import Edges, Needs, Schedule, chain
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
@@ -32,6 +33,7 @@ __all__ = [
     "Live",
     "Memory",
     "Needs",
+    "NoRoom",
     "Overlap",
     "Schedule",
     "ScheduleError",

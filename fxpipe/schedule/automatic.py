@@ -21,7 +21,7 @@ from fxpipe.schedule.exact import shorter
 from fxpipe.schedule.halves import joined, joined_at
 from fxpipe.schedule.listing import list_schedule, rules
 from fxpipe.schedule.memory import Memory
-from fxpipe.schedule.problem import SLACK, SchedulingProblem, there_and_back
+from fxpipe.schedule.problem import SLACK, NoRoom, SchedulingProblem, there_and_back
 from fxpipe.schedule.schedule import Needs, Schedule
 from fxpipe.schedule.simulator import play
 from fxpipe.schedule.timeline import Timeline
@@ -100,7 +100,8 @@ def search(
             actions, about as much time goes into a search through all schedules.
 
     Raises:
-        ValueError: for numbers that do not fit each other, or a bound within which nothing can run.
+        ValueError: for numbers that do not fit each other.
+        NoRoom: for a bound within which nothing can run; a ValueError, too.
     """
     for what, count, least in (
         ("lanes", lanes, 1),
@@ -117,7 +118,7 @@ def search(
     problems = [_problem(world, lanes, microbatches, memory, max_bytes) for world in worlds]
     errors = [problem.misfit() for problem in problems]
     if all(errors):
-        raise ValueError(errors[0])
+        raise NoRoom(errors[0])
     best: Found | None = None
     for problem, error in zip(problems, errors, strict=True):
         if error is None and (best is None or _ideal(problem) < _key(best.timeline)):

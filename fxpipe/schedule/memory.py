@@ -53,9 +53,8 @@ class MemoryChanges:
         released = memory.released_by_input
         self.checkpointed = memory.checkpointed
         self._kept = [_of_kept(size, released) for size in sizes]
-        self._again = [
-            _of_checkpointed(*each, released) for each in zip(sizes, inputs, strict=True)
-        ]
+        pairs = zip(sizes, inputs, strict=True)
+        self._again = [_of_checkpointed(size, received, released) for size, received in pairs]
 
     def of(self, action: Action) -> tuple[float, float]:
         """By how much an action changes what is held when it begins, and when it ends."""

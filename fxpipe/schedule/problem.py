@@ -16,6 +16,10 @@ SLACK = 1 + 1e-9
 """Sums that differ by no more than this factor are equal: they were added in different orders."""
 
 
+class NoRoom(ValueError):
+    """No schedule keeps within the bound on memory: not even one micro-batch at a time fits."""
+
+
 @dataclass(frozen=True)
 class SchedulingProblem:
     """Stages on lanes, and how much each lane may keep.
@@ -62,8 +66,8 @@ class SchedulingProblem:
         return most_held(there_and_back(stages, microbatch), self.changes)
 
     def largest(self, stages: Sequence[int]) -> float:
-        """The most that a lane keeps of any one micro-batch that goes alone: the first, or the last,
-        which may be checkpointed otherwise."""
+        """The most that a lane keeps of a micro-batch that goes alone: the first or the last, only
+        one of which may be checkpointed."""
         return max(self.alone(stages, i) for i in (0, self.microbatches - 1))
 
     def misfit(self) -> str | None:

@@ -1,5 +1,5 @@
-"""What a simulation is given besides the order of actions: what stages cost, and what travels between
-them, over which links.
+"""What a simulation is given beside the order of actions: what stages cost, and what travels over
+which links.
 
 ::
 

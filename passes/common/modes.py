@@ -13,6 +13,8 @@ activations, and is run again for the backward.
 
 from __future__ import annotations
 
+from fxpipe.schedule import Memory, Schedule, peaks
+
 MODES = ("never", "except_last", "always")
 
 
@@ -29,3 +31,25 @@ def recomputed(mode: str, chunks: int) -> float:
 def milder(mode: str) -> tuple[str, ...]:
     """The modes that keep fewer activations than this one, and so need less memory."""
     return MODES[MODES.index(mode) + 1 :]
+
+
+def checkpointed(mode: str, chunks: int) -> int:
+    """How many of ``chunks`` micro-batches keep no activations: these are the first ones."""
+    return sum(is_checkpointed(mode, i, chunks) for i in range(chunks))
+
+
+def alive(
+    mode: str, chunks: int, stages: int, order: Schedule | None = None
+) -> tuple[list[float], list[float]]:
+    """For each stage, of how many micro-batches it holds the activations at once, and of how many
+    only the inputs.
+
+    ``order``: the order of the step; None: every forward may come before any backward.
+    """
+    again = checkpointed(mode, chunks)
+    if order is None:
+        return [float(chunks - again + (again > 0))] * stages, [float(again)] * stages
+    ones, zeros = [1.0] * stages, [0.0] * stages
+    activations = peaks(order, Memory(ones, checkpointed=again))
+    inputs = peaks(order, Memory(zeros, checkpointed=again, inputs=1.0))
+    return list(activations.stages), list(inputs.stages)

@@ -19,6 +19,7 @@ from torch import fx
 
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import GAP, STAGE, stage_nodes
+from fxpipe.schedule import Schedule
 from passes.common.modes import milder, recomputed
 from passes.partition.automatic import Auto, DoesNotFit, automatic, posed, shortage
 from passes.partition.by_name import labels_of_mapping, labels_of_starts
@@ -40,8 +41,9 @@ class Partition:
 
     ``meta["gap"]`` of the graph module says how far from optimal an automatic cut by time is at
     most. ``devices`` describes the devices, one a stage, where they differ or have limits;
-    ``chunks`` and ``checkpoint`` are as for :func:`fxpipe.compile`. ``live`` says how many
-    micro-batches are alive at once at each of so many stages (None: all), which decides what fits;
+    ``chunks`` and ``checkpoint`` are as for :func:`fxpipe.compile`. ``order`` gives the order of a
+    training step for so many stages, which decides how many micro-batches are under way at once,
+    and so what fits (None: it may be all of them);
     ``placement`` numbers the devices of the stages, where one has several. ``explains``: whether a
     refusal says what is short and what would help, which takes some more cuts.
 
@@ -55,7 +57,7 @@ class Partition:
     devices: tuple[DeviceSpec, ...] | None = None
     chunks: int = 1
     checkpoint: str = "never"
-    live: Callable[[int], Sequence[float] | None] | None = None
+    order: Callable[[int], Schedule | None] | None = None
     placement: tuple[int, ...] | None = None
     explains: bool = True
 
@@ -114,7 +116,7 @@ class Partition:
             self.devices or self.stages,
             chunks=self.chunks,
             checkpoint=self.checkpoint,
-            live=self.live and self.live(self.stages),
+            order=self.order and self.order(self.stages),
             placement=self.placement,
         )
 

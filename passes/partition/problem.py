@@ -34,6 +34,8 @@ from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import ALIAS, COST, SAME_AS, SAVED, VALUE, WRITES, is_work, stage_nodes
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.tensors import tensors_of
+from fxpipe.schedule import Schedule
+from passes.common.modes import alive
 from passes.cost.analytic import edges_to, relative_time
 from passes.partition.cut.contract import contracted, grouped
 from passes.partition.cut.dag import OUTSIDE, Dag, Kept, Machine, Value
@@ -127,7 +129,7 @@ def machine(
     *,
     chunks: int = 1,
     checkpoint: str = "never",
-    live: Sequence[float] | None = None,
+    order: Schedule | None = None,
     placement: Sequence[int] | None = None,
 ) -> Machine:
     """The machine on which the stages run, with its links and limits of memory.
@@ -137,11 +139,11 @@ def machine(
             devices are alike, without limits and with links that cost nothing.
         chunks: the number of micro-batches. Every value that crosses a link does so once for each
             of them, except shared parameters.
-        checkpoint: as for :func:`fxpipe.compile`. Without checkpoints a stage keeps the activations
-            of its live micro-batches. With them it keeps only the inputs it receives, and the
-            activations of one micro-batch: with "except_last" the last one, with "always" the one
-            whose forward is being computed again.
-        live: for each stage, how many micro-batches are alive there at once; None: all of them.
+        checkpoint: as for :func:`fxpipe.compile`. A stage keeps the activations of micro-batches
+            that are not checkpointed, and of the one whose forward is being computed again; of the
+            others that are under way it keeps the inputs that it receives.
+        order: the order of a training step, which decides how many micro-batches are under way at
+            once at each stage; None: it may be all of them.
         placement: for each stage the number of its device. Between stages on one device nothing has
             to travel. None: each stage has a device of its own.
     """
@@ -157,9 +159,7 @@ def machine(
         [[max(a.link_latency_s, b.link_latency_s) for b in devices] for a in devices]
     )
     limits = [np.inf if device.memory is None else device.memory for device in devices]
-    alive = np.ones(k) if live is None else np.asarray(live) / chunks
-    kept, one, none = alive, np.full(k, 1 / chunks), np.zeros(k)
-    held, received = (kept, none) if checkpoint == "never" else (one, kept)
+    held, received = (np.asarray(n) / chunks for n in alive(checkpoint, chunks, k, order))
     return Machine(
         k,
         bandwidth=np.where(is_here, np.inf, bandwidth),

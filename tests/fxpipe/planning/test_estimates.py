@@ -14,6 +14,7 @@ from fxpipe.ir.cost import Cost
 from fxpipe.planning.estimates import estimated_costs, measured_costs, predicted
 from fxpipe.schedule import Action, Kind, Span, StageCost, Timeline, chain, joined, named
 from passes.common.skips import Hop, SkipLayout
+from tests.fxpipe.planning.plans import FREE_LINKS
 from tests.zoo import MLP, gradients, same
 
 
@@ -201,3 +202,56 @@ def test_segments_hold_their_inputs_and_the_activations_of_one_of_them():
         held = [amount - fixed for _, amount in pipe.timeline().memory[0]]
     # Two segments, of two layers each: each receives 384 bytes, and each layer keeps its input.
     assert held == [0, 2 * 384, 2 * 384 + 2 * 384, 0]
+
+
+class TiedLayers(nn.Sequential):
+    """Six layers, of which two, 1 and 4, have the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(12, 12, bias=False) for _ in range(6)))
+        self[4].weight = self[1].weight
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+@pytest.mark.parametrize("make", [MLP, TiedLayers])
+def test_a_plan_and_its_pipeline_hold_the_same_memory(make, schedule, checkpoint):
+    options = {"chunks": 4, "schedule": schedule, "checkpoint": checkpoint}
+    model, x = make(), torch.randn(8, 12)
+    plan = fxpipe.plan(model, ["p40"] * 2, example_inputs=(x,), **options)
+    with fxpipe.compile(
+        model, ["cpu", "cpu:0"], example_inputs=(x,), partition=plan.partition, **options
+    ) as pipe:
+        timeline = pipe.timeline()
+    assert timeline.peak_memory == plan.timeline.peak_memory
+    if len(plan.stages) == len(plan.devices):
+        assert plan.memory == tuple(stage.memory for stage in plan.stages)
+
+
+def test_a_parameter_that_is_brought_is_no_input_of_every_micro_batch():
+    x = torch.randn(8, 12)
+    with fxpipe.compile(
+        TiedLayers(),
+        ["cpu", "cpu:0"],
+        chunks=4,
+        partition=["3"],
+        checkpoint="always",
+        example_inputs=(x,),
+    ) as pipe:
+        (held,) = (held for lane, held in enumerate(pipe.timeline().memory) if lane == 1)
+        fixed = pipe.stages[1].cost.fixed_bytes
+    received = 4 * 2 * 12 * 4  # of each of 4 micro-batches: 2 rows of 12 numbers
+    assert held[4][1] - fixed == received
+
+
+def test_the_schedule_that_is_searched_for_fits_checkpointed_micro_batches():
+    """A bound that GPipe keeps with checkpoints costs no time."""
+    model = nn.Sequential(*(nn.Tanh() for _ in range(16)))
+    x = torch.zeros(64, 1024)
+    options = {"example_inputs": (x,), "chunks": 8, "schedule": "auto", "checkpoint": "always"}
+    roomy = fxpipe.plan(model, [FREE_LINKS] * 2, **options)
+    gpipe = fxpipe.plan(model, [FREE_LINKS] * 2, **{**options, "schedule": "gpipe"})
+    device = FREE_LINKS.with_memory(max(gpipe.memory))
+    short = fxpipe.plan(model, [device] * 2, **options)
+    assert short.fits
+    assert short.seconds == pytest.approx(roomy.seconds)
