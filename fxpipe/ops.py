@@ -29,6 +29,7 @@ from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.portal import Portal
 from fxpipe.runtime.step import Tape
 from fxpipe.runtime.streams import CALLER
+from fxpipe.runtime.transport import Arrival, Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -523,6 +524,59 @@ def defer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _step.defer(module, *args, **kwargs)
 
 
+@_op
+def transmit(transport: Transport, values: Any, edge: tuple[int, int], number: int) -> None:
+    """Send values to another rank, without waiting for it.
+
+    ::
+
+        values --- transmit ---[edge]--- receive --- (arrived)
+
+    Args:
+        values: tensors, numbers and what else can be pickled, in any nesting.
+        edge: the rank that transmits and the one that receives.
+        number: how many transfers of this edge come before this one in a run of the graph.
+    """
+    transport.transmit(values, edge, number)
+
+
+@_op
+def receive(transport: Transport, edge: tuple[int, int], number: int) -> Arrival:
+    """Begin to receive what another rank transmits, without waiting for it.
+
+    ::
+
+        (transmit) ---[edge]--- receive --- arrived --- values
+
+    ``edge`` and ``number`` are those of the :func:`transmit` on the other rank.
+    """
+    return transport.receive(edge, number)
+
+
+@_op
+def arrived(arrival: Arrival) -> Any:
+    """The values that another rank has transmitted. Waits until they are here.
+
+    ::
+
+        receive --- arrived --- values
+    """
+    return arrival.wait()
+
+
+@_op
+def elsewhere(stage: nn.Module) -> Tape:
+    """What stands for the tape of a stage that another rank runs, among the tapes that a loss is
+    given.
+
+    ::
+
+        tape of stage 0, on another rank ..... elsewhere ---+--- loss
+        tape of stage 1, here --------------------------------'
+    """
+    return _step.elsewhere(stage)
+
+
 VOCABULARY: tuple[Callable[..., Any], ...] = (
     scatter,
     write_back,
@@ -558,4 +612,8 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     weights,
     average,
     defer,
+    transmit,
+    receive,
+    arrived,
+    elsewhere,
 )

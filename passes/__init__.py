@@ -13,6 +13,8 @@ from passes.to_pipeline.microbatch import Microbatch
 from passes.to_pipeline.portals import Portals
 from passes.to_pipeline.streams import Streams
 from passes.to_pipeline.verify import Verify, VerifyError
+from passes.to_rank.project import Project
+from passes.to_rank.verify import TransferError
 from passes.to_stages.alias import Alias
 from passes.to_stages.batch_norm import DeferredBatchNorm
 from passes.to_stages.devices import Devices
@@ -44,6 +46,7 @@ __all__ = [
     "PartitionError",
     "Pass",
     "Portals",
+    "Project",
     "Random",
     "Rows",
     "Shared",
@@ -53,6 +56,7 @@ __all__ = [
     "StepError",
     "Streams",
     "Tied",
+    "TransferError",
     "Verify",
     "VerifyError",
     "WrittenInputs",

@@ -96,6 +96,7 @@ class ToStages:
             single micro-batch: how many of these there are in a mini-batch.
         costs, spec, optimizer_states, measured_on: what a node costs, for the pass "cost".
         deferred_batch_norm: whether running statistics are updated once for each mini-batch.
+        places: for each stage the process that runs it, if there are several; see pass "tied".
     """
 
     leads_to: ClassVar[Level] = Level.STAGE
@@ -112,6 +113,7 @@ class ToStages:
     optimizer_states: float = ADAM
     measured_on: torch.device | None = None
     deferred_batch_norm: bool = False
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,12 @@ def _to_stages() -> tuple[Entry[ToStages], ...]:
         Entry("random", lambda c: Random(), model, model, Random, needs=("alias",)),
         Entry("partition", _partition, model, model, Partition, needs=("alias", "cost")),
         Entry("free", lambda c: Free(), model, model, Free, needs=("partition",)),
-        Entry("tied", lambda c: Tied(c.devices), model, model, Tied, needs=("shared", "partition")),
+        Entry(
+            "tied",
+            lambda c: Tied(c.devices, c.places),
+            *(model, model, Tied),
+            needs=("shared", "partition"),
+        ),
         Entry("split", lambda c: Split(), model, stage, Split, needs=("partition",)),
         Entry(
             "devices",

@@ -60,6 +60,7 @@ class Tape:
         self.stage: nn.Module | None = None
         self.penalties: list[Penalty] = []  # gradients of its parameters that the loss has brought
         self.homes: dict[Tensor, Tape] = {}  # of a loss: the parameters in it, and whose they are
+        self.is_elsewhere = False  # whether it only stands for one of another process
 
     def record(self, function: Callable[..., tuple[Any, ...]], args: Any) -> tuple[Any, ...]:
         """Run a function, recording its graph. Returns its results, detached from that graph."""
@@ -228,7 +229,20 @@ def loss(
     (value,) = tape.record(run, (output,))
     homes = homes_of(leaves_of(*tape.results), [stage.stage for stage in stages])
     tape.homes = {parameter: stages[home] for parameter, home in homes.items()}
+    if any(stage.is_elsewhere for stage in tape.homes.values()):
+        raise ValueError(
+            "the loss depends on a parameter of a stage that another rank has (by a penalty on "
+            "weights, say), whose gradient would stay here: leave it to the optimizer "
+            "(weight_decay), or compute such a loss with all stages in one process"
+        )
     return value.detach(), tape
+
+
+def elsewhere(stage: nn.Module) -> Tape:
+    """A tape that stands for that of a stage which another process runs."""
+    tape = Tape()
+    tape.stage, tape.is_elsewhere = stage, True
+    return tape
 
 
 def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:

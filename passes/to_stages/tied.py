@@ -38,20 +38,25 @@ class Tied:
     """Model graph with ``meta["stage"]`` after pass "shared" → the same, with a node "bring" for
     each shared parameter and each stage on another device than where it lives.
 
-    ``devices``: one for each stage.
+    Args:
+        devices: one for each stage.
+        places: what tells the places of the stages apart, such as the process of each, where
+            devices of different places may have one name. Empty: the devices do.
     """
 
     name: ClassVar[str] = "tied"
     devices: tuple[str, ...]
+    places: tuple[int, ...] = ()
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         has_changed = False
+        places: tuple[int | str, ...] = self.places or self.devices
         for value in gm.graph.find_nodes(op="call_function", target=ops.share):
             home = value.meta[STAGE]
             away: dict[int, list[fx.Node]] = {}
             for user in value.users:
                 stage = user.meta.get(STAGE, home)  # the caller, who has no stage, takes it at home
-                if self.devices[stage] != self.devices[home]:
+                if places[stage] != places[home]:
                     away.setdefault(stage, []).append(user)
             for stage, users in sorted(away.items()):
                 own = self._bring(value, stage, users[0])

@@ -37,6 +37,7 @@ class Replicas:
             args = parameter, *streams
             replica = self.nodes.whole(ops.replicate, args, f"{brought}_replica")
             self.nodes.place(replica, brought.meta[STAGE], 0)
+            replica.meta[HOME] = brought.meta[HOME]
             self.made[brought] = replica
         return self.made[brought]
 

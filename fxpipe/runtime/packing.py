@@ -1,0 +1,202 @@
+"""What travels between processes: values, as a description and the memory of their tensors.
+
+::
+
+    values ── packed ──┬── description: nesting, shapes, strides, and what is no tensor
+                       └── parts: the memory of each tensor, as flat tensors of bytes
+                                      ┊ (to another process)
+    values ── unpacked ── description, parts
+
+A tensor arrives with the strides that it had, since kernels may sum in another order where memory
+is laid out otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir._torch import pytree
+
+_NUMBERS = {int: torch.int64, float: torch.float64}
+_LARGEST = 2**63
+
+
+@dataclass(frozen=True)
+class Strided:
+    """The description of a tensor, whose memory travels as one part."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The shape of what is stored: a dimension that repeats the same memory counts once."""
+        return tuple(
+            1 if stride == 0 else size
+            for size, stride in zip(self.shape, self.strides, strict=True)
+        )
+
+    @property
+    def bytes(self) -> int:
+        """The size of the part."""
+        return math.prod(self.stored) * self.dtype.itemsize
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether what is stored fills its memory, in some order of the dimensions."""
+        expected = 1
+        for stride, size in sorted(zip(self.strides, self.stored, strict=True)):
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements share memory otherwise than in dimensions of stride 0."""
+        reach = 0
+        for stride, size in sorted(zip(self.strides, self.stored, strict=True)):
+            if size > 1:
+                if stride <= reach:
+                    return True
+                reach += stride * (size - 1)
+        return False
+
+    @staticmethod
+    def of(tensor: Tensor) -> Strided:
+        """The description of a tensor.
+
+        Raises TypeError for a tensor whose memory does not say all: a sparse or quantized one, or
+        one of a subclass.
+        """
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_quantized:
+            raise TypeError(f"a {type(tensor).__name__} cannot go to another rank: give a Tensor")
+        if tensor.layout != torch.strided:
+            raise TypeError(
+                f"a tensor of layout {tensor.layout} cannot go to another rank: keep it within a "
+                "stage, with partition=, or make it dense"
+            )
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        return Strided(tensor.dtype, shape, strides, tensor.requires_grad)
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """The memory of the tensor, as a flat tensor of bytes; a view of it where it is dense."""
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        for dim, (size, stored) in enumerate(zip(self.shape, self.stored, strict=True)):
+            if size != stored:
+                tensor = tensor.narrow(dim, 0, 1)
+        if self.is_dense and tensor.stride() == self.strides:
+            tensor = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        else:
+            tensor = tensor.contiguous().flatten()
+        return tensor.view(torch.uint8)
+
+    def built(self, part: Tensor) -> Tensor:
+        """The tensor again, from a part that nobody else uses."""
+        stored = part.view(self.dtype).view(self.stored)
+        if self.is_dense:
+            tensor = part.view(self.dtype).as_strided(self.stored, self.strides)
+        elif self.overlaps:
+            return stored.expand(self.shape).requires_grad_(self.requires_grad)
+        else:
+            tensor = torch.empty_strided(
+                self.stored, self.strides, dtype=self.dtype, device=part.device
+            ).copy_(stored)
+        tensor = tensor.as_strided(self.shape, self.strides)
+        return tensor.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Number:
+    """The description of an int or a float, whose value travels as a part."""
+
+    kind: type
+
+    @property
+    def bytes(self) -> int:
+        """The size of the part."""
+        return 8
+
+    def flat(self, value: float, device: torch.device) -> Tensor:
+        """The part."""
+        return torch.tensor([value], dtype=_NUMBERS[self.kind]).view(torch.uint8).to(device)
+
+    def built(self, part: Tensor) -> Any:
+        """The number again."""
+        return part.view(_NUMBERS[self.kind]).item()
+
+
+@dataclass(frozen=True)
+class Constant:
+    """What is neither a tensor nor a number, and travels in the description itself."""
+
+    kind: type  # since True equals 1
+    value: Any
+
+
+Leaf = Strided | Number | Constant
+
+
+@dataclass(frozen=True)
+class Description:
+    """The description of values: their nesting, and each of their leaves."""
+
+    nesting: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each part."""
+        return [leaf.bytes for leaf in self.leaves if not isinstance(leaf, Constant)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # PyTorch warns where the specification of a leaf is unpickled: containers go in its place.
+        nested = pytree.tree_unflatten(range(len(self.leaves)), self.nesting)
+        return _restored, (nested, self.leaves)
+
+
+def _restored(nested: Any, leaves: tuple[Leaf, ...]) -> Description:
+    return Description(pytree.tree_structure(nested), leaves)
+
+
+def packed(values: Any, device: torch.device) -> tuple[Description, list[Tensor]]:
+    """A description of the values, and the parts, which share memory with tensors among them.
+
+    ``device``: where numbers are put, to travel like tensors.
+
+    Raises TypeError for a tensor that cannot travel.
+    """
+    leaves, nesting = pytree.tree_flatten(values)
+    described: list[Leaf] = []
+    parts: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensor = Strided.of(leaf)
+            described.append(tensor)
+            parts.append(tensor.flat(leaf))
+        elif type(leaf) in _NUMBERS and (type(leaf) is float or -_LARGEST <= leaf < _LARGEST):
+            number = Number(type(leaf))
+            described.append(number)
+            parts.append(number.flat(leaf, device))
+        else:
+            described.append(Constant(type(leaf), leaf))
+    return Description(nesting, tuple(described)), parts
+
+
+def unpacked(description: Description, parts: Sequence[Tensor]) -> Any:
+    """The values again, from parts that nobody else uses."""
+    remaining = iter(parts)
+    leaves = [
+        leaf.value if isinstance(leaf, Constant) else leaf.built(next(remaining))
+        for leaf in description.leaves
+    ]
+    return pytree.tree_unflatten(leaves, description.nesting)

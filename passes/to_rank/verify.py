@@ -1,0 +1,117 @@
+"""Not a pass: prove of the graphs of all ranks that they can run together, or say where not.
+
+::
+
+    rank 0     transmit (0, 1) number 0 ──────── transmit (0, 1) number 1
+                      │                                 │
+    rank 1     receive (0, 1) number 0  ──────── receive (0, 1) number 1
+
+1. The transfers of an edge have the same numbers, in the same order, at both its ends, and both
+   ends mean the same value.
+2. If every rank stops at each transfer until the other end comes to it, all ranks come to their
+   ends. This is harder than what happens: a receive does not stop a rank, only the use of what it
+   brings does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import ORIGIN
+from fxpipe.ir.printing import format_node
+from fxpipe.runtime.transport import Edge
+from passes.to_rank.project import edge_of, transfers_of
+
+
+class TransferError(ValueError):
+    """The graphs of ranks do not fit together; the message names the transfers and their ranks."""
+
+
+def verify(graphs: Sequence[fx.GraphModule]) -> None:
+    """Check the graphs of all ranks, in the order of the ranks.
+
+    Raises :class:`TransferError` for the first edge whose ends differ, or for ranks that wait for
+    each other in a circle.
+    """
+    programs = [list(transfers_of(gm)) for gm in graphs]
+    _check_edges(programs)
+    _check_runs(programs)
+
+
+def _check_edges(programs: Sequence[Sequence[fx.Node]]) -> None:
+    for rank, program in enumerate(programs):
+        for node in program:
+            edge, _ = edge_of(node)
+            end = 0 if node.target is ops.transmit else 1
+            if edge[end] != rank or not 0 <= edge[1 - end] < len(programs) or edge[0] == edge[1]:
+                raise TransferError(f"{_said(rank, node)}: this is no edge of rank {rank}")
+    for edge in sorted({edge_of(node)[0] for program in programs for node in program}):
+        _check_edge(edge, *(_at(programs[rank], edge) for rank in edge))
+
+
+def _at(program: Sequence[fx.Node], edge: Edge) -> list[fx.Node]:
+    return [node for node in program if edge_of(node)[0] == edge]
+
+
+def _check_edge(edge: Edge, sent: Sequence[fx.Node], received: Sequence[fx.Node]) -> None:
+    """Check that the k-th transmit of an edge is its k-th receive."""
+    source, target = edge
+    for number, (transmit, receive) in enumerate(zip(sent, received, strict=False)):
+        pair = f"{_said(source, transmit)}; {_said(target, receive)}"
+        if edge_of(transmit)[1] != number or edge_of(receive)[1] != number:
+            raise TransferError(f"these come as number {number} of the edge {edge}: {pair}")
+        if transmit.meta.get(ORIGIN) != receive.meta.get(ORIGIN):
+            raise TransferError(f"the two ends mean different values: {pair}")
+    if len(sent) != len(received):
+        rank, longer, kind = (
+            (source, sent, "receives") if len(sent) > len(received) else (target, received, "sends")
+        )
+        alone = longer[min(len(sent), len(received))]
+        raise TransferError(f"{_said(rank, alone)}: the other rank {kind} nothing for it")
+
+
+def _check_runs(programs: Sequence[Sequence[fx.Node]]) -> None:
+    """Let all ranks run; each stops at a transfer until the other end has come to it."""
+    places = [0] * len(programs)
+    going = list(range(len(programs)))  # ranks whose next transfer has not been looked at
+    while going:
+        rank = going.pop()
+        other = _waited_for(programs, places, rank)
+        if other is not None and _waited_for(programs, places, other) == rank:
+            here, there = (edge_of(programs[r][places[r]]) for r in (rank, other))
+            if here == there:
+                places[rank] += 1
+                places[other] += 1
+                going += [rank, other]
+    stuck = [rank for rank, place in enumerate(places) if place < len(programs[rank])]
+    if stuck:
+        raise TransferError(_circle(programs, places, stuck[0]))
+
+
+def _waited_for(
+    programs: Sequence[Sequence[fx.Node]], places: Sequence[int], rank: int
+) -> int | None:
+    """The rank that the next transfer of a rank needs; None if the rank is done."""
+    if places[rank] == len(programs[rank]):
+        return None
+    source, target = edge_of(programs[rank][places[rank]])[0]
+    return target if rank == source else source
+
+
+def _circle(programs: Sequence[Sequence[fx.Node]], places: Sequence[int], rank: int) -> str:
+    met: list[int] = []
+    while rank not in met:
+        met.append(rank)
+        other = _waited_for(programs, places, rank)
+        assert other is not None
+        rank = other
+    circle = met[met.index(rank) :]
+    waits = [_said(each, programs[each][places[each]]) for each in circle]
+    return "ranks wait for each other in a circle: " + "; ".join(waits)
+
+
+def _said(rank: int, node: fx.Node) -> str:
+    return f"rank {rank}, {format_node(node)}"

@@ -1,0 +1,91 @@
+"""Values as a description and bytes, and back."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fxpipe.runtime.packing import Constant, packed, unpacked
+from tests.zoo import same
+
+CPU = torch.device("cpu")
+DENSE = torch.randn(2, 3, 4, 5)
+
+
+def travelled(values):
+    """The values after a journey: nothing is shared with what was sent."""
+    description, parts = packed(values, CPU)
+    there = [torch.empty(size, dtype=torch.uint8) for size in description.sizes]
+    for part, received in zip(parts, there, strict=True):
+        received.copy_(part)
+    return unpacked(pickle.loads(pickle.dumps(description)), there)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        DENSE,
+        DENSE.to(memory_format=torch.channels_last),
+        DENSE.permute(3, 1, 0, 2),
+        DENSE[:, :, 0],  # with holes
+        DENSE[1:, ::2, :, 1:3],
+        torch.randn(3, 1).expand(3, 4),  # repeats its memory
+        torch.tensor(2.0).expand(2, 2),
+        torch.tensor(1.5),
+        torch.empty(0, 3),
+        torch.ones(3, dtype=torch.bool),
+        torch.randn(4, dtype=torch.bfloat16),
+        torch.randn(2, 2, dtype=torch.complex64).mT,
+        torch.arange(5)[::2],
+    ],
+    ids=lambda t: f"{t.dtype}{list(t.shape)}{list(t.stride())}".replace("torch.", ""),
+)
+def test_a_tensor_arrives_with_its_bits_and_strides(tensor):
+    (found,) = travelled((tensor,))
+    assert same(found, tensor) and found.stride() == tensor.stride()
+
+
+def test_a_dense_tensor_is_not_copied_to_be_sent():
+    for tensor in (DENSE, DENSE.to(memory_format=torch.channels_last), DENSE[1]):
+        assert packed(tensor, CPU)[1][0].data_ptr() == tensor.data_ptr()
+
+
+def test_what_repeats_its_memory_is_sent_once():
+    assert packed(torch.ones(()).expand(1000), CPU)[1][0].numel() == 4
+
+
+def test_windows_that_overlap_arrive_as_a_tensor_of_their_own():
+    windows = torch.arange(6.0).unfold(0, 4, 1)
+    assert same(travelled(windows), windows)
+
+
+def test_conjugates_and_gradients_survive():
+    conjugate = torch.randn(3, dtype=torch.complex64).conj()
+    assert same(travelled(conjugate), conjugate.resolve_conj())
+    assert travelled(nn.Parameter(torch.ones(2))).requires_grad
+    assert not travelled(torch.ones(2)).requires_grad
+
+
+def test_nesting_numbers_and_constants_arrive():
+    values = {"a": (1, 2.5, None), "b": [True, "c", torch.float16, -(2**62), 2**70, float("inf")]}
+    assert same(travelled(values), values)
+    assert [type(leaf) for leaf in travelled((1, 1.0, True))] == [int, float, bool]
+
+
+def test_descriptions_of_alike_values_are_equal_and_of_others_are_not():
+    description = packed((torch.ones(2), 1, "a"), CPU)[0]
+    assert description == packed((torch.zeros(2), 7, "a"), CPU)[0]
+    others = [(torch.ones(3), 1, "a"), (torch.ones(2), 1.0, "a"), (torch.ones(2), 1, "b")]
+    assert all(packed(other, CPU)[0] != description for other in others)
+    assert Constant(bool, True) != Constant(int, 1)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(2).to_sparse(), nn.Parameter(torch.eye(2)).to_sparse()]
+)
+def test_a_tensor_that_is_more_than_its_memory_is_refused(tensor):
+    with pytest.raises(TypeError, match=r"layout torch\.sparse_coo cannot go to"):
+        packed(tensor, CPU)
