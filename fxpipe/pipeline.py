@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import graphviz  # type: ignore[import-untyped]
@@ -28,6 +28,8 @@ from fxpipe.ir.counts import count
 from fxpipe.ir.graph import WRITTEN
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
+from fxpipe.loading.initialise import Init
+from fxpipe.loading.load import Source
 from fxpipe.planning.estimates import measured
 from fxpipe.proxy import ModelProxy, moved_to
 from fxpipe.runtime.clock import Record
@@ -185,6 +187,79 @@ class Pipeline(ModelProxy):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for calls like this one, without running it."""
         self._runner.ready(args, kwargs)
+
+    def load(
+        self,
+        checkpoint: Source,
+        *,
+        strict: bool = True,
+        assign: bool = False,
+        init: Init | None = None,
+    ) -> Any:
+        """Load a checkpoint, one tensor at a time, each straight to the device of its stage.
+
+        This is how a model gets its values that was built on "meta" (``with torch.device("meta")``)
+        and compiled there, so that it is never in memory as a whole but on the devices of its
+        stages. A model that has values may be loaded too. What a call means is checked against the
+        model at the next call, for which it is compiled again, with the same cut.
+
+        Parameters and buffers stay the objects that they are: an optimizer made before is right
+        afterwards. Tensors that are one in the model (tied weights) have to be in the checkpoint
+        under one of their names only. What is missing, unexpected, or of another shape is said as
+        ``load_state_dict`` of the model says it, whose hooks are run.
+
+        Buffers that their modules do not save (``persistent=False``), and tensors that are plain
+        attributes, are in no checkpoint. On "meta" they are made again by the module's own means:
+        ``_init_weights(module)`` of a module around it, as Hugging Face's models have it, or
+        ``reset_parameters()``.
+
+        Args:
+            checkpoint: a file of safetensors or of ``torch.save`` (which is read with
+                ``weights_only=True``); the index of a sharded checkpoint, as Hugging Face writes
+                it; a folder with one of these; or a mapping from names to tensors, such as
+                :func:`fxpipe.loading.stored_tensors` with other names.
+            strict: whether missing and unexpected names are an error. If not, what is missing stays
+                on "meta", if it is there, until it is loaded or materialized.
+            assign: whether tensors take the dtypes of the checkpoint; if not, they keep those of
+                the model, to which values are converted.
+            init: a function that sets the parameters and buffers of one module, as for
+                ``nn.Module.apply``; called for each module with tensors that are on "meta" and not
+                in the checkpoint, in place of the module's own means.
+
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does.
+
+        Raises:
+            RuntimeError: as ``load_state_dict`` does; if the model is on "meta" and has not been
+                compiled, so that there are no stages; or if a tensor that no checkpoint has is
+                written to by none of the means.
+        """
+        return self._runner.load(checkpoint, strict=strict, assign=assign, init=init)
+
+    def materialize(self, init: Init | None = None) -> None:
+        """Give values to all tensors that are on "meta", on the devices of their stages: those of a
+        new model.
+
+        Args:
+            init: a function that sets the parameters and buffers of one module, as for
+                ``nn.Module.apply``. None: ``_init_weights(module)`` of a module around it, as
+                Hugging Face's models have it, or ``reset_parameters()``, as modules of PyTorch have
+                it. What the constructor of a model does beside that is not repeated.
+
+        Raises:
+            RuntimeError: if a tensor is written to by none of these; what has been initialised
+                stays so. And if the model has not been compiled, so that there are no stages.
+        """
+        self._runner.materialize(init)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state dict of the model, as the model does; if it is on "meta", by :meth:`load`,
+        since ``load_state_dict`` of a module leaves such tensors without values."""
+        if self._runner.compiler.homes:
+            return self.load(state_dict, strict=strict, assign=assign)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def recompile(self) -> None:
         """Compile again at the next call, with the same cut into stages.

@@ -14,6 +14,8 @@ from fxpipe.ir._torch import version_of
 from fxpipe.ir.graph import attribute
 from fxpipe.runtime.regions import regions_in
 
+META = torch.device("meta")
+
 
 def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
     """The graph modules of the stages, in the order of the stages."""
@@ -43,7 +45,7 @@ class Binding:
         if self.name not in self.theirs:
             return
         theirs = self.theirs[self.name]
-        if theirs is None or self.device is None or theirs.device == self.device:
+        if theirs is None or theirs.device in (self.device, META) or self.device is None:
             self.ours[self.name] = theirs
             return
         now = (theirs, 0 if theirs.is_inference() else version_of(theirs))

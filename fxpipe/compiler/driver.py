@@ -27,6 +27,7 @@ from fxpipe.ir._torch import transforms
 from fxpipe.ir.errors import AnotherStrategy, Unsupported
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.structure import Structure, map_tensors
+from fxpipe.loading.storage import without_values
 from fxpipe.meaning.call import Asked, Meaning, known_dims, loss_is_a_sum, meaning_of
 from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
@@ -90,12 +91,15 @@ class Compiler:
         self.options = options
         self.layout = layout or Layout(len(options.devices))
         self.cache = Cache(model)
+        self.homes: dict[str, torch.device] = {}  # of the tensors that are still on "meta"
         self._lock = threading.RLock()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any], int]:
         """The mode for a call, which is compiled now if there is none yet; the values of its
         inputs, in the order of the placeholders; and the number of micro-batches."""
         with self._lock:
+            if self.homes:
+                self.notice_values()
             mode, values = self._found(args, kwargs)
             mode.refresh()
             refused = mode.traced.refused_sizes
@@ -172,6 +176,18 @@ class Compiler:
         with self._lock:
             self.cache.forget()
 
+    def notice_values(self) -> None:
+        """Take note of which tensors have values by now. Once all of them have, the model is
+        compiled anew at its next call, with the same cut: what it means can be checked then."""
+        unset = without_values(self.model)
+        if self.homes and not unset:
+            self.forget()
+        self.homes = {name: home for name, home in self.homes.items() if name in unset}
+
+    def _is_on_meta(self) -> bool:
+        """Whether there are tensors of the model that have no values."""
+        return bool(without_values(self.model))
+
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
         """The mode that serves a call, which is compiled now if there is none, and the values of
         its inputs."""
@@ -206,7 +222,8 @@ class Compiler:
         by running the model."""
         report_progress("check")
         options = self.options
-        asked = Asked(options.in_dims, options.out_dims, options.check, options.sizes)
+        check = options.check and not self._is_on_meta()
+        asked = Asked(options.in_dims, options.out_dims, check, options.sizes)
         tensors, _ = Structure.of((args, kwargs))
         with self._where_it_runs(tensors):
             return meaning_of(self.model, args, kwargs, asked)
@@ -216,12 +233,16 @@ class Compiler:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copy the inputs to the device of the model, where the model can run before it is cut.
 
-        The inputs stay where they are if the model is on several devices or on "meta", or if its
-        stages have been placed: :meth:`_where_it_runs` then brings the model to the inputs.
+        The inputs stay where they are if the model is on several devices, or if its stages have
+        been placed: :meth:`_where_it_runs` then brings the model to the inputs. For a model that is
+        not loaded yet the inputs are taken to "meta", whatever their values.
         """
+        if self._is_on_meta():
+            args, kwargs = map_tensors(_without_values, inputs)
+            return args, kwargs
         own = (*self.model.parameters(), *self.model.buffers())
         homes = {tensor.device for tensor in own}
-        if self.layout.labels or len(homes) != 1 or torch.device("meta") in homes:
+        if self.layout.labels or len(homes) != 1:
             return inputs
         (home,) = homes
 
@@ -283,7 +304,10 @@ class Compiler:
             prepared = self._traced(traced_with, varying, meaning, chunks, options.tracer)
         prepared.traced.graph_module = prepared.run(since="partition", until="split")
         stage_graph = prepared.run(since="split")
-        place(self.model, stage_graph, options.devices)
+        homes = place(self.model, stage_graph, options.devices)
+        # What this graph does not use lives where an earlier one does, or on the CPU.
+        cpu = torch.device("cpu")
+        self.homes = {name: homes[name] or self.homes.get(name, cpu) for name in homes}
         mode = Mode(
             traced=prepared.traced,
             stage_graph=stage_graph,
@@ -320,18 +344,21 @@ class Compiler:
     ) -> _ModelGraph:
         """Trace the model, and run the passes that come ahead of pass "partition"."""
         report_progress("trace")
-        traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying)
+        is_on_meta = self._is_on_meta()
+        traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying, check=not is_on_meta)
         context = self._to_stages(traced, inputs, meaning, chunks)
         history = self._history("stages", traced.graph_module)
         prepared = _ModelGraph(traced, context, self.options.passes, history)
         try:
             with untouched(self.model):
                 traced.graph_module = prepared.run(until="partition")
-        except NeedsValues:
-            if tracer != "auto":
+        except Exception as error:
+            is_unchecked = is_on_meta and traced.front_end == "symbolic"
+            if tracer != "auto" or not (isinstance(error, NeedsValues) or is_unchecked):
                 raise
             # Symbolic tracing has looked into a module whose shapes depend on values, so that a
-            # pass fails on fake tensors. Export keeps such a module whole.
+            # pass fails on fake tensors. Export keeps such a module whole. And on "meta" a graph is
+            # not compared with the model, so that a wrong one shows here.
             return self._traced(inputs, varying, meaning, chunks, "export")
         forget_history(traced.graph_module.graph)
         return prepared
@@ -365,7 +392,7 @@ class Compiler:
             chunks_asked_for=options.chunks,
             traced_chunks=chunks,
             # Once the model has been cut, costs no longer decide where: measuring would be in vain.
-            costs="analytic" if self.layout.labels else options.costs,
+            costs="analytic" if self.layout.labels or self._is_on_meta() else options.costs,
             measured_on=options.devices[0],
             deferred_batch_norm=options.deferred_batch_norm,
         )
@@ -410,6 +437,10 @@ class Compiler:
         runs_inline = chunks == 1 or len(self.options.lanes) == 1
         in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
         return Unrolled(gm, lower(gm), in_lanes, history)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
 
 def _but_for_states(reads: Reads) -> Reads:

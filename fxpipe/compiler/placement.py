@@ -11,11 +11,17 @@ from torch import Tensor, fx, nn
 from fxpipe import ops
 from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.ir.graph import FIRST, STAGE, attribute
+from fxpipe.loading.storage import without_values
 from passes.partition.partition import PartitionError
 
 
-def place(model: nn.Module, stage_graph: fx.GraphModule, devices: Sequence[torch.device]) -> None:
+def place(
+    model: nn.Module, stage_graph: fx.GraphModule, devices: Sequence[torch.device]
+) -> dict[str, torch.device | None]:
     """Move the parameters and buffers of every stage to its device, in place.
+
+    Tensors on "meta", which have no values, stay there. Returns the devices that they belong
+    to, by their names, with None for what no stage uses.
 
     Args:
         stage_graph: the model cut into stages, a ``call_module`` for each.
@@ -33,21 +39,22 @@ def place(model: nn.Module, stage_graph: fx.GraphModule, devices: Sequence[torch
                 homes[id(tensor)] = devices[user.meta[STAGE]]
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) in homes:
+            if parameter is not None and id(parameter) in homes and not parameter.is_meta:
                 device = homes[id(parameter)]
                 parameter.data = parameter.data.to(device)
                 if parameter.grad is not None:
                     parameter.grad.data = parameter.grad.data.to(device)
         for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) in homes:
+            if buffer is not None and id(buffer) in homes and not buffer.is_meta:
                 module._buffers[name] = buffer.to(homes[id(buffer)])
     for stage, device in zip(stages, devices, strict=True):
         for binding in bindings(stage, model, device):
             binding.refresh()
         for module in stage.modules():  # constants that the trace has made are in the stage only
             for name, buffer in module._buffers.items():
-                if buffer is not None:
+                if buffer is not None and not buffer.is_meta:
                     module._buffers[name] = buffer.to(device)
+    return {name: homes.get(id(tensor)) for name, tensor in without_values(model).items()}
 
 
 def homes_of(

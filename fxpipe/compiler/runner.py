@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.options import Options
 from fxpipe.ir._torch import TransformType, transforms
+from fxpipe.loading.initialise import Init
+from fxpipe.loading.load import Homes, Source, load, materialize
+from fxpipe.loading.storage import without_values
 from fxpipe.meaning.sample import Sample
 from fxpipe.runtime.ambient import is_intercepted, is_traced
 from fxpipe.runtime.clock import Record
@@ -105,6 +110,35 @@ class Runner:
         values += wanted.leaves
         return self._step, [v.detach() if isinstance(v, Tensor) else v for v in values]
 
+    # -------------------------------------------------------------------------------------- to load
+
+    def load(self, checkpoint: Source, *, strict: bool, assign: bool, init: Init | None) -> Any:
+        """Load a checkpoint; see :meth:`fxpipe.Pipeline.load`."""
+        with self._given_values() as (model, homes):
+            return load(model, checkpoint, homes, strict=strict, assign=assign, init=init)
+
+    def materialize(self, init: Init | None) -> None:
+        """Initialise what is on "meta"; see :meth:`fxpipe.Pipeline.materialize`."""
+        with self._given_values() as (model, homes):
+            materialize(model, homes, init)
+
+    @contextmanager
+    def _given_values(self) -> Iterator[tuple[nn.Module, Homes]]:
+        """The model, and the devices of its tensors on "meta", which are given values inside the
+        ``with`` block. The programs that there are stay to be looked at, but are called no more."""
+        compiler = self.compiler
+        unset = [name for name in without_values(compiler.model) if name not in compiler.homes]
+        if unset:
+            raise RuntimeError(
+                f'{type(compiler.model).__name__} is on "meta" and has no stages yet, so that '
+                f"there is no device to load {unset[0]} on: give example_inputs to compile(), or "
+                'call pipe.prepare(x) with inputs like those of a call; they may be on "meta"'
+            )
+        try:
+            yield compiler.model, compiler.homes
+        finally:
+            compiler.notice_values()
+
     # -------------------------------------------------------------------------------------- to run
 
     def run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
@@ -115,6 +149,8 @@ class Runner:
 
         ``record``: notes what each lane does, and when.
         """
+        if self.compiler.homes:
+            raise RuntimeError(_no_values(self.compiler))
         in_a_lane = self._lanes.is_one(threading.current_thread())  # a hook may call the pipeline
         if unrolled.lanes is None or in_a_lane or is_intercepted() or is_alone():
             return run_inline(unrolled.inline, values, record)
@@ -171,3 +207,13 @@ class Runner:
         """Forget all compiled programs: the next call is compiled, with the same cut."""
         self._example, self._last = self.example, None
         self.compiler.forget()
+
+
+def _no_values(compiler: Compiler) -> str:
+    first, *others = compiler.homes
+    more = f" and {len(others)} other tensors" if others else ""
+    return (
+        f'{type(compiler.model).__name__} is on the device "meta", where nothing has values '
+        f"({first}{more}): give it some ahead of this call, pipe.load(path) from a checkpoint, or "
+        "pipe.materialize() those of a new model"
+    )

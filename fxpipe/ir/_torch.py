@@ -112,6 +112,31 @@ def memory_number(tensor: Tensor) -> int:
     return number
 
 
+def exchange(tensor: Tensor, new: Tensor) -> None:
+    """Let a tensor have the memory, dtype and device of another one, and stay the same object, with
+    its attributes and hooks; ``new`` is of no use afterwards.
+
+    ``tensor.data = new`` refuses to take a tensor from "meta" to a device. And
+    ``torch.utils.swap_tensors`` refuses tensors with weak references to them, which every fake
+    tensor mode has made, and takes attributes and hooks along.
+    """
+    new.requires_grad_(tensor.requires_grad)
+    hooks = gradient_hooks(tensor)
+    torch._C._swap_tensor_impl(tensor, new)
+    if any(hooks):  # known to the autograd metadata as well, which ``new`` has taken along
+        tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks
+
+
+def wrapper_tensor(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """A tensor of a subclass, with a shape and a dtype, but without memory."""
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype)
+
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a tensor subclass whose operators only ``__torch_dispatch__`` is
+asked for."""
+
+
 def stored_values(tensor: Tensor) -> int:
     """How many values a sparse tensor stores, without making it coalesced."""
     return tensor._nnz()
@@ -231,6 +256,10 @@ BatchNorm = _BatchNorm
 
 ConvNd = _ConvNd
 """The base class of the convolutions of all numbers of dimensions."""
+
+RESETS = "reset_parameters", "_reset_parameters"
+"""The methods by which modules of PyTorch initialise their parameters; ``nn.MultiheadAttention``
+has the second one."""
 
 FLAT_WEIGHTS = "_flat_weights"
 """The attribute of recurrent modules with their parameters, which their forward takes from it."""

@@ -1,0 +1,121 @@
+"""Load a checkpoint into a model, or initialise it, where each tensor lives.
+
+::
+
+    meta.weight  ── in the checkpoint ──────────── memory on its device, then load_state_dict
+    meta.inv_freq ─ not saved by its module ────── memory on its device, then the module's own means
+    meta.bias ───── missing in the checkpoint ──── stays on "meta", and is said to be missing
+
+What is missing, unexpected, or of another shape is found and said by the model's own
+``load_state_dict``, which also runs the hooks of modules that rename what old checkpoints have.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.loading.files import stored_tensors
+from fxpipe.loading.initialise import Init, initialised
+from fxpipe.loading.storage import Memory, without_values
+
+Source = str | os.PathLike[str] | Mapping[str, Any]
+"""A checkpoint: what :func:`stored_tensors` takes, or tensors by name."""
+
+Homes = Mapping[str, torch.device]
+"""The device of each tensor, by name."""
+
+
+def load(
+    model: nn.Module, source: Source, homes: Homes, *, strict: bool, assign: bool, init: Init | None
+) -> Any:
+    """Load a checkpoint, one tensor at a time; see :meth:`fxpipe.Pipeline.load`.
+
+    Args:
+        homes: for tensors on "meta".
+    """
+    saves = model.state_dict(keep_vars=True)
+    own = {name: value for name, value in saves.items() if isinstance(value, Tensor)}
+    stored = dict(source) if isinstance(source, Mapping) else stored_tensors(source)
+    _fill_in_ties(stored, own)
+    given = {id(own[name]) for name in stored if name in own}
+    saved = {id(tensor) for tensor in own.values()}
+    unset = without_values(model)
+    to_make = {
+        name: tensor
+        for name, tensor in unset.items()
+        if id(tensor) not in given and (init is not None or id(tensor) not in saved)
+    }
+    to_load = {name: tensor for name, tensor in unset.items() if id(tensor) in given}
+    dtypes = {}
+    if assign:
+        of = {id(own[name]): stored[name].dtype for name in stored if name in own}
+        dtypes = {name: of[id(tensor)] for name, tensor in to_load.items()}
+        for name, tensor in own.items():
+            if name in stored and not tensor.is_meta and tensor.dtype != stored[name].dtype:
+                tensor.data = tensor.data.to(stored[name].dtype)
+    # Where an old checkpoint lacks a buffer, a module may put its own value into the state dict, as
+    # batch norms do with the number of batches: it needs one then. Otherwise that is taken back.
+    lacking = {
+        name: tensor
+        for name, tensor in unset.items()
+        if name not in to_make and name not in to_load and not isinstance(tensor, nn.Parameter)
+    }
+    memory, provisional = Memory(homes), Memory(homes)
+    missing: set[int] = set(map(id, lacking.values()))
+    with torch.inference_mode(False):
+        try:
+            left = initialised(model, to_make, memory, init)
+            if left:
+                raise RuntimeError(_not_made(model, left, init))
+            initialised(model, lacking, provisional, None)
+            provisional.take_back()
+            memory.give(to_load, dtypes)
+            result = model.load_state_dict(stored, strict=strict)
+            missing = {id(own[name]) for name in result.missing_keys if name in own}
+            return result
+        finally:
+            memory.take_back()
+            provisional.take_back(lambda tensor: id(tensor) in missing)
+
+
+def materialize(model: nn.Module, homes: Homes, init: Init | None) -> None:
+    """Initialise what is on "meta"; see :meth:`fxpipe.Pipeline.materialize`."""
+    memory = Memory(homes)
+    with torch.inference_mode(False):
+        try:
+            left = initialised(model, without_values(model), memory, init)
+        finally:
+            memory.take_back()
+    if left:
+        raise RuntimeError(_not_made(model, left, init))
+
+
+def _fill_in_ties(stored: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Let a tensor that the model has under several names be in a checkpoint under all of them, if
+    it is there under one: files of safetensors hold each memory once."""
+    names = {id(own[name]): name for name in stored if name in own}
+    for name, tensor in own.items():
+        if name not in stored and id(tensor) in names:
+            stored[name] = stored[names[id(tensor)]]
+
+
+def _not_made(model: nn.Module, left: list[str], init: Init | None) -> str:
+    others = f" and {len(left) - 1} others" if len(left) > 1 else ""
+    owner = model.get_submodule(left[0].rpartition(".")[0])
+    if init is not None:
+        why = "init has not written to it"
+    else:
+        why = (
+            f"no checkpoint has it, and {type(owner).__name__} has no reset_parameters(), nor the "
+            "model an _init_weights(module), that writes to it"
+        )
+    return (
+        f'{left[0]}{others} of {type(model).__name__} is on the device "meta", and {why}: give '
+        "init=, a function of a module that sets its parameters and buffers; or build the model "
+        "with this tensor on the CPU"
+    )
