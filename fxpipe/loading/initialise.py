@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import RESETS
-from fxpipe.loading.storage import Memory, tensors_of
+from fxpipe.loading.storage import Storage, tensors_of
 
 Init = Callable[[nn.Module], object]
 """A function that sets the parameters and buffers of one module, its children's not included: what
@@ -27,7 +27,7 @@ Init = Callable[[nn.Module], object]
 
 
 def initialised(
-    model: nn.Module, tensors: Mapping[str, Tensor], memory: Memory, init: Init | None
+    model: nn.Module, tensors: Mapping[str, Tensor], memory: Storage, init: Init | None
 ) -> list[str]:
     """Give memory and values to these tensors of a model, which are on "meta".
 

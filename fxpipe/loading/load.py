@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fxpipe.loading.files import stored_tensors
 from fxpipe.loading.initialise import Init, initialised
-from fxpipe.loading.storage import Memory, without_values
+from fxpipe.loading.storage import Storage, without_values
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 """A checkpoint: what :func:`stored_tensors` takes, or tensors by name."""
@@ -65,7 +65,7 @@ def load(
         for name, tensor in unset.items()
         if name not in to_make and name not in to_load and not isinstance(tensor, nn.Parameter)
     }
-    memory, provisional = Memory(homes), Memory(homes)
+    memory, provisional = Storage(homes), Storage(homes)
     missing: set[int] = set(map(id, lacking.values()))
     with torch.inference_mode(False):
         try:
@@ -85,7 +85,7 @@ def load(
 
 def materialize(model: nn.Module, homes: Homes, init: Init | None) -> None:
     """Initialise what is on "meta"; see :meth:`fxpipe.Pipeline.materialize`."""
-    memory = Memory(homes)
+    memory = Storage(homes)
     with torch.inference_mode(False):
         try:
             left = initialised(model, without_values(model), memory, init)

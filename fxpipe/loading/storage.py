@@ -40,8 +40,8 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass
-class Memory:
-    """Memory that is given to tensors on "meta"; what has not been written to can be taken back.
+class Storage:
+    """Storage that is given to tensors on "meta"; what has not been written to can be taken back.
 
     Args:
         homes: the devices of the tensors, by name; a tensor that has none is put on the CPU.

@@ -103,9 +103,12 @@ def test_torchscript_is_a_part_of_a_model_and_not_one():
 def test_a_model_without_values():
     with torch.device("meta"):
         model = Chain(2)
-    said = message(model, TraceError, x())
-    assert "Chain has parameters without values (a.weight and 3 others)" in said
-    assert 'on the device "meta"' in said and 'model.to_empty(device="cpu")' in said
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2)
+    with pytest.raises(RuntimeError) as error:
+        pipe(x())
+    said = str(error.value)
+    assert 'Chain is on the device "meta", where nothing has values (a.weight and 3 other' in said
+    assert "pipe.load(path)" in said and "pipe.materialize()" in said
 
     said = message(Chain(2), TraceError, x().to("meta"))
     assert said == 'the input x has no values: it is on the device "meta"; give one that has'
