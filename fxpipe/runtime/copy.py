@@ -26,9 +26,11 @@ from fxpipe.runtime.streams import (
     await_callers,
     await_made,
     device_of,
+    keep_pace,
     link,
     made,
     on,
+    read_callers,
     stream,
 )
 
@@ -51,6 +53,8 @@ def moved(tensor: Tensor, device: torch.device | None, source: str) -> Tensor:
         # For a copy to the CPU the host has to wait, since the CPU has no stream that could.
         result = tensor.to(device, non_blocking=device.type != "cpu")
     made(result, ends[1])
+    if source == CALLER:
+        read_callers(tensor, ends[0] or ends[1])
     return result
 
 
@@ -79,15 +83,16 @@ class _Copy(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, source: str, target: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.source = source
+        ctx.source, ctx.target = source, target
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        keep_pace(stream(ctx.source) or stream(ctx.target))
         await_made(stream(ctx.source), grads)
-        return (None, *grads)
+        return (None, None, *grads)
 
 
 def copy(values: Any, source: str, target: str) -> Any:
@@ -115,9 +120,10 @@ def wait(values: Any, source: str, target: str) -> Any:
     A copy stream stands for the streams of several links; each of these waits when it is given
     values to copy, and not here.
     """
-    waiting = stream(target)
+    computing, waiting = stream(source), stream(target)
+    keep_pace(computing or waiting)
     await_made(waiting, values)
-    values = gate(values, lambda *tensors: first(_Wait.apply(source, *tensors)))  # type: ignore[no-untyped-call]
+    values = gate(values, lambda *tensors: first(_Wait.apply(source, target, *tensors)))  # type: ignore[no-untyped-call]
     if waiting is None:
-        made(values, stream(source))
+        made(values, computing)
     return values

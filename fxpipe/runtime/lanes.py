@@ -33,14 +33,34 @@ from torch import Tensor, fx
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.clock import Record, Stopwatch
 from fxpipe.runtime.program import CALLER, Env, Instruction, Program
-from fxpipe.runtime.streams import current, handed_over, has_streams, on
+from fxpipe.runtime.streams import HandOver, current, handed_over, has_streams, on
 
-Message = tuple[fx.Node | None, Any]
 Job = Callable[[], None]
 
 
 class _Dropped(Exception):
     """Raised in a lane to end its part of a run, since the run has failed elsewhere."""
+
+
+class Inbox:
+    """The values that other lanes have posted to a lane, by their nodes."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[fx.Node | None, Any]] = SimpleQueue()
+        self._arrived: Env = {}  # and not yet taken
+
+    def post(self, node: fx.Node | None, value: Any) -> None:
+        """Put a node's value in. None for a node says that the run has failed."""
+        self._queue.put((node, value))
+
+    def take(self, node: fx.Node) -> Any:
+        """The value of a node, once it is there. Raises :class:`_Dropped` if the run has failed."""
+        while node not in self._arrived:
+            arrived, value = self._queue.get()
+            if arrived is None:
+                raise _Dropped
+            self._arrived[arrived] = value
+        return self._arrived.pop(node)
 
 
 @dataclass
@@ -53,13 +73,13 @@ class _Run:
 
     lanes: Sequence[int]
     record: Record | None = None
-    inboxes: dict[int, SimpleQueue[Message]] = field(init=False)
+    inboxes: dict[int, Inbox] = field(init=False)
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     rested: dict[int, threading.Event] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inboxes = {lane: SimpleQueue() for lane in self.lanes}
+        self.inboxes = {lane: Inbox() for lane in self.lanes}
         self.rested = {lane: threading.Event() for lane in self.lanes if lane != CALLER}
 
     def fail(self, error: BaseException) -> None:
@@ -68,7 +88,7 @@ class _Run:
             if self.error is None:
                 self.error = error
         for inbox in self.inboxes.values():
-            inbox.put((None, None))
+            inbox.post(None, None)
 
     def rest(self) -> None:
         """Wait until all lanes have ended their parts of the run.
@@ -110,11 +130,7 @@ class _Run:
         inbox = self.inboxes[lane]
         for instruction in instructions:
             for node in instruction.awaits:
-                while node not in env:
-                    key, value = inbox.get()
-                    if key is None or self.error is not None:
-                        raise _Dropped
-                    env[key] = value
+                env[node] = inbox.take(node)
             if self.error is not None:
                 raise _Dropped
             if stopwatch is None:
@@ -122,7 +138,7 @@ class _Run:
             else:
                 value = stopwatch.time(instruction.node, partial(instruction.run, env))
             for other in instruction.posts:
-                self.inboxes[other].put((instruction.node, value))
+                self.inboxes[other].post(instruction.node, value)
             for node in instruction.forgets:
                 env.pop(node, None)
 
@@ -131,15 +147,15 @@ class _Run:
         lane: int,
         instructions: Sequence[Instruction],
         ambient: Ambient,
-        hand_over: _HandOver,
+        taking: _Taking,
     ) -> None:
         """Do a lane's part of the run in the lane's thread; an error there fails the whole run."""
         try:
-            with ambient.applied(), hand_over.taken():
+            with ambient.applied(), taking.taken():
                 if self.record is None:
                     self.execute(lane, instructions, {})
                 else:
-                    stopwatch = self.record.stopwatch(lane, hand_over.device)
+                    stopwatch = self.record.stopwatch(lane, taking.device)
                     self.execute(lane, instructions, {}, stopwatch)
                     self.record.marks += stopwatch.marks()
         except _Dropped:
@@ -151,22 +167,21 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _HandOver:
-    """The devices' state that the caller hands over to a lane when a run starts.
+class _Taking:
+    """What a lane takes over from the caller when a run starts.
 
     ``device`` is the lane's. ``streams`` are the caller's current streams on all devices of the
-    run, on which the lane computes too. ``begun`` has an event of each stream, by device, recorded
-    at the start of the run: copies of the caller's tensors wait for it and for no later work.
+    run, on which the lane computes too.
     """
 
     device: torch.device
     streams: Sequence[torch.Stream]
-    begun: dict[torch.device, torch.Event]
+    given: HandOver
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """A context in which this thread computes on these streams and on the lane's device."""
-        with on(*self.streams), handed_over(self.begun), _current(self.device):
+        with on(*self.streams), handed_over(self.given), _current(self.device):
             yield
 
 
@@ -233,25 +248,26 @@ class Lanes:
         ambient = Ambient.here()
         given = [value.device for value in values if isinstance(value, Tensor)]
         streams = current([*self._devices, *given])
-        begun = {stream.device: stream.record_event() for stream in streams}
-        hand_overs = [_HandOver(device, streams, begun) for device in self._devices]
+        hand_over = HandOver(streams)
+        taking = [_Taking(device, streams, hand_over) for device in self._devices]
         lanes = [lane for lane in program.lanes if lane != CALLER]
         with self._lock:  # all lanes get their runs in one order, so that none waits for another
             for lane in lanes:
-                job = partial(run.in_lane, lane, program.lanes[lane], ambient, hand_overs[lane])
+                job = partial(run.in_lane, lane, program.lanes[lane], ambient, taking[lane])
                 self._queues[lane].put(partial(copy_context().run, job))
         env: Env = dict(zip(program.inputs, values, strict=True))
         for node, others in program.inputs.items():
             for lane in others:
-                run.inboxes[lane].put((node, env[node]))
+                run.inboxes[lane].post(node, env[node])
         try:
-            with handed_over(begun):
+            with handed_over(hand_over):
                 run.execute(CALLER, program.lanes[CALLER], env)
         except _Dropped:
             pass
         except BaseException as error:  # KeyboardInterrupt, say
             run.fail(error)
         run.rest()
+        hand_over.give_back()
         run.outcome()
         return env[program.output]
 

@@ -22,6 +22,7 @@ value, and kept with the value.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -167,35 +168,112 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+# In each thread, ``given``: what the caller has handed over for the run; and ``passed``: by compute
+# stream, the events of its last crossings.
+_here = threading.local()
+
+AHEAD = 4
+"""How many crossings of a compute stream the host may launch ahead of the device. A stage crosses
+twice, when its values arrive and when they leave, so that two stages' work is in the queue."""
+
+
+def keep_pace(computing: torch.Stream | None) -> None:
+    """Note that values cross to or from a compute stream, and let the host thread wait for the
+    crossing that is ``AHEAD`` back.
+
+    What two streams use is free again only once both have *done* what they were given (see
+    :func:`keep`), and not, as memory of one stream, once they have been *given* it. So a host
+    thread that ran ahead without bound would need memory for all micro-batches, whatever the
+    schedule. No value is waited for here: the order of the streams does not depend on it.
+    """
+    if computing is None:
+        return
+    passed: dict[torch.Stream, deque[torch.Event]] = _here.__dict__.setdefault("passed", {})
+    events = passed.setdefault(computing, deque())
+    events.append(computing.record_event())
+    if len(events) > AHEAD:
+        events.popleft().synchronize()
+
+
 # --------------------------------------------------------------------------------------- hand-over
 
-# In each thread, ``begun``: by device, the event of the caller's stream at the hand-over.
-_here = threading.local()
+
+class HandOver:
+    """The caller's tensors in a run: from when on they may be read, and until when they are.
+
+    Args:
+        streams: those on which the caller computes. Copies of what it gives wait for the work that
+            these have at the start of the run. If they waited for the streams instead, they would
+            wait for work that stages have been given since.
+    """
+
+    def __init__(self, streams: Iterable[torch.Stream]) -> None:
+        self._begun = {stream.device: stream.record_event() for stream in streams}
+        self._reads: list[tuple[torch.device, torch.Event]] = []
+
+    def begun(self, device: torch.device) -> torch.Event | None:
+        """The event at which what the caller has on the device is made; None if that is unknown."""
+        return self._begun.get(device)
+
+    def is_read(self, tensor: Tensor, by: torch.Stream) -> None:
+        """Note that the copies which a stream has been given so far read a tensor."""
+        self._reads.append((tensor.device, by.record_event()))
+
+    def give_back(self) -> None:
+        """Wait until the caller's tensors have been read, so that it may write to them again.
+
+        Its streams wait for what is on devices, and the host for what is in its own memory: from
+        pinned memory a device reads when it gets there, and not when the copy is launched. Only
+        copies are waited for, and they wait for no computation.
+        """
+        for device, event in self._reads:
+            if has_streams(device):
+                torch.accelerator.current_stream(device).wait_event(event)
+            else:
+                event.synchronize()
+        self._reads.clear()
 
 
 @contextmanager
-def handed_over(events: dict[torch.device, torch.Event]) -> Iterator[None]:
-    """A context in which this thread's copies of the caller's tensors wait for these events only.
-
-    The events, by device, were recorded when the caller started the run. A copy that waited for the
-    caller's stream instead would wait for work that stages have been given since.
-    """
-    before = getattr(_here, "begun", {})
-    _here.begun = events
+def handed_over(given: HandOver) -> Iterator[None]:
+    """A context in which this thread takes part in a run, to which the caller has given tensors."""
+    before = getattr(_here, "given", None)
+    _here.given = given
     try:
         yield
     finally:
-        _here.begun = before
+        _here.given = before
 
 
 def await_callers(waiting: torch.Stream | None, tensor: Tensor) -> None:
     """The stream waits for a tensor that the caller has given, and keeps its memory."""
     if waiting is None:
         return
-    event = _event(tensor) or getattr(_here, "begun", {}).get(tensor.device)
+    given = _given()
+    event = _event(tensor) or (given.begun(tensor.device) if given else None)
     if event is not None:
         waiting.wait_event(event)
     else:
         for computing in current([tensor.device]):
             waiting.wait_stream(computing)
     keep(waiting, tensor)
+
+
+def read_callers(tensor: Tensor, by: torch.Stream | None) -> None:
+    """Note that a stream has been given a copy of the caller's tensor.
+
+    The caller gets it back at the end of the run (:meth:`HandOver.give_back`); outside of a run,
+    at once.
+    """
+    if by is None:
+        return
+    given = _given()
+    reading = given or HandOver([])
+    reading.is_read(tensor, by)
+    if given is None:
+        reading.give_back()
+
+
+def _given() -> HandOver | None:
+    given: HandOver | None = getattr(_here, "given", None)
+    return given

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch import Tensor, fx
 
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.runtime import lanes
@@ -74,6 +75,26 @@ class _Queue:
         return item
 
 
+class _Inbox(lanes.Inbox):
+    """An inbox that hands over, with each value, the time of the lane that has posted it.
+
+    A value's time counts when the value is taken, and not when it comes out of the queue, where
+    others that are used later may be ahead of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue = SimpleQueue()
+
+    def post(self, node: fx.Node | None, value: Any) -> None:
+        super().post(node, (torch.ops.sim.host_time(), value))
+
+    def take(self, node: fx.Node) -> Any:
+        time, value = super().take(node)
+        torch.ops.sim.host_joins(time)
+        return value
+
+
 class _Event(threading.Event):
     """An event that hands over the time of whoever has set it."""
 
@@ -99,13 +120,28 @@ class _Threading:
 
 
 def _backward(run: Any) -> Any:
+    """The function that starts the engine, which takes the time of its caller over, and gives its
+    own back."""
+
     def timed(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        tasks: set[int] = set()
+        hooks = []
         for output in outputs:
             device = getattr(output, "device", None)
             if device is not None and device.type == "sim":
                 torch.ops.sim.backward_begins(device.index)
-        result = run(outputs, *args, **kwargs)
-        torch.ops.sim.host_joins(torch.ops.sim.backward_ended())
+            node = output.grad_fn if isinstance(output, Tensor) else output.node
+            if node is not None:
+                hooks.append(
+                    node.register_prehook(lambda _: tasks.add(torch._C._current_graph_task_id()))
+                )
+        try:
+            result = run(outputs, *args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for task in tasks:
+            torch.ops.sim.host_joins(torch.ops.sim.backward_ended(task))
         return result
 
     return timed
@@ -116,16 +152,17 @@ def virtual_time(speed: Speed) -> Iterator[None]:
     """Time is counted within it, from zero. Lanes that are started before do not hand theirs over:
     compile within it, and call :func:`begin` ahead of what is to be measured."""
     graph = torch.autograd.graph
-    before = lanes.SimpleQueue, lanes.threading, graph._engine_run_backward
-    lanes.SimpleQueue, lanes.threading = _Queue, _Threading()  # type: ignore[misc,assignment]
-    graph._engine_run_backward = torch.autograd._engine_run_backward = _backward(before[2])
+    before = lanes.SimpleQueue, lanes.threading, lanes.Inbox
+    run_backward = graph._engine_run_backward
+    lanes.SimpleQueue, lanes.threading, lanes.Inbox = _Queue, _Threading(), _Inbox  # type: ignore[misc,assignment]
+    graph._engine_run_backward = torch.autograd._engine_run_backward = _backward(run_backward)
     begin(speed)
     try:
         yield
     finally:
         torch.ops.sim.clocks_stop()
-        lanes.SimpleQueue, lanes.threading = before[:2]  # type: ignore[misc]
-        graph._engine_run_backward = torch.autograd._engine_run_backward = before[2]
+        lanes.SimpleQueue, lanes.threading, lanes.Inbox = before  # type: ignore[misc]
+        graph._engine_run_backward = torch.autograd._engine_run_backward = run_backward
 
 
 def begin(speed: Speed) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -52,8 +53,10 @@ def own_streams(devices=FOUR):
 
 
 @pytest.fixture(autouse=True)
-def streams():
-    """Those of the caller are no default ones, where more can go wrong; but see below."""
+def streams(monkeypatch):
+    """Those of the caller are no default ones, where more can go wrong; but see below. The host
+    runs ahead as far as it can: the order must not rest on what it waits for to save memory."""
+    monkeypatch.setattr("fxpipe.runtime.streams.AHEAD", sys.maxsize)
     with own_streams():
         yield
 
@@ -154,6 +157,35 @@ def test_a_batch_may_be_anywhere(home):
             assert same(output.detach().cpu(), expected[0])
             assert same(here(gradients(model)), expected[1])
         pipe.step(*(t.to(home) for t in x), target=torch.randn(BATCH).to(home))
+
+
+@pytest.mark.parametrize(
+    ("home", "run"),
+    [("pinned", "step"), ("pinned", "forward"), ("sim:5", "forward"), ("sim:0", "step")],
+)
+def test_a_batch_may_be_overwritten_as_soon_as_the_call_returns(home, run):
+    def at_home(tensor):
+        return tensor.pin_memory() if home == "pinned" else tensor.to(home)
+
+    make, inputs = MODELS["unet"]
+    model, x, target = make(), inputs(BATCH), torch.randn(BATCH)
+    twin, how = copy.deepcopy(model), {"chunks": 3, "schedule": "1f1b", "loss_fn": mean_loss}
+    own, own_target = [at_home(t) for t in x], at_home(target)
+    with (
+        fxpipe.compile(model, FOUR, **how) as pipe,
+        fxpipe.compile(twin, ["cpu"] * 4, **how) as cpu,
+    ):
+        if run == "step":
+            pipe.step(*own, target=own_target)
+            cpu.step(*x, target=target)
+        else:
+            output = pipe(*own)
+            loss_of(cpu(*x)).backward()
+        for tensor in (*own, own_target):
+            tensor.zero_()
+        if run == "forward":
+            loss_of(output).backward()
+        assert same(here(gradients(model)), gradients(twin))
 
 
 def test_the_gradient_of_a_batch_comes_back_to_it():

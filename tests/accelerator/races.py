@@ -232,6 +232,26 @@ def test_on_the_host_there_is_nonsense_before_it_has_waited():
     assert x.cpu().tolist() == [0, 1, 2, 3]
 
 
+def test_pinned_memory_that_is_overwritten_too_early_is_found():
+    x = torch.ones(4).pin_memory()
+    assert x.is_pinned() and x[2:].is_pinned() and not torch.ones(4).is_pinned()
+    x.to(HERE, non_blocking=True)
+    x.zero_()
+    (race,) = found()
+    assert "aten::copy_ from cpu to sim:0" in race and "reads pinned memory" in race
+
+
+def test_pinned_memory_may_be_overwritten_when_the_host_has_waited():
+    x, y, pageable = torch.ones(4).pin_memory(), torch.ones(4).pin_memory(), torch.ones(4)
+    x.to(HERE, non_blocking=True)
+    torch.accelerator.current_stream(HERE).synchronize()
+    x.zero_()
+    y.to(HERE)
+    y.zero_()
+    pageable.to(HERE, non_blocking=True)
+    pageable.zero_()
+
+
 @pytest.mark.parametrize(
     "wait",
     [

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
         ["tests/accelerator/races.py"],
         ["tests/accelerator/pipelines.py"],
         ["tests/accelerator/times.py"],
+        ["tests/accelerator/memory.py"],
         [f"tests/fxpipe/runtime/test_{what}.py" for what in ("streams", "random", "surroundings")],
     ],
     ids=lambda tests: Path(tests[0]).stem,

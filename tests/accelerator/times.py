@@ -28,9 +28,9 @@ class Work(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH))
+        self.weight = nn.Parameter(torch.zeros(width))
 
     def forward(self, x, mask=None):
         y = Work.apply(x + self.weight)
@@ -40,9 +40,9 @@ class Stage(nn.Module):
 class Chain(nn.Module):
     """Stages one after the other; with a mask, all of them take it."""
 
-    def __init__(self, stages):
+    def __init__(self, stages, width=WIDTH):
         super().__init__()
-        self.stages = nn.ModuleList(Stage() for _ in range(stages))
+        self.stages = nn.ModuleList(Stage(width) for _ in range(stages))
 
     def forward(self, x, mask=None):
         for stage in self.stages:

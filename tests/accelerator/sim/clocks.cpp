@@ -1,4 +1,5 @@
 #include "clocks.h"
+#include "device.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -15,8 +16,8 @@ struct Host {
 
 thread_local Host host_here;
 
-bool is_in_backward() {
-  return torch::autograd::get_current_graph_task_id() != -1;
+int graph_task() {
+  return torch::autograd::get_current_graph_task_id(); // -1 outside of a backward
 }
 
 } // namespace
@@ -33,7 +34,7 @@ void Clocks::start(const Speed& speed) {
   links_.clear();
   begun_.clear();
   spans_.clear();
-  engine_ = 0;
+  tasks_.clear();
   ++run_;
   on_ = true;
 }
@@ -55,11 +56,17 @@ double& Clocks::of(c10::Stream stream) {
 // When the host has launched what it now gives to a stream.
 double Clocks::launched(c10::Stream stream) {
   double& now = host_now();
-  const bool in_backward = is_in_backward();
-  if (in_backward) now = std::max(now, begun_[stream.device_index()]);
-  now += speed_.launch_s;
-  if (in_backward) engine_ = std::max(engine_, now);
+  if (graph_task() != -1) now = std::max(now, begun_[stream.device_index()]);
+  goes_on(now + speed_.launch_s);
   return now;
+}
+
+// This thread is at least so far, and so is the backward that it works at.
+void Clocks::goes_on(double time) {
+  double& now = host_now();
+  now = std::max(now, time);
+  const int task = graph_task();
+  if (task != -1) tasks_[task] = std::max(tasks_[task], now);
 }
 
 void Clocks::operates(c10::Stream stream, const std::string& what, double seconds) {
@@ -97,27 +104,32 @@ void Clocks::waits(c10::Stream stream, double event) {
 void Clocks::host_waits(c10::Stream stream) {
   if (!on_) return;
   std::lock_guard lock(mutex_);
-  host_now() = std::max(host_now(), of(stream));
+  goes_on(of(stream));
 }
 
 void Clocks::host_waits(c10::DeviceIndex device) {
   if (!on_) return;
   std::lock_guard lock(mutex_);
   for (const auto& [stream, time] : streams_) {
-    if (stream.device_index() == device) host_now() = std::max(host_now(), time);
+    if (stream.device_index() == device) goes_on(time);
   }
 }
 
 void Clocks::host_waits(double event) {
-  if (on_) host_now() = std::max(host_now(), event);
+  host_joins(event);
 }
 
 double Clocks::host() {
-  return host_now();
+  std::lock_guard lock(mutex_);
+  double& now = host_now();
+  if (graph_task() != -1) now = std::max(now, begun_[current_device().index()]);
+  return now;
 }
 
 void Clocks::host_joins(double time) {
-  if (on_) host_now() = std::max(host_now(), time);
+  if (!on_) return;
+  std::lock_guard lock(mutex_);
+  goes_on(time);
 }
 
 void Clocks::backward_begins(int device) {
@@ -125,9 +137,9 @@ void Clocks::backward_begins(int device) {
   begun_[device] = host_now();
 }
 
-double Clocks::backward_ended() {
+double Clocks::backward_ended(int task) {
   std::lock_guard lock(mutex_);
-  return engine_;
+  return tasks_[task];
 }
 
 double Clocks::makespan() {

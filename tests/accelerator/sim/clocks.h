@@ -50,6 +50,7 @@ class Clocks {
   void start(const Speed& speed);
   void stop();
   bool are_on() const { return on_; }
+  int run() const { return run_; }
   const Speed& speed() const { return speed_; }
 
   // An operator of this thread on a stream.
@@ -69,7 +70,8 @@ class Clocks {
   void host_joins(double time);
   // A backward that is called for now begins on a device: the engine's thread there takes over.
   void backward_begins(int device);
-  double backward_ended();
+  // How far the engine's threads were in a backward, which has the number of its graph task.
+  double backward_ended(int task);
 
   double makespan();
   std::vector<Span> spans();
@@ -79,6 +81,7 @@ class Clocks {
  private:
   double& of(c10::Stream stream);
   double& host_now();
+  void goes_on(double time);
   double launched(c10::Stream stream);
 
   std::mutex mutex_;
@@ -88,7 +91,7 @@ class Clocks {
   std::unordered_map<c10::Stream, double> streams_;
   std::map<std::pair<int, int>, double> links_;
   std::unordered_map<int, double> begun_; // by device: when its last backward was called for
-  double engine_ = 0; // how far the engine's threads are
+  std::unordered_map<int, double> tasks_; // by graph task: how far the engine's threads are with it
   std::vector<Span> spans_;
 };
 

@@ -1,17 +1,18 @@
 // Memory, streams, events and random numbers of the devices.
 #include "clocks.h"
 #include "device.h"
+#include "memory.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <map>
 
 namespace sim {
 namespace {
@@ -32,27 +33,9 @@ c10::Stream stream_at(c10::Device device, c10::StreamId id) {
 
 // ------------------------------------------------------------------------------------- memory
 
-std::mutex statistics_mutex;
-using Statistics = c10::CachingDeviceAllocator::DeviceStats;
-auto& statistics = *new std::array<Statistics, DEVICES>(); // until the process has ended
-
-auto in_bytes(Statistics& of) {
-  return std::array{&of.allocated_bytes, &of.active_bytes, &of.reserved_bytes, &of.requested_bytes};
-}
-
-void count(const Block& block, bool is_new) {
-  std::lock_guard lock(statistics_mutex);
-  auto& of_device = statistics[block.device.index()];
-  for (auto* stat : in_bytes(of_device)) {
-    is_new ? (*stat)[0].increase(block.bytes) : (*stat)[0].decrease(block.bytes);
-  }
-  is_new ? of_device.allocation[0].increase(1) : of_device.allocation[0].decrease(1);
-}
-
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
-  Detector::get().freed(*block);
-  count(*block, false);
+  Memory::get().give_back(block->piece, Detector::get().freed(*block));
   delete block;
 }
 
@@ -72,35 +55,75 @@ struct Allocator final : c10::DeviceAllocator {
   bool initialized() override {
     return true;
   }
-  void emptyCache(c10::MempoolId_t) override {}
+  void emptyCache(c10::MempoolId_t) override {
+    Memory::get().empty_cache();
+  }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     if (data.get_deleter() != &release) return;
     Detector::get().record_stream(*static_cast<Block*>(data.get_context()), stream);
   }
   Statistics getDeviceStats(c10::DeviceIndex device) override {
-    std::lock_guard lock(statistics_mutex);
-    return statistics[device_at(device).index()];
+    return Memory::get().statistics(device_at(device).index());
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
-    std::lock_guard lock(statistics_mutex);
-    for (auto* stat : in_bytes(statistics[device_at(device).index()])) (*stat)[0].reset_accumulated();
+    Memory::get().reset_accumulated(device_at(device).index());
   }
   void resetPeakStats(c10::DeviceIndex device) override {
-    std::lock_guard lock(statistics_mutex);
-    for (auto* stat : in_bytes(statistics[device_at(device).index()])) (*stat)[0].reset_peak();
+    Memory::get().reset_peak(device_at(device).index());
   }
 };
 
 Allocator the_allocator;
 const bool allocator_is_set = (c10::SetAllocator(TYPE, &the_allocator), true);
 
+// Memory of the host that devices can read without the host's help. It is not cached here.
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* memory = new c10::DataPtr(c10::GetCPUAllocator()->allocate(bytes));
+    std::lock_guard lock(mutex);
+    ends[memory->get()] = static_cast<char*>(memory->get()) + bytes;
+    return {memory->get(), memory, &release, c10::kCPU};
+  }
+  void copy_data(void* target, const void* source, size_t bytes) const override {
+    default_copy_data(target, source, bytes);
+  }
+  bool has(const void* address) {
+    std::lock_guard lock(mutex);
+    const auto next = ends.upper_bound(address);
+    return next != ends.begin() && address < std::prev(next)->second;
+  }
+  static PinnedAllocator& get() {
+    static auto* allocator = new PinnedAllocator();
+    return *allocator;
+  }
+
+ private:
+  static void release(void* context) {
+    auto* memory = static_cast<c10::DataPtr*>(context);
+    {
+      std::lock_guard lock(get().mutex);
+      get().ends.erase(memory->get());
+    }
+    delete memory;
+  }
+  std::mutex mutex;
+  std::map<const void*, const void*> ends;
+};
+
 // ------------------------------------------------------------------------- streams and events
 
 struct Event {
   Clock clock;
   double time; // virtual
+  int run; // in which time has begun so often
   std::chrono::steady_clock::time_point moment;
 };
+
+// What was recorded before time began is done.
+double time_of(void* event) {
+  const auto* recorded = static_cast<Event*>(event);
+  return recorded->run == Clocks::get().run() ? recorded->time : 0;
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override {
@@ -168,13 +191,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         "an event of sim:", int(index), " cannot be recorded on a stream of ", stream.device());
     if (*event == nullptr) *event = new Event();
     const auto now = std::chrono::steady_clock::now();
+    auto& clocks = Clocks::get();
     *static_cast<Event*>(*event) = {
-        Detector::get().record(stream), Clocks::get().recorded(stream), now};
+        Detector::get().record(stream), clocks.recorded(stream), clocks.run(), now};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
     Detector::get().wait(stream, static_cast<Event*>(event)->clock);
-    Clocks::get().waits(stream, static_cast<Event*>(event)->time);
+    Clocks::get().waits(stream, time_of(event));
   }
   bool queryEvent(void* event) const override {
     synchronizeEvent(event);
@@ -183,7 +207,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     Detector::get().host_waits(static_cast<Event*>(event)->clock);
-    Clocks::get().host_waits(static_cast<Event*>(event)->time);
+    Clocks::get().host_waits(time_of(event));
     land_copies();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
@@ -276,7 +300,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return at::make_generator<DeviceGenerator>(device_at(index).index());
   }
   at::Allocator* getPinnedMemoryAllocator() const override {
-    return c10::GetCPUAllocator();
+    return &PinnedAllocator::get();
+  }
+  bool isPinnedPtr(const void* data) const override {
+    return PinnedAllocator::get().has(data);
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     const auto device = storage.device();
@@ -306,11 +333,15 @@ c10::Allocator* allocator() {
   return &the_allocator;
 }
 
+bool is_pinned(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && PinnedAllocator::get().has(tensor.const_data_ptr());
+}
+
 c10::DataPtr adopted(void* data, size_t bytes, std::shared_ptr<void> memory, c10::Device device) {
-  const int stream = Detector::get().number(current_stream(device));
-  auto* block = new Block{device, stream, bytes, std::move(memory)};
+  const auto stream = current_stream(device);
+  auto* piece = Memory::get().take(stream, bytes);
+  auto* block = new Block{device, Detector::get().number(stream), bytes, std::move(memory), piece};
   Detector::get().allocated(*block);
-  count(*block, true);
   return {data, block, &release, device};
 }
 

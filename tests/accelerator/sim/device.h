@@ -4,6 +4,7 @@
 #include "races.h"
 
 #include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>
 
@@ -24,7 +25,12 @@ Block* block_of(const c10::Storage& storage); // null where there is no memory
 at::Generator host_generator(const at::Generator& of_device);
 const at::Generator& default_generator(c10::DeviceIndex device);
 
-// Copies to the host that it has waited for by now.
+// Whether it is on the host, in memory that devices can read.
+bool is_pinned(const at::Tensor& tensor);
+
+// Copies to and from the host that it has waited for by now.
 void land_copies();
+// Whether memory of the host is as it was when copies from it began, which may still read it.
+void check_sources();
 
 } // namespace sim

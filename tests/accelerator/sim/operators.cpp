@@ -6,6 +6,7 @@
 // No data is copied, so values and layouts are bit by bit those of the CPU.
 #include "clocks.h"
 #include "device.h"
+#include "memory.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
@@ -14,6 +15,7 @@
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/bitwise_not.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/ones_like.h>
 #include <c10/core/CPUAllocator.h>
@@ -456,8 +458,29 @@ struct OnItsWay {
   at::Tensor value;
 };
 
+// Pinned memory that a copy from the host reads, and what was in it when the copy was launched.
+struct BeingRead {
+  Clock until;
+  at::Tensor source;
+  at::Tensor value;
+  std::string what;
+};
+
 std::mutex copies_mutex;
 auto& copies = *new std::vector<OnItsWay>();
+auto& readings = *new std::vector<BeingRead>();
+
+bool is_as_it_was(const BeingRead& reading) {
+  OnHost guard;
+  return at::equal(reading.source, reading.value);
+}
+
+void tell_if_overwritten(const BeingRead& reading) {
+  if (is_as_it_was(reading)) return;
+  Detector::get().report(
+      reading.what + "\n  reads pinned memory that the host has written to meanwhile: it has not"
+      " waited for the copy\n");
+}
 
 at::Tensor nonsense(const at::Tensor& like) {
   if (like.is_floating_point() || like.is_complex()) {
@@ -513,9 +536,14 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     clocks.waits(there, clocks.recorded(stream));
   }
   // What is not pinned the host copies by way of memory that is, and waits for.
-  if (from_host) clocks.host_waits(stream);
+  const bool reads_later = from_host && non_blocking && is_pinned(source);
+  if (from_host && !reads_later) clocks.host_waits(stream);
 
   OnHost guard;
+  if (reads_later && source.numel() > 0) {
+    std::lock_guard lock(copies_mutex);
+    readings.push_back({detector.record(stream), source, at::empty_like(source).copy_(source), what});
+  }
   Aliases aliases;
   const auto from = from_host ? source : aliases.of(source);
   const auto to = to_host ? target : aliases.of(target);
@@ -571,6 +599,21 @@ void land_copies() {
     }
   }
   copies = std::move(still);
+  auto still_read = std::vector<BeingRead>();
+  for (auto& each : readings) {
+    if (!Detector::get().host_knows(each.until)) {
+      still_read.push_back(std::move(each));
+    } else {
+      tell_if_overwritten(each);
+    }
+  }
+  readings = std::move(still_read);
+}
+
+void check_sources() {
+  std::lock_guard lock(copies_mutex);
+  for (auto& each : readings) tell_if_overwritten(each);
+  readings.clear();
 }
 
 // -------------------------------------------------------------------------------- registration
@@ -620,16 +663,22 @@ TORCH_LIBRARY(sim, m) {
       "clocks_start(float flops_per_s, float bytes_per_s, float kernel_s, float launch_s, "
       "float link_bytes_per_s, float link_latency_s) -> ()",
       [](double flops, double bytes, double kernel, double launch, double link, double latency) {
+        Memory::get().settle();
         Clocks::get().start({flops, bytes, kernel, launch, link, latency});
       });
-  m.def("clocks_stop() -> ()", [] { Clocks::get().stop(); });
+  m.def("clocks_stop() -> ()", [] {
+    Clocks::get().stop();
+    Memory::get().settle();
+  });
   m.def("makespan() -> float", [] { return Clocks::get().makespan(); });
   m.def("host_time() -> float", [] { return Clocks::get().host(); });
   m.def("host_joins(float time) -> ()", [](double time) { Clocks::get().host_joins(time); });
   m.def("backward_begins(int device) -> ()", [](int64_t device) {
     Clocks::get().backward_begins(static_cast<int>(device));
   });
-  m.def("backward_ended() -> float", [] { return Clocks::get().backward_ended(); });
+  m.def("backward_ended(int task) -> float", [](int64_t task) {
+    return Clocks::get().backward_ended(static_cast<int>(task));
+  });
   m.def("spans() -> (int[], int[], str[], float[], float[])", [] {
     std::vector<int64_t> devices, streams;
     std::vector<std::string> names;
@@ -643,7 +692,10 @@ TORCH_LIBRARY(sim, m) {
     }
     return std::make_tuple(devices, streams, names, starts, ends);
   });
-  m.def("reports() -> str[]", [] { return Detector::get().reports(); });
+  m.def("reports() -> str[]", [] {
+    check_sources();
+    return Detector::get().reports();
+  });
   m.def("device_count() -> int", [] { return int64_t{DEVICES}; });
   m.def("default_generator(int device) -> Generator?", [](int64_t device) {
     return default_generator(static_cast<c10::DeviceIndex>(device));

@@ -154,12 +154,16 @@ void Detector::allocated(Block& block) {
   block.accesses = freed;
 }
 
-void Detector::freed(Block& block) {
+std::vector<c10::Stream> Detector::freed(Block& block) {
   std::lock_guard lock(mutex_);
   const Clock& clock = of(block.stream);
   // The allocator waits for all that these streams have been given so far.
   Clock waited = host_;
-  for (int stream : block.recorded) join(waited, of(stream));
+  std::vector<c10::Stream> users;
+  for (int stream : block.recorded) {
+    join(waited, of(stream));
+    users.push_back(streams_[stream]);
+  }
   for (auto& access : block.accesses) {
     const bool is_safe = access.stream == block.stream || access.of_freed ||
         knows(clock, access.stream, access.time) || knows(waited, access.stream, access.time);
@@ -167,11 +171,14 @@ void Detector::freed(Block& block) {
     access.of_freed = true;
     freed_[block.stream].push_back(std::move(access));
   }
+  return users;
 }
 
 void Detector::record_stream(Block& block, c10::Stream stream) {
   std::lock_guard lock(mutex_);
-  block.recorded.push_back(number_locked(stream));
+  const int user = number_locked(stream);
+  auto& users = block.recorded;
+  if (std::find(users.begin(), users.end(), user) == users.end()) users.push_back(user);
 }
 
 Clock Detector::record(c10::Stream stream) {

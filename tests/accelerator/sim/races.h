@@ -36,6 +36,8 @@ struct Access {
   bool of_freed; // of a block whose memory another one may have been given
 };
 
+struct Piece;
+
 // Memory that a tensor has, as the caching allocator hands it out: it belongs to the stream that was
 // current when it was allocated. Freed, it is given out again at once to what is done there next.
 struct Block {
@@ -43,6 +45,7 @@ struct Block {
   int stream;
   size_t bytes;
   std::shared_ptr<void> memory;
+  Piece* piece; // of the device's memory (memory.h)
   std::vector<Access> accesses{}; // the last write, and all reads since, one a stream
   std::vector<int> recorded{}; // streams that the allocator waits for when it is freed
 };
@@ -62,7 +65,8 @@ class Detector {
   void made(c10::Stream stream, const std::string& what, const std::vector<Block*>& blocks);
 
   void allocated(Block& block);
-  void freed(Block& block);
+  // Returns the streams that the allocator has to wait for.
+  std::vector<c10::Stream> freed(Block& block);
   void record_stream(Block& block, c10::Stream stream);
 
   Clock record(c10::Stream stream);

@@ -1,0 +1,163 @@
+"""How much memory of a device is needed, as its caching allocator counts it (``sim/memory.h``)."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import fxpipe
+from tests.accelerator.clocks import Speed, begin, virtual_time
+from tests.accelerator.times import Chain
+
+HERE = torch.device("sim:0")
+MIB = 2**20
+
+
+def memory(what, device=HERE):
+    """Bytes of a device that are ``allocated``, ``active`` (with what is not yet free again) or
+    ``reserved``: now, and at the most."""
+    statistics = torch.accelerator.memory_stats(device)
+    return tuple(statistics[f"{what}_bytes.all.{when}"] for when in ("current", "peak"))
+
+
+@pytest.fixture(autouse=True)
+def empty():
+    """Nothing is cached when a test begins."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(HERE)
+
+
+def large(mib=12, stream=None):
+    with stream or torch.accelerator.current_stream(HERE):
+        return torch.empty(mib * MIB, dtype=torch.uint8, device=HERE)
+
+
+def busy(stream, seconds):
+    with stream:
+        torch.ops.sim.work(torch.empty(1, device=HERE), seconds)
+
+
+def test_what_is_freed_is_kept_and_given_out_again_on_its_stream():
+    before = memory("reserved")[0]
+    first = large()
+    address = first.data_ptr()
+    assert address and memory("reserved")[0] == before + 12 * MIB
+    del first
+    second = large()
+    assert memory("reserved")[0] == before + 12 * MIB
+    other = large(stream=torch.Stream(HERE))
+    assert memory("reserved")[0] == before + 24 * MIB, "each stream has memory of its own"
+    del second, other
+    torch.accelerator.empty_cache()
+    assert memory("reserved")[0] == before
+
+
+def test_a_piece_is_split_and_joined_again():
+    before = memory("reserved")[0]
+    whole = large(40)
+    del whole
+    parts = [large(10) for _ in range(4)]
+    assert memory("reserved")[0] == before + 40 * MIB
+    del parts
+    again = large(40)
+    assert memory("reserved")[0] == before + 40 * MIB
+    del again
+    torch.accelerator.empty_cache()
+    assert memory("reserved")[0] == before
+
+
+def test_small_tensors_share_a_segment():
+    before = memory("reserved")[0]
+    few = [torch.empty(1, device=HERE) for _ in range(100)]
+    assert memory("reserved")[0] - before in (0, 2 * MIB)
+    del few
+
+
+def test_what_another_stream_uses_is_free_when_that_stream_is_done():
+    with virtual_time(Speed()):
+        stream = torch.Stream(HERE)
+        busy(stream, 5.0)
+        tensor = large()
+        tensor.record_stream(stream)
+        before = memory("reserved")[0]
+        del tensor
+        assert memory("active")[0] - memory("allocated")[0] == 12 * MIB
+        second = large()
+        assert memory("reserved")[0] == before + 12 * MIB, "the first one's memory is in use"
+        stream.synchronize()
+        third = large()
+        assert memory("reserved")[0] == before + 12 * MIB
+        assert memory("active") == memory("allocated")
+        del second, third
+
+
+def test_what_another_stream_uses_is_free_at_once_if_its_own_stream_has_waited():
+    with virtual_time(Speed()):
+        stream = torch.Stream(HERE)
+        busy(stream, 5.0)
+        tensor = large()
+        torch.accelerator.current_stream(HERE).wait_event(stream.record_event())
+        before = memory("reserved")[0]
+        del tensor
+        second = large()
+        assert memory("reserved")[0] == before
+        del second
+
+
+# ---------------------------------------------------------------------------------- pipelines
+
+LANES = 4
+ROW = 2**18  # numbers: a micro-batch of one row is a MiB
+
+
+def needed(chunks, run):
+    """The peaks of what is active on each device, in MiB, beyond what is there before ``run``."""
+    devices = [f"sim:{i}" for i in range(LANES)]
+    speed = Speed(link_bytes_per_s=10 * 4 * ROW)  # a copy takes a tenth of a forward
+    x, target = torch.randn(chunks, ROW), torch.randn(chunks, ROW, device=devices[-1])
+    with (
+        virtual_time(speed),
+        fxpipe.compile(
+            Chain(LANES, ROW),
+            devices,
+            chunks=chunks,
+            schedule="1f1b",
+            loss_fn=lambda output, target: ((output - target) ** 2).sum(),
+            partition=[f"stages.{i}" for i in range(1, LANES)],
+        ) as pipe,
+    ):
+        run(pipe, x, target)
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        begin(speed)
+        for device in devices:
+            torch.accelerator.reset_peak_memory_stats(device)
+        before = [memory("active", device)[0] for device in devices]
+        run(pipe, x, target)
+        after = [memory("active", device)[1] for device in devices]
+    return [(peak - start) / MIB for peak, start in zip(after, before, strict=True)]
+
+
+def step(pipe, x, target):
+    pipe.step(x, target=target)
+
+
+def evaluate(pipe, x, target):
+    """In one thread: what a lane frees may otherwise be another one's, sooner or later."""
+    with torch.no_grad():
+        pipe.prepare(x)
+        pipe.graph_module(x)
+
+
+@pytest.mark.parametrize("run", [step, evaluate])
+def test_memory_depends_on_the_schedule_and_not_on_how_many_micro_batches_there_are(run):
+    peaks = {chunks: needed(chunks, run) for chunks in (8, 16, 32)}
+    if run is evaluate:  # all outputs are there at the end
+        peaks = {chunks: each[:-1] for chunks, each in peaks.items()}
+    # A lane may free a value, which another lane has made, somewhat sooner or later.
+    for chunks in 16, 32:
+        assert peaks[chunks] == pytest.approx(peaks[8], abs=2.0)
+    assert max(peaks[8]) <= 3 * LANES, "a few at a time"
