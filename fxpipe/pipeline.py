@@ -103,6 +103,7 @@ class Pipeline(ModelProxy):
         target: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        zero_grad: bool = False,
         **kwargs: Any,
     ) -> Tensor:
         """A training step in the order of the schedule: forward, loss, and backward.
@@ -123,6 +124,9 @@ class Pipeline(ModelProxy):
                 that no stage has are stepped at the end. An optimizer of a class that is not in
                 ``torch.optim``, or with hooks on its step (which may clip all gradients together,
                 say), steps once, at the end. LBFGS is refused.
+            zero_grad: set the gradients of the parameters to None as soon as ``optimizer`` has
+                stepped them. With "looped_bfs", whose lanes do all backwards of one stage before
+                those of the next, a lane then never holds gradients of more than one of its stages.
 
         Returns:
             The loss of the mini-batch, without history and not scaled.
@@ -143,10 +147,12 @@ class Pipeline(ModelProxy):
             )
         optimizers = _listed(optimizer)
         _check(scaler, optimizers)
+        if zero_grad and not optimizers:
+            raise ValueError("zero_grad=True needs an optimizer=, which takes the gradients first")
         unrolled, values = self._runner.ready_to_step(args, kwargs, target)
         last = self._runner.options.devices[-1]
         scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
-        stepping = Stepping(optimizers, self.module.parameters()) if optimizers else None
+        stepping = Stepping(optimizers, self.module.parameters(), zero_grad) if optimizers else None
         with torch.no_grad():  # the forward of each stage switches gradients on itself
             total, losses = self._runner.run(unrolled, [*values, scale, stepping])
         if stepping is not None:

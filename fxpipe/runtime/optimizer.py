@@ -33,9 +33,14 @@ class Stepping:
             parameters of the loss, and a mistake otherwise; which it is shows only when all
             gradients are there. So if there is such an optimizer, none steps in parts: if it has to
             be refused, no parameter has been stepped.
+        zero_grad: whether gradients are set to None as soon as their parameters are stepped, so
+            that their memory is free for the gradients of the stages that come next.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> None:
+    def __init__(
+        self, optimizers: Iterable[Optimizer], parameters: Iterable[Tensor], zero_grad: bool = False
+    ) -> None:
+        self._zero_grad = zero_grad
         own = {id(parameter) for parameter in parameters}
         self._each = [_One(optimizer) for optimizer in optimizers]
         self._foreign = [_Foreign(each.optimizer) for each in self._each if each.is_foreign(own)]
@@ -45,8 +50,14 @@ class Stepping:
 
         Nothing is stepped if there is an optimizer that holds none of the model's parameters.
         """
-        for each in () if self._foreign else self._each:
+        if self._foreign:
+            return
+        for each in self._each:
             each.part(parameters)
+        if self._zero_grad:
+            for parameter in parameters:
+                if any(each.has_stepped(parameter) for each in self._each):
+                    parameter.grad = None
 
     def finish(self) -> None:
         """Step all parameters that have not been stepped, one optimizer after the other.
@@ -58,6 +69,8 @@ class Stepping:
             foreign.check()
         for each in self._each:
             each.finish()
+        for each in self._each if self._zero_grad else ():
+            each.optimizer.zero_grad()
 
 
 class _Foreign:
@@ -108,6 +121,9 @@ class _One:
         if self._in_parts:
             own = {id(parameter) for parameter in parameters}
             self._step(lambda parameter: id(parameter) in own)
+
+    def has_stepped(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._done
 
     def finish(self) -> None:
         if not self._done:

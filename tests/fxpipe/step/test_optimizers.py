@@ -87,3 +87,58 @@ def test_what_an_optimizer_cannot_do_stage_by_stage_is_refused():
             pipe.step(x, target=target, optimizer="adam")
         with pytest.raises(TypeError, match=r"scaler is a int: give a torch.amp.GradScaler"):
             pipe.step(x, target=target, scaler=1024)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_gradients_may_go_as_soon_as_they_are_stepped(kind):
+    first, x, target = MLP(), torch.randn(6, 12), torch.randn(6)
+    results = []
+    for zero_grad in (True, False):
+        model = copy.deepcopy(first)
+        optimizer = kind(model.parameters(), lr=0.1)
+        with fxpipe.compile(
+            model, ["cpu"] * 2, chunks=3, schedule="looped_bfs", stages=4, loss_fn=mean_loss
+        ) as pipe:
+            for _ in range(2):
+                pipe.step(x, target=target, optimizer=optimizer, zero_grad=zero_grad)
+                assert all((p.grad is None) == zero_grad for p in model.parameters())
+                optimizer.zero_grad()
+        results.append(list(model.parameters()))
+    assert same(*results)
+
+
+def test_then_a_lane_holds_gradients_of_one_stage_at_a_time():
+    model = MLP()
+    names = {id(p): name for name, p in model.named_parameters()}
+    seen = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: seen.append({names[id(p)] for p in model.parameters() if p.grad is not None})
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fxpipe.compile(
+        model, ["cpu"], chunks=3, schedule="looped_bfs", stages=4, loss_fn=mean_loss
+    ) as pipe:
+        x, target = torch.randn(6, 12), torch.randn(6)
+        pipe.step(x, target=target, optimizer=optimizer, zero_grad=True)
+        own = [{names[id(p)] for p in stage.module.parameters()} for stage in pipe.stages]
+    assert all(any(held <= stage for stage in own) for held in seen)
+    assert {name for held in seen for name in held} == set(names.values())
+
+
+def test_an_optimizer_that_steps_at_the_end_lets_gradients_go_then():
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = []
+    optimizer.register_step_pre_hook(
+        lambda *_: held.append(all(p.grad is not None for p in model.parameters()))
+    )
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, loss_fn=mean_loss) as pipe:
+        pipe.step(torch.randn(6, 12), target=torch.randn(6), optimizer=optimizer, zero_grad=True)
+    assert held == [True]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_that_no_optimizer_takes_are_not_thrown_away():
+    with compiled() as pipe, pytest.raises(ValueError, match="zero_grad=True needs an optimizer="):
+        pipe.step(torch.randn(8, 12), target=torch.randn(8), zero_grad=True)
