@@ -13,6 +13,7 @@ from fxpipe.compiler.loss import LossFunction
 from fxpipe.compiler.options import Options
 from fxpipe.inspect.dump import dump_of
 from fxpipe.pipeline import Pipeline
+from fxpipe.runtime.compiled_stage import Given, StageBackend
 from fxpipe.schedule import Schedule
 from fxpipe.trace import CustomTracer
 from passes import Chain, default_chain
@@ -40,6 +41,7 @@ def compile(
     tracer: str | CustomTracer = "auto",
     passes: Chain | None = None,
     check: bool | str = True,
+    stage_backend: Given | None = None,
     dump: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """The same model, as a pipeline over several devices.
@@ -87,6 +89,11 @@ def compile(
         check: whether what the pipeline means is compared with the model, on a few rows of each
             kind of call: True, what differs is refused; "warn", it is warned of; False, it is
             accepted.
+        stage_backend: what compiles each stage, forward and backward: a backend as
+            ``torch.compile`` takes it ("inductor", or a function of a graph module and example
+            inputs), or a dict of its arguments, ``{"backend": "inductor", "mode":
+            "max-autotune"}``. A stage that it cannot compile runs as it is, with a warning. None:
+            all stages run as they are.
         dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
             code and, if it is small, drawn, after every pass. None: what ``FXPIPE_DUMP`` in the
             environment says, if anything.
@@ -114,6 +121,7 @@ def compile(
         stages,
         loss_fn=loss_fn,
         check=check,
+        stage_backend=None if stage_backend is None else StageBackend(stage_backend),
         chunks=chunks,
         partition=partition,
         costs=costs,

@@ -420,7 +420,11 @@ class Pipeline(ModelProxy):
 
     def extra_repr(self) -> str:
         """The devices of the stages; ``repr`` prints them ahead of the model's modules."""
-        return f"devices=[{', '.join(self._runner.options.names)}]"
+        options = self._runner.options
+        said = f"devices=[{', '.join(options.names)}]"
+        if options.stage_backend is not None:
+            said += f", stage_backend={options.stage_backend}"
+        return said
 
 
 def _listed(optimizer: Any) -> list[Any]:

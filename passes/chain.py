@@ -29,6 +29,7 @@ from torch import fx, nn
 
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.text import summary
+from fxpipe.runtime.compiled_stage import CompiledStages
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.schedule import Schedule
 from passes.cost.all_microbatches import AllMicrobatches
@@ -36,6 +37,7 @@ from passes.cost.analytic import ADAM, AnalyticCost
 from passes.cost.choice import Costs, cost_pass
 from passes.partition.partition import Partition
 from passes.to_pipeline.checkpoint import Checkpoint
+from passes.to_pipeline.compiled import Compiled
 from passes.to_pipeline.copies import Copies
 from passes.to_pipeline.dependencies import Dependencies
 from passes.to_pipeline.microbatch import Microbatch
@@ -52,6 +54,7 @@ from passes.to_stages.rows import Rows
 from passes.to_stages.shared import Shared
 from passes.to_stages.split import Split
 from passes.to_stages.tied import Tied
+from passes.to_step.defer import Defer
 from passes.to_step.step import Step
 
 WIDTH = 100  # of a chain that is printed
@@ -121,7 +124,8 @@ class ToPipeline:
     """What is known when a stage graph is unrolled over ``chunks`` micro-batches.
 
     ``out_dims``: for each node that the stage graph returns, in order, the batch dimension of its
-    tensors. The others are those of :func:`fxpipe.compile`, and of :class:`ToStages`.
+    tensors. ``compiled`` makes compiled stages; None: stages run as they are. The others are those
+    of :func:`fxpipe.compile`, and of :class:`ToStages`.
     """
 
     leads_to: ClassVar[Level] = Level.PIPELINE
@@ -131,11 +135,13 @@ class ToPipeline:
     out_dims: tuple[Dims, ...]
     checkpoint: str = "never"
     checkpoint_segments: int = 1
+    compiled: CompiledStages | None = None
 
 
 @dataclass(frozen=True)
 class ToStep:
-    """What is known when a stage graph becomes a training step; see :class:`passes.Step`."""
+    """What is known when a stage graph becomes a training step; see :class:`passes.Step`, and
+    :class:`ToPipeline` for ``compiled``."""
 
     leads_to: ClassVar[Level] = Level.STEP
     loss: nn.Module
@@ -146,6 +152,7 @@ class ToStep:
     checkpoint: str = "never"
     checkpoint_segments: int = 1
     summed: bool = False
+    compiled: CompiledStages | None = None
 
 
 Context = ToStages | ToPipeline | ToStep
@@ -334,11 +341,33 @@ def _to_pipeline() -> tuple[Entry[ToPipeline], ...]:
         entry("checkpoint", lambda c: Checkpoint(c.checkpoint, c.checkpoint_segments), Checkpoint),
         entry("dependencies", lambda c: Dependencies(), Dependencies),
         entry("verify", lambda c: Verify(), Verify),
+        replace(
+            entry("compiled", _compiled, Compiled),
+            applies=lambda c: c.compiled is not None,
+            when="with stage_backend",
+        ),
+    )
+
+
+def _compiled(context: ToPipeline | ToStep) -> Pass:
+    assert context.compiled is not None
+    return Compiled(
+        context.compiled, "compiled" if isinstance(context, ToPipeline) else "compiled_step"
     )
 
 
 def _to_step() -> tuple[Entry[ToStep], ...]:
-    return (Entry("step", _step, Level.STAGE, Level.STEP, Step, ("split",), leads_to=Level.STEP),)
+    return (
+        Entry("step", _step, Level.STAGE, Level.STEP, Step, ("split",), leads_to=Level.STEP),
+        Entry(
+            "compiled_step",
+            _compiled,
+            *(Level.STEP, Level.STEP, Compiled),
+            applies=lambda c: c.compiled is not None,
+            when="with stage_backend",
+            leads_to=Level.STEP,
+        ),
+    )
 
 
 def _step(context: ToStep) -> Pass:
@@ -351,6 +380,7 @@ def _step(context: ToStep) -> Pass:
         checkpoint=context.checkpoint,
         checkpoint_segments=context.checkpoint_segments,
         summed=context.summed,
+        halves=Defer() if context.compiled is None else context.compiled.in_halves,
     )
 
 

@@ -16,6 +16,7 @@ from fxpipe.compiler.loss import own_loss
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, stage_costs
 from fxpipe.meaning.sample import Sample, batch_size
+from fxpipe.runtime.compiled_stage import CompiledStages
 from fxpipe.runtime.microbatch import SUM, Dims
 from fxpipe.runtime.program import Program
 from fxpipe.trace import Traced
@@ -52,6 +53,9 @@ class Mode:
     bindings: list[Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
     """The pipeline graphs that have been compiled, by their number of micro-batches."""
+    compiled: CompiledStages | None = None
+    """The stages as a backend of ``torch.compile`` has compiled them; None if they run as they
+    are."""
     steps: dict[Any, Unrolled] = field(default_factory=dict)
     """The step graphs that have been compiled, by the number of micro-batches and the structure of
     the target."""
@@ -87,6 +91,8 @@ class Mode:
         replaced since the last call."""
         for binding in self.bindings:
             binding.refresh()
+        if self.compiled is not None:
+            self.compiled.refresh()
 
     def equals(self, other: Mode) -> bool:
         """Whether another mode, compiled after the model has changed, computes the same: then the

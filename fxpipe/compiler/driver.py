@@ -32,6 +32,7 @@ from fxpipe.meaning.call import Asked, Meaning, known_dims, loss_is_a_sum, meani
 from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
 from fxpipe.runtime.ambient import compiling
+from fxpipe.runtime.compiled_stage import CompiledStages, as_it_is
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.program import lower
 from fxpipe.runtime.state import STATEFUL
@@ -136,6 +137,7 @@ class Compiler:
             checkpoint=options.checkpoint,
             checkpoint_segments=options.checkpoint_segments,
             summed=self._loss_is_a_sum(mode, target),
+            compiled=mode.compiled,
         )
         return self._lowered(mode, f"step of {chunks}", context, chunks)
 
@@ -320,6 +322,9 @@ class Compiler:
             chunks=chunks,
             notes=meaning.notes,
             history=prepared.history,
+            compiled=None
+            if options.stage_backend is None
+            else CompiledStages(options.stage_backend),
         )
         for gm in (mode.model_graph, stage_graph):
             mode.bindings += bindings(gm, self.model)
@@ -413,6 +418,7 @@ class Compiler:
             out_dims=tuple(mode.out_dims),
             checkpoint=options.checkpoint,
             checkpoint_segments=options.checkpoint_segments,
+            compiled=mode.compiled,
         )
         return self._lowered(mode, f"pipeline of {chunks}", context, chunks)
 
@@ -431,7 +437,7 @@ class Compiler:
         and one that runs in lanes. The tensors of the model are bound to the graph's modules."""
         stages = stages_of(mode.stage_graph)
         for made in gm.modules():  # the graph itself, and graph modules that passes have added
-            if isinstance(made, fx.GraphModule) and made not in stages:
+            if isinstance(made, fx.GraphModule) and as_it_is(made) not in stages:
                 mode.bindings += bindings(made, self.model)
         # A single micro-batch, or a single lane, has nothing to run in parallel.
         runs_inline = chunks == 1 or len(self.options.lanes) == 1

@@ -14,6 +14,7 @@ from fxpipe.compiler.loss import LossFunction
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.counts import count
 from fxpipe.planning.estimates import estimated_costs
+from fxpipe.runtime.compiled_stage import StageBackend
 from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
 from fxpipe.trace import CustomTracer
 from passes import Chain, Checkpoint, Pass
@@ -47,6 +48,7 @@ class Options:
     costs: Costs = "analytic"
     check: bool | str = True
     observer: Observer | None = None
+    stage_backend: StageBackend | None = None
 
     @staticmethod
     def of(

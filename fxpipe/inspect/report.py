@@ -44,6 +44,7 @@ class Report:
         rows_given: the number of rows in the mini-batch; None if it is not known.
         notes: remarks of the check whether cutting the batch into micro-batches changes any result.
         refused_sizes: the sizes of micro-batches that the model does not take.
+        compiled: what compiles the stages, and which of them it does not compile.
     """
 
     model_graph: fx.GraphModule
@@ -57,6 +58,7 @@ class Report:
     rows_given: int | None = None
     notes: Sequence[str] = ()
     refused_sizes: Collection[int] = ()
+    compiled: Sequence[str] = ()
 
     columns = (
         *("stage", "device", "time", "share", "idle"),
@@ -118,6 +120,7 @@ class Report:
         if GAP in self.model_graph.meta:
             lines.append(optimality(self.model_graph.meta[GAP]))
         lines += [f"meaning: {note}" for note in self.notes]
+        lines += self.compiled
         lines += [f"skip {hop}" for hop in self.layout.skips]
         lines += [f"brought {hop}" for hop in self.layout.brought]
         lines += [

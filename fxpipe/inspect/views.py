@@ -225,6 +225,7 @@ class Views:
             step=self._predicted,
             rows_given=None if example is None else example.batch,
             notes=mode.notes,
+            compiled=[] if mode.compiled is None else mode.compiled.lines,
         )
 
     # --------------------------------------------------------------------------------- predictions

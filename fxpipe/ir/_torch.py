@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -28,6 +29,9 @@ from torch._dispatch.python import enable_python_dispatcher
 
 # The two functions that stand in a graph of torch.export for a torch.vmap.
 from torch._functorch import predispatch
+
+# What a compiler of graphs finds the mode of its fake inputs by, as Dynamo hands it over.
+from torch._guards import TracingContext, tracing
 
 # What torch.export makes of a torch.autocast.
 from torch._higher_order_ops.wrap import wrap_with_autocast
@@ -47,6 +51,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import _has_any_global_hook
@@ -64,7 +69,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 # A mode sees every operator that a computation calls; PyTorch's tutorials import it from here.
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 __all__ = [
     "DataDependentOutputException",
@@ -335,3 +344,74 @@ def may_vary(tensor: Tensor) -> Collection[int]:
     """The dimensions that ``torch._dynamo.maybe_mark_dynamic`` has marked on a tensor."""
     marked: Collection[int] = getattr(tensor, "_dynamo_weak_dynamic_indices", ())
     return marked
+
+
+# ------------------------------------------------------------------------ compilers behind Dynamo
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The torch dispatch modes that are active in this thread, the outermost first."""
+    return list(_get_current_dispatch_mode_stack())
+
+
+def graph_compiler(
+    backend: str | Callable[..., Any],
+    mode: str | None,
+    options: dict[str, Any] | None,
+    dynamic: bool | None,
+) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
+    """The compiler of graphs that ``torch.compile`` makes of its arguments of these names.
+
+    It takes a graph and example inputs, as a custom backend of ``torch.compile`` does. Raises what
+    ``torch.compile`` raises for arguments that it does not know.
+    """
+    if backend == "inductor":
+        made: Any = torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-untyped-call]
+    else:
+        made = torch._TorchCompileWrapper(backend, mode, options, dynamic)  # type: ignore[no-untyped-call]
+    return made  # type: ignore[no-any-return]
+
+
+class SymbolicInputs:
+    """Fakes of the inputs of a graph, in a fake tensor mode of their own, with symbols for sizes.
+
+    A compiler of graphs that is given them compiles code for all sizes that its guards admit.
+    """
+
+    def __init__(self) -> None:
+        self.sizes = ShapeEnv(duck_shape=False)  # equal sizes may differ in the next call
+        self.mode = FakeTensorMode(shape_env=self.sizes, allow_non_fake_inputs=True)
+        self.fakes: list[Any] = []  # of what may have other sizes in another call
+
+    def _source(self) -> Any:
+        source = importlib.import_module("torch._dynamo.source")
+        return source.ConstantSource(f"input_{len(self.fakes)}")
+
+    def constant(self, tensor: Tensor) -> Any:
+        """The fake of a tensor whose sizes are the same in all calls."""
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+    def tensor(self, tensor: Tensor, varying: Collection[int]) -> Any:
+        """The fake of a tensor, with symbols for the dimensions ``varying``."""
+        dims = range(tensor.dim())
+        kinds = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in dims]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
+        fake = self.mode.from_tensor(tensor, source=self._source(), symbolic_context=context)
+        self.fakes.append(fake)
+        return fake
+
+    def number(self, value: int) -> Any:
+        """A symbol for a whole number."""
+        source = self._source()
+        symbol = self.sizes.create_symbol(value, source, DimDynamic.DYNAMIC)
+        self.fakes.append(self.sizes.create_symintnode(symbol, hint=value, source=source))
+        return self.fakes[-1]
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        """A context for the compiler, which finds the fake tensor mode by it."""
+        return tracing(TracingContext(self.mode))
+
+    def admit(self, values: list[Any]) -> bool:
+        """Whether what has been compiled is right for these values: one for each number, and for
+        each tensor that is no constant."""
+        return self.sizes.evaluate_guards_for_args(self.fakes, values, ignore_static=False)

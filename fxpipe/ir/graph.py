@@ -24,6 +24,9 @@ ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipel
 ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph is
 VALUE = "val"  #: fx's key: the fake (or example) value of a node
 COPIES = "copies"  #: tuple[int, ...]: how many of each tensor of the value a mini-batch has
+GROWS = (
+    "grows"  #: tuple[tuple[int, ...], ...]: of each tensor the dimensions that grow with the batch
+)
 LARGER = "larger"  #: the fake value for a larger batch; kept only while the two are compared
 HOME = "home"  #: int: the stage in which a parameter lives, at what brings it to another
 ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage

@@ -123,6 +123,17 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
         yield
 
 
+def own_seed(seed: int, index: int, number: int = 0) -> int:
+    """The seed of a function's own, from that of its micro-batch.
+
+    ``index`` tells functions apart that are given the same seed, and ``number`` what one of them
+    draws in several parts.
+    """
+    # Neighbouring seeds and indices must not give neighbouring generators the same seed.
+    mixed = seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03 + number * 0x8CB92BA72F3D8DD7
+    return mixed % 2**63
+
+
 class Seeded(nn.Module):
     """A function, or module, that draws random numbers, as one that is given a seed.
 
@@ -140,9 +151,7 @@ class Seeded(nn.Module):
         if seed is None:
             return self.function(*args, **kwargs)
         tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-        # Neighbouring seeds and indices must not give neighbouring generators the same seed.
-        own = (seed * 0x9E3779B97F4A7C15 + self.index * 0xD1B54A32D192ED03) % 2**63
-        with seeded(own, {t.device for t in tensors}):
+        with seeded(own_seed(seed, self.index), {t.device for t in tensors}):
             return self.function(*args, **kwargs)
 
 

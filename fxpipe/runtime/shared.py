@@ -38,23 +38,38 @@ def call(module: nn.Module, values: Mapping[str, Tensor], *args: Any, **kwargs: 
     this does not change the module meanwhile, since another lane may be running it at the same
     time, and it also replaces the weights of recurrent modules.
     """
-    replica = _replica(module)
-    replicas: dict[str, nn.Module] = {"": replica}
+    return replica(module, values)[0](*args, **kwargs)
+
+
+def replica(
+    module: nn.Module, values: Mapping[str, Tensor]
+) -> tuple[nn.Module, list[tuple[nn.Module, str, Tensor]]]:
+    """A module that has values in place of some parameters and buffers, and shares all others.
+
+    Returns as well for each of the values the module that has it, and its name there.
+    """
+    made = _replica(module)
+    replicas: dict[str, nn.Module] = {"": made}
+    places = []
     for path, value in values.items():
         *parents, name = path.split(".")
-        owner, prefix = replica, ""
+        owner, prefix = made, ""
         for parent in parents:
             prefix += f"{parent}."
             if prefix not in replicas:
                 replicas[prefix] = _replica(owner._modules[parent])
                 owner._modules[parent] = replicas[prefix]
             owner = replicas[prefix]
+        places.append((owner, name, value))
+        if name in owner._buffers:
+            owner._buffers = {**owner._buffers, name: value}
+            continue
         parameters = owner._parameters
         owner._parameters = {}
         setattr(owner, name, value)  # a recurrent module puts it in its list of weights, too
         delattr(owner, name)
         owner._parameters = {**parameters, name: value}  # type: ignore[dict-item]
-    return replica(*args, **kwargs)
+    return made, places
 
 
 def _replica(module: nn.Module | None) -> nn.Module:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxpipe.ir.errors import AnotherStrategy, OneSizeOnly, is_the_models
-from fxpipe.ir.graph import COPIES, LARGER, VALUE
+from fxpipe.ir.graph import COPIES, GROWS, LARGER, VALUE
 from fxpipe.ir.tensors import tensors_of
 from passes.common.fakes import FakeInterpreter, fake_mode
 
@@ -30,7 +30,8 @@ from passes.common.fakes import FakeInterpreter, fake_mode
 @dataclass(frozen=True)
 class Rows:
     """Model graph with fake values (pass "alias") → the same, with ``meta["copies"]``, how many
-    there are of each tensor in a mini-batch, and ``meta["larger"]``, the values with more rows.
+    there are of each tensor in a mini-batch, ``meta["grows"]``, its dimensions that are larger for
+    more rows, and ``meta["larger"]``, the values with more rows.
 
     The pass runs the graph on fake tensors with a larger batch, and sees which tensors grow. It
     notes nothing where the graph takes no other batch size, where the results do not grow, or where
@@ -49,8 +50,8 @@ class Rows:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in gm.graph.nodes:
-            node.meta.pop(COPIES, None)
-            node.meta.pop(LARGER, None)
+            for key in (COPIES, GROWS, LARGER):
+                node.meta.pop(key, None)
         if self.chunks == 1 or all(dim is None for dim in self.in_dims):
             return gm
         try:
@@ -65,11 +66,18 @@ class Rows:
             node.meta[LARGER] = value
             tensors, others = tensors_of(node.meta[VALUE]), tensors_of(value)
             if len(tensors) == len(others):
+                node.meta[GROWS] = tuple(map(_grown, tensors, others))
                 node.meta[COPIES] = tuple(
                     self.chunks if one.shape == other.shape else 1
                     for one, other in zip(tensors, others, strict=True)
                 )
         return gm
+
+
+def _grown(tensor: Tensor, larger: Tensor) -> tuple[int, ...]:
+    """The dimensions in which a tensor is larger for more rows."""
+    sizes = zip(tensor.shape, larger.shape, strict=False)
+    return tuple(dim for dim, (one, other) in enumerate(sizes) if one != other)
 
 
 def _is_for_one_size(graph: fx.Graph, larger: Mapping[fx.Node, Any]) -> bool:

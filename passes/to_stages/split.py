@@ -24,9 +24,11 @@ from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.graph import (
     COPIES,
     FIRST,
+    GROWS,
     NO_BACKWARD,
     ONCE,
     ORIGIN,
+    SEED,
     STAGE,
     VALUE,
     WRITES,
@@ -185,4 +187,6 @@ def _stage_module(
 def _describe(source: fx.Node, target: fx.Node) -> None:
     """Note which node of the model graph another node stands for, with its value's metadata."""
     target.meta[ORIGIN] = source.name
-    target.meta |= {key: source.meta[key] for key in (VALUE, COPIES) if key in source.meta}
+    target.meta |= {
+        key: source.meta[key] for key in (VALUE, COPIES, GROWS, SEED) if key in source.meta
+    }

@@ -15,6 +15,7 @@ values and a tape, the loss and the backward take these up and leave gradients. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -57,13 +58,21 @@ class Draft:
         caller: the inputs of the step graph.
         loss: the module that computes the loss of a micro-batch.
         checkpoint: the checkpoint mode, one of :data:`passes.common.modes.MODES`.
+        halves: makes of a stage one whose backward can be run in two halves.
     """
 
     def __init__(
-        self, nodes: Nodes, traffic: Traffic, caller: Caller, loss: nn.Module, checkpoint: str
+        self,
+        nodes: Nodes,
+        traffic: Traffic,
+        caller: Caller,
+        loss: nn.Module,
+        checkpoint: str,
+        halves: Callable[[fx.GraphModule], fx.GraphModule],
     ) -> None:
         self.nodes, self.traffic, self.caller = nodes, traffic, caller
-        self.loss, self.checkpoint = loss, checkpoint
+        self.loss, self.checkpoint, self._make_halves = loss, checkpoint, halves
+        self._in_halves: dict[fx.GraphModule, fx.GraphModule] = {}
         self.gm, self.schedule = nodes.gm, nodes.schedule
         self.flows = Flows(self.gm)
         self.replicas = Replicas(self.gm, nodes, traffic)
@@ -89,6 +98,12 @@ class Draft:
                 else self.caller.part(value, at.stage, at.microbatch)
             )
         return values[value]
+
+    def in_halves(self, stage: fx.GraphModule) -> fx.GraphModule:
+        """A stage as one whose backward can be run in halves; one for all micro-batches."""
+        if stage not in self._in_halves:
+            self._in_halves[stage] = self._make_halves(stage)
+        return self._in_halves[stage]
 
     def is_checkpointed(self, microbatch: int) -> bool:
         """Whether the forwards of a micro-batch keep no activations."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 
 from torch import Tensor, fx, nn
@@ -19,7 +18,6 @@ from torch import Tensor, fx, nn
 from fxpipe import ops
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.graph import ONCE, STAGE, VALUE, attribute
-from passes.to_step.defer import Defer
 
 
 class StepError(ValueError):
@@ -61,11 +59,6 @@ class StageCall:
     def is_single(self) -> bool:
         """Whether the stage returns one value, and not a tuple of values."""
         return self.results == [self.call]
-
-    @cached_property
-    def deferred(self) -> fx.GraphModule:
-        """The module with its parameters' gradients apart (pass "defer"), one for all uses."""
-        return Defer()(self.module)
 
     @property
     def owned(self) -> list[nn.Parameter]:

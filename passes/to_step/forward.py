@@ -53,5 +53,5 @@ def _module(draft: Draft, stage: StageCall, at: Action) -> fx.Node:
     wants these later."""
     path = str(stage.call.target)
     if draft.is_halved(at):
-        return draft.nodes.module(f"{path}_deferred", stage.deferred, at)
+        return draft.nodes.module(f"{path}_deferred", draft.in_halves(stage.module), at)
     return draft.nodes.module(path, stage.module, at)

@@ -27,8 +27,8 @@ of the model's own backward. The loss is one stage more, in the lane of the last
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import fx, nn
@@ -38,6 +38,7 @@ from fxpipe.schedule import Action, Kind, Needs, Schedule, joined
 from fxpipe.schedule.order import run_order
 from passes.to_stages.segments import opened
 from passes.to_step.caller import Caller
+from passes.to_step.defer import Defer
 from passes.to_step.draft import Draft
 from passes.to_step.flows import Flows, StepError
 from passes.to_step.nodes import Nodes
@@ -62,6 +63,7 @@ class Step:
         checkpoint, checkpoint_segments: as for pass "checkpoint".
         summed: the loss is a sum over the rows, so that the loss of the mini-batch is the sum of
             its micro-batches' losses, and not their weighted mean.
+        halves: makes of a stage one whose backward can be run in two halves.
 
     Raises :class:`StepError` or :class:`fxpipe.schedule.ScheduleError` if the schedule does not
     fit.
@@ -76,6 +78,7 @@ class Step:
     checkpoint: str = "never"
     checkpoint_segments: int = 1
     summed: bool = False
+    halves: Callable[[fx.GraphModule], fx.GraphModule] = field(default_factory=Defer)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         stages = len(gm.graph.find_nodes(op="call_module"))
@@ -99,7 +102,9 @@ class Step:
         nodes = Nodes(gm, self.schedule, self.devices, labels)
         traffic = Traffic(nodes)
         caller = Caller(nodes, traffic, self.in_dims, self.targets, self.summed)
-        return write(Draft(nodes, traffic, caller, self.loss, self.checkpoint), actions)
+        return write(
+            Draft(nodes, traffic, caller, self.loss, self.checkpoint, self.halves), actions
+        )
 
     def _in_segments(self, gm: fx.GraphModule, actions: Sequence[Action]) -> fx.GraphModule:
         """The step graph of stages that are cut in segments.

@@ -16,6 +16,7 @@ def test_the_passes_are_those_that_run_in_that_order(tmp_path):
         example_inputs=(x,),
         loss_fn=lambda output, target: output.sum(),
         deferred_batch_norm=True,
+        stage_backend="eager",
         dump=tmp_path,
     ) as pipe:
         pipe.step(x)

@@ -423,3 +423,40 @@ def test_a_dimension_that_may_vary_is_marked_on_the_tensor():
     _torch.dynamo().maybe_mark_dynamic(tensor, 1)
     assert 1 in _torch.may_vary(tensor)
     assert does_not_exist_in_public(torch.compiler, "maybe_mark_dynamic")
+
+
+# ------------------------------------------------------------------------ compilers behind Dynamo
+
+
+def test_a_backend_compiles_a_graph_for_symbolic_sizes_without_dynamo():
+    class Scaled(nn.Module):
+        def forward(self, weight, x, n):
+            return (x * weight * n,)
+
+    compiler = _torch.graph_compiler("aot_eager", None, None, None)
+    inputs = _torch.SymbolicInputs()
+    weight = nn.Parameter(torch.ones(3))
+    fakes = [inputs.constant(weight), inputs.tensor(torch.empty(4, 3), [0]), inputs.number(5)]
+    with inputs.compiling():
+        function = compiler(fx.symbolic_trace(Scaled()), fakes)
+    x = torch.arange(6.0).view(2, 3)
+    assert torch.equal(function(weight, x, 7)[0], x * 7)
+    assert inputs.admit([x, 7])
+    assert not inputs.admit([torch.ones(2, 4), 7])  # this size is no symbol
+    assert not inputs.admit([torch.ones(1, 3), 7])  # which broadcasts
+    assert does_not_exist_in_public(torch.compiler, "lookup_backend", "compile_graph")
+
+
+def test_a_backend_takes_a_mode_and_options_as_torch_compile_does():
+    _torch.graph_compiler("inductor", "reduce-overhead", None, None)
+    with pytest.raises(RuntimeError, match="Unexpected optimization option"):
+        _torch.graph_compiler("inductor", None, {"no_such_option": 1}, None)
+
+
+def test_dispatch_modes_are_listed_from_the_outside():
+    class Mode(_torch.TorchDispatchMode):
+        pass
+
+    assert _torch.dispatch_modes() == []
+    with Mode() as outer, Mode() as inner:
+        assert _torch.dispatch_modes() == [outer, inner]

@@ -1,0 +1,426 @@
+"""Stages that a compiler of graphs has compiled, each by itself, forward and backward.
+
+::
+
+    stage (a graph of modules and functions)            what runs
+
+    x ── linear ── relu ── linear ── y        ==>       x ── compiled code ── y
+                                              grad x ◁── compiled code ◁── grad y
+
+A stage is compiled when it is first called, for inputs of that kind, with symbols for the sizes
+that grow with the batch: a smaller micro-batch takes the same code. What a compiler refuses runs as
+it is, with a warning. Compilers are those of ``torch.compile``; Dynamo is not needed, since a stage
+is a graph already, and no code of Dynamo's runs in the calls.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.ir._torch import (
+    DeviceContext,
+    SymbolicInputs,
+    disable_current_modes,
+    dispatch_modes,
+    function_modes,
+    graph_compiler,
+    is_forward_mode,
+    pytree,
+    transforms,
+)
+from fxpipe.ir.graph import GROWS, SEED
+from fxpipe.ir.hooks import all_are_watched
+from fxpipe.runtime.ambient import without_saved_tensors_hooks
+from fxpipe.runtime.lifted import Lifted, NotLifted, Tensors, obstacle, varies
+from fxpipe.runtime.random import alone
+from fxpipe.runtime.state import State
+from fxpipe.runtime.writes import Writes
+
+OFTEN = 8  # the most times that a stage is compiled for inputs that differ in sizes only
+MANY = 256  # the most kinds of calls that are remembered
+
+Given = str | Callable[..., Any] | Mapping[str, Any]
+"""A backend as ``torch.compile`` takes it, or its arguments by name."""
+
+_OPTIONS = {"backend", "mode", "options", "dynamic"}
+
+
+class StageBackend:
+    """A compiler of graphs, as ``torch.compile`` knows it.
+
+    Args:
+        given: what the user has given: the name of a backend, a function that takes a graph module
+            and example inputs, or a dict of arguments of ``torch.compile``: "backend", "mode",
+            "options" and "dynamic".
+
+    Raises:
+        ValueError: for a name, or arguments, that ``torch.compile`` does not know.
+        TypeError: for what is neither name, function nor dict.
+    """
+
+    def __init__(self, given: Given) -> None:
+        self.given = given
+        if not isinstance(given, str | Mapping) and not callable(given):
+            raise TypeError(
+                f"stage_backend is a {type(given).__name__}: give the name of a backend of "
+                'torch.compile, such as "inductor", a function of a graph module and example '
+                'inputs, or a dict such as {"backend": "inductor", "mode": "max-autotune"}'
+            )
+        told: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"backend": given}
+        unknown = told.keys() - _OPTIONS
+        if unknown:
+            raise ValueError(
+                f"stage_backend has the key {sorted(unknown)[0]!r}: give only {sorted(_OPTIONS)}, "
+                "which torch.compile takes"
+            )
+        backend = told.get("backend", "inductor")
+        self.dynamic: bool | None = told.get("dynamic")
+        mode, options = told.get("mode"), told.get("options")
+        if mode is not None and options is not None:
+            raise ValueError("stage_backend has both mode and options: give one of them")
+        try:
+            self._compile = graph_compiler(backend, mode, options, self.dynamic)
+        except Exception as error:
+            names = ", ".join(map(repr, torch.compiler.list_backends()))
+            raise ValueError(
+                f"stage_backend is {reprlib.repr(given)}, which torch.compile does not take: "
+                f"{error}; it has the backends {names}"
+            ) from error
+        name = backend if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
+        self.name = f"{name} ({mode})" if mode else str(name)
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The compiled function of a graph, which takes and gives flat tuples of tensors."""
+        return self._compile(gm, list(inputs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StageBackend, (self.given,)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What has been compiled for inputs of one kind."""
+
+    lifted: Lifted
+    inputs: SymbolicInputs
+    shapes: tuple[Any, ...]
+    function: Callable[..., Any]
+
+
+class CompiledStage:
+    """Runs a stage as a backend compiles it, or as it is where it cannot be compiled.
+
+    Args:
+        name: what the stage is called in warnings.
+
+    ``module`` is the stage as a module whose ``forward`` does that. It has the parameters, buffers
+    and modules of the stage, also when these are replaced.
+    """
+
+    def __init__(self, stage: fx.GraphModule, name: str, backend: StageBackend) -> None:
+        self.stage, self.name, self.backend = stage, name, backend
+        self.tensors = Tensors(stage)
+        self.module = _like(stage, self)
+        self.obstacle: str | None = None
+        self.refusals: dict[str, None] = {}  # what has been warned of, in order
+        self._state: State | None = None
+        self._looks: Any = None
+        placeholders = stage.graph.find_nodes(op="placeholder")
+        self._seeds = [i for i, node in enumerate(placeholders) if SEED in node.meta]
+        self._grows: list[Any] = [node.meta.get(GROWS) for node in placeholders]
+        self._forget()
+        self.refresh()
+
+    def _forget(self) -> None:
+        self._known: dict[Any, _Variant | None] = {}  # by everything about a call but its values
+        self._variants: dict[Any, list[_Variant]] = {}  # by everything but values and sizes
+
+    def refresh(self) -> None:
+        """Notice, ahead of a run, what has changed since the last one: the kinds of parameters, the
+        attributes and hooks of modules in the stage. Compiled code depends on these."""
+        self.obstacle = obstacle(self.stage)
+        looks = self.tensors.looks()
+        if self._state is None or looks != self._looks or self._state.changed():
+            self._forget()
+            modules = [m for m in self.stage.modules() if not isinstance(m, fx.GraphModule)]
+            self._state, self._looks = State(modules), looks
+
+    def __call__(self, *args: Any) -> Any:
+        """The results of the stage."""
+        variant = None if self._is_observed() else self._variant(args)
+        if variant is None:
+            if self.obstacle is not None:
+                self._warn(self.obstacle)
+            return type(self.stage).forward(self.stage, *args)
+        leaves = pytree.tree_leaves(self._with_seeds(args))
+        outputs = variant.function(*self.tensors.now(), *filter(varies, leaves))
+        return variant.lifted.results(outputs)
+
+    def _is_observed(self) -> bool:
+        """Whether something wants to see each operator, or each call of a module."""
+        return bool(
+            self.obstacle is not None
+            or all_are_watched()
+            or transforms()
+            or is_forward_mode()
+            or any(type(mode) is not DeviceContext for mode in function_modes())
+            or any(type(mode) is not Writes for mode in dispatch_modes())
+        )
+
+    def _with_seeds(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, seeds as tensors: a number would be taken for a size."""
+        if not self._seeds:
+            return args
+        return tuple(
+            torch.tensor(arg) if i in self._seeds and arg is not None else arg
+            for i, arg in enumerate(args)
+        )
+
+    def _variant(self, args: tuple[Any, ...]) -> _Variant | None:
+        """What has been compiled for a call like this one; it is compiled now if need be. None if
+        it cannot be."""
+        if any(args[i] is None for i in self._seeds):
+            return None
+        kinds, sizes = [_ambient()], []
+        for i, arg in enumerate(args):
+            if i in self._seeds:
+                continue
+            for leaf in (arg,) if isinstance(arg, Tensor) else _flat(arg):
+                kind, size = _looks(leaf)
+                kinds.append(kind)
+                sizes.append(size)
+        static, shapes = tuple(kinds), tuple(sizes)
+        try:
+            return self._known[static, shapes]
+        except (KeyError, TypeError):
+            pass
+        with alone():  # compiling changes the default generators, and puts them back
+            if len(self._known) > MANY:
+                self._known.clear()
+            try:
+                found = self._find(static, shapes, args)
+                self._known[static, shapes] = found
+            except TypeError as error:  # a value without a hash
+                self._warn(str(error))
+                return None
+            return found
+
+    def _find(self, static: Any, shapes: Any, args: tuple[Any, ...]) -> _Variant | None:
+        if (static, shapes) in self._known:
+            return self._known[static, shapes]
+        args = self._with_seeds(args)
+        leaves = [leaf for leaf in pytree.tree_leaves(args) if varies(leaf)]
+        alike = self._variants.setdefault(static, [])
+        for variant in alike:
+            if variant.inputs.admit([_stand_in(leaf) for leaf in leaves]):
+                return variant
+        if len(alike) == OFTEN:
+            self._warn(f"it has been compiled for {OFTEN} sizes of its inputs already")
+            return None
+        try:
+            alike.append(self._compiled(args, leaves, shapes, alike))
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            said = text[0] if text else ""
+            self._warn(said if isinstance(error, NotLifted) else f"{type(error).__name__}: {said}")
+            return None
+        return alike[-1]
+
+    def _compiled(
+        self, args: tuple[Any, ...], leaves: list[Any], shapes: Any, alike: list[_Variant]
+    ) -> _Variant:
+        """Compile the stage for arguments like these.
+
+        Sizes that are known to grow with the batch are symbols, as are those in which the inputs
+        differ from others that it has been compiled for.
+        """
+        is_recorded = torch.is_grad_enabled()
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(is_recorded),
+            without_saved_tensors_hooks(),
+            disable_current_modes(),
+        ):
+            inputs = SymbolicInputs()
+            fakes = [inputs.constant(_example(tensor)) for tensor in self.tensors.now()]
+            varying = self._varying(args, leaves, alike)
+            for leaf, dims in zip(leaves, varying, strict=True):
+                if isinstance(leaf, Tensor):
+                    fakes.append(inputs.tensor(_example(leaf, own=True), dims))
+                else:
+                    fakes.append(inputs.number(leaf))
+            lifted = Lifted(self.stage, self.tensors, args, fakes, inputs.mode)
+            with inputs.compiling():
+                function = self.backend(lifted.graph_module, fakes)
+        return _Variant(lifted, inputs, tuple(_size(leaf) for leaf in leaves), function)
+
+    def _varying(
+        self, args: tuple[Any, ...], leaves: list[Any], alike: list[_Variant]
+    ) -> list[set[int]]:
+        """Of each leaf that varies: the dimensions that are symbols."""
+        found: list[set[int]] = [set() for _ in leaves]
+        if self.backend.dynamic is False:
+            return found
+        own = iter(found)
+        for arg, grows in zip(args, self._grows, strict=True):
+            within = [leaf for leaf in pytree.tree_leaves(arg) if varies(leaf)]
+            tensors = [leaf for leaf in within if isinstance(leaf, Tensor)]
+            known = iter(grows if grows and len(grows) == len(tensors) else [()] * len(tensors))
+            for leaf in within:
+                dims = next(own)
+                if isinstance(leaf, Tensor):
+                    dims.update(next(known))
+        for i, leaf in enumerate(leaves):
+            for variant in alike:
+                size, other = _size(leaf), variant.shapes[i]
+                if isinstance(size, tuple):
+                    found[i] |= {d for d, n in enumerate(size) if n != other[d]}
+        if self.backend.dynamic:
+            found = [
+                set(range(leaf.dim())) if isinstance(leaf, Tensor) else set() for leaf in leaves
+            ]
+        return found
+
+    def _warn(self, why: str) -> None:
+        if why not in self.refusals:
+            self.refusals[why] = None
+            warnings.warn(
+                f"{self.name} is not compiled by {self.backend.name}, and runs as it is: {why}",
+                stacklevel=2,
+            )
+
+
+def _like(stage: fx.GraphModule, compiled: CompiledStage) -> fx.GraphModule:
+    """A module that has all that a stage has, but another ``forward``."""
+    module: fx.GraphModule = object.__new__(type(stage))  # its __init__ would make code anew
+    module.__dict__.update(stage.__dict__)
+
+    def forward(self: nn.Module, *args: Any) -> Any:
+        return compiled(*args)
+
+    module.__dict__["forward"] = MethodType(forward, module)
+    module.__dict__["compiled"] = compiled
+    return module
+
+
+def _ambient() -> tuple[Any, ...]:
+    """What compiled code depends on besides its inputs."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k)) for k in kinds),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        *(mode.device for mode in function_modes() if isinstance(mode, DeviceContext)),
+    )
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    leaves, spec = pytree.tree_flatten(value)
+    return leaves if spec.is_leaf() else (*leaves, spec)  # type: ignore[return-value]
+
+
+def _looks(leaf: Any) -> tuple[Any, Any]:
+    """What compiled code is for, and what may be a symbol in it."""
+    if isinstance(leaf, Tensor):
+        if leaf.layout != torch.strided:
+            return (
+                type(leaf),
+                leaf.dtype,
+                leaf.device,
+                leaf.layout,
+                leaf.requires_grad,
+            ), leaf.shape
+        kind = type(leaf), leaf.dtype, leaf.device, leaf.requires_grad, leaf.dim()
+        return kind, (leaf.shape, leaf.stride())
+    if varies(leaf):
+        return int, leaf
+    return (type(leaf), leaf), None
+
+
+def _size(leaf: Any) -> Any:
+    return tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
+
+
+def _stand_in(leaf: Any) -> Any:
+    """A tensor that looks like one, where its values do not matter, nor where its memory begins."""
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _example(tensor: Tensor, *, own: bool = False) -> Tensor:
+    """A tensor without history that looks like one.
+
+    ``own``: in memory of its own, which begins where the tensor begins.
+    """
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    if (own or tensor.is_inference()) and tensor.layout == torch.strided:
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+    else:
+        made = tensor.data
+    return made.requires_grad_(tensor.requires_grad)
+
+
+class CompiledStages:
+    """The compiled stages of a model, one for each stage or segment.
+
+    Args:
+        backend: compiles them.
+    """
+
+    def __init__(self, backend: StageBackend) -> None:
+        self.backend = backend
+        self._made: dict[fx.GraphModule, CompiledStage] = {}
+
+    def of(self, stage: fx.GraphModule, name: str) -> fx.GraphModule:
+        """The stage as a module whose ``forward`` runs what has been compiled.
+
+        ``name``: what the stage is called in warnings; the first one counts.
+        """
+        if as_it_is(stage) is not stage:
+            return stage
+        if stage not in self._made:
+            self._made[stage] = CompiledStage(stage, name, self.backend)
+        return self._made[stage].module
+
+    def in_halves(self, stage: fx.GraphModule) -> fx.GraphModule:
+        """The stage as one whose backward is run in halves. All of it is done in the first."""
+        return stage
+
+    def refresh(self) -> None:
+        """Notice what has changed since the last run; see :meth:`CompiledStage.refresh`."""
+        for compiled in self._made.values():
+            compiled.refresh()
+
+    @property
+    def lines(self) -> list[str]:
+        """What is compiled, and what is not and why, in words."""
+        said = [f"stages are compiled by {self.backend}, each when it is first called"]
+        for compiled in self._made.values():
+            said += [f"{compiled.name} runs as it is: {why}" for why in compiled.refusals]
+        return said
+
+
+def as_it_is(stage: fx.GraphModule) -> fx.GraphModule:
+    """The stage that a module is which :class:`CompiledStages` has made; any other as it is."""
+    compiled = vars(stage).get("compiled")
+    return compiled.stage if isinstance(compiled, CompiledStage) else stage

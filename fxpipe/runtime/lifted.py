@@ -1,0 +1,335 @@
+"""A stage as a graph that has no tensors of its own: parameters and buffers are inputs.
+
+::
+
+    stage (x)                        lifted (weight, bias, x)
+
+    x ── linear ── y                 weight, bias ─┐
+         (weight, bias)              x ────────── linear ── (y,)
+
+So compiled code works on whichever tensors the stage has when it is called: a parameter may be
+assigned anew, and the second run of a checkpoint works on copies of the buffers. Inputs and results
+are flat: what is nested is put together, and taken apart, within the graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.ir._torch import FakeTensorMode, pytree, version_of
+from fxpipe.ir.graph import attribute
+from fxpipe.ir.hooks import has_hooks
+from fxpipe.runtime import shared
+from fxpipe.runtime.draws import Draws, is_traced
+from fxpipe.runtime.random import Seeded
+from fxpipe.runtime.regions import Region
+from fxpipe.runtime.state import STATEFUL
+
+_KEPT = "stack_trace", "nn_module_stack"  # metadata that a compiler may show
+
+
+class NotLifted(RuntimeError):
+    """A stage does what cannot be part of a graph without tensors; the message says what."""
+
+
+def obstacle(stage: fx.GraphModule) -> str | None:
+    """Why a stage must not be compiled, if there is a reason: code that would run once, when it is
+    compiled, and not in each call."""
+    for name, module in stage.named_modules():
+        if isinstance(module, Region):
+            return f"the model checkpoints {name} itself"
+        if module in STATEFUL:
+            return f"the forward of {name} changes attributes of the module"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{name} is compiled by TorchScript"
+        if module is not stage and has_hooks(module):
+            return f"{name} has hooks"
+    return None
+
+
+class Tensors:
+    """The parameters, buffers and constants of a stage, by where the stage keeps them."""
+
+    def __init__(self, stage: fx.GraphModule) -> None:
+        self.names: list[str] = []
+        self.homes: list[tuple[dict[str, Any], str]] = []
+        self._index: dict[tuple[int, str], int] = {}  # by dictionary and name
+        known: dict[int, int] = {}  # by tensor
+        for path, home, key in _homes(stage):
+            place, tensor = (id(home), key), home[key]
+            if place not in self._index:
+                self._index[place] = known.setdefault(id(tensor), len(self.homes))
+                if known[id(tensor)] == len(self.homes):
+                    self.names.append(path)
+                    self.homes.append((home, key))
+
+    def now(self) -> list[Tensor]:
+        """The tensors that the stage has now."""
+        return [home[key] for home, key in self.homes]
+
+    def index(self, home: Mapping[str, Any], key: str) -> int:
+        """Which of the tensors is kept there."""
+        return self._index[id(home), key]
+
+    def looks(self) -> tuple[Any, ...]:
+        """All of the tensors that compiled code relies on, but for their values."""
+        return tuple(
+            (t.dtype, t.shape, t.device, t.requires_grad, t.layout)
+            + ((t.stride(),) if t.layout == torch.strided else ())
+            for t in self.now()
+        )
+
+
+def _homes(stage: fx.GraphModule) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for node in stage.graph.nodes:
+        if node.op == "call_module":
+            yield from _within(str(node.target), stage.get_submodule(str(node.target)))
+        elif node.op == "get_attr":
+            target = str(node.target)
+            value = attribute(stage, target)
+            if isinstance(value, nn.Module):
+                yield from _within(target, value)
+            elif isinstance(value, Tensor):
+                yield (target, *_home(stage, target))
+
+
+def _within(path: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for name, _ in _named(module):
+        yield (f"{path}.{name}", *_home(module, name))
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _home(module: nn.Module, target: str) -> tuple[dict[str, Any], str]:
+    """The dictionary in which a module keeps a tensor, and its key there."""
+    path, _, name = target.rpartition(".")
+    owner = module.get_submodule(path)
+    own: tuple[dict[str, Any], ...] = owner._parameters, owner._buffers, vars(owner)
+    return next(each for each in own if name in each), name
+
+
+# ------------------------------------------------------------------------------------- the graph
+
+
+class _Named:
+    """What stands in a graph as a function, under the name of what it calls."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name.replace(".", "_")
+        self.__module__ = __name__
+
+
+class _Call(_Named):
+    """A module that is called with values for all of its tensors."""
+
+    def __init__(self, name: str, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__(name)
+        self.module, self.names = module, tuple(names)
+
+    def __call__(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        values = dict(zip(self.names, tensors, strict=True))
+        replica, places = shared.replica(self.module, values)
+        result = self._run(replica, args, kwargs)
+        for owner, name, value in places:
+            if owner._buffers.get(name, value) is not value:
+                kind = type(owner).__name__
+                raise NotLifted(f"a {kind} assigns its buffer {name!r}, and does not write to it")
+        return result
+
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(module, Seeded):
+            return module(*args, **kwargs)
+        seed, *others = args
+        if not isinstance(seed, Tensor):
+            raise NotLifted(f"the seed of {self.__name__} is no input of the stage")
+        if not is_traced(seed):
+            return module(int(seed), *others, **kwargs)
+        with Draws(seed, module.index):
+            return module.function(*others, **kwargs)
+
+
+class _Fill(_Named):
+    """Puts a nested value together from its leaves."""
+
+    def __init__(self, name: str, spec: pytree.TreeSpec) -> None:
+        super().__init__(f"{name}_of_leaves")
+        self.spec = spec
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+class _Leaves(_Named):
+    """Takes those of the leaves of the results that vary."""
+
+    def __init__(self, where: Sequence[int]) -> None:
+        super().__init__("leaves")
+        self.where = tuple(where)
+
+    def __call__(self, results: Any) -> tuple[Any, ...]:
+        leaves = pytree.tree_leaves(results)
+        return tuple(leaves[i] for i in self.where)
+
+
+def varies(leaf: Any) -> bool:
+    """Whether a leaf of a value is an input or a result of the graph, and no constant in it."""
+    is_number = isinstance(leaf, int | torch.SymInt) and not isinstance(leaf, bool)
+    return isinstance(leaf, Tensor) or is_number
+
+
+class Lifted:
+    """The graph of a stage without tensors of its own, for arguments of one structure.
+
+    Args:
+        args: arguments of the stage; their leaves that do not vary become constants.
+        fakes, mode: what the graph is to be compiled for: fakes of the tensors, and of those leaves
+            of the arguments that vary; and the mode that has made them.
+
+    Raises :class:`NotLifted` for a stage that does what such a graph cannot do.
+    """
+
+    def __init__(
+        self,
+        stage: fx.GraphModule,
+        tensors: Tensors,
+        args: Sequence[Any],
+        fakes: Sequence[Any],
+        mode: FakeTensorMode,
+    ) -> None:
+        self._stage, self._tensors = stage, tensors
+        self._graph = fx.Graph()
+        self._own: dict[fx.Node, Any] = {}
+        self._given = [self._graph.placeholder(n.replace(".", "_")) for n in tensors.names]
+        self._add_inputs(args)
+        for node in stage.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                self._add(node)
+        results = fx.map_arg(stage.graph.output_node().args[0], self._own.__getitem__)
+        self._spec, self._leaves, self._where = self._structure(results, fakes, mode)
+        self._add_output(results)
+        self.graph_module = fx.GraphModule(nn.Module(), self._graph, type(stage).__name__)
+
+    def results(self, outputs: Sequence[Any]) -> Any:
+        """The results of the stage, from what the graph has given."""
+        leaves = self._leaves.copy()
+        for i, value in zip(self._where, outputs, strict=True):
+            leaves[i] = value
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    def _add_inputs(self, args: Sequence[Any]) -> None:
+        for node, arg in zip(self._stage.graph.find_nodes(op="placeholder"), args, strict=True):
+            leaves, spec = pytree.tree_flatten(arg)
+            names = [
+                node.name if spec.is_leaf() else f"{node.name}_{i}" for i in range(len(leaves))
+            ]
+            values = [
+                self._graph.placeholder(name) if varies(leaf) else leaf
+                for name, leaf in zip(names, leaves, strict=True)
+            ]
+            if spec.is_leaf():
+                (self._own[node],) = values
+            else:
+                self._own[node] = self._graph.call_function(
+                    _Fill(node.name, spec),
+                    (values,),
+                )
+
+    def _add(self, node: fx.Node) -> None:
+        """Add a node of the stage, with the tensors that it needs as arguments."""
+        target = str(node.target)
+        if node.op == "get_attr":
+            value = attribute(self._stage, target)
+            if isinstance(value, Tensor):
+                self._own[node] = self._given[self._tensors.index(*_home(self._stage, target))]
+                return
+            users = [user for user in node.users if user.args[0] is not node or not _is_call(user)]
+            if isinstance(value, nn.Module) and users:
+                raise NotLifted(f"{target} is an argument of {users[0].name!r}")
+            self._own[node] = None if isinstance(value, nn.Module) else value
+            return
+        if node.op == "call_module":
+            made = self._call(node, target, {}, node.args)
+        elif _is_call(node):
+            module, values, *args = node.args
+            assert isinstance(module, fx.Node)
+            made = self._call(node, str(module.target), values, args)  # type: ignore[arg-type]
+        else:
+            made = self._graph.node_copy(node, self._own.__getitem__)
+        made.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+        self._own[node] = made
+
+    def _call(
+        self, node: fx.Node, path: str, values: Mapping[str, Any], args: Sequence[Any]
+    ) -> fx.Node:
+        """Add a call of a module, with values for some of its parameters."""
+        module = self._stage.get_submodule(path)
+        taken = {
+            name: self._given[self._tensors.index(*_home(module, name))]
+            for name, _ in _named(module)
+        }
+        own, kwargs = fx.map_arg((tuple(args), node.kwargs), self._own.__getitem__)
+        taken |= fx.map_arg(dict(values), self._own.__getitem__)
+        return self._graph.create_node(
+            "call_function",
+            _Call(node.name, module, list(taken)),
+            (tuple(taken.values()), *own),
+            kwargs,
+            name=node.name,
+        )
+
+    def _structure(
+        self, results: Any, fakes: Sequence[Any], mode: FakeTensorMode
+    ) -> tuple[pytree.TreeSpec, list[Any], list[int]]:
+        """The structure of the results, their leaves (constants, and None for what varies), and
+        the indices of those that vary."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self._graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(fx.map_arg(results, copies.__getitem__))
+        tensors = [fake for fake in fakes[: len(self._given)] if isinstance(fake, nn.Parameter)]
+        before = [version_of(tensor) for tensor in tensors]
+        with mode, torch.no_grad():
+            given = fx.GraphModule(nn.Module(), graph).forward(*fakes)
+        for tensor, version in zip(tensors, before, strict=True):
+            if version_of(tensor) != version:
+                raise NotLifted("its forward writes to a parameter")
+        leaves, spec = pytree.tree_flatten(given)
+        where = [i for i, leaf in enumerate(leaves) if varies(leaf)]
+        others = [i for i, leaf in enumerate(leaves) if not varies(leaf)]
+        for leaf in (leaves[i] for i in others):
+            if leaf is not None and not isinstance(leaf, bool | float | str | torch.dtype):
+                raise NotLifted(f"one of its results is a {type(leaf).__name__}")
+        return spec, [leaves[i] if i in others else None for i in range(len(leaves))], where
+
+    def _add_output(self, results: Any) -> None:
+        if isinstance(results, tuple | list) and len(results) == len(self._leaves) == len(
+            self._where
+        ):
+            self._graph.output(tuple(results))
+            return
+        if isinstance(results, fx.Node) and self._spec.is_leaf() and self._where:
+            self._graph.output((results,))
+            return
+        flat = self._graph.call_function(
+            _Leaves(self._where),
+            (results,),
+        )
+        count = range(len(self._where))
+        items = [self._graph.call_function(operator.getitem, (flat, i)) for i in count]
+        self._graph.output(tuple(items))
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Whether a node calls a module with values for some of its parameters (``fxpipe.ops.call``,
+    whose file imports those of the runtime)."""
+    named = getattr(node.target, "__module__", ""), getattr(node.target, "__name__", "")
+    return named == ("fxpipe.ops", shared.call.__name__)

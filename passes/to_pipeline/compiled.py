@@ -1,0 +1,42 @@
+"""Compiled: stages are called as a backend of ``torch.compile`` has compiled them.
+
+::
+
+    before     ── stage_0 ──── stage_1 ──
+
+    after      ── stage_0* ─── stage_1* ──        * compiled when it is first called: the calls,
+                                                    and the graphs of the stages, are the same
+
+The pipeline graph is not compiled as a whole: what travels between stages stays in the hands of the
+pipeline. Segments of a checkpointed stage are compiled one by one, as they are run again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpipe.ir.graph import STAGE, attribute
+from fxpipe.runtime.compiled_stage import CompiledStages
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Pipeline or step graph → the same, with compiled stages in place of its stages.
+
+    ``stages``: makes them, one for each stage, whichever graph it is in.
+    """
+
+    stages: CompiledStages
+    name: str = "compiled"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for node in gm.graph.nodes:
+            if node.op not in ("call_module", "get_attr") or STAGE not in node.meta:
+                continue
+            path = str(node.target)
+            module = attribute(gm, path)
+            if isinstance(module, fx.GraphModule):
+                gm.set_submodule(path, self.stages.of(module, path))
+        return gm
