@@ -224,7 +224,7 @@ class Compiler:
         by running the model."""
         report_progress("check")
         options = self.options
-        check = options.check and not self._is_on_meta()
+        check = False if self._is_on_meta() else options.check
         asked = Asked(options.in_dims, options.out_dims, check, options.sizes)
         tensors, _ = Structure.of((args, kwargs))
         with self._where_it_runs(tensors):

@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.meaning import messages
+from fxpipe.meaning.backward import backward_problem
 from fxpipe.meaning.candidates import InDims, agree, candidates
-from fxpipe.meaning.check import Question, Trial, Verdict, check
+from fxpipe.meaning.check import Problem, Question, Trial, Verdict, check
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.said import INFER, Input, broadcast, named_inputs
 from fxpipe.meaning.sample import part
 from fxpipe.meaning.stilled import batch_norms, dropouts, still
 from fxpipe.runtime.microbatch import SUM, Dim
 from fxpipe.trace import called, canonical, parameters_put_back, untouched
+from fxpipe.trace.patches import tensor_hooks
 
 
 @dataclass
@@ -223,7 +225,29 @@ class _Asking:
         return Meaning(dims, notes=[note], one_row_only=batch == 1)
 
     def _meaning(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> Meaning:
-        return Meaning(dims, verdict.outputs, list(self._notes(dims, verdict, ways)))
+        problem = self._in_the_backward(dims, verdict)
+        notes = self._notes(dims, verdict, ways)
+        if problem is not None:
+            text = messages.in_the_backward(problem)
+            if self.asked.check is True:
+                raise BatchError(text)
+            warnings.warn(text, BatchWarning, stacklevel=2)
+            notes.append(problem.text)
+        return Meaning(dims, verdict.outputs, notes)
+
+    def _in_the_backward(self, dims: InDims, verdict: Verdict) -> Problem | None:
+        """What is wrong with the gradients of parts, where the outputs are right."""
+        trial = verdict.trial
+        if not self.asked.check or trial is None or any(t.is_meta for t in trial.tensors):
+            return None
+        wrong = {problem.path for problem in verdict.problems}
+        known = {p: d for p, d in verdict.outputs.items() if p not in wrong | self.random}
+        try:
+            return backward_problem(self._recorded, self.model, trial, dims, known)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return None  # it has no backward
 
     def _notes(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> list[str]:
         notes = []
@@ -306,6 +330,16 @@ class _Asking:
             and not (path in second and torch.equal(value, second[path]))
         }
 
+    def _recorded(self, tensors: list[Tensor], then: Callable[[Any, bool], Any]) -> Any:
+        """What a function makes of the model's output, which has a history."""
+        args, kwargs = self.structure.fill(tensors)
+        before, self.with_gradients = self.with_gradients, True
+        try:
+            with tensor_hooks() as hooks, torch.inference_mode(False):
+                return self._output(args, kwargs, None, lambda output: then(output, bool(hooks)))
+        finally:
+            self.with_gradients = before
+
     def output_of(self, tensors: list[Tensor], seed: int | None = None) -> Any:
         """What the model makes of these tensors, without effect on it."""
         args, kwargs = self.structure.fill(tensors)
@@ -317,7 +351,13 @@ class _Asking:
         self.with_gradients = True  # it computes gradients in its forward
         return self._output(args, kwargs, seed)
 
-    def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> Any:
+    def _output(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seed: int | None,
+        then: Callable[[Any], Any] = lambda output: output,
+    ) -> Any:
         quiet = still(self.model) if self.stilled else nullcontext()
         mode = torch.enable_grad() if self.with_gradients else torch.no_grad()
         with untouched(self.model) as since, parameters_put_back(self.model), mode:
@@ -326,6 +366,7 @@ class _Asking:
                 random.seed(seed)
             with quiet as stilled:
                 output = called(self.model, args, kwargs)
+                made = then(output)
             if stilled is not None:
                 self.met_batch_norm |= stilled.met_batch_norm
                 self.met_random_numbers |= stilled.met_random_numbers
@@ -334,4 +375,4 @@ class _Asking:
             for path, _, dim in broadcast(self.asked.out_dims, output, "output"):
                 if dim is not INFER:
                     self.said.add(path)
-        return output
+        return made

@@ -83,6 +83,16 @@ def no_parts(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | Non
     )
 
 
+def in_the_backward(problem: Problem) -> str:
+    """For gradients that the parts of a mini-batch do not add up to."""
+    return (
+        f"{problem.text}: a backward that is not the derivative of its forward (of a "
+        "torch.autograd.Function, or changed by a hook) puts rows together. Compute what it is for "
+        "outside of the model, or give chunks=1; a difference that does no harm is accepted with "
+        'check="warn"'
+    )
+
+
 def across(problem: Problem, inputs: Sequence[Input]) -> str:
     """For a number that depends on all rows."""
     masked = [

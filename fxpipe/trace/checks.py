@@ -12,16 +12,16 @@ from torch import Tensor
 
 # The pytree that torch.export and Hugging Face register their types with.
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.errors import TraceError
+from fxpipe.ir.errors import TraceError, is_the_models
 from fxpipe.ir.structure import is_opened, leaves
 from fxpipe.runtime.regions import Region
 from fxpipe.trace.errors import Refused, first_line, suppressed
 from fxpipe.trace.example import Effects, Example, Traced
+from fxpipe.trace.gradients import apart, coarsest, listed
 from fxpipe.trace.isolation import parameters_put_back, untouched
 
 ON_THE_EXAMPLE = "on the example"
 EXPORT_TOLERANCE = 1e-5  # relative: export decomposes some modules into other kernels
-GRADIENT_TOLERANCE = 1e-3  # relative to the largest gradient: small ones may be rounding errors
 
 
 @dataclass(frozen=True)
@@ -174,21 +174,21 @@ def _compare_gradients(
     run = partial(example.run, reference.tensors, backward=True, watched=watched)
     try:
         expected = run().gradients
-    except Exception:  # the model has no backward: there is nothing to compare
-        return
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return  # the model has no backward: there is nothing to compare
     try:
         actual = run(traced).gradients
     except Exception as error:
         raise Refused(f"the backward of its graph fails: {first_line(error)}") from error
-    if len(expected) != len(actual):
-        raise Refused("no gradient flows through its graph")
-    names = [name for name, p in example.model.named_parameters() if p.requires_grad]
-    scale = max((g.abs().max().item() for g in expected if g.numel()), default=0.0)
-    for name, gradient, other in zip(names, expected, actual, strict=False):
-        tolerance = max(GRADIENT_TOLERANCE, 32 * torch.finfo(gradient.dtype).eps) * scale
-        equal = torch.equal(gradient, other)
-        if not equal and (gradient - other).abs().max().item() > tolerance:
-            raise Refused(f"its graph has another gradient for {name}")
+    found = apart(expected, actual, coarsest(example.model.parameters()))
+    if found.lost:
+        raise Refused(f"its graph has no gradient for {listed(found.lost)}, and the model has one")
+    if found.gained:
+        raise Refused(f"its graph has a gradient for {listed(found.gained)}, and the model none")
+    if found.others:
+        raise Refused(f"its graph has another gradient for {listed(found.others)}")
 
 
 def difference(expected: Any, actual: Any, tolerance: float) -> str | None:

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
 
 # The pytree that torch.export and Hugging Face register their types with.
 from fxpipe.ir._torch import pytree
@@ -25,6 +23,7 @@ from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.runtime.microbatch import first_rows
 from fxpipe.trace import checkpoints
+from fxpipe.trace.gradients import Projections, has_gradient, history_of, projections
 from fxpipe.trace.isolation import (
     Args,
     Kwargs,
@@ -265,35 +264,23 @@ class Example:
                 t.detach().clone() if isinstance(t, Tensor) else t for t in results
             )
             buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
-            gradients = self._gradients(results) if backward else []
+            gradients = self._gradients(results) if backward else {}
             changed, history = since.changed(), None
             if recorded:
-                history, nodes = _history(results)
+                history = history_of(results)
                 if hooks:  # hooks may change gradients at will: the history is equal to no other
                     history = object()
-                del results
-                # Nodes are freed from the outputs on, one by one: freeing the first would free the
-                # next recursively, and a long chain would overflow the stack.
-                nodes.reverse()
-                while nodes:
-                    nodes.pop()
         where = {name: write.where for name, write in written.items()}
         return Effects(output, buffers, where, history, gradients, changed)
 
-    def _gradients(self, results: Sequence[Any]) -> list[Tensor]:
-        """The gradients of the parameters for a fixed weighted sum of all outputs; zero for a
-        parameter that the outputs do not depend on."""
-        outputs = [t for t in results if _has_gradient(t)]
+    def _gradients(self, results: Sequence[Any]) -> Projections:
+        """The gradients of the parameters for a fixed weighted sum of all outputs."""
+        outputs = [t for t in results if has_gradient(t)]
         # A plain sum would not do: the sum of a softmax, or of a normalised tensor, is constant,
         # and its gradient is zero.
         weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if not outputs or not parameters:
-            return []
-        gradients = torch.autograd.grad(
-            outputs, parameters, weights, allow_unused=True, materialize_grads=True
-        )
-        return [g.to_dense() if g.is_sparse else g for g in gradients]
+        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        return projections(outputs, weights, parameters)
 
     def call(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> Any:
         """The output of the model on these tensors, or that of its graph."""
@@ -312,8 +299,8 @@ class Effects:
     output: Any
     buffers: dict[str, Tensor]  # the values of all buffers after the forward
     written: dict[str, str]  # if watched: the parameters written to, and the lines that write
-    history: Hashable  # if recorded: the autograd graph as a value, see _history
-    gradients: list[Tensor]  # the parameters' gradients; empty without a backward
+    history: Hashable  # if recorded: the autograd graph as a value, see ``history_of``
+    gradients: Projections  # the parameters' gradients; empty without a backward
     changed: list[tuple[nn.Module, str]]  # the attributes of modules that the forward has changed
 
 
@@ -321,46 +308,6 @@ class Effects:
 def _with_gradients() -> Iterator[None]:
     with torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-def _history(results: Sequence[Any]) -> tuple[Hashable, list[Any]]:
-    """The autograd graph behind the outputs as a value that can be compared: the kinds of its nodes
-    and their edges; and the list of its nodes, from the outputs on.
-
-    Two runs with equal values and equal histories have equal gradients. A history with a backward
-    that a user has written (``torch.autograd.Function``) equals no other, since that backward may
-    compute anything.
-
-    ::
-
-        conv(x).relu()      ("ReluBackward0", ((1, 0),))
-                            ("ConvolutionBackward0", (None, (2, 0), (3, 0)))
-                            the parameters 2 and 3, by their ids
-    """
-    ends = [get_gradient_edge(t)[:2] if _has_gradient(t) else None for t in results]
-    number: dict[Any, int] = {}
-    nodes: list[Any] = []
-
-    def numbered(node: Any) -> int:
-        if node not in number:
-            number[node] = len(number)
-            nodes.append(node)
-        return number[node]
-
-    starts = tuple(end and (numbered(end[0]), end[1]) for end in ends)
-    found: list[Hashable] = []
-    for node in nodes:  # the list grows while it is walked
-        if isinstance(node, BackwardCFunction):
-            found.append(object())
-        if hasattr(node, "variable"):
-            found.append(id(node.variable))
-        edges = tuple(n and (numbered(n), place) for n, place in node.next_functions)
-        found.append((node.name(), edges))
-    return (starts, tuple(found)), nodes
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
 
 
 def infer_batch_dims(tensors: Sequence[Tensor]) -> list[int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxpipe.trace import TraceError, checks, trace
 from tests.fxpipe.trace.small import BOTH, MLP, run, x
@@ -33,17 +34,41 @@ class Detour(nn.Module):
 
 
 def test_a_symbolic_graph_with_the_same_values_and_other_gradients_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"symbolic: its graph has another gradient for a\.weight"):
+    match = r"symbolic: its graph has a gradient for a\.weight, a\.bias, and the model none"
+    with pytest.raises(TraceError, match=match):
         trace(Detour(), (torch.randn(4, 4),), tracer="symbolic")
 
 
+class Reentrant(MLP):
+    """Its checkpoint is of the kind that ``torch.autograd.grad`` does not go through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.layers[0], x.view_as(x).requires_grad_(), use_reentrant=True)
+        return self.layers[2](y)
+
+
+def test_a_graph_that_loses_gradients_is_refused_and_the_parameters_are_named() -> None:
+    def without(model: nn.Module, args: object, kwargs: object) -> fx.GraphModule:
+        gm = fx.symbolic_trace(nn.Sequential(model.layers[0], model.layers[2]))
+        first = next(node for node in gm.graph.nodes if node.op == "call_module")
+        with gm.graph.inserting_after(first):
+            detached = gm.graph.call_method("detach", (first,))
+        first.replace_all_uses_with(detached, lambda user: user is not detached)
+        gm.recompile()
+        return gm
+
+    match = r"no gradient for layers\.0\.weight, layers\.0\.bias, and the model has one"
+    with pytest.raises(TraceError, match=match):
+        trace(Reentrant(), (x(),), tracer=without)
+
+
 def test_a_graph_with_the_history_of_the_model_needs_no_backward(monkeypatch) -> None:
-    """For it takes a gradient of every parameter, which is as much memory again."""
+    """A backward takes more time and memory than all else in the comparison."""
 
     def backward(*args: object, **kwargs: object) -> None:
         raise AssertionError("a backward was run")
 
-    monkeypatch.setattr(torch.autograd, "grad", backward)
+    monkeypatch.setattr(torch.autograd, "backward", backward)
     trace(MLP(), (x(),), tracer="symbolic")
 
 

@@ -1,0 +1,139 @@
+"""The backward of a model, too, is that of its rows; or it is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxpipe
+
+TWO = ["cpu", "cpu"]
+
+
+class Changed(torch.autograd.Function):
+    """The identity, with another gradient."""
+
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.change(grad), None
+
+
+class Net(nn.Module):
+    def __init__(self, change, by="function"):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.change, self.by = change, by
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        if self.by == "function":
+            h = Changed.apply(h, self.change)
+        elif self.by == "hook" and h.requires_grad:
+            h.register_hook(self.change)
+        return self.b(h)
+
+
+ACROSS = {
+    "centred": lambda grad: grad - grad.mean(0),
+    "clipped": lambda grad: grad / grad.norm(),
+    "averaged": lambda grad: grad / grad.shape[0],
+}
+
+
+def compiled(model, **options):
+    return fxpipe.compile(model, TWO, chunks=2, example_inputs=(torch.randn(6, 8),), **options)
+
+
+@pytest.mark.parametrize("by", ["function", "hook"])
+@pytest.mark.parametrize("name", ACROSS)
+def test_a_backward_that_puts_rows_together_is_refused(name, by):
+    with pytest.raises(fxpipe.BatchError, match=r"gradient of a\.weight, a\.bias depends on which"):
+        compiled(Net(ACROSS[name], by))
+
+
+def test_it_is_accepted_with_a_warning():
+    with (
+        pytest.warns(fxpipe.BatchWarning, match="puts rows together"),
+        compiled(Net(ACROSS["centred"]), check="warn") as pipe,
+    ):
+        assert "gradient of a.weight" in pipe.report()
+    compiled(Net(ACROSS["centred"]), check=False).close()
+
+
+def test_a_backward_of_each_row_by_itself_is_right():
+    model, x = Net(lambda grad: -grad), torch.randn(6, 8)
+    with compiled(model) as pipe:
+        pipe(x).square().mean().backward()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(x).square().mean().backward()
+        torch.testing.assert_close(found, [p.grad for p in model.parameters()])
+
+
+class FewRowsTrainAll(nn.Module):
+    """A history that depends on the number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h.detach() if len(x) > 4 else h)
+
+
+def test_a_parameter_that_only_many_rows_leave_without_a_gradient_is_named():
+    with pytest.raises(fxpipe.BatchError, match=r"a\.weight, a\.bias has a gradient from 3 and 2"):
+        compiled(FewRowsTrainAll())
+
+
+class Reentrant(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.net, self.first = Net(change), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return checkpoint(self.net, self.first(x), use_reentrant=True)
+
+
+def test_it_is_seen_within_a_reentrant_checkpoint():
+    with pytest.raises(fxpipe.BatchError, match="depends on which rows go through the backward"):
+        compiled(Reentrant(ACROSS["centred"]))
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError("there is none")
+
+
+class Evaluated(Net):
+    def forward(self, x):
+        return self.b(NoBackward.apply(self.a(x)))
+
+
+def test_a_model_without_a_backward_is_compiled():
+    model, x = Evaluated(None), torch.randn(6, 8)
+    with compiled(model) as pipe, torch.no_grad():
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+def test_no_backward_is_run_where_the_histories_are_the_same(monkeypatch):
+    ran = []
+    backward = torch.autograd.backward
+    monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: ran.append(backward(*a, **k)))
+    compiled(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))).close()
+    assert not ran
+    compiled(Net(lambda grad: grad)).close()
+    assert ran
