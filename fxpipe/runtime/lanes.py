@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,11 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxpipe.ir.graph import DEVICE
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.clock import Record, Stopwatch
 from fxpipe.runtime.program import CALLER, Env, Instruction, Program
 from fxpipe.runtime.streams import HandOver, current, handed_over, has_streams, on
 
+CPU = torch.device("cpu")
 Job = Callable[[], None]
 
 
@@ -204,14 +206,20 @@ def _current(device: torch.device) -> Iterator[None]:
 
 
 def run_inline(program: Program, values: Sequence[Any], record: Record | None = None) -> Any:
-    """Run a program without lanes, in this thread. It was lowered without a ``placement``."""
+    """Run a program without lanes, in this thread. It was lowered without a ``placement``.
+
+    The device of each stage is the current one while the stage runs, as it is in a lane.
+    """
     env: Env = dict(zip(program.inputs, values, strict=True))
-    stopwatch = None if record is None else record.stopwatch(0, torch.device("cpu"))
+    stopwatch = None if record is None else record.stopwatch(0, CPU)
     for instruction in program.lanes[CALLER]:
-        if stopwatch is None:
-            instruction.run(env)
-        else:
-            stopwatch.time(instruction.node, partial(instruction.run, env))
+        run = partial(instruction.run, env)
+        device = instruction.node.meta.get(DEVICE, CPU)
+        with nullcontext() if device.type == "cpu" else _current(device):
+            if stopwatch is None:
+                run()
+            else:
+                stopwatch.time(instruction.node, run)
         for node in instruction.forgets:
             env.pop(node, None)
     if record is not None and stopwatch is not None:

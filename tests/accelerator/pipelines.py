@@ -276,15 +276,16 @@ def twos_like(x):
     return torch.full(x.shape, 2.0, device="sim")
 
 
+@pytest.mark.parametrize("chunks", [1, 3])  # one micro-batch runs in the caller's thread
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_in_a_lane_its_device_is_the_current_one(checkpoint):
+def test_a_stage_runs_with_its_device_as_the_current_one(checkpoint, chunks):
     torch.accelerator.set_device_index(0)
     model = nn.Sequential(OnTheCurrentDevice(), OnTheCurrentDevice()).to("sim:0")
     x = torch.randn(BATCH, 6, device="sim:0")
-    with fxpipe.compile(
-        model, FOUR[:2], chunks=3, checkpoint=checkpoint, partition=["1.linear"]
-    ) as pipe:
+    how = {"partition": ["1.linear"], "loss_fn": mean_loss, "checkpoint": checkpoint}
+    with fxpipe.compile(model, FOUR[:2], chunks=chunks, **how) as pipe:
         pipe(x).sum().backward()
+        pipe.step(x, target=torch.randn(BATCH))
     assert torch.accelerator.current_device_index() == 0
 
 
