@@ -66,24 +66,29 @@ class Writer:
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
         """Add a node ``<name>_s<stage>_mb<i>`` that calls a function, and return it."""
         microbatch, stage = self.cell
-        before = self.last
-        where = {k: before.meta[k] for k in (DEVICE, STREAM) if k in before.meta}
+        before, meta = self.last, self._meta()
         graph = before.graph
         with graph.inserting_after(before):
             self.last = graph.create_node(
                 "call_function", function, args, name=f"{name}_s{stage}_mb{microbatch}"
             )
-        self.last.meta = {STAGE: stage, MICROBATCH: microbatch, **where}
+        self.last.meta = meta
         self.added.append(self.last)
         return self.last
 
+    def _meta(self) -> dict[str, Any]:
+        """Of a node behind the last one: the cell, and the device and stream that the last one is
+        on."""
+        microbatch, stage = self.cell
+        where = {k: self.last.meta[k] for k in (DEVICE, STREAM) if k in self.last.meta}
+        return {STAGE: stage, MICROBATCH: microbatch, **where}
+
     def attribute(self, target: str) -> fx.Node:
         """Add a ``get_attr`` node for the module at the path ``target``, to be given to a call."""
-        microbatch, stage = self.cell
-        name = f"{target.rpartition('.')[2]}_mb{microbatch}_module"
+        name, meta = f"{target.rpartition('.')[2]}_mb{self.cell[0]}_module", self._meta()
         with self.last.graph.inserting_after(self.last):
             self.last = self.last.graph.create_node("get_attr", target, name=name)
-        self.last.meta = {STAGE: stage, MICROBATCH: microbatch}
+        self.last.meta = meta
         self.added.append(self.last)
         return self.last
 

@@ -380,15 +380,15 @@ x_mb0 = x_parts[0]  # mb 0
 copy_s0_mb0 = copy((x_mb0,), 'caller', 'cpu/copy')  # stage 0, mb 0, cpu/copy
 wait_s0_mb0 = wait(copy_s0_mb0, 'cpu/copy', 'cpu/compute')  # stage 0, mb 0, cpu/compute
 x_s0_mb0 = wait_s0_mb0[0]  # stage 0, mb 0, cpu/compute
-segment_0_mb0_module = self.stage_0_segments.segment_0  # stage 0, mb 0
-checkpoint_s0_mb0 = checkpoint(segment_0_mb0_module, x_s0_mb0)  # stage 0, mb 0
-a_s0_mb0 = checkpoint_s0_mb0[0]  # stage 0, mb 0
-segment_1_mb0_module = self.stage_0_segments.segment_1  # stage 0, mb 0
-checkpoint_s0_mb0_1 = checkpoint(segment_1_mb0_module, a_s0_mb0)  # stage 0, mb 0
-add_s0_mb0 = checkpoint_s0_mb0_1[0]  # stage 0, mb 0
-handle_s0_mb0_1 = checkpoint_s0_mb0_1[1]  # stage 0, mb 0
-recompute_s0_mb0 = recompute((add_s0_mb0,), handle_s0_mb0_1)  # stage 0, mb 0
-add_s0_mb0_1 = recompute_s0_mb0[0]  # stage 0, mb 0
+segment_0_mb0_module = self.stage_0_segments.segment_0  # stage 0, mb 0, cpu/compute
+checkpoint_s0_mb0 = checkpoint(segment_0_mb0_module, x_s0_mb0)  # stage 0, mb 0, cpu/compute
+a_s0_mb0 = checkpoint_s0_mb0[0]  # stage 0, mb 0, cpu/compute
+segment_1_mb0_module = self.stage_0_segments.segment_1  # stage 0, mb 0, cpu/compute
+checkpoint_s0_mb0_1 = checkpoint(segment_1_mb0_module, a_s0_mb0)  # stage 0, mb 0, cpu/compute
+add_s0_mb0 = checkpoint_s0_mb0_1[0]  # stage 0, mb 0, cpu/compute
+handle_s0_mb0_1 = checkpoint_s0_mb0_1[1]  # stage 0, mb 0, cpu/compute
+recompute_s0_mb0 = recompute((add_s0_mb0,), handle_s0_mb0_1)  # stage 0, mb 0, cpu/compute
+add_s0_mb0_1 = recompute_s0_mb0[0]  # stage 0, mb 0, cpu/compute
 add_out = gather((add_s0_mb0_1,), 0, x_parts, 0)  # stage 0, cpu/compute
 return add_out
 """,
