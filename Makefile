@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test zoo check docs pictures notebooks wheel benchmarks clean
+.PHONY: demo test zoo kit check docs pictures notebooks wheel benchmarks clean
 
 .venv/.demo: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
@@ -29,6 +29,10 @@ test: .venv/.test
 # every model of tests/models; writes the tables of results
 zoo: .venv/.test
 	$(BIN)/python -m tests.models.table
+
+# what a machine with a GPU is asked, on the simulated accelerator: python -m tests.gpu FOLDER
+kit: .venv/.test
+	$(BIN)/python -m tests.gpu --dry-run kit-out
 
 check: .venv/.test
 	$(BIN)/ruff check .
@@ -69,4 +73,4 @@ benchmarks: .venv/.test
 	$(BIN)/python -m tests.benchmarks.draw
 
 clean:
-	rm -rf .venv .venv-wheel dist build *.egg-info demo-out docs-out
+	rm -rf .venv .venv-wheel dist build *.egg-info demo-out docs-out kit-out

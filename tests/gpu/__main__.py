@@ -1,0 +1,11 @@
+"""python -m tests.gpu FOLDER"""
+
+from tests.gpu.needs import missing
+
+if __name__ == "__main__":
+    lacking = missing()
+    if lacking:  # said before anything of these is imported
+        raise SystemExit("\n".join(["The kit cannot run here.", *lacking]))
+    from tests.gpu.cli import main
+
+    main()
