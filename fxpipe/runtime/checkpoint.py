@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +45,7 @@ from fxpipe.runtime.ambient import is_traced
 from fxpipe.runtime.dependency import gate
 from fxpipe.runtime.op_log import OpLog, compared
 from fxpipe.runtime.random import GeneratorState
+from fxpipe.runtime.streams import beside, current, on
 from fxpipe.runtime.surroundings import Surroundings, module_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -591,20 +591,35 @@ def checkpoint(
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handle: Handle, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, handle: Handle, computing: list[torch.Stream], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.handle = handle
+        ctx.handle, ctx.computing = handle, computing
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.handle.recompute()
-        return (None, *grads)
+        with on(*ctx.computing):
+            ctx.handle.recompute()
+        return (None, None, *grads)
 
 
 def recompute(values: Any, handle: Handle | None) -> Any:
     """The values, unchanged. When the backward reaches them, the checkpointed call is run again,
-    ahead of its own backward."""
+    ahead of its own backward.
+
+    It runs on the streams on which it ran before. These do not wait for the gradients, which may
+    still be on their way.
+    """
     if handle is None:
         return values
-    return gate(values, partial(_Recompute.apply, handle))
+
+    def ahead(*tensors: Tensor) -> tuple[Tensor, ...]:
+        devices = [tensor.device for tensor in tensors]
+        computing = current(devices)
+        with beside(devices):
+            outputs: tuple[Tensor, ...] = _Recompute.apply(handle, computing, *tensors)  # type: ignore[no-untyped-call]
+        return outputs
+
+    return gate(values, ahead)

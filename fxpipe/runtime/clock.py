@@ -1,14 +1,21 @@
 """The times at which lanes run their nodes: a stopwatch for each lane, on the clock of its device.
 
 On the CPU the host's clock is used. On an accelerator the host only launches work, so events are
-recorded on the lane's stream, and their times are read once the device has done the work.
+recorded on the lane's stream, and their times are read when the run has ended::
+
+    caller       waits for the devices ─ begin                                   reads the times
+    stream 0                               •event  •event [ node ] •event  ...
+    stream 1                               •event        •event [ node ] •event  ...
+
+No lane waits for its device while it is measured: its host thread would launch work later than it
+does otherwise, and so would other lanes on the same device.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -30,37 +37,30 @@ class Mark:
 
 
 class Stopwatch:
-    """Takes the times of one lane. ``begin``: when the run began, by ``time.perf_counter()``."""
+    """Takes the times of one lane.
 
-    def __init__(self, lane: int, device: torch.device, begin: float) -> None:
+    Args:
+        stream: where the lane computes; None for the CPU.
+        begin: when the run began: an event of the stream's device, or by ``time.perf_counter()``.
+    """
+
+    def __init__(self, lane: int, stream: torch.Stream | None, begin: Any) -> None:
         self.lane = lane
-        self._stream = stream(stream_name(device, COMPUTE))
+        self._stream = stream
+        self._begin = begin
         self._taken: list[tuple[fx.Node, Any, Any]] = []
-        self._begin: Any = begin
-        self._offset = 0.0
-        if self._stream is not None:
-            torch.accelerator.synchronize(device)
-            self._offset = time.perf_counter() - begin
-            self._begin = self._now()
-
-    def _now(self) -> Any:
-        if self._stream is None:
-            return time.perf_counter()
-        event = torch.Event(self._stream.device, enable_timing=True)
-        event.record(self._stream)
-        return event
 
     def time(self, node: fx.Node, run: Callable[[], T]) -> T:
         """Call ``run()``, note its start and end for the node, and return its result."""
-        start = self._now()
+        start = _now(self._stream)
         value = run()
-        self._taken.append((node, start, self._now()))
+        self._taken.append((node, start, _now(self._stream)))
         return value
 
     def marks(self) -> list[Mark]:
         """The marks of all calls that were timed. Waits until the device has done them."""
         if self._stream is not None:
-            torch.accelerator.synchronize(self._stream.device)
+            self._stream.synchronize()
         return [
             Mark(self.lane, node, self._since(start), self._since(end))
             for node, start, end in self._taken
@@ -70,16 +70,42 @@ class Stopwatch:
         if self._stream is None:
             seconds: float = moment - self._begin
             return seconds
-        return self._offset + float(self._begin.elapsed_time(moment)) / 1e3
+        return float(self._begin.elapsed_time(moment)) / 1e3
 
 
-@dataclass
+def _now(stream: torch.Stream | None) -> Any:
+    if stream is None:
+        return time.perf_counter()
+    event = torch.Event(stream.device, enable_timing=True)
+    event.record(stream)
+    return event
+
+
 class Record:
-    """The marks of one run of a program, from all lanes."""
+    """The times of one run of a program, from all lanes."""
 
-    marks: list[Mark] = field(default_factory=list)
-    begin: float = field(default_factory=time.perf_counter)
+    def __init__(self) -> None:
+        self._stopwatches: list[Stopwatch] = []
+        self._events: dict[torch.device, torch.Event] = {}
+        self._begin = time.perf_counter()
+
+    def begin(self, streams: Iterable[torch.Stream]) -> None:
+        """The run begins, on these streams, once they have done what they were given before."""
+        streams = list(streams)
+        for each in streams:
+            each.synchronize()
+        self._begin = time.perf_counter()
+        self._events = {each.device: _now(each) for each in streams}
 
     def stopwatch(self, lane: int, device: torch.device) -> Stopwatch:
         """A stopwatch for a lane. It has to be made in the lane's thread, whose stream it uses."""
-        return Stopwatch(lane, device, self.begin)
+        computing = stream(stream_name(device, COMPUTE))
+        begin = self._begin if computing is None else self._events[computing.device]
+        stopwatch = Stopwatch(lane, computing, begin)
+        self._stopwatches.append(stopwatch)
+        return stopwatch
+
+    @property
+    def marks(self) -> list[Mark]:
+        """When each lane started and ended each node. Waits until the devices are done."""
+        return [mark for stopwatch in self._stopwatches for mark in stopwatch.marks()]

@@ -16,6 +16,9 @@ Models", 2020, section 3.1). Here both work on several values at once, which mak
 *gate* too: nothing passes backwards before all gradients have arrived, so that a stage's gradients
 are summed in one order, whatever the threads do.
 
+Nothing is computed here, so that the stream on which stages compute need not wait for gradients to
+pass through: the nodes are made on a stream aside (:func:`fxpipe.runtime.streams.beside`).
+
 Values may be nested in any pytree; portals are pytrees of one phony, so a gate orders them as well.
 """
 
@@ -29,7 +32,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir._torch import pytree
-from fxpipe.runtime.streams import pass_on
+from fxpipe.runtime.streams import beside, pass_on
 
 
 def carries_gradient(value: object) -> bool:
@@ -94,7 +97,8 @@ def fork(values: Any) -> tuple[Any, Tensor]:
 
     def apply(*tensors: Tensor) -> tuple[Tensor, ...]:
         nonlocal phony
-        phony, *rest = _Fork.apply(*tensors)  # type: ignore[no-untyped-call]
+        with beside(tensor.device for tensor in tensors):
+            phony, *rest = _Fork.apply(*tensors)  # type: ignore[no-untyped-call]
         return tuple(rest)
 
     values = gate(values, apply)
@@ -105,4 +109,10 @@ def join(values: Any, phony: Tensor) -> Any:
     """Merge a phony into values. Returns the values, whose backward comes before the phony's."""
     if not carries_gradient(phony):
         return values
-    return gate(values, lambda *tensors: _Join.apply(phony, *tensors))  # type: ignore[no-untyped-call]
+
+    def apply(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with beside(tensor.device for tensor in tensors):
+            joined: tuple[Tensor, ...] = _Join.apply(phony, *tensors)  # type: ignore[no-untyped-call]
+        return joined
+
+    return gate(values, apply)

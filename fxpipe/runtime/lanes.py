@@ -34,7 +34,7 @@ from fxpipe.ir.graph import DEVICE
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.clock import Record, Stopwatch
 from fxpipe.runtime.program import CALLER, Env, Instruction, Program
-from fxpipe.runtime.streams import HandOver, current, handed_over, has_streams, on
+from fxpipe.runtime.streams import HandOver, current, handed_over, has_streams, is_captured, on
 
 CPU = torch.device("cpu")
 Job = Callable[[], None]
@@ -159,7 +159,6 @@ class _Run:
                 else:
                     stopwatch = self.record.stopwatch(lane, taking.device)
                     self.execute(lane, instructions, {}, stopwatch)
-                    self.record.marks += stopwatch.marks()
         except _Dropped:
             pass
         except BaseException as error:
@@ -222,8 +221,6 @@ def run_inline(program: Program, values: Sequence[Any], record: Record | None = 
                 stopwatch.time(instruction.node, run)
         for node in instruction.forgets:
             env.pop(node, None)
-    if record is not None and stopwatch is not None:
-        record.marks += stopwatch.marks()
     return env[program.output]
 
 
@@ -249,13 +246,21 @@ class Lanes:
             record: if given, gets the start and end of each instruction that a lane runs.
 
         Returns the value of the program's output. Raises the first error of an instruction, after
-        all lanes have ended their parts of the run.
+        all lanes have ended their parts of the run; and RuntimeError while a graph is captured.
         """
+        if (captured := next(filter(is_captured, self._devices), None)) is not None:
+            raise RuntimeError(
+                f"the pipeline was called while a graph is captured on {captured}, which cannot "
+                "record it: its lanes are threads of the host with streams of their own; call it "
+                "outside of the capture"
+            )
         self._start()
         run = _Run(list(program.lanes), record)
         ambient = Ambient.here()
         given = [value.device for value in values if isinstance(value, Tensor)]
         streams = current([*self._devices, *given])
+        if record is not None:
+            record.begin(streams)
         hand_over = HandOver(streams)
         taking = [_Taking(device, streams, hand_over) for device in self._devices]
         lanes = [lane for lane in program.lanes if lane != CALLER]

@@ -54,6 +54,15 @@ def has_streams(device: torch.device | None) -> bool:
     return device is not None and accelerator is not None and device.type == accelerator.type
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether what this thread launches on the device is recorded for a graph (of CUDA, say),
+    instead of being done."""
+    if not has_streams(device):
+        return False
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
+
+
 def stream(name: str) -> torch.Stream | None:
     """The stream of that name: the one on which this thread computes on the name's device.
 
@@ -82,6 +91,21 @@ def _link(source: torch.device, target: torch.device, of_inputs: bool) -> Ends:
     ends = (device if has_streams(device) else None for device in (source, target))
     one, other = (None if device is None else torch.Stream(device) for device in ends)
     return one, other
+
+
+def beside(devices: Iterable[torch.device]) -> Any:
+    """A context in which autograd nodes are made that must not hold up what is computed.
+
+    The engine lets the stream on which a node was made wait for the gradients that the node gets,
+    before its backward. So that the compute stream need not wait for them, such a node is made on
+    a stream aside, on which nothing is computed.
+    """
+    return on(*(_aside(device) for device in dict.fromkeys(devices) if has_streams(device)))
+
+
+@cache
+def _aside(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
 
 
 def current(devices: Iterable[torch.device]) -> list[torch.Stream]:

@@ -160,4 +160,4 @@ def test_memory_depends_on_the_schedule_and_not_on_how_many_micro_batches_there_
     # A lane may free a value, which another lane has made, somewhat sooner or later.
     for chunks in 16, 32:
         assert peaks[chunks] == pytest.approx(peaks[8], abs=2.0)
-    assert max(peaks[8]) <= 3 * LANES, "a few at a time"
+    assert max(peaks[8]) <= 4 * LANES, "a few at a time"

@@ -289,6 +289,17 @@ def test_a_stage_runs_with_its_device_as_the_current_one(checkpoint, chunks):
     assert torch.accelerator.current_device_index() == 0
 
 
+def test_a_pipeline_is_not_captured_in_a_graph(monkeypatch):
+    x = torch.randn(BATCH, 12)
+    with fxpipe.compile(MLP(depth=4), FOUR[:2], chunks=2) as pipe:
+        pipe(x)
+        with monkeypatch.context() as capturing:
+            capturing.setattr(torch.sim, "is_current_stream_capturing", lambda: True, raising=False)
+            with pytest.raises(RuntimeError, match="while a graph is captured on sim:0"):
+                pipe(x)
+        pipe(x)
+
+
 def test_stages_may_share_a_device():
     make, inputs = MODELS["unet"]
     model, x, target = make(), inputs(BATCH), torch.randn(BATCH)

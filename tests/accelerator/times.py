@@ -6,6 +6,8 @@ row, so that with free copies the ideal of gpipe and 1F1B is (micro-batches + st
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -18,12 +20,17 @@ CHUNKS = 8
 
 
 class Work(torch.autograd.Function):
+    """Needs its result in the backward, as most functions need something."""
+
     @staticmethod
     def forward(ctx, x):
-        return torch.ops.sim.work(x, 1.0)
+        done = torch.ops.sim.work(x, 1.0)
+        ctx.save_for_backward(done)
+        return done
 
     @staticmethod
     def backward(ctx, grad):
+        assert ctx.saved_tensors
         return torch.ops.sim.work(grad, 2.0)
 
 
@@ -50,9 +57,12 @@ class Chain(nn.Module):
         return x
 
 
-def step_takes(schedule, lanes=4, where="sim:0", copy_s=0.0, masked=False, run="step"):
-    """The makespan of a training step, the second one: caches are then filled."""
-    devices = [f"sim:{i}" for i in range(lanes)]
+def step_takes(
+    schedule, lanes=4, where="sim:0", copy_s=0.0, masked=False, run="step", on=None, **options
+):
+    """The makespan of a training step, the second one: caches are then filled. Or of one that is
+    measured, as the pipeline has measured it."""
+    devices = [f"sim:{i}" for i in range(on or lanes)] * (lanes // (on or lanes))
     speed = Speed(link_bytes_per_s=4 * WIDTH / copy_s if copy_s else 0.0)
     inputs = (torch.randn(CHUNKS, WIDTH, device=where),)
     if masked:
@@ -71,8 +81,11 @@ def step_takes(schedule, lanes=4, where="sim:0", copy_s=0.0, masked=False, run="
             schedule=schedule,
             loss_fn=loss_fn,
             partition=[f"stages.{i}" for i in range(1, lanes)],
+            **options,
         ) as pipe,
     ):
+        if run == "measure":
+            return pipe.measure(*inputs, target=target, rounds=1).makespan
         for _ in range(2):
             torch.accelerator.synchronize()
             begin(speed)
@@ -107,3 +120,23 @@ def test_copies_that_take_time_are_hidden_but_where_the_pipeline_fills_and_drain
 
 def test_a_backward_of_ones_own_takes_as_long_as_gpipe():
     assert step_takes("gpipe", run="backward") == pytest.approx((CHUNKS + 4 - 1) * 3)
+
+
+@pytest.mark.parametrize("run", ["step", "backward"])
+def test_a_stage_is_run_again_while_its_gradient_is_on_its_way(run):
+    took = step_takes("gpipe", run=run, checkpoint="always")
+    forwards, on_the_last_device, others = CHUNKS + 4 - 1, CHUNKS * (1 + 2), 3 * 2
+    assert took == pytest.approx(forwards + on_the_last_device + others)
+
+
+def test_lanes_are_measured_without_being_held_up(monkeypatch):
+    synchronize, waited = torch.accelerator.synchronize, []
+
+    def noted(*args):
+        waited.append(threading.current_thread().name)
+        synchronize(*args)
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", noted)
+    assert step_takes("1f1b", run="measure") == pytest.approx((CHUNKS + 4 - 1) * 3, rel=1e-3)
+    step_takes("1f1b", run="measure", on=2)
+    assert not [name for name in waited if name.startswith("fxpipe-lane")]
