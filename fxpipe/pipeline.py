@@ -355,8 +355,20 @@ class Pipeline(ModelProxy):
     @property
     def guards(self) -> Guards:
         """The guards of the last call's graphs: the conditions under which these serve a call. A
-        call for which they do not hold is compiled anew. ``print`` shows them in words."""
+        call for which they do not hold is compiled anew. ``print`` shows them in words, and
+        ``guards.failure(x)`` says which of them a call fails, and how."""
         return self._views.guards
+
+    @property
+    def all_guards(self) -> list[Guards]:
+        """The guards of every program that is kept for later calls, the oldest first: there is one
+        for each kind of call that has been compiled."""
+        return self._views.all_guards
+
+    @property
+    def front_end(self) -> str:
+        """What has traced the model for the last call: "symbolic", "export", or "custom"."""
+        return self._views.front_end
 
     def draw(
         self, level: str = "pipeline", *, stage: int | None = None, microbatch: int | None = None

@@ -16,7 +16,7 @@ import passes
 from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compiled import Mode, Unrolled
-from fxpipe.compiler.guards import ANY_SHAPES, ANY_SIZE, ONE_SIZE, Guards
+from fxpipe.compiler.guards import ANY_SHAPES, ANY_SIZE, ONE_SIZE, Call, Guards
 from fxpipe.compiler.history import History, name_of
 from fxpipe.compiler.layout import CutAlike, Layout
 from fxpipe.compiler.loss import Loss, Target
@@ -197,7 +197,9 @@ class Compiler:
         if found is not None:
             return found
         dims = known_dims(self.model, args, kwargs, self.options.in_dims)
-        mode = None if dims is None else self.cache.mode(args, kwargs, dims)
+        mode = None
+        if dims is not None:
+            mode = self.cache.mode(Call(self.model, args, kwargs, dims))
         mode = mode or self._new(args, kwargs)
         values = mode.traced.bind(args, kwargs)
         self.cache.remember(args, kwargs, mode, values)
@@ -213,11 +215,12 @@ class Compiler:
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             meaning = self._meaning(some, named)
-            mode = self.cache.mode(args, kwargs, meaning.in_dims)
+            call = Call(self.model, args, kwargs, meaning.in_dims)
+            mode = self.cache.mode(call)
             if mode is not None:  # it fits the batch dimensions that the check has just found
                 return mode
-            mode = self._compile(some, named, meaning)
-        return self.cache.learn(args, kwargs, mode)
+            mode = self._compile(some, named, meaning, call)
+        return self.cache.learn(mode)
 
     def _meaning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
         """What the batch is in this call (the batch dimensions of its inputs and outputs), checked
@@ -256,21 +259,31 @@ class Compiler:
         args, kwargs = map_tensors(brought, inputs)
         return args, kwargs
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Meaning) -> Mode:
+    def _compile(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Meaning, call: Call
+    ) -> Mode:
         """Compile the model for batches of any size. Where it cannot be traced for any size, it is
-        compiled for the size of this batch only."""
+        compiled for the size of this batch only.
+
+        ``call`` is the call as the user has made it, for which the guards are.
+        """
         if meaning.one_row_only:
-            return self._compiled(args, kwargs, meaning, 1)
+            return self._compiled(args, kwargs, meaning, call, 1)
         try:
-            return self._compiled(args, kwargs, meaning)
+            return self._compiled(args, kwargs, meaning, call)
         except AnotherStrategy as error:
-            mode = self._of_one_size(args, kwargs, meaning, error)
+            mode = self._of_one_size(args, kwargs, meaning, call, error)
             if mode is None:
                 raise
             return mode
 
     def _of_one_size(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Meaning, why: AnotherStrategy
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        meaning: Meaning,
+        call: Call,
+        why: AnotherStrategy,
     ) -> Mode | None:
         """A mode for this batch size only, with micro-batches of equal size; None if the model
         cannot be compiled that way either."""
@@ -278,7 +291,8 @@ class Compiler:
         if not batch or not isinstance(why, TraceError) or isinstance(why, Unsupported):
             return None
         try:
-            return self._compiled(args, kwargs, meaning, self.options.even_chunks_for(batch))
+            chunks = self.options.even_chunks_for(batch)
+            return self._compiled(args, kwargs, meaning, call, chunks)
         except AnotherStrategy:  # the caller raises ``why`` then, which says more
             return None
 
@@ -287,6 +301,7 @@ class Compiler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         meaning: Meaning,
+        call: Call,
         chunks: int | None = None,
     ) -> Mode:
         """Compile the model up to the stage graph, and move its stages to their devices.
@@ -316,8 +331,11 @@ class Compiler:
             in_dims=dims,
             out_dims=prepared.out_dims,
             example=Sample.of(args, kwargs, dims, batch),
-            guards=self._guards(
-                prepared.traced, Premises(self.model, _but_for_states(reads)), chunks
+            guards=Guards(
+                call,
+                _kind(prepared.traced, chunks),
+                Premises(self.model, _but_for_states(reads)),
+                prepared.traced.largest_batch,
             ),
             chunks=chunks,
             notes=meaning.notes,
@@ -331,13 +349,6 @@ class Compiler:
         for gm, device in zip(stages_of(stage_graph), options.devices, strict=True):
             mode.bindings += bindings(gm, self.model, device)
         return mode
-
-    def _guards(self, traced: Traced, premises: Premises, chunks: int | None) -> Guards:
-        """The guards of a compiled program. ``chunks`` is None unless the program is for one batch
-        size only."""
-        kind = ANY_SHAPES if traced.front_end == "symbolic" else ANY_SIZE
-        kind = kind if chunks is None else ONE_SIZE
-        return Guards(self.model, kind, [premises], traced.largest_batch)
 
     def _traced(
         self,
@@ -447,6 +458,14 @@ class Compiler:
 
 def _without_values(tensor: Tensor) -> Tensor:
     return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
+def _kind(traced: Traced, chunks: int | None) -> str:
+    """For which sizes of inputs a program is right. ``chunks`` is None unless it is for one batch
+    size only."""
+    if chunks is not None:
+        return ONE_SIZE
+    return ANY_SHAPES if traced.front_end == "symbolic" else ANY_SIZE
 
 
 def _but_for_states(reads: Reads) -> Reads:

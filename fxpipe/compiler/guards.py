@@ -1,33 +1,42 @@
-"""Guards: the conditions under which a compiled program may serve a call. Where they do not hold,
+"""Guards: the conditions under which a compiled program may serve a call. Where one does not hold,
 the call is compiled anew.
 
 ::
 
     compiled for x: float32 [*, 3, 64, 64], train, no autocast, attributes head.scale = 3
 
-    guards on the call     the structure of the arguments; the values of those that are no tensors;
-                           the sizes and dtypes that the graph has as constants; autocast
-    guards on the model    its modules, their training flags, and whether they have hooks; the
-                           shapes of its parameters; the attributes that its forward has read
+    guards on the call     arguments    which are given, and how they are nested
+                           shape        dtype and sizes of a tensor; sizes that may vary are "*"
+                           constant     an argument that is no tensor
+                           rows         the largest batch for which the graph is right
+                           autocast     the dtype on each kind of device
+    guards on the model    modules      the modules, their training flags, and which have hooks
+                           state        the shapes of parameters, the attributes that were read
 
-The program of a call is looked up in two ways. The signature of the call, which takes microseconds,
-finds the program that has served an equal call. If there is none, the full key finds a program
-that was compiled for a call of another signature, where the difference does not matter. In both
-cases the attributes of the model are then compared with what they were at compile time.
+All guards of a program are one list. :meth:`Guards.failure` goes through it and says which guard
+fails first, and how: ``shape of x: (8, 4) → (8, 6)``.
+
+Guards on the call look at nothing but what :func:`signature` has of it. So a program that has
+served a call serves each call of equal signature, as long as its guards on the model hold.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.hooks import has_hooks
-from fxpipe.ir.structure import Structure, leaves
-from fxpipe.trace import InputKey, autocast_of, bound_arguments, input_key
+from fxpipe.ir.structure import Structure, is_opened, leaves
+from fxpipe.meaning.sample import batch_size
+from fxpipe.trace import bound_arguments
 from fxpipe.trace.premises import Attribute, Premises
 
 ANY_SHAPES, ANY_SIZE, ONE_SIZE = KINDS = "any shapes", "any batch size", "one batch size"
@@ -38,137 +47,359 @@ micro-batch is for batches of one size only."""
 SHOWN = 8  # the most attributes, or names of modules, that are printed
 
 
-class CallKey(NamedTuple):
-    """The key of a call in the cache: calls that one program serves have equal keys."""
-
-    kind: str
-    inputs: InputKey
-    dims: tuple[int | None, ...]
-
-    @staticmethod
-    def of(
-        model: nn.Module,
-        kind: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dims: Sequence[int | None],
-    ) -> CallKey:
-        """The key of a call for programs of a kind.
-
-        ``dims``: for each tensor of the call its batch dimension, or None.
-        """
-        varying = [None] * len(dims) if kind == ONE_SIZE else dims
-        shapes = kind != ANY_SHAPES
-        inputs = input_key(model, args, kwargs, batch_dims=varying, shapes=shapes)
-        return CallKey(kind, inputs, tuple(dims))
-
-    @property
-    def but_for_constants(self) -> CallKey:
-        """The key without the arguments that are no tensors: calls that differ in these alone have
-        an equal one."""
-        return self._replace(inputs=self.inputs._replace(constants=()))
-
-
-@dataclass
-class Guards:
-    """The guards of one compiled program. ``str`` of them says what it has been compiled for.
+class Call:
+    """A call of a model, taken apart for the guards, as far as they ask.
 
     Args:
-        model: the model that has been compiled.
-        kind: one of :data:`KINDS`.
-        premises: the states of the model's attributes and parameters for which the program is
-            right; the model has to be in one of them.
-        largest_batch: the largest number of rows for which the graph is right.
+        dims: for each tensor of the call its batch dimension, or None. None in place of them all:
+            as in the call that a program has been compiled for.
     """
 
-    model: nn.Module
-    kind: str
-    premises: list[Premises]
-    largest_batch: int
-    key: CallKey | None = None
-    inputs: tuple[str, ...] = ()
-    constants: tuple[str, ...] = ()
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: Sequence[int | None] | None = None,
+    ) -> None:
+        self.model, self.args, self.kwargs, self.dims = model, args, kwargs, dims
 
-    def learn(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Sequence[int | None]
-    ) -> CallKey:
-        """Add the guards on the call that the program has been compiled for; returns its key."""
-        arguments = dict(bound_arguments(self.model, args, kwargs).arguments)
-        tensors, structure = Structure.of(arguments)
-        self.key = CallKey.of(self.model, self.kind, args, kwargs, dims)
-        self.inputs = tuple(
-            f"{path.removeprefix('.')}: {self._sizes(tensor, dim)}"
-            for path, tensor, dim in zip(structure.paths(), tensors, dims, strict=True)
-        )
-        self.constants = tuple(
-            f"{path.removeprefix('.')} = {reprlib.repr(value)}"
-            for path, value in leaves(arguments)
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name. Raises TypeError for those that the model does not take."""
+        return dict(bound_arguments(self.model, self.args, self.kwargs).arguments)
+
+    @cached_property
+    def _taken_apart(self) -> tuple[list[Any], Structure]:
+        return Structure.of(self.arguments)
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The tensors among the arguments, in order."""
+        return self._taken_apart[0]
+
+    @property
+    def paths(self) -> list[str]:
+        """The path of each tensor, such as ``past.layers[0].keys``."""
+        return [path.removeprefix(".") for path in self._taken_apart[1].paths()]
+
+    @cached_property
+    def _flat(self) -> tuple[list[Any], Any]:
+        return pytree.tree_flatten(self.arguments)
+
+    @cached_property
+    def _leaves(self) -> list[list[tuple[str, Any]]]:
+        """The leaves of each part of the arguments: a part is an object that pytree does not know,
+        or a leaf itself."""
+        return [list(leaves(part)) for part in self._flat[0]]
+
+    @cached_property
+    def constants(self) -> list[Any]:
+        """The arguments, and parts of arguments, that are no tensors."""
+        return [
+            value for part in self._leaves for _, value in part if not isinstance(value, Tensor)
+        ]
+
+    @property
+    def paths_of_constants(self) -> list[str]:
+        """The path of each of these, such as ``batch.names[1]``."""
+        return [
+            path.removeprefix(".")
+            for path, value in leaves(self.arguments)
             if not isinstance(value, Tensor)
-        )
-        return self.key
+        ]
 
-    def hold(self) -> bool:
-        """Whether the model's attributes and the shapes of its parameters are as they were at
-        compile time, or in another state for which the program is right."""
+    @cached_property
+    def built(self) -> Hashable:
+        """How the arguments are nested, and where tensors are among them."""
+        parts, spec = self._flat
+        kinds = tuple(type(part) if is_opened(part) else None for part in parts)
+        places = tuple(
+            (path, isinstance(value, Tensor)) for part in self._leaves for path, value in part
+        )
+        return spec, kinds, places
+
+    @property
+    def autocast(self) -> tuple[torch.dtype | None, ...]:
+        """The autocast dtype, or None, of each kind of device that tensors are on."""
+        return autocast_of(self.tensors)
+
+
+def autocast_of(tensors: Sequence[Tensor]) -> tuple[torch.dtype | None, ...]:
+    """The autocast dtype, or None, of each kind of device that the tensors are on."""
+    return tuple(
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in sorted({tensor.device.type for tensor in tensors} - {"meta"})
+    )
+
+
+class Guard(Protocol):
+    """One condition. ``str`` of it says what is expected, in words; "" where that says nothing."""
+
+    kind: ClassVar[str]
+
+    def holds(self, call: Call) -> bool:
+        """Whether the condition holds for a call, if all guards ahead of this one do."""
+
+    def failure(self, call: Call) -> str:
+        """What was expected and what there is, where the condition does not hold."""
+
+
+# ------------------------------------------------------------------------------ guards on the call
+
+
+@dataclass(frozen=True)
+class ArgumentsGuard:
+    """The arguments that are given, how they are nested, and which of them are tensors."""
+
+    kind: ClassVar[str] = "arguments"
+    built: Hashable
+    names: tuple[str, ...]
+
+    def holds(self, call: Call) -> bool:
+        return self.built == call.built
+
+    def failure(self, call: Call) -> str:
+        now = tuple(call.arguments)
+        if now != self.names:
+            return f"arguments: {', '.join(self.names)} → {', '.join(now)}"
+        return f"arguments: {', '.join(now)} are built otherwise"
+
+    def __str__(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class ShapeGuard:
+    """The dtype, the sizes and the batch dimension of a tensor.
+
+    ``sizes`` has None for a size that may vary; ``dtype`` and ``sizes`` are None where the graph
+    has none of them as a constant.
+    """
+
+    kind: ClassVar[str] = "shape"
+    place: int  # among the tensors of the call
+    path: str
+    dim: int | None
+    dtype: torch.dtype | None
+    sizes: tuple[int | None, ...] | None
+    example: str = field(compare=False)
+    shape: tuple[int, ...] = field(compare=False)
+
+    @staticmethod
+    def of(place: int, path: str, tensor: Tensor, dim: int | None, kind: str) -> ShapeGuard:
+        """The guard on a tensor of a call, for a program of a kind."""
+        shape = tuple(tensor.shape)
+        varies = None if kind == ONE_SIZE else dim
+        sizes = tuple(None if i == varies else n for i, n in enumerate(shape))
+        example = f"{_dtype(tensor.dtype)} {_sizes(sizes)}"
+        if kind == ANY_SHAPES:
+            return ShapeGuard(place, path, dim, None, None, example, shape)
+        return ShapeGuard(place, path, dim, tensor.dtype, sizes, example, shape)
+
+    def holds(self, call: Call) -> bool:
+        if call.dims is not None and call.dims[self.place] != self.dim:
+            return False
+        if self.sizes is None:
+            return True
+        tensor = call.tensors[self.place]
+        return (
+            tensor.dtype == self.dtype
+            and len(tensor.shape) == len(self.sizes)
+            and all(n in (None, m) for n, m in zip(self.sizes, tensor.shape, strict=True))
+        )
+
+    def failure(self, call: Call) -> str:
+        tensor = call.tensors[self.place]
+        if call.dims is not None and call.dims[self.place] != self.dim:
+            return f"batch dimension of {self.path}: {self.dim} → {call.dims[self.place]}"
+        if tensor.dtype != self.dtype and self.dtype is not None:
+            return f"dtype of {self.path}: {_dtype(self.dtype)} → {_dtype(tensor.dtype)}"
+        return f"shape of {self.path}: {self.shape} → {tuple(tensor.shape)}"
+
+    def __str__(self) -> str:
+        such_as = "any dtype and shape, such as " if self.sizes is None else ""
+        return f"{self.path}: {such_as}{self.example}"
+
+
+@dataclass(frozen=True)
+class ConstantGuard:
+    """An argument that is no tensor, and so is a constant of the graph."""
+
+    kind: ClassVar[str] = "constant"
+    place: int  # among the constants of the call
+    path: str
+    value: Hashable  # with its type: 1 == 1.0 == True
+    shown: str = field(compare=False)
+
+    @staticmethod
+    def of(place: int, path: str, value: Any) -> ConstantGuard:
+        """The guard on an argument of a call."""
+        return ConstantGuard(place, path, _constant(value), reprlib.repr(value))
+
+    def holds(self, call: Call) -> bool:
+        return _constant(call.constants[self.place]) == self.value
+
+    def failure(self, call: Call) -> str:
+        return f"{self.path}: {self.shown} → {reprlib.repr(call.constants[self.place])}"
+
+    def __str__(self) -> str:
+        return f"{self.path} = {self.shown}"
+
+
+def _constant(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), repr(value)
+    return type(value), value
+
+
+@dataclass(frozen=True)
+class RowsGuard:
+    """The largest batch for which the graph is right: on a larger one the model takes another
+    branch, which is not in the graph."""
+
+    kind: ClassVar[str] = "rows"
+    most: int
+    dims: tuple[int | None, ...]
+
+    def _rows(self, call: Call) -> int:
+        return batch_size(call.tensors, self.dims) or 0
+
+    def holds(self, call: Call) -> bool:
+        return self._rows(call) <= self.most
+
+    def failure(self, call: Call) -> str:
+        return f"rows: at most {self.most} → {self._rows(call)}"
+
+    def __str__(self) -> str:
+        return f"at most {self.most} rows"
+
+
+@dataclass(frozen=True)
+class AutocastGuard:
+    """The autocast dtype, or None, of each kind of device that tensors of the call are on."""
+
+    kind: ClassVar[str] = "autocast"
+    dtypes: tuple[torch.dtype | None, ...]
+
+    def holds(self, call: Call) -> bool:
+        return call.autocast == self.dtypes
+
+    def failure(self, call: Call) -> str:
+        return f"{self} → {AutocastGuard(call.autocast)}"
+
+    def __str__(self) -> str:
+        casts = [_dtype(cast) for cast in self.dtypes if cast]
+        return f"autocast to {', '.join(casts)}" if casts else "no autocast"
+
+
+# ----------------------------------------------------------------------------- guards on the model
+
+
+class ModulesGuard:
+    """The modules of a model, their training flags, and which of them have hooks."""
+
+    kind: ClassVar[str] = "modules"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = [name for name, _ in model.named_modules()]
+        self.modules = [(m, m.training, has_hooks(m)) for m in model.modules()]
+        self.children = [
+            (module._modules, list(module._modules.values()))
+            for module, _, _ in self.modules
+            if module._modules
+        ]
+
+    def holds(self, call: Call | None = None) -> bool:
+        return all(m.training is t and has_hooks(m) is h for m, t, h in self.modules) and all(
+            [*now.values()] == then for now, then in self.children
+        )
+
+    def failure(self, call: Call) -> str:
+        for name, (module, training, hooked) in zip(self.names, self.modules, strict=True):
+            said = name or "the model"
+            if module.training is not training:
+                return f"mode of {said}: {_mode(training)} → {_mode(module.training)}"
+            if has_hooks(module) is not hooked:
+                now = "some → none" if hooked else "none → some"
+                return f"hooks on {said}: {now}"
+        return "modules: some have been added, removed or replaced"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModulesGuard) and self.modules == other.modules
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        _, training, _ = self.modules[0]
+        pairs = list(zip(self.names, self.modules, strict=True))
+        others = [name for name, (_, t, _) in pairs if t is not training]
+        hooked = [name or "the model" for name, (_, _, h) in pairs if h]
+        said = _mode(training) + (f" but for {_listed(others)}" if others else "")
+        return said + (f", hooks on {_listed(hooked)}" if hooked else "")
+
+
+class StateGuard:
+    """The shapes of the model's parameters, and the attributes that its forward has read.
+
+    Args:
+        premises: the states for which the program is right; the model has to be in one of them.
+    """
+
+    kind: ClassVar[str] = "state"
+
+    def __init__(self, model: nn.Module, premises: list[Premises]) -> None:
+        self.model, self.premises = model, premises
+
+    def holds(self, call: Call | None = None) -> bool:
         return any(premises.hold() for premises in self.premises)
 
-    def serve(self, batch: int) -> bool:
-        """Whether the program can serve a call with an equal key and a batch of so many rows."""
-        return batch <= self.largest_batch and self.hold()
+    def failure(self, call: Call) -> str:
+        return self.premises[-1].difference(_paths(self.model))
 
-    def widen(self, other: Guards, free: Iterable[nn.Module]) -> None:
-        """Let these guards hold, too, where the guards of a program hold that computes the same.
+    def broken(self) -> list[Attribute]:
+        """The attributes that have changed since the latest state was noted."""
+        return self.premises[-1].broken()
+
+    def widen(self, other: StateGuard, free: Iterable[nn.Module]) -> None:
+        """Let this guard hold, too, where the guard of a program holds that computes the same.
 
         ``free``: the modules that the graphs call as a whole. They run their own Python, which
         reads their attributes at every call; so those of their attributes that have changed are
-        dropped from the guards. An attribute of any other module stays a guard: although this
+        dropped from the guard. An attribute of any other module stays guarded: although this
         change has made no difference, the next one may.
         """
         modules = set(free)
         changed = {each for p in self.premises for each in p.broken() if each[0] in modules}
         self.premises = [premises.without(changed) for premises in self.premises]
-        if not self.hold():
+        if not any(premises.hold() for premises in self.premises):
             self.premises += [premises.without(changed) for premises in other.premises]
 
-    def _sizes(self, tensor: Tensor, dim: int | None) -> str:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        varies = None if self.kind == ONE_SIZE else dim
-        sizes = ", ".join("*" if i == varies else str(n) for i, n in enumerate(tensor.shape))
-        shown = f"{dtype} [{sizes}]"
-        return f"any dtype and shape, such as {shown}" if self.kind == ANY_SHAPES else shown
-
     def __str__(self) -> str:
-        mode = "train" if self.model.training else "eval"
-        parts = [*self.inputs, *self.constants]
-        if self.key is not None:
-            mode = _mode(self.model, self.key.inputs.modules)
-            casts = [str(cast).removeprefix("torch.") for cast in self.key.inputs.autocast if cast]
-            parts += [mode, f"autocast to {', '.join(casts)}" if casts else "no autocast"]
-        if self.attributes:
-            first = [_said(self.model, each) for each in self.attributes[:SHOWN]]
-            more = len(self.attributes) - SHOWN
-            parts.append(f"attributes {', '.join(first)}" + f" and {more} more" * (more > 0))
-        return f"compiled for {', '.join(parts)}"
-
-    @property
-    def attributes(self) -> list[Attribute]:
-        """The attributes that the program depends on, as pairs of a module and a name."""
-        return self.premises[-1].attributes() if self.premises else []
+        latest, paths = self.premises[-1], _paths(self.model)
+        said = [f"{name} = {value}" for name, value in latest.said(paths)]
+        more = len(said) - SHOWN
+        if not said:
+            return ""
+        return f"attributes {', '.join(said[:SHOWN])}" + f" and {more} more" * (more > 0)
 
 
-def _mode(model: nn.Module, modules: Sequence[tuple[Any, bool, bool]]) -> str:
-    """The mode of a model and the modules with hooks, in words: ``train but for a.b, hooks on
-    c``."""
-    (_, training, _), *_ = modules
-    names = [name for name, _ in model.named_modules()]
-    if len(names) != len(modules):  # modules have been added or removed since
-        return "train" if training else "eval"
-    others = [name for name, (_, t, _) in zip(names, modules, strict=True) if t is not training]
-    hooked = [name or "the model" for name, (*_, h) in zip(names, modules, strict=True) if h]
-    said = "train" if training else "eval"
-    if others:
-        said += f" but for {_listed(others)}"
-    return said + (f", hooks on {_listed(hooked)}" if hooked else "")
+def _paths(model: nn.Module) -> dict[nn.Module, str]:
+    return {module: name for name, module in model.named_modules()}
+
+
+def _mode(training: bool) -> str:
+    return "train" if training else "eval"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sizes(sizes: Iterable[int | None]) -> str:
+    return f"[{', '.join('*' if n is None else str(n) for n in sizes)}]"
 
 
 def _listed(names: list[str]) -> str:
@@ -176,24 +407,87 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _said(model: nn.Module, attribute: Attribute) -> str:
-    """An attribute of a module and its value, in words: ``a.b = 3``."""
-    module, name = attribute
-    path = next((path for path, each in model.named_modules() if each is module), "?")
-    value = reprlib.repr(getattr(module, name, None))
-    return f"{f'{path}.{name}'.removeprefix('.')} = {value}"
+# ------------------------------------------------------------------------------------ all of them
+
+
+class Guards:
+    """The guards of one compiled program. ``str`` of them says what it has been compiled for;
+    iterating gives them one by one, in the order in which they are checked.
+
+    Args:
+        call: the call that the program has been compiled for.
+        kind: one of :data:`KINDS`.
+        premises: the state of the model that the trace depends on.
+        largest_batch: the largest number of rows for which the graph is right.
+    """
+
+    def __init__(self, call: Call, kind: str, premises: Premises, largest_batch: int) -> None:
+        self.model = call.model
+        dims = tuple(call.dims or ())
+        tensors = zip(call.paths, call.tensors, dims, strict=True)
+        constants = zip(call.paths_of_constants, call.constants, strict=True)
+        self.modules = ModulesGuard(call.model)
+        self.state = StateGuard(call.model, [premises])
+        self._all: tuple[Guard, ...] = (
+            ArgumentsGuard(call.built, tuple(call.arguments)),
+            *(ShapeGuard.of(i, *each, kind) for i, each in enumerate(tensors)),
+            *(ConstantGuard.of(i, *each) for i, each in enumerate(constants)),
+            *([RowsGuard(largest_batch, dims)] if largest_batch < sys.maxsize else []),
+            self.modules,
+            AutocastGuard(call.autocast),
+            self.state,
+        )
+
+    def __iter__(self) -> Iterator[Guard]:
+        return iter(self._all)
+
+    def serve(self, call: Call) -> bool:
+        """Whether the program may serve a call: whether all guards hold."""
+        return all(guard.holds(call) for guard in self._all)
+
+    def hold(self) -> bool:
+        """Whether the guards on the model hold: its modules, their modes and hooks, the shapes of
+        its parameters and the attributes that its forward reads."""
+        return self.modules.holds() and self.state.holds()
+
+    def failure(self, *args: Any, **kwargs: Any) -> str:
+        """Which guard a call of the model fails first, and how; "" if the program may serve it.
+
+        >>> pipe.guards.failure(torch.zeros(8, 6))
+        shape of x: (8, 4) → (8, 6)
+        """
+        return self.first_failure(Call(self.model, args, kwargs))
+
+    def first_failure(self, call: Call) -> str:
+        """As :meth:`failure`, for a call that has been taken apart."""
+        return next((guard.failure(call) for guard in self._all if not guard.holds(call)), "")
+
+    def like(self, other: Guards, *but: str) -> bool:
+        """Whether these guards expect what others expect, other than the guards of some kinds."""
+        ours, theirs = (
+            [guard for guard in guards if guard.kind not in but] for guards in (self, other)
+        )
+        return ours == theirs
+
+    @property
+    def constants(self) -> list[ConstantGuard]:
+        """The guards on arguments that are no tensors."""
+        return [guard for guard in self._all if isinstance(guard, ConstantGuard)]
+
+    def __str__(self) -> str:
+        return f"compiled for {', '.join(filter(None, map(str, self._all)))}"
 
 
 # ------------------------------------------------------------------------------- the fast look-up
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """The signature of a call, and the tensors in it. As long as the model has not changed, calls
-    with equal signatures run the same program.
+    """The signature of a call, and the tensors in it. Two calls of equal signature pass the same
+    guards on the call.
 
     Only a call of plain tensors, numbers and strings has a signature, so that the look-up takes
-    less time than the smallest model. For any other call the signature is None, and the full key
-    has to decide.
+    less time than the smallest model. For any other call the signature is None, and every guard is
+    checked.
     """
     parts = [*args, *kwargs.values()]
     tensors = [part for part in parts if type(part) is Tensor]
@@ -207,23 +501,3 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
 
 
 _CONSTANTS = (type(None), bool, int, float, str)
-
-
-class ModelState:
-    """A snapshot of the modules of a model, of their training flags, and of whether they have
-    hooks. Signatures are valid as long as it holds."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.modules = [(m, m.training, has_hooks(m)) for m in model.modules()]
-        self.children = [
-            (module._modules, list(module._modules.values()))
-            for module, _, _ in self.modules
-            if module._modules
-        ]
-
-    def holds(self) -> bool:
-        """Whether the model still has these modules, with these training flags, and with hooks on
-        the same ones."""
-        return all(m.training is t and has_hooks(m) is h for m, t, h in self.modules) and all(
-            [*now.values()] == then for now, then in self.children
-        )

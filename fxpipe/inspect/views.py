@@ -39,13 +39,14 @@ from passes.common.skips import SkipLayout, skip_layout
 
 @dataclass(frozen=True, repr=False)
 class Stage:
-    """A stage: a part of the model, as a graph module, and the device on which it runs. ``cost`` is
-    an estimate for one mini-batch."""
+    """A stage: a part of the model, as a graph module, and the lane and device on which it runs.
+    ``cost`` is an estimate for one mini-batch."""
 
     index: int
     module: fx.GraphModule
     device: torch.device
     cost: Cost
+    lane: int = 0
 
     def __repr__(self) -> str:
         return (
@@ -107,9 +108,15 @@ class Views:
         """The stages, in order."""
         mode, _ = self._runner.last()
         return [
-            Stage(i, module, device, cost)
-            for i, (module, device, cost) in enumerate(
-                zip(stages_of(mode.stage_graph), self._options.devices, mode.costs, strict=True)
+            Stage(i, *each)
+            for i, each in enumerate(
+                zip(
+                    stages_of(mode.stage_graph),
+                    self._options.devices,
+                    mode.costs,
+                    self._options.placement,
+                    strict=True,
+                )
             )
         ]
 
@@ -127,6 +134,16 @@ class Views:
     def guards(self) -> Guards:
         """The guards of the last call's graphs."""
         return self._runner.last()[0].guards
+
+    @property
+    def all_guards(self) -> list[Guards]:
+        """The guards of every program that is kept, the oldest first."""
+        return [mode.guards for mode in self._runner.compiler.cache.modes]
+
+    @property
+    def front_end(self) -> str:
+        """The front end that has traced the model for the last call."""
+        return self._runner.last()[0].traced.front_end
 
     def draw(
         self, level: str = "pipeline", *, stage: int | None = None, microbatch: int | None = None

@@ -40,13 +40,9 @@ from fxpipe.trace.errors import Refused, first_line, may_be_the_models, sentence
 from fxpipe.trace.example import (
     BatchDims,
     Example,
-    InputKey,
     Traced,
-    autocast_of,
     bound_arguments,
     canonical,
-    input_key,
-    varying_constant,
 )
 from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
 from fxpipe.trace.patches import LOCK
@@ -55,20 +51,16 @@ __all__ = [
     "Args",
     "BatchDims",
     "CustomTracer",
-    "InputKey",
     "Kwargs",
     "NeedsValues",
     "TraceError",
     "Traced",
-    "autocast_of",
     "bound_arguments",
     "called",
     "canonical",
-    "input_key",
     "parameters_put_back",
     "trace",
     "untouched",
-    "varying_constant",
 ]
 
 CustomTracer = Callable[[nn.Module, Args, Kwargs], fx.GraphModule]

@@ -7,20 +7,16 @@ import inspect
 import keyword
 import re
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-# The pytree that torch.export and Hugging Face register their types with.
-from fxpipe.ir._torch import pytree
-from fxpipe.ir.hooks import has_hooks
-from fxpipe.ir.structure import Structure, leaves
+from fxpipe.ir.structure import Structure
 from fxpipe.runtime.microbatch import first_rows
 from fxpipe.trace import checkpoints
 from fxpipe.trace.gradients import Projections, has_gradient, history_of, projections
@@ -66,91 +62,6 @@ def canonical(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwarg
     """
     bound = bound_arguments(model, args, kwargs)
     return bound.args, bound.kwargs
-
-
-def autocast_of(tensors: Sequence[Tensor]) -> tuple[torch.dtype | None, ...]:
-    """The autocast dtype, or None, of each kind of device that the tensors are on."""
-    return tuple(
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in sorted({tensor.device.type for tensor in tensors} - {"meta"})
-    )
-
-
-class Same:
-    """Stands for a module in a dictionary key. Two are equal if they stand for the same module.
-
-    The module's ``id`` would not do, as another module may get the same ``id`` once this one is
-    garbage-collected. The module is not kept alive; a key of a module that is gone equals no other.
-    """
-
-    __slots__ = "_hash", "_module"
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._hash = weakref.ref(module), id(module)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
-            return NotImplemented
-        module = self._module()
-        return self is other or (module is not None and module is other._module())
-
-
-class InputKey(NamedTuple):
-    """All that a trace is specialised on: two calls with equal keys may share one trace."""
-
-    spec: Hashable  # the structure of the inputs, as pytree describes it
-    constants: tuple[Hashable, ...]  # the inputs that are no tensors, in the order of the leaves
-    modules: tuple[tuple[Same, bool, bool], ...]  # (module, training flag, whether it has hooks)
-    autocast: tuple[torch.dtype | None, ...]  # the dtype for each kind of device, None if it is off
-    shapes: tuple[Hashable, ...] = ()  # (dtype, sizes) of each tensor, the batch's size left out
-
-
-def input_key(
-    model: nn.Module,
-    args: Args,
-    kwargs: Kwargs,
-    *,
-    batch_dims: BatchDims | None = None,
-    shapes: bool = True,
-) -> InputKey:
-    """All that a trace of this call is specialised on: two calls with equal keys may share one.
-
-    The key has the structure of the inputs, the values of the inputs that are not tensors, every
-    module with its training flag and whether it has hooks, and the autocast state. A trace by
-    ``torch.export`` also depends on the dtypes, and on all sizes except the batch's;
-    ``shapes=False`` leaves these out of the key, which is right for a "symbolic" trace.
-    """
-    inputs = canonical(model, args, kwargs)
-    parts, spec = pytree.tree_flatten(inputs)
-    tensors, _ = Structure.of(inputs)
-    constants = tuple(
-        (path, type(part), _constant_key(leaf)) for part in parts for path, leaf in leaves(part)
-    )
-    modules = tuple((Same(m), m.training, has_hooks(m)) for m in model.modules())
-    key = InputKey(spec, constants, modules, autocast_of(tensors))
-    if not shapes:
-        return key
-    dims = infer_batch_dims(tensors) if batch_dims is None else batch_dims
-    sizes = tuple(_shape_key(t, dim) for t, dim in zip(tensors, dims, strict=True))
-    return key._replace(shapes=sizes)
-
-
-def varying_constant(
-    model: nn.Module, args: Args, kwargs: Kwargs, before: InputKey
-) -> tuple[str, Any] | None:
-    """The first input that is no tensor and differs from the one in an earlier call's key: its path
-    and its value now. None if there is no such input."""
-    now = input_key(model, args, kwargs)
-    arguments = dict(bound_arguments(model, args, kwargs).arguments)
-    for old, new, (path, value) in zip(
-        before.constants, now.constants, leaves(arguments), strict=False
-    ):
-        if old != new:
-            return path.removeprefix("."), value
-    return None
 
 
 def bound_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> inspect.BoundArguments:
@@ -314,23 +225,6 @@ def infer_batch_dims(tensors: Sequence[Tensor]) -> list[int | None]:
     sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.ndim)
     batch = sizes.most_common(1)[0][0] if sizes else None
     return [0 if tensor.ndim and tensor.shape[0] == batch else None for tensor in tensors]
-
-
-def _constant_key(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        return Tensor
-    try:
-        hash(leaf)
-    except TypeError:
-        return type(leaf), repr(leaf)
-    return type(leaf), leaf  # the type as well: 1 == 1.0 == True
-
-
-def _shape_key(tensor: Tensor, batch_dim: int | None) -> Hashable:
-    sizes: list[int | None] = list(tensor.shape)
-    if batch_dim is not None:
-        sizes[batch_dim] = None
-    return tensor.dtype, tuple(sizes)
 
 
 def _identifiers(paths: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import reprlib
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -100,6 +101,21 @@ class Premises:
     def broken(self) -> list[Attribute]:
         """The attributes that have changed since the graph was made."""
         return [(owner.module, name) for owner in self._owners for name in owner.changed()]
+
+    def said(self, paths: Mapping[nn.Module, str]) -> Iterator[tuple[str, str]]:
+        """The attributes that the graph depends on, and the states that they had, in words:
+        ``("head.scale", "3")``. ``paths`` are those of the model's modules."""
+        for owner in self._owners:
+            for name, state in owner.states.items():
+                yield _path(paths, owner.module, name), _said(state)
+
+    def difference(self, paths: Mapping[nn.Module, str]) -> str:
+        """The first thing that has changed since the graph was made, in words:
+        ``head.scale: 3 → 4``. "" if nothing has."""
+        for module, name in self.broken():
+            then = next(o.states[name] for o in self._owners if o.module is module)
+            return _difference(_path(paths, module, name), then, _state(_now(module, name)))
+        return "" if self._shapes_now() == self._shapes else "shapes of parameters have changed"
 
     def without(self, attributes: Collection[Attribute]) -> Premises:
         """The same premises, less these attributes, which have turned out not to matter."""
@@ -204,6 +220,49 @@ def _state(value: Any, depth: int = 2) -> Any:
         if not callable(value) and len(parts := getattr(value, "__dict__", ())) <= _MANY:
             return _Is(value), [(key, _state(parts[key], depth - 1)) for key in parts]
     return _Is(value)
+
+
+def _path(paths: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:
+    return f"{paths.get(module, '?')}.{name}".removeprefix(".")
+
+
+def _said(state: Any) -> str:
+    """What a value was that had this state, in words."""
+    if isinstance(state, _Is):
+        return reprlib.repr(state.value)
+    kind, value = state
+    if isinstance(kind, _Is):
+        return reprlib.repr(kind.value)
+    if issubclass(kind, Mapping):
+        return reprlib.repr({key: _Word(_said(each)) for key, each in value})
+    if issubclass(kind, list | tuple):
+        return reprlib.repr([_Word(_said(each)) for each in value])
+    return reprlib.repr(value)
+
+
+class _Word(str):
+    """Text that is shown without quotation marks."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _difference(path: str, then: Any, now: Any) -> str:
+    """The first difference between two states, at the part of the value where it is."""
+    if isinstance(then, tuple) and isinstance(now, tuple) and then[0] == now[0]:
+        parts, others = then[1], now[1]
+        if isinstance(parts, list) and len(parts) == len(others):
+            for i, (part, other) in enumerate(zip(parts, others, strict=True)):
+                if part == other:
+                    continue
+                if isinstance(then[0], _Is) and part[0] == other[0]:
+                    return _difference(f"{path}.{part[0]}", part[1], other[1])
+                if not isinstance(then[0], _Is) and not issubclass(then[0], Mapping):
+                    return _difference(f"{path}[{i}]", part, other)
+                if part[0] == other[0]:
+                    return _difference(f"{path}[{part[0]!r}]", part[1], other[1])
+                break
+    return f"{path}: {_said(then)} → {_said(now)}"
 
 
 # ----------------------------------------------------------------- whether graphs compute the same

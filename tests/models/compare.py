@@ -82,9 +82,8 @@ def compare(entry: Entry, training: bool, checkpoint: str) -> Result:
             actual = run_step(model, lambda: [pipe(**inputs)])
             plain = build(entry, training)
             expected = run_step(plain, lambda: [plain(**part) for part in micro_batches(inputs)])
-            mode, _ = pipe._runner.last()
             return Result(
-                front_end=mode.traced.front_end,
+                front_end=pipe.front_end,
                 nodes=len(pipe.model_graph.graph.nodes),
                 skips=len(pipe.skip_layout.skips),
                 difference=difference(expected, actual),

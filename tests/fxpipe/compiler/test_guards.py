@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+
+import pytest
 import torch
 from torch import nn
 
@@ -83,3 +86,156 @@ def test_a_call_for_which_they_do_not_hold_is_compiled_anew():
         assert not before.hold()
         torch.testing.assert_close(pipe(X), model(X))
         assert pipe.guards is not before and "head.scale = 4" in str(pipe.guards)
+
+
+# ------------------------------------------------------------------ which one a call fails, and how
+
+
+class Options(nn.Module):
+    """Takes optional arguments of several kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.scales = {"low": [1.0, 2.0]}
+        self.config = types.SimpleNamespace(doubled=False)
+
+    def forward(self, x, mask=None, *, flag=True, box=None):
+        x = self.linear(x) * self.scales["low"][1]
+        x = x + x if self.config.doubled else x
+        x = x if mask is None else x * mask
+        return x if flag else -x
+
+
+ROWS = torch.randn(4, 6)
+
+
+def failure(change=lambda model: None, args=(ROWS,), tracer="export", **kwargs):
+    model = Options()
+    with fxpipe.compile(model, TWO, chunks=2, tracer=tracer, example_inputs=(ROWS,)) as pipe:
+        guards = pipe.guards
+        assert guards.failure(ROWS) == "", "they hold for the call that was compiled"
+        change(model)
+        return guards.failure(*args, **kwargs)
+
+
+def test_it_says_which_size_or_dtype_has_changed():
+    assert failure(args=(torch.randn(9, 6),)) == "", "the batch may have any size"
+    assert failure(args=(torch.randn(8, 5),)) == "shape of x: (4, 6) → (8, 5)"
+    assert failure(args=(torch.randn(4, 6, 1),)) == "shape of x: (4, 6) → (4, 6, 1)"
+    assert failure(args=(ROWS.double(),)) == "dtype of x: float32 → float64"
+    assert failure(args=(torch.randn(4, 3, 6),), tracer="symbolic") == ""
+
+
+def test_it_says_which_arguments_are_given_or_are_others():
+    assert failure(mask=None) == "arguments: x → x, mask"
+    assert failure(mask=ROWS) == "arguments: x → x, mask"
+    assert failure(args=([ROWS],)) == "arguments: x are built otherwise"
+    with fxpipe.compile(Options(), TWO, example_inputs=(ROWS,), example_kwargs={"flag": 1}) as pipe:
+        assert pipe.guards.failure(ROWS, flag=1) == ""
+        assert pipe.guards.failure(ROWS, flag=True) == "flag: 1 → True"
+    with pytest.raises(TypeError, match=r"Options.forward\(\)"):
+        failure(no_such=1)
+
+
+def test_it_says_which_mode_hook_or_module_has_changed():
+    assert failure(lambda model: model.eval()) == "mode of the model: train → eval"
+    assert failure(lambda model: model.linear.eval()) == "mode of linear: train → eval"
+    hook = nn.Module.register_forward_hook
+    assert failure(lambda model: hook(model.linear, print)) == "hooks on linear: none → some"
+    replaced = failure(lambda model: setattr(model, "linear", nn.Linear(6, 6)))
+    assert replaced == "modules: some have been added, removed or replaced"
+
+
+def test_it_says_which_attribute_has_changed_down_to_the_part():
+    assert failure(lambda m: m.scales["low"].__setitem__(1, 3.0)) == "scales['low'][1]: 2.0 → 3.0"
+    assert failure(lambda m: vars(m.config).update(doubled=True)) == "config.doubled: False → True"
+    grown = failure(lambda m: m.scales["low"].append(5.0))
+    assert grown == "scales['low']: [1.0, 2.0] → [1.0, 2.0, 5.0]"
+
+
+def test_it_says_that_parameters_have_other_shapes():
+    def widened(model):
+        model.linear.weight.data = torch.randn(7, 6)
+
+    assert failure(widened) == "shapes of parameters have changed"
+
+
+def test_it_says_what_autocast_has_changed():
+    pipe = fxpipe.compile(Options(), TWO, example_inputs=(ROWS,))
+    with pipe, torch.autocast("cpu", torch.bfloat16):
+        assert pipe.guards.failure(ROWS) == "no autocast → autocast to bfloat16"
+
+
+def test_it_says_that_a_batch_is_too_large():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.b(self.a(x)) if x.shape[0] < 6 else self.b(self.a(x)) * 2
+
+    with fxpipe.compile(Halves(), TWO, chunks=2, example_inputs=(ROWS,)) as pipe:
+        assert "at most 5 rows" in str(pipe.guards)
+        assert pipe.guards.failure(torch.randn(7, 6)) == "rows: at most 5 → 7"
+
+
+def test_each_guard_says_what_it_expects():
+    with fxpipe.compile(
+        Options(), TWO, example_inputs=(ROWS,), example_kwargs={"flag": False}, tracer="export"
+    ) as pipe:
+        said = [(guard.kind, str(guard)) for guard in pipe.guards]
+    assert said[:5] == [
+        ("arguments", ""),
+        ("shape", "x: float32 [*, 6]"),
+        ("constant", "flag = False"),
+        ("modules", "train"),
+        ("autocast", "no autocast"),
+    ]
+    (kind, state) = said[5]
+    assert kind == "state" and "scales = {'low': [1.0, 2.0]}" in state
+
+
+# --------------------------------------------------------------------- which calls share a program
+
+
+class Box:
+    def __init__(self, value, scale=2.0):
+        self.value, self.scale = value, scale
+
+
+def test_calls_that_differ_in_how_arguments_are_given_only_share_a_program():
+    with fxpipe.compile(Options(), TWO, chunks=2) as pipe:
+        pipe(ROWS)
+        pipe(x=torch.randn(9, 6))
+        assert len(pipe.all_guards) == 1
+        pipe(ROWS, mask=None)
+        pipe(ROWS, mask=ROWS)
+        assert len(pipe.all_guards) == 3
+        pipe(ROWS, flag=True)
+        pipe(ROWS, flag=1)
+        assert len(pipe.all_guards) == 5, "1 is not True"
+        pipe(ROWS, box=Box(ROWS))
+        pipe(ROWS, box=Box(ROWS, 3.0))
+        pipe(ROWS, box=Box(ROWS))
+        assert len(pipe.all_guards) == 7, "what is no tensor in an object is a constant, too"
+
+
+def test_train_and_eval_take_turns_without_being_compiled_again():
+    model = Options()
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        for _ in range(2):
+            for mode in (model.train, model.eval):
+                mode()
+                pipe(ROWS)
+        assert [str(guards).count("eval") for guards in pipe.all_guards] == [0, 1]
+
+
+def test_a_module_that_comes_to_lie_where_another_lay_is_another():
+    holder = nn.Sequential(nn.ReLU(), nn.Linear(6, 6))
+    with fxpipe.compile(holder, ["cpu"], chunks=2) as pipe:
+        torch.testing.assert_close(pipe(ROWS), holder(ROWS))
+        holder[0] = nn.Tanh()
+        torch.testing.assert_close(pipe(ROWS), holder(ROWS))
+        assert len(pipe.all_guards) == 2

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.compiler.outputs import noted_dims
 from fxpipe.meaning.call import Asked, meaning_of
 from fxpipe.meaning.candidates import candidates
 from fxpipe.meaning.errors import BatchError
@@ -154,7 +155,7 @@ class Gives(nn.Module):
 def found(function, out_dims=None):
     with fxpipe.compile(Gives(function), ["cpu"], chunks=2, out_dims=out_dims) as pipe:
         pipe.prepare(torch.ones(4, 6))
-        return pipe._runner.last()[0].out_dims
+        return noted_dims(pipe.model_graph)
 
 
 def test_the_dimension_that_grows_with_the_batch_is_the_outputs():

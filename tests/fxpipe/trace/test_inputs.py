@@ -1,4 +1,4 @@
-"""What a model is given becomes placeholders, constants, and the key of a trace."""
+"""What a model is given becomes placeholders and constants of a trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe.trace import TraceError, canonical, input_key, trace
+from fxpipe.trace import TraceError, canonical, trace
 from tests.fxpipe.trace.small import BOTH, MLP, Options, placeholders, run, x
 from tests.zoo import same
 
@@ -66,23 +66,6 @@ def test_arguments_and_defaults_mean_what_they_mean_to_the_model(
     assert not any("assert" in target for target in targets)
 
 
-def test_equal_keys_share_a_trace_and_others_do_not() -> None:
-    model = Options()
-    key = input_key(model, (x(),), {})
-    assert key == input_key(model, (), {"x": x(9)})
-    assert key != input_key(model, (x(),), {"mask": None})
-    assert key != input_key(model, (x(),), {"mask": x()})
-    assert input_key(model, (x(),), {"flag": True}) != input_key(model, (x(),), {"flag": 1})
-    assert key != input_key(model, (x(4, 9),), {})
-    assert input_key(model, (x(),), {}, shapes=False) == input_key(
-        model, (x(4, 9),), {}, shapes=False
-    )
-    with torch.autocast("cpu"):
-        assert key != input_key(model, (x(),), {})
-    model.linear.eval()
-    assert key != input_key(model, (x(),), {})
-
-
 def test_canonical_puts_arguments_where_the_signature_does() -> None:
     args, kwargs = canonical(Options(), (), {"scale": 1.0, "mask": 2, "x": 3})
     assert (args, kwargs) == ((3, 2), {"scale": 1.0})
@@ -113,28 +96,8 @@ def test_objects_of_any_class_are_inputs_and_outputs(tracer: str) -> None:
     output = run(traced, given)["box"]
     assert type(output) is Box and output.scale == 2.0
     assert torch.equal(output.value, x(3) * 2) and output.value is not given.value
-    one, two = (input_key(Reboxes(), (Box(x(), scale),), {}) for scale in (2.0, 3.0))
-    assert one != two, "what is not a tensor is constant"
 
 
 def test_an_array_is_no_input() -> None:
     with pytest.raises(TraceError, match="an input is a ndarray, whose values a graph cannot see"):
         trace(MLP(), (x().numpy(),))
-
-
-def test_a_key_is_of_its_modules_and_of_none_that_come_to_lie_where_they_lay() -> None:
-    holder = nn.Sequential(nn.ReLU())
-    before = input_key(holder, (x(),), {})
-    assert before == input_key(holder, (x(),), {}) and hash(before) == hash(
-        input_key(holder, (x(),), {})
-    )
-    place = id(holder[0])
-    del holder[0]  # and nobody else holds it
-    for _ in range(1000):
-        other = nn.ReLU()
-        if id(other) == place:
-            break
-    else:
-        pytest.skip("this allocator does not give the place again")
-    holder.append(other)
-    assert input_key(holder, (x(),), {}) != before

@@ -40,10 +40,6 @@ def compiled(model, **options):
     return fxpipe.compile(model, TWO, chunks=2, **options)
 
 
-def modes(pipe):
-    return pipe._runner.compiler.cache.modes
-
-
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 @pytest.mark.parametrize(
     "change",
@@ -67,7 +63,7 @@ def test_a_change_is_seen_at_the_next_call_and_step(change, tracer):
         torch.testing.assert_close(
             pipe.step(X, target=torch.zeros(4, 12)), F.mse_loss(model(X), torch.zeros(4, 12))
         )
-        assert len(modes(pipe)) == 2
+        assert len(pipe.all_guards) == 2
 
 
 def test_what_has_been_compiled_is_used_again_when_all_is_as_it_was():
@@ -78,7 +74,7 @@ def test_what_has_been_compiled_is_used_again_when_all_is_as_it_was():
             torch.testing.assert_close(pipe(X), model(X))
         model.weights = dict(model.weights)
         torch.testing.assert_close(pipe(X), model(X))
-        assert len(modes(pipe)) == 2 and sum(len(mode.guards.premises) for mode in modes(pipe)) == 2
+        assert [len(guards.state.premises) for guards in pipe.all_guards] == [1, 1]
 
 
 def test_what_has_made_no_difference_may_make_one_later():
@@ -94,7 +90,7 @@ def test_what_has_made_no_difference_may_make_one_later():
         for limit in (1.0, 2.0, -1.0, 3.0, -2.0, 1.0):
             model.limit = limit
             torch.testing.assert_close(pipe(X), model(X))
-        assert len(modes(pipe)) == 2
+        assert len(pipe.all_guards) == 2
 
 
 class Dropouts(nn.Module):
@@ -112,12 +108,12 @@ def test_modules_that_the_graph_has_may_change_as_they_like():
         for p in (0.1, 0.2, 0.3):
             model.drop.p = p
             pipe(X)
-        (mode,) = modes(pipe)
+        (guards,) = pipe.all_guards
         model.drop.p = 0.4
-        assert mode.guards.hold(), "it is not compiled again for that"
+        assert guards.hold(), "it is not compiled again for that"
         model.drop.p = 0.0
         torch.testing.assert_close(pipe(X), model(X))
-        assert modes(pipe) == [mode]
+        assert pipe.all_guards == [guards]
 
 
 def test_parameters_may_be_of_another_shape():
@@ -157,7 +153,7 @@ def test_where_it_is_compiled_again_and_again_that_is_said():
             warnings.simplefilter("error")
             model.scale = 8.0
             torch.testing.assert_close(pipe(X), model(X))
-        assert len(modes(pipe)) == 8, "more are not kept"
+        assert len(pipe.all_guards) == 8, "more are not kept"
 
 
 def test_what_a_forward_assigns_before_it_reads_it_is_no_premise():

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxpipe
-from fxpipe.trace import Traced, TraceError, trace
+from fxpipe.trace import TraceError, trace
 from fxpipe.trace.whole import Whole
 from tests.zoo import gradients, loop, loss_of, same
 
@@ -49,16 +49,15 @@ class Mixture(nn.Module):
         return x * 2 if x.shape[1] > 2 else x
 
 
-def wholes(traced: Traced) -> dict[str, type]:
-    modules = traced.graph_module.named_modules()
-    return {name: type(m.module) for name, m in modules if isinstance(m, Whole)}
+def wholes(gm: fx.GraphModule) -> dict[str, type]:
+    return {name: type(m.module) for name, m in gm.named_modules() if isinstance(m, Whole)}
 
 
 def test_a_module_that_goes_by_values_is_a_call_in_the_graph() -> None:
     model = Mixture()
     traced = trace(model, (torch.randn(4, 6),))
     assert traced.front_end == "export"
-    assert wholes(traced) == {f"mixtures.{i}": Experts for i in range(3)}
+    assert wholes(traced.graph_module) == {f"mixtures.{i}": Experts for i in range(3)}
     for batch in 1, 3, 8:
         x = torch.randn(batch, 6)
         assert torch.equal(traced.rebuild(traced.graph_module(x)), model(x))
@@ -135,7 +134,7 @@ def test_it_may_write_what_autograd_does_not_see(checkpoint: str) -> None:
     with fxpipe.compile(model, ["cpu"] * 4, chunks=3, checkpoint=checkpoint) as pipe:
         output = pipe(x)
         loss_of(output).backward()
-        assert wholes(pipe._runner.last()[0].traced) == {f"mixtures.{i}": Moving for i in range(3)}
+        assert wholes(pipe.model_graph) == {f"mixtures.{i}": Moving for i in range(3)}
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
@@ -175,7 +174,7 @@ def test_what_encloses_is_kept_whole_where_a_part_cannot_be() -> None:
             return {"y": y, "flat": y}
 
     traced = trace(Mixture(Decides, depth=1), (torch.randn(4, 6),))
-    assert wholes(traced) == {"mixtures.0": Decides}
+    assert wholes(traced.graph_module) == {"mixtures.0": Decides}
 
 
 class Positive(nn.Module):
@@ -198,7 +197,7 @@ def test_sizes_within_it_may_follow_from_values(checkpoint: str) -> None:
     with fxpipe.compile(model, ["cpu"] * 3, chunks=3, checkpoint=checkpoint) as pipe:
         output = pipe(x)
         loss_of(output).backward()
-        assert list(wholes(pipe._runner.last()[0].traced)) == ["values_0"], "a part of it is"
+        assert list(wholes(pipe.model_graph)) == ["values_0"], "a part of it is"
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
 
@@ -240,7 +239,7 @@ def test_it_may_compute_gradients_of_its_own() -> None:
     with fxpipe.compile(model, ["cpu"] * 3, chunks=3) as pipe:
         output = pipe(x)
         loss_of(output).backward()
-        assert wholes(pipe._runner.last()[0].traced) == {"1": Forces}
+        assert wholes(pipe.model_graph) == {"1": Forces}
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
     with pytest.raises(TraceError, match=r"computes gradients within .*test_whole.py.*autograd"):
@@ -277,7 +276,7 @@ def test_a_number_that_it_gives_is_no_constant(rows: int) -> None:
     model, x = OneSize(nn.Linear(6, 6), Routed(), nn.Linear(6, 6)), torch.randn(6, 6)
     with fxpipe.compile(model, ["cpu"] * 3, chunks=6 // rows) as pipe:
         pipe.prepare(torch.ones(6, 6))
-        assert wholes(pipe._runner.last()[0].traced) == {"1": Routed}
+        assert wholes(pipe.model_graph) == {"1": Routed}
         torch.testing.assert_close(pipe(x), model(x))
 
 
@@ -313,7 +312,7 @@ class Sorts(nn.Module):
 
 def test_where_another_method_goes_by_values_what_calls_it_is_kept_whole() -> None:
     traced = trace(Mixture(Sorts, depth=2), (torch.randn(4, 6),))
-    assert wholes(traced) == {f"mixtures.{i}": Sorts for i in range(2)}
+    assert wholes(traced.graph_module) == {f"mixtures.{i}": Sorts for i in range(2)}
 
 
 class Pads(nn.Module):
@@ -347,7 +346,7 @@ class Narrow(nn.Module):
 def test_who_reads_a_value_is_kept_whole_and_not_who_needs_it() -> None:
     model = Padded()
     traced = trace(model, (torch.randn(4, 6),))
-    assert wholes(traced) == {"pads": Pads}
+    assert wholes(traced.graph_module) == {"pads": Pads}
     x = torch.randn(3, 6)
     assert torch.equal(traced.rebuild(traced.graph_module(x)), model(x))
     model.pads.columns.fill_(3)
@@ -389,7 +388,7 @@ def test_rows_of_several_lengths_may_be_packed_within_it() -> None:
     with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
         output = pipe(x, lengths)
         loss_of(output).backward()
-        assert wholes(pipe._runner.last()[0].traced) == {"first": Recurrent, "second": Recurrent}
+        assert wholes(pipe.model_graph) == {"first": Recurrent, "second": Recurrent}
     torch.testing.assert_close(output, expected[0])
     torch.testing.assert_close(gradients(model), expected[1])
 
