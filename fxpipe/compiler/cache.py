@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.compiler.compiled import Mode
-from fxpipe.compiler.guards import Call, signature
+from fxpipe.compiler.guards import GuardedCall, signature
 from fxpipe.trace.premises import Premises
 
 MANY = 100  # the most modes, and the most signatures of calls, that are remembered
@@ -61,7 +61,7 @@ class Cache:
         served.append((mode, [places[id(value)] for value in values]))
         del served[:-OFTEN]
 
-    def mode(self, call: Call) -> Mode | None:
+    def mode(self, call: GuardedCall) -> Mode | None:
         """The slow look-up: the oldest mode whose guards hold for a call; None if there is none."""
         return next((mode for mode in self.modes if mode.guards.serve(call)), None)
 

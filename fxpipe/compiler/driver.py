@@ -16,7 +16,7 @@ import passes
 from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compiled import Mode, Unrolled
-from fxpipe.compiler.guards import ANY_SHAPES, ANY_SIZE, ONE_SIZE, Call, Guards
+from fxpipe.compiler.guards import ANY_SHAPES, ANY_SIZE, ONE_SIZE, GuardedCall, Guards
 from fxpipe.compiler.history import History, name_of
 from fxpipe.compiler.layout import CutAlike, Layout
 from fxpipe.compiler.loss import Loss, Target
@@ -199,7 +199,7 @@ class Compiler:
         dims = known_dims(self.model, args, kwargs, self.options.in_dims)
         mode = None
         if dims is not None:
-            mode = self.cache.mode(Call(self.model, args, kwargs, dims))
+            mode = self.cache.mode(GuardedCall(self.model, args, kwargs, dims))
         mode = mode or self._new(args, kwargs)
         values = mode.traced.bind(args, kwargs)
         self.cache.remember(args, kwargs, mode, values)
@@ -215,7 +215,7 @@ class Compiler:
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             meaning = self._meaning(some, named)
-            call = Call(self.model, args, kwargs, meaning.in_dims)
+            call = GuardedCall(self.model, args, kwargs, meaning.in_dims)
             mode = self.cache.mode(call)
             if mode is not None:  # it fits the batch dimensions that the check has just found
                 return mode
@@ -260,7 +260,7 @@ class Compiler:
         return args, kwargs
 
     def _compile(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Meaning, call: Call
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Meaning, call: GuardedCall
     ) -> Mode:
         """Compile the model for batches of any size. Where it cannot be traced for any size, it is
         compiled for the size of this batch only.
@@ -282,7 +282,7 @@ class Compiler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         meaning: Meaning,
-        call: Call,
+        call: GuardedCall,
         why: AnotherStrategy,
     ) -> Mode | None:
         """A mode for this batch size only, with micro-batches of equal size; None if the model
@@ -301,7 +301,7 @@ class Compiler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         meaning: Meaning,
-        call: Call,
+        call: GuardedCall,
         chunks: int | None = None,
     ) -> Mode:
         """Compile the model up to the stage graph, and move its stages to their devices.

@@ -47,7 +47,7 @@ micro-batch is for batches of one size only."""
 SHOWN = 8  # the most attributes, or names of modules, that are printed
 
 
-class Call:
+class GuardedCall:
     """A call of a model, taken apart for the guards, as far as they ask.
 
     Args:
@@ -138,10 +138,10 @@ class Guard(Protocol):
 
     kind: ClassVar[str]
 
-    def holds(self, call: Call) -> bool:
+    def holds(self, call: GuardedCall) -> bool:
         """Whether the condition holds for a call, if all guards ahead of this one do."""
 
-    def failure(self, call: Call) -> str:
+    def failure(self, call: GuardedCall) -> str:
         """What was expected and what there is, where the condition does not hold."""
 
 
@@ -156,10 +156,10 @@ class ArgumentsGuard:
     built: Hashable
     names: tuple[str, ...]
 
-    def holds(self, call: Call) -> bool:
+    def holds(self, call: GuardedCall) -> bool:
         return self.built == call.built
 
-    def failure(self, call: Call) -> str:
+    def failure(self, call: GuardedCall) -> str:
         now = tuple(call.arguments)
         if now != self.names:
             return f"arguments: {', '.join(self.names)} → {', '.join(now)}"
@@ -197,7 +197,7 @@ class ShapeGuard:
             return ShapeGuard(place, path, dim, None, None, example, shape)
         return ShapeGuard(place, path, dim, tensor.dtype, sizes, example, shape)
 
-    def holds(self, call: Call) -> bool:
+    def holds(self, call: GuardedCall) -> bool:
         if call.dims is not None and call.dims[self.place] != self.dim:
             return False
         if self.sizes is None:
@@ -209,7 +209,7 @@ class ShapeGuard:
             and all(n in (None, m) for n, m in zip(self.sizes, tensor.shape, strict=True))
         )
 
-    def failure(self, call: Call) -> str:
+    def failure(self, call: GuardedCall) -> str:
         tensor = call.tensors[self.place]
         if call.dims is not None and call.dims[self.place] != self.dim:
             return f"batch dimension of {self.path}: {self.dim} → {call.dims[self.place]}"
@@ -237,10 +237,10 @@ class ConstantGuard:
         """The guard on an argument of a call."""
         return ConstantGuard(place, path, _constant(value), reprlib.repr(value))
 
-    def holds(self, call: Call) -> bool:
+    def holds(self, call: GuardedCall) -> bool:
         return _constant(call.constants[self.place]) == self.value
 
-    def failure(self, call: Call) -> str:
+    def failure(self, call: GuardedCall) -> str:
         return f"{self.path}: {self.shown} → {reprlib.repr(call.constants[self.place])}"
 
     def __str__(self) -> str:
@@ -264,13 +264,13 @@ class RowsGuard:
     most: int
     dims: tuple[int | None, ...]
 
-    def _rows(self, call: Call) -> int:
+    def _rows(self, call: GuardedCall) -> int:
         return batch_size(call.tensors, self.dims) or 0
 
-    def holds(self, call: Call) -> bool:
+    def holds(self, call: GuardedCall) -> bool:
         return self._rows(call) <= self.most
 
-    def failure(self, call: Call) -> str:
+    def failure(self, call: GuardedCall) -> str:
         return f"rows: at most {self.most} → {self._rows(call)}"
 
     def __str__(self) -> str:
@@ -284,10 +284,10 @@ class AutocastGuard:
     kind: ClassVar[str] = "autocast"
     dtypes: tuple[torch.dtype | None, ...]
 
-    def holds(self, call: Call) -> bool:
+    def holds(self, call: GuardedCall) -> bool:
         return call.autocast == self.dtypes
 
-    def failure(self, call: Call) -> str:
+    def failure(self, call: GuardedCall) -> str:
         return f"{self} → {AutocastGuard(call.autocast)}"
 
     def __str__(self) -> str:
@@ -312,12 +312,12 @@ class ModulesGuard:
             if module._modules
         ]
 
-    def holds(self, call: Call | None = None) -> bool:
+    def holds(self, call: GuardedCall | None = None) -> bool:
         return all(m.training is t and has_hooks(m) is h for m, t, h in self.modules) and all(
             [*now.values()] == then for now, then in self.children
         )
 
-    def failure(self, call: Call) -> str:
+    def failure(self, call: GuardedCall) -> str:
         for name, (module, training, hooked) in zip(self.names, self.modules, strict=True):
             said = name or "the model"
             if module.training is not training:
@@ -353,10 +353,10 @@ class StateGuard:
     def __init__(self, model: nn.Module, premises: list[Premises]) -> None:
         self.model, self.premises = model, premises
 
-    def holds(self, call: Call | None = None) -> bool:
+    def holds(self, call: GuardedCall | None = None) -> bool:
         return any(premises.hold() for premises in self.premises)
 
-    def failure(self, call: Call) -> str:
+    def failure(self, call: GuardedCall) -> str:
         return self.premises[-1].difference(_paths(self.model))
 
     def broken(self) -> list[Attribute]:
@@ -421,7 +421,9 @@ class Guards:
         largest_batch: the largest number of rows for which the graph is right.
     """
 
-    def __init__(self, call: Call, kind: str, premises: Premises, largest_batch: int) -> None:
+    def __init__(
+        self, call: GuardedCall, kind: str, premises: Premises, largest_batch: int
+    ) -> None:
         self.model = call.model
         dims = tuple(call.dims or ())
         tensors = zip(call.paths, call.tensors, dims, strict=True)
@@ -441,7 +443,7 @@ class Guards:
     def __iter__(self) -> Iterator[Guard]:
         return iter(self._all)
 
-    def serve(self, call: Call) -> bool:
+    def serve(self, call: GuardedCall) -> bool:
         """Whether the program may serve a call: whether all guards hold."""
         return all(guard.holds(call) for guard in self._all)
 
@@ -456,9 +458,9 @@ class Guards:
         >>> pipe.guards.failure(torch.zeros(8, 6))
         shape of x: (8, 4) → (8, 6)
         """
-        return self.first_failure(Call(self.model, args, kwargs))
+        return self.first_failure(GuardedCall(self.model, args, kwargs))
 
-    def first_failure(self, call: Call) -> str:
+    def first_failure(self, call: GuardedCall) -> str:
         """As :meth:`failure`, for a call that has been taken apart."""
         return next((guard.failure(call) for guard in self._all if not guard.holds(call)), "")
 

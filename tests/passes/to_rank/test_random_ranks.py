@@ -74,7 +74,7 @@ def test_ranks_give_the_bits_of_one_process(training):
         with torch.no_grad():
             alone = run_inline(lower(gm), values)
         expected = gradients(model)
-        placement = pipe._runner.options.placement
+        placement = tuple(stage.lane for stage in pipe.stages)
         graphs = [Project(placement, rank)(gm) for rank in range(1 + max(placement))]
         verify(graphs)
         model.zero_grad()
