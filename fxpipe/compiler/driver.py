@@ -48,6 +48,7 @@ from fxpipe.trace import (
 from fxpipe.trace.isolation import on_one_device
 from fxpipe.trace.patches import quiet
 from fxpipe.trace.premises import Premises, Reads, attributes_read
+from fxpipe.trace.twin import Twin
 from passes.chain import ToPipeline, ToStages, ToStep
 from passes.common.fakes import forget_history
 
@@ -149,9 +150,10 @@ class Compiler:
         if not mode.example.batch or len(self.options.sizes(8)) == 1:
             return False
         some, named = mode.example.repeated()
-        with self._where_it_runs(Structure.of((some, named))[0]):
+        model = Twin(self.model).model
+        with self._where_it_runs(model, Structure.of((some, named))[0]):
             return loss_is_a_sum(
-                self.model,
+                model,
                 (some, named),
                 mode.in_dims,
                 lambda output, leaves: function(output, target.nesting.fill(leaves)),
@@ -214,24 +216,25 @@ class Compiler:
         some, named = canonical(self.model, args, kwargs)
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
-            meaning = self._meaning(some, named)
+            twin = Twin(self.model)  # another thread may run the model while it is compiled
+            meaning = self._meaning(twin.model, some, named)
             call = GuardedCall(self.model, args, kwargs, meaning.in_dims)
             mode = self.cache.mode(call)
             if mode is not None:  # it fits the batch dimensions that the check has just found
                 return mode
-            mode = self._compile(some, named, meaning, call)
+            mode = self._compile(twin, some, named, meaning, call)
         return self.cache.learn(mode)
 
-    def _meaning(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
+    def _meaning(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
         """What the batch is in this call (the batch dimensions of its inputs and outputs), checked
-        by running the model."""
+        by running the model, or a twin of it."""
         report_progress("check")
         options = self.options
         check = False if self._is_on_meta() else options.check
         asked = Asked(options.in_dims, options.out_dims, check, options.sizes)
         tensors, _ = Structure.of((args, kwargs))
-        with self._where_it_runs(tensors):
-            return meaning_of(self.model, args, kwargs, asked)
+        with self._where_it_runs(model, tensors):
+            return meaning_of(model, args, kwargs, asked)
 
     def _to_the_model(
         self, inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -260,7 +263,12 @@ class Compiler:
         return args, kwargs
 
     def _compile(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Meaning, call: GuardedCall
+        self,
+        twin: Twin,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        meaning: Meaning,
+        call: GuardedCall,
     ) -> Mode:
         """Compile the model for batches of any size. Where it cannot be traced for any size, it is
         compiled for the size of this batch only.
@@ -268,17 +276,18 @@ class Compiler:
         ``call`` is the call as the user has made it, for which the guards are.
         """
         if meaning.one_row_only:
-            return self._compiled(args, kwargs, meaning, call, 1)
+            return self._compiled(twin, args, kwargs, meaning, call, 1)
         try:
-            return self._compiled(args, kwargs, meaning, call)
+            return self._compiled(twin, args, kwargs, meaning, call)
         except AnotherStrategy as error:
-            mode = self._of_one_size(args, kwargs, meaning, call, error)
+            mode = self._of_one_size(twin, args, kwargs, meaning, call, error)
             if mode is None:
                 raise
             return mode
 
     def _of_one_size(
         self,
+        twin: Twin,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         meaning: Meaning,
@@ -292,12 +301,13 @@ class Compiler:
             return None
         try:
             chunks = self.options.even_chunks_for(batch)
-            return self._compiled(args, kwargs, meaning, call, chunks)
+            return self._compiled(twin, args, kwargs, meaning, call, chunks)
         except AnotherStrategy:  # the caller raises ``why`` then, which says more
             return None
 
     def _compiled(
         self,
+        twin: Twin,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         meaning: Meaning,
@@ -305,6 +315,8 @@ class Compiler:
         chunks: int | None = None,
     ) -> Mode:
         """Compile the model up to the stage graph, and move its stages to their devices.
+
+        What is run and examined up to there is the twin of the model.
 
         With ``chunks`` the model is traced with one of so many micro-batches, as a graph for that
         batch size only.
@@ -317,10 +329,16 @@ class Compiler:
             traced_with = with_rows((args, kwargs), dims, batch // chunks)
             varying = [None] * len(dims)
 
-        with self._where_it_runs(tensors), attributes_read(self.model) as reads:
-            prepared = self._traced(traced_with, varying, meaning, chunks, options.tracer)
+        with self._where_it_runs(twin.model, tensors), attributes_read(twin.model) as reads:
+            prepared = self._traced(
+                twin.model, traced_with, varying, meaning, chunks, options.tracer
+            )
         prepared.traced.graph_module = prepared.run(since="partition", until="split")
         stage_graph = prepared.run(since="split")
+        for gm in (prepared.traced.graph_module, stage_graph):
+            twin.restore(gm)
+        prepared.traced.rebuild = twin.original(prepared.traced.rebuild)
+        twin.learned()
         homes = place(self.model, stage_graph, options.devices)
         # What this graph does not use lives where an earlier one does, or on the CPU.
         cpu = torch.device("cpu")
@@ -334,7 +352,7 @@ class Compiler:
             guards=Guards(
                 call,
                 _kind(prepared.traced, chunks),
-                Premises(self.model, _but_for_states(reads)),
+                Premises(self.model, _but_for_states(twin.reads(reads))),
                 prepared.traced.largest_batch,
             ),
             chunks=chunks,
@@ -352,6 +370,7 @@ class Compiler:
 
     def _traced(
         self,
+        model: nn.Module,
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         varying: list[int | None],
         meaning: Meaning,
@@ -361,12 +380,12 @@ class Compiler:
         """Trace the model, and run the passes that come ahead of pass "partition"."""
         report_progress("trace")
         is_on_meta = self._is_on_meta()
-        traced = trace(self.model, *inputs, tracer=tracer, batch_dims=varying, check=not is_on_meta)
+        traced = trace(model, *inputs, tracer=tracer, batch_dims=varying, check=not is_on_meta)
         context = self._to_stages(traced, inputs, meaning, chunks)
         history = self._history("stages", traced.graph_module)
         prepared = _ModelGraph(traced, context, self.options.passes, history)
         try:
-            with untouched(self.model):
+            with untouched(model):
                 traced.graph_module = prepared.run(until="partition")
         except Exception as error:
             is_unchecked = is_on_meta and traced.front_end == "symbolic"
@@ -375,7 +394,7 @@ class Compiler:
             # Symbolic tracing has looked into a module whose shapes depend on values, so that a
             # pass fails on fake tensors. Export keeps such a module whole. And on "meta" a graph is
             # not compared with the model, so that a wrong one shows here.
-            return self._traced(inputs, varying, meaning, chunks, "export")
+            return self._traced(model, inputs, varying, meaning, chunks, "export")
         forget_history(traced.graph_module.graph)
         return prepared
 
@@ -413,12 +432,14 @@ class Compiler:
             deferred_batch_norm=options.deferred_batch_norm,
         )
 
-    def _where_it_runs(self, inputs: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def _where_it_runs(
+        self, model: nn.Module, inputs: Sequence[Tensor]
+    ) -> AbstractContextManager[None]:
         """A context in which the model can run as a plain module: if its stages have been placed on
         several devices, all of it is on the device of the inputs meanwhile."""
         if not self.layout.labels or not inputs:
             return nullcontext()
-        return on_one_device(self.model, inputs[0].device)
+        return on_one_device(model, inputs[0].device)
 
     def _unroll(self, mode: Mode, chunks: int) -> Unrolled:
         options = self.options

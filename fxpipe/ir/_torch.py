@@ -51,6 +51,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx._symbolic_trace import _Patcher
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
@@ -309,6 +310,14 @@ patched to know which module runs: fx and torch.export patch ``__call__``, and p
 
 SingleLevelFunction = _SingleLevelFunction
 """The base class of ``torch.autograd.Function``, whose ``apply`` that of ``Function`` calls."""
+
+FxPatcher = _Patcher
+"""By its ``patch_method(cls, name, new)`` fx replaces methods for all threads while it traces."""
+
+EXPORT: ModuleType = importlib.import_module("torch.export._trace")
+WITHOUT_BACKENDS = "_ignore_backend_decomps"
+"""The context, a function of that module, in which torch.export traces without oneDNN and cuDNN, in
+all threads. Graphs of operators that autograd sees are the same with them."""
 
 VMAP_BEGINS = predispatch._vmap_increment_nesting
 VMAP_ENDS = predispatch._vmap_decrement_nesting

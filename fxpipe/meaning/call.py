@@ -27,6 +27,7 @@ from fxpipe.meaning.stilled import batch_norms, dropouts, still
 from fxpipe.runtime.microbatch import SUM, Dim
 from fxpipe.trace import called, canonical, parameters_put_back, untouched
 from fxpipe.trace.patches import tensor_hooks
+from fxpipe.trace.twin import model_of
 
 
 @dataclass
@@ -72,7 +73,7 @@ def known_dims(
     """The batch dimension of each tensor among the inputs, if that has been found for a call like
     this one, or if there is no choice."""
     inputs = named_inputs(model, args, kwargs, in_dims)
-    found = _FOUND.get(model, {}).get(_key(inputs))
+    found = _FOUND.get(model_of(model), {}).get(_key(inputs))
     return found if found is not None and agree(inputs, found) else None
 
 
@@ -87,7 +88,7 @@ def meaning_of(
     """
     inputs = named_inputs(model, args, kwargs, asked.in_dims)
     ways = candidates(inputs)
-    before = _FOUND.get(model, {}).get(_key(inputs))
+    before = _FOUND.get(model_of(model), {}).get(_key(inputs))
     if before is not None and agree(inputs, before):
         ways = [before, *(way for way in ways if way != before)]
     batch = _batch(inputs, ways[0])
@@ -96,7 +97,7 @@ def meaning_of(
         return Meaning(ways[0])
     asking = _Asking(model, args, kwargs, inputs, asked)
     found = asking.best(ways)
-    _FOUND.setdefault(model, {})[_key(inputs)] = found.in_dims
+    _FOUND.setdefault(model_of(model), {})[_key(inputs)] = found.in_dims
     return found
 
 

@@ -9,6 +9,7 @@ dropped. Tracing leaves the model, its buffers and the random number generators 
 ::
 
     example              the call that is traced: its tensors, and its constants
+    twin                 a copy of the model's structure, which is run and traced in its place
     isolation            runs the model, and puts back what the run has changed on it
     symbolic, export     the two front ends
     checks               runs a front end's graph beside the model, and compares
@@ -134,6 +135,7 @@ def _trace(
             if references:
                 traced = _checked(example, references, traced)
                 traced.refused_sizes = checks.refused_sizes(example, references)
+            traced.otherwise = None  # it is not needed any more, and refers to modules
             return traced
         except Exception as error:  # a front end runs the model's code, which may raise anything
             if not may_be_the_models(error):

@@ -29,6 +29,7 @@ from fxpipe.trace.isolation import (
     untouched,
 )
 from fxpipe.trace.patches import tensor_hooks
+from fxpipe.trace.twin import model_of
 
 BatchDims = Sequence[int | None]
 
@@ -129,7 +130,7 @@ class Example:
         It raises TypeError if they are built otherwise than the example's. It does not keep the
         example's tensors alive.
         """
-        model, structure = self.model, self.structure
+        model, structure = model_of(self.model), self.structure
 
         def bind(args: Args, kwargs: Kwargs) -> list[Any]:
             tensors, other = Structure.of(canonical(model, args, kwargs))

@@ -30,7 +30,7 @@ from fxpipe.trace.errors import Refused, at, may_be_the_models
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
-from fxpipe.trace.patches import data_used, eased, silent
+from fxpipe.trace.patches import data_used, eased, fx_here, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps
 from fxpipe.trace.running import Running
@@ -78,6 +78,7 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
         torch.inference_mode(False),
         torch.enable_grad(),
         silent(),
+        fx_here(),
         eased(),
         asserted(),
     ):

@@ -17,6 +17,9 @@ The table has the attribute that is patched, the function that patches it, and t
     Tensor.data                         data_used         to see its use: export loses its writes
     utils.checkpoint, fxpipe.checkpoint noted             to keep a model's checkpoint as one node
     Tensor.__bool__                     asserted          to assert what a check of values finds
+    fx's own patches                    fx_here           for fx patches nn.Module for all threads
+    torch.compiler.is_compiling         eased             for torch.export sets it for all threads
+    torch.export._ignore_backend_dec... eased             for it turns cuDNN off for all threads
     ShapeEnv.create_unbacked_sym...     values_read       to see who reads a number from a tensor
     logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
 """
@@ -30,7 +33,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -38,7 +41,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from fxpipe.ir._torch import VALIDATE_ARGS, SingleLevelFunction
+from fxpipe.ir._torch import (
+    EXPORT,
+    VALIDATE_ARGS,
+    WITHOUT_BACKENDS,
+    FxPatcher,
+    SingleLevelFunction,
+)
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace.errors import GRADIENTS, Refused
 
@@ -47,9 +56,11 @@ LOCK = threading.RLock()
 
 
 @contextmanager
-def patched(owner: type | ModuleType, name: str, replace: Callable[[Any], Any]) -> Iterator[None]:
+def patched(
+    owner: type | ModuleType, name: str, replace: Callable[[Any], Any], *, elsewhere: bool = False
+) -> Iterator[None]:
     """Inside the ``with`` block ``replace(original)`` stands in the place of ``owner.name``, for
-    this thread only.
+    this thread only; with ``elsewhere``, for all other threads only.
 
     If ``owner`` is a class, the original is the object in its ``__dict__``, or in that of a base
     class: a function, a ``classmethod`` or a property; the replacement has to be of the same kind.
@@ -61,11 +72,12 @@ def patched(owner: type | ModuleType, name: str, replace: Callable[[Any], Any]) 
         # An attribute that is patched already has been patched by this thread, which holds the
         # lock: the new replacement calls the old one.
         replacement = replace(original.seen() if isinstance(original, _Here) else original)
+        others, ours = (replacement, original) if elsewhere else (original, replacement)
         if isinstance(owner, ModuleType):
-            setattr(owner, name, _function_here(original, replacement))
+            setattr(owner, name, _function_here(others, ours))
         else:
             kind = _DataHere if hasattr(type(original), "__set__") else _Here
-            setattr(owner, name, kind(original, replacement))
+            setattr(owner, name, kind(others, ours))
         try:
             yield
         finally:
@@ -118,6 +130,30 @@ def _function_here(original: Callable[..., Any], replacement: Callable[..., Any]
         return (replacement if is_here else original)(*args, **kwargs)
 
     return function
+
+
+# --------------------------------------------------------------- what PyTorch does to all threads
+
+
+@contextmanager
+def fx_here() -> Iterator[None]:
+    """Inside the ``with`` block, what fx patches while it traces is patched for this thread only.
+
+    fx, and with it ``torch.export``, replaces ``nn.Module.__call__`` and ``__getattr__`` in the
+    whole process. A module that another thread calls would be traced, too.
+    """
+
+    def replace(original: Callable[..., Any]) -> Callable[..., Any]:
+        def patch_method(
+            patcher: Any, cls: type, name: str, new: Callable[..., Any], *args: Any, **kwargs: Any
+        ) -> None:
+            here = _function_here(getattr(cls, name), new)
+            original(patcher, cls, name, here, *args, **kwargs)
+
+        return patch_method
+
+    with patched(FxPatcher, "patch_method", replace):
+        yield
 
 
 # ----------------------------------------------------------------------------- what PyTorch prints
@@ -233,7 +269,8 @@ def eased() -> Iterator[None]:
     """Inside the ``with`` block ``torch.export`` accepts two things on which it fails without need:
     conversions within a forward that change nothing, and distributions that check their arguments.
 
-    It also refuses a backward within the forward, with a message that says so.
+    It also refuses a backward within the forward, with a message that says so; and what export sets
+    for the whole process, it does not set for other threads.
     """
     with ExitStack() as stack:
         stack.enter_context(patched(nn.Module, "_apply", _only_where_needed))
@@ -241,7 +278,18 @@ def eased() -> Iterator[None]:
         stack.enter_context(patched(Distribution, VALIDATE_ARGS, lambda _: False))
         for name in ("grad", "backward"):
             stack.enter_context(patched(torch.autograd, name, _refused))
+        # torch.export sets flags of the whole process, by which models in other threads branch.
+        for name in ("is_compiling", "is_exporting"):
+            stack.enter_context(patched(torch.compiler, name, _as_before, elsewhere=True))
+        # It also switches oneDNN and cuDNN off for the whole process.
+        stack.enter_context(patched(EXPORT, WITHOUT_BACKENDS, lambda _: nullcontext))
         yield
+
+
+def _as_before(original: Callable[[], bool]) -> Callable[[], bool]:
+    """A replacement of a function, which gives for ever what that function gives now."""
+    before = original()
+    return lambda: before
 
 
 def _only_where_needed(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

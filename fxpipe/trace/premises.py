@@ -82,7 +82,7 @@ class Premises:
         self._shapes = self._shapes_now()
         states: dict[nn.Module, dict[str, Any]] = {}
         for (module, name), state in reads.items():
-            if _state(_now(module, name)) == state:
+            if state_of(module, name) == state:
                 states.setdefault(module, {})[name] = state
         self._watch([_Owner(module, own) for module, own in states.items()])
 
@@ -170,7 +170,7 @@ class _Owner:
         return _Owner(self.module, kept)
 
     def _changed(self, names: Iterable[str]) -> Iterator[str]:
-        return (name for name in names if _state(_now(self.module, name)) != self.states[name])
+        return (name for name in names if state_of(self.module, name) != self.states[name])
 
 
 def _now(module: nn.Module, name: str) -> Any:
@@ -178,6 +178,11 @@ def _now(module: nn.Module, name: str) -> Any:
     property object."""
     own = vars(module)
     return own[name] if name in own else getattr(type(module), name, None)
+
+
+def state_of(module: nn.Module, name: str) -> Any:
+    """A snapshot of an attribute, as it is now, to be compared with others."""
+    return _state(_now(module, name))
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import linecache
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
@@ -29,7 +28,7 @@ from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, untouched
-from fxpipe.trace.patches import functions_handled
+from fxpipe.trace.patches import functions_handled, fx_here
 
 
 def front_end(example: Example) -> Traced:
@@ -41,6 +40,7 @@ def front_end(example: Example) -> Traced:
     # ``untouched`` removes the constants that fx leaves on the model as attributes.
     with (
         untouched(model) as since,
+        fx_here(),
         functions_handled(_as_a_node),
         skip.tracking(model),
         checkpoints.noted(lambda: tracer.graph) as calls,
@@ -85,10 +85,6 @@ class _SymbolicTracer(fx.Tracer):
                 )
         self.rebuild: Callable[[Any], Any] = lambda output: output
         self.modes = Ambient.here()
-        self.thread = threading.get_ident()
-
-    # While fx traces, it patches nn.Module for the whole process, so that calls of modules in other
-    # threads arrive here too: they are passed through.
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node, and is not looked into.
@@ -105,16 +101,9 @@ class _SymbolicTracer(fx.Tracer):
         return own or (is_whole and not isinstance(m, _OF_LAYERS))
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != self.thread:
-            return forward(*args, **kwargs)
         if isinstance(m, torch.jit.ScriptModule):
             raise Refused(f"{self.path_of_module(m)} is compiled to TorchScript")
         return super().call_module(m, forward, args, kwargs)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if threading.get_ident() != self.thread:
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if Ambient.here() != self.modes:

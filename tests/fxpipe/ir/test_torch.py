@@ -5,6 +5,7 @@ once the oldest release that fxpipe supports has it too, the private one can go.
 """
 
 import importlib.util
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -389,6 +390,30 @@ def test_a_function_that_autograd_applies_goes_by_its_base_class():
         patch.setattr(_torch.SingleLevelFunction, "apply", classmethod(apply))
         assert Double.apply(torch.ones(1)).item() == 2
     assert called == [Double]
+
+
+def test_fx_replaces_methods_by_its_patcher():
+    class Greets:
+        def hello(self):
+            return "hello"
+
+    with _torch.FxPatcher() as patcher:
+        patcher.patch_method(Greets, "hello", lambda self: "bye")
+        assert Greets().hello() == "bye"
+    assert Greets().hello() == "hello"
+
+
+def test_an_export_switches_backends_off_in_a_context_of_its_own(monkeypatch):
+    entered = []
+
+    @contextmanager
+    def context():
+        entered.append(torch.backends.mkldnn.enabled)
+        yield
+
+    monkeypatch.setattr(_torch.EXPORT, _torch.WITHOUT_BACKENDS, context)
+    torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),), strict=False)
+    assert entered
 
 
 def test_the_node_of_a_graph_gets_a_name_that_is_unique():

@@ -1,0 +1,375 @@
+"""The twin of a model: a copy of its structure, which is run and traced in the model's place.
+
+::
+
+    model                               twin
+    layer ─┬─ weight ──────────────────  weight     another Parameter, in the same memory
+           ├─ running_mean               running_mean, with memory of its own
+           ├─ hooks, lists, dicts        hooks, lists, dicts: copies
+           └─ config                     config: the very same object
+
+While a model is compiled, its modules lose their hooks, are put into evaluation mode, get fake
+tensors in place of parameters, and have their buffers written to. All of that is done to the twin,
+so that another thread may run the model, or train it, at the same time. When the graph is there,
+:meth:`Twin.restore` puts the model's own modules and tensors into it.
+
+The twin has the structure of the model: what is one object in the model (a tied weight, a module
+under two names, ``self.x`` that is ``self.y[0]``) is one object in the twin. Objects that lead to a
+module or to a tensor of the model are copied too, so that they lead to the twin's: methods bound to
+a module, partial functions, closures, lists, objects with attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.ir._torch import memory_number
+from fxpipe.ir.hooks import RECORDING
+from fxpipe.runtime.state import STATEFUL
+from fxpipe.trace.premises import Reads, state_of
+
+_MODELS: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
+"""The models of all twins that are alive."""
+
+_LONG = 4096  # a longer container is data: it is not searched for modules
+_FAR = 100_000  # the most objects that are searched
+_CONTAINERS = dict, list, set, deque, tuple
+_OWN = dict, OrderedDict, defaultdict, list, set, deque
+_LEAVES = (
+    *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType),
+    *(torch.dtype, torch.device, torch.Size, fx.Graph),
+)
+
+
+def model_of(module: nn.Module) -> nn.Module:
+    """The model that a module is the twin of; the module itself if it is no twin."""
+    return _MODELS.get(module, module)
+
+
+class Twin:
+    """The twin of a model.
+
+    Parameters of the twin share memory with the model's, so a forward that writes to a parameter
+    writes to the model's, too, until the write is undone (``isolation.parameters_put_back``). A
+    function that reaches a module of the model by other ways than those above, such as a global
+    variable of the file that defines its class, reaches the model's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self._alive = _Copies()
+        for tensor, other in _tensors(modules):
+            self._alive.add(tensor, other)
+        bare = [(module, _bare(module)) for module in modules]
+        for old, new in bare:
+            self._alive.add(old, new)
+        attributes: list[Any] = [vars(module) for module in modules]
+        self._alive.mark(attributes, containers=True)
+        for old, new in bare:
+            self._alive.fill(new, old)
+        self.model: nn.Module = self._alive.of(model)
+        if self.model is not model:
+            _MODELS[self.model] = model
+        if model in RECORDING:
+            RECORDING[self.model] = RECORDING[model]
+        STATEFUL.update(new for old, new in bare if old in STATEFUL)
+        self._pairs = bare
+        self._back = self._alive.reversed()
+
+    def restore(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Put the model's own modules and tensors into a graph of the twin; return the graph."""
+        for part in [m for m in gm.modules() if m not in self._back]:
+            self._back.mark([vars(part)])
+            for key, value in list(vars(part).items()):
+                if isinstance(value, dict) and key in ("_parameters", "_buffers", "_modules"):
+                    value.update({name: self._back.of(each) for name, each in value.items()})
+                elif (other := self._back.of(value)) is not value:
+                    vars(part)[key] = other
+        return gm
+
+    def original(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that has the model's own modules and tensors, in place of the twin's, in what
+        it is bound to."""
+        self._back.mark([function])
+        found: Callable[..., Any] = self._back.of(function)
+        return found
+
+    def learned(self) -> None:
+        """Let the model have what has been found out of the twin: which of its hooks are part of
+        it, and which of its modules compute with a state that they change."""
+        model = model_of(self.model)
+        if self.model in RECORDING:
+            RECORDING[model] = RECORDING[self.model]
+        else:
+            RECORDING.pop(model, None)
+        STATEFUL.update(old for old, new in self._pairs if new in STATEFUL)
+
+    def reads(self, reads: Reads) -> Reads:
+        """The attributes that the twin has read, as the model's, with the states that they have
+        there. Those that the trace itself has assigned before it read them are left out."""
+        names = {new: old for old, new in self._pairs}
+        return {
+            (names.get(module, module), name): state_of(names.get(module, module), name)
+            for (module, name), state in reads.items()
+            if state_of(module, name) == state
+        }
+
+
+class _Copies:
+    """The copies of objects, by the ids of those that they are copies of."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Any, Any]] = {}  # the original is kept, or its id might be reused
+        self._leading: dict[int, Any] = {}  # objects to be copied, which are not yet
+        self._everything = False
+
+    def add(self, old: Any, new: Any) -> None:
+        """Let ``new`` be the copy of ``old``."""
+        self._of[id(old)] = old, new
+
+    def __contains__(self, value: Any) -> bool:
+        return id(value) in self._of
+
+    def reversed(self) -> _Copies:
+        """The originals of these copies."""
+        back = _Copies()
+        for old, new in list(self._of.values()):
+            back.add(new, old)
+        return back
+
+    def mark(self, roots: list[Any], *, containers: bool = False) -> None:
+        """Mark what has to be copied of all that can be reached from some objects: whatever leads
+        to an object that has a copy. With ``containers`` these are also the roots' lists, dicts
+        and sets, and those within them, which the forward of a model may write to."""
+        leading: list[Any] = _containers(roots) if containers else []
+        own = {id(value) for value in leading}
+        users: dict[int, list[Any]] = {}
+        seen = {id(value) for value in roots}
+        front = list(roots)
+        for value in front:  # the list grows while it is walked
+            for part in _parts(value):
+                if id(part) in self._of:
+                    leading.append(value)
+                elif not isinstance(part, _LEAVES):
+                    users.setdefault(id(part), []).append(value)
+                    if id(part) not in seen and len(seen) < _FAR:
+                        seen.add(id(part))
+                        front.append(part)
+        for value in leading:  # this one grows, too
+            if id(value) in self._leading or not (id(value) in own or _can_be_copied(value)):
+                continue
+            self._leading[id(value)] = value
+            leading += users.get(id(value), ())
+
+    def of(self, value: Any) -> Any:
+        """The copy of a value: the value itself, unless it is to be copied."""
+        if id(value) in self._of:
+            return self._of[id(value)][1]
+        if id(value) not in self._leading:
+            return value
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, dict | list | set | deque):
+            return self._container(value)
+        new: Any
+        if isinstance(value, tuple):
+            parts = map(self.of, value)
+            new = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        elif isinstance(value, types.MethodType):
+            new = types.MethodType(self.of(value.__func__), self.of(value.__self__))
+        elif isinstance(value, partial):
+            keywords = {key: self.of(each) for key, each in value.keywords.items()}
+            new = partial(self.of(value.func), *map(self.of, value.args), **keywords)
+        elif isinstance(value, weakref.ref):
+            new = weakref.ref(self.of(value()))
+        else:
+            new = _bare(value)
+            self.add(value, new)  # now, since an object may lead to itself
+            self.fill(new, value)
+        self.add(value, new)
+        return new
+
+    def _container(self, value: Any) -> Any:
+        new: Any = copy.copy(value)
+        self.add(value, new)
+        parts = [self.of(each) for each in _parts_of(value)]
+        if isinstance(value, dict):
+            dict.clear(new)
+            dict.update(new, zip(map(self.of, dict.keys(value)), parts, strict=True))
+        else:
+            new.clear()
+            new.update(parts) if isinstance(value, set) else new.extend(parts)
+        self.fill(new, value)
+        return new
+
+    def fill(self, new: Any, old: Any) -> None:
+        """Give an object the attributes of another one, or the copies of these."""
+        own = getattr(old, "__dict__", {})
+        if own:
+            vars(new).update({key: self.of(value) for key, value in own.items()})
+        for key in _slots(old):
+            object.__setattr__(new, key, self.of(getattr(old, key)))
+
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
+        cells = tuple(types.CellType() for _ in value.__closure__ or ())
+        known = _globals(value)
+        scope = value.__globals__
+        if any(id(each) in self._of for each in known.values()):
+            scope = {**scope, **{name: self.of(each) for name, each in known.items()}}
+        closure = cells if value.__closure__ is not None else None
+        new = types.FunctionType(value.__code__, scope, value.__name__, None, closure)
+        self.add(value, new)
+        for cell, old in zip(cells, value.__closure__ or (), strict=True):
+            for each in _content(old):
+                cell.cell_contents = self.of(each)
+        new.__defaults__ = value.__defaults__ and tuple(map(self.of, value.__defaults__))
+        new.__kwdefaults__ = value.__kwdefaults__ and {
+            key: self.of(each) for key, each in value.__kwdefaults__.items()
+        }
+        new.__qualname__, new.__module__ = value.__qualname__, value.__module__
+        new.__doc__, new.__annotations__ = value.__doc__, value.__annotations__
+        new.__dict__.update({key: self.of(each) for key, each in value.__dict__.items()})
+        return new
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The objects that a value leads to directly, as far as copies of them can be put into it."""
+    if isinstance(value, (*_LEAVES, Tensor, nn.Module)):
+        return
+    if isinstance(value, _CONTAINERS):
+        if len(value) > _LONG:
+            return
+        yield from dict.keys(value) if isinstance(value, dict) else ()
+        yield from _parts_of(value)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, weakref.ref):
+        yield value()
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            yield from _content(cell)
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        yield from _globals(value).values()
+    yield from getattr(value, "__dict__", {}).values()
+    yield from (getattr(value, name) for name in _slots(value))
+
+
+def _parts_of(container: Any) -> Iterable[Any]:
+    """The elements of a container; of a dict, its values."""
+    return dict.values(container) if isinstance(container, dict) else container
+
+
+def _containers(roots: list[Any]) -> list[Any]:
+    """The lists, dicts and sets in the given dicts, and those within them."""
+    found = list(roots)
+    known = {id(value) for value in roots}
+    for value in found:  # the list grows while it is walked
+        for part in _parts(value):
+            if type(part) in _OWN and id(part) not in known:
+                known.add(id(part))
+                found.append(part)
+    return found[len(roots) :]
+
+
+def _globals(function: types.FunctionType) -> dict[str, Any]:
+    """The modules that a function, such as a forward that somebody has given to one module only,
+    finds in global variables."""
+    scope = function.__globals__
+    names = function.__code__.co_names
+    return {name: scope[name] for name in names if isinstance(scope.get(name), nn.Module)}
+
+
+def _content(cell: types.CellType) -> list[Any]:
+    """What is in a cell of a closure: nothing, if the variable has not been assigned."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def _slots(value: Any) -> list[str]:
+    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    names = (name for each in slots for name in ([each] if isinstance(each, str) else each))
+    return [name for name in names if name not in _NO_SLOTS and hasattr(value, name)]
+
+
+_NO_SLOTS = "__dict__", "__weakref__"
+
+
+def _can_be_copied(value: Any) -> bool:
+    """Whether a second object like it can be made without a call of the user's code. One that does
+    something when it dies cannot: it would do so twice."""
+    kinds = (types.FunctionType, types.MethodType, partial, weakref.ref, *_CONTAINERS)
+    if isinstance(value, kinds):
+        return True
+    make: Any = type(value).__new__
+    return make is object.__new__ and not hasattr(value, "__del__")
+
+
+def _bare(value: Any) -> Any:
+    """An object of the same class, without attributes."""
+    kind: Any = type(value)
+    return kind.__new__(kind)
+
+
+# ------------------------------------------------------------------------------------------ tensors
+
+
+def _tensors(modules: list[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The parameters, buffers and other tensors that are attributes, each with the twin's."""
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+    kept = {memory_number(p) for p in parameters if p.layout == torch.strided}
+    memories: dict[int, torch.UntypedStorage] = {}
+    seen: set[int] = set()
+    for tensor in parameters:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor, _alias(tensor)
+    for module in modules:
+        for tensor in (*module._buffers.values(), *vars(module).values()):
+            if not isinstance(tensor, Tensor) or id(tensor) in seen or tensor.requires_grad:
+                continue  # what requires a gradient gets it where it is
+            seen.add(id(tensor))
+            if tensor.is_meta:
+                continue  # there is nothing to write to
+            if tensor.layout != torch.strided or type(tensor) is not Tensor:
+                yield tensor, _with(tensor.detach().clone(), tensor)
+            elif memory_number(tensor) not in kept:
+                yield tensor, _copied(tensor, memories)
+            else:
+                yield tensor, _with(tensor.detach(), tensor)
+
+
+def _alias(parameter: Tensor) -> Tensor:
+    """Another parameter in the same memory, with the same attributes, but no gradient or hooks."""
+    if type(parameter) is not nn.Parameter or parameter.is_inference():
+        return parameter  # a second one of its kind cannot be made
+    return _with(nn.Parameter(parameter.detach(), parameter.requires_grad), parameter)
+
+
+def _copied(tensor: Tensor, memories: dict[int, torch.UntypedStorage]) -> Tensor:
+    """A copy of a tensor. Copies share memory where the tensors do: ``memories`` has those that
+    have been copied, by their numbers."""
+    number = memory_number(tensor)
+    if number not in memories:
+        memories[number] = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    new.set_(memories[number], tensor.storage_offset(), tensor.size(), tensor.stride())
+    return _with(new, tensor)
+
+
+def _with(new: Tensor, old: Tensor) -> Tensor:
+    new.__dict__.update(old.__dict__)
+    return new
