@@ -320,8 +320,8 @@ def _can_be_copied(value: Any) -> bool:
 
 def _bare(value: Any) -> Any:
     """An object of the same class, without attributes."""
-    kind: Any = type(value)
-    return kind.__new__(kind)
+    # Not by ``__new__`` of the class: that of fx.GraphModule makes another class.
+    return object.__new__(type(value))
 
 
 # ------------------------------------------------------------------------------------------ tensors

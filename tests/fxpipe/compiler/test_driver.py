@@ -13,6 +13,7 @@ from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.ir.graph import STAGE, stage_nodes
 from fxpipe.trace.isolation import on_one_device
+from fxpipe.trace.twin import model_of
 from passes import PartitionError, default_chain
 from tests.zoo import MLP, MODELS, ResNet, gradients, same
 
@@ -162,7 +163,7 @@ def test_a_placed_model_comes_together_to_be_traced_once_more(monkeypatch):
 
     @contextmanager
     def watched(given, device):
-        seen.append((given, device))
+        seen.append((model_of(given), device))
         with on_one_device(given, device):
             yield
 
