@@ -46,19 +46,40 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found | getattr(value, "__dict__", {})
 
 
-def leaves(value: Any, path: str = "", _within: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a value, which have no parts, each with its path: ``.past.layers[0].keys``."""
+    return ((below, part) for below, part, is_leaf in _all_parts(value, path) if is_leaf)
+
+
+def _all_parts(
+    value: Any, path: str = "", within: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any, bool]]:
+    """The value, its parts, and theirs: the path of each, the part, and whether it is a leaf."""
     parts = children(value)
-    if parts is None:
-        yield path, value
-    elif id(value) not in _within:  # an object may point back to one that it is part of
+    yield path, value, parts is None
+    if parts and id(value) not in within:  # an object may point back to one that it is part of
         for key, part in parts.items():
             below = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
-            yield from leaves(part, below, (*_within, id(value)))
+            yield from _all_parts(part, below, (*within, id(value)))
 
 
 class _Hole:
     """Where a tensor was."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Stands for a ``torch.Size`` with holes in it, which can hold nothing but numbers: of an
+    object that has a shape which follows the batch, such as a distribution."""
+
+    sizes: tuple[Any, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The ``torch.Size``, if the holes are filled with numbers; with other values, a tuple."""
+        sizes = tuple(copy.deepcopy(size, memo) for size in self.sizes)
+        if all(isinstance(size, int | torch.SymInt) for size in sizes):
+            return torch.Size(sizes)
+        return _Shape(sizes) if any(isinstance(size, _Hole) for size in sizes) else sizes
 
 
 @dataclass(frozen=True)
@@ -76,18 +97,23 @@ class _Part:
             return [value], _Part(hole := _Hole(), [hole], [""], {})
         if not is_opened(value):
             return [], _Part(value, [], [], {})
-        within = list(leaves(value))
+        within = list(_all_parts(value))
         paths: dict[int, str] = {}
-        for path, leaf in within:
-            if isinstance(leaf, VARYING):
-                paths.setdefault(id(leaf), path)
+        for path, part, _ in within:
+            if isinstance(part, VARYING):
+                paths.setdefault(id(part), path)
         holes = {key: _Hole() for key in paths}
-        kept = {id(leaf): leaf for _, leaf in within if callable(leaf) and holes}
-        emptied = _copied(value, kept | holes) if holes else value
-        tensors = {id(leaf): leaf for _, leaf in within}
+        kept = {id(part): part for _, part, is_leaf in within if is_leaf and callable(part)}
+        shapes = {
+            id(part): _Shape(tuple(holes.get(id(size), size) for size in part))
+            for _, part, _ in within
+            if isinstance(part, torch.Size) and not holes.keys().isdisjoint(map(id, part))
+        }
+        emptied = _copied(value, kept | holes | shapes) if holes else value
+        tensors = {id(part): part for _, part, _ in within}
         return (
             [tensors[key] for key in paths],
-            _Part(emptied, list(holes.values()), list(paths.values()), kept),
+            _Part(emptied, list(holes.values()), list(paths.values()), kept if holes else {}),
         )
 
     def fill(self, tensors: Iterator[Any]) -> Any:

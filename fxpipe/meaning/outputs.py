@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.graph import ALIAS, LARGER, RANDOM, VALUE
 from fxpipe.meaning.errors import BatchError
-from fxpipe.meaning.said import INFER, Slot, from_the_front, say
+from fxpipe.meaning.said import INFER, Slot, broadcast, from_the_front, say
 from fxpipe.runtime.microbatch import ANY, SUM, Dim, Dims
 from passes.to_stages.rows import values_with
 
@@ -45,10 +45,11 @@ def output_dims(
     say(INFER if out_dims is None else out_dims, structure, "output")
     varying = _varying(gm.graph, in_dims)
     result: list[Dims] = []
-    paths: set[str] = set()
+    # A result may occur at several paths, such as the batch size in an object's shapes.
+    places = broadcast(None, structure, "output")
+    paths = {path for path, leaf, _ in places if isinstance(leaf, Slot)}
     for node in nodes:
         own = pytree.tree_leaves(slots[node])
-        paths.update(slot.path for slot in own)
         leaves = zip(own, pytree.tree_leaves(values[node]), _larger(node, len(own)), strict=True)
         dims = tuple(
             ANY if node not in varying and slot.said is INFER else _dim(slot, value, larger, found)

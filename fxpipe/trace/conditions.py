@@ -66,7 +66,8 @@ def _goes_on_with(frame: FrameType) -> bool | None:
     None if the condition is no check, as both branches go on, or if other values decide too.
     """
     code = frame.f_code
-    if not is_of_a_model(code.co_filename) or not _branches(code, frame.f_lasti):
+    checks = is_of_a_model(code.co_filename) or code.co_filename.startswith(_DISTRIBUTIONS)
+    if not checks or not _branches(code, frame.f_lasti):
         return None
     # An instruction has a place in the source. That of the instruction which branches may be the
     # whole statement; the instruction before it has computed the value, and its place is that of
@@ -78,6 +79,11 @@ def _goes_on_with(frame: FrameType) -> bool | None:
             if (value := _decides(test, place, raises_with)) is not None:
                 return not value
     return None
+
+
+_DISTRIBUTIONS = torch.distributions.__path__[0]
+"""The folder of distributions, which look at the values of their parameters and samples, and raise
+an error for those that they do not have."""
 
 
 def _branches(code: CodeType, instruction: int) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.structure import Structure, children, leaves
@@ -89,3 +90,14 @@ def test_a_type_that_looks_at_what_it_is_made_of_is_taken_apart_too() -> None:
     assert structure.constants() == [None, None]
     again = structure.fill(tensors)["x"]
     assert type(again) is type(packed) and torch.equal(again.batch_sizes, packed.batch_sizes)
+
+
+def test_a_shape_within_an_object_follows_what_it_is_filled_with() -> None:
+    """As it is traced, a shape has sizes that are symbols in it."""
+    symbol = ShapeEnv().create_unbacked_symint()
+    layer = Layer(torch.ones(2), None)
+    layer.shape = torch.Size([symbol, 4])
+    found, structure = Structure.of(layer)
+    assert structure.paths() == [".keys", ".values[1]", ".shape[0]"] and found[2] is symbol
+    again = structure.fill([torch.zeros(2), torch.zeros(2), 5])
+    assert type(again.shape) is torch.Size and again.shape == (5, 4)

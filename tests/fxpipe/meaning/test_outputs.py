@@ -106,3 +106,43 @@ def test_a_number_that_depends_on_the_batch_is_refused():
 
     with pytest.raises(BatchError, match=r"output\[1\] is 2.23.* and depends on the batch size"):
         fxpipe.compile(Roots(), TWO)(X)
+
+
+NORMAL = torch.distributions.Normal
+DISTRIBUTIONS = {
+    "categorical": lambda a, b, v: torch.distributions.Categorical(logits=a, validate_args=v),
+    "probabilities": lambda a, b, v: torch.distributions.Categorical(a.softmax(-1), None, v),
+    "normal": lambda a, b, v: NORMAL(a, b.exp(), v),
+    "independent": lambda a, b, v: torch.distributions.Independent(NORMAL(a, b.exp(), v), 1, v),
+    "mixture": lambda a, b, v: torch.distributions.MixtureSameFamily(
+        torch.distributions.Categorical(logits=a, validate_args=v), NORMAL(b, b.exp(), v), v
+    ),
+}
+
+
+class Policy(nn.Module):
+    """Gives a distribution, whose shapes follow the batch."""
+
+    def __init__(self, kind, validate):
+        super().__init__()
+        self.mean, self.spread = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.kind, self.validate = kind, validate
+
+    def forward(self, x):
+        return DISTRIBUTIONS[self.kind](self.mean(x), self.spread(x), self.validate)
+
+
+@pytest.mark.parametrize("validate", [None, True, False])
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_the_shapes_of_a_distribution_are_those_of_the_mini_batch(kind, validate):
+    model = Policy(kind, validate)
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, example_inputs=(torch.randn(8, 8),))
+    for rows in 8, 5:
+        x = torch.randn(rows, 8)
+        found, expected = pipe(x), model(x)
+        assert type(found) is type(expected)
+        assert found.batch_shape == expected.batch_shape
+        assert found.event_shape == expected.event_shape
+        sample = expected.sample()
+        assert found.sample().shape == sample.shape
+        torch.testing.assert_close(found.log_prob(sample), expected.log_prob(sample))
