@@ -13,8 +13,8 @@ stands in graphs under this name.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -381,6 +381,41 @@ def graph_compiler(
     return made  # type: ignore[no-any-return]
 
 
+COMPILED_NODE = "CompiledFunctionBackward"
+"""The name of the autograd nodes whose backward AOTAutograd has had compiled."""
+
+
+def compiled_ahead(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    forward: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+    backward: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """A function whose forward and backward graphs, traced by AOTAutograd, these two compile."""
+    aot = importlib.import_module("functorch.compile")  # which is public, and imports Dynamo
+    function: Callable[..., Any] = aot.aot_module_simplified(
+        gm,
+        inputs,
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=forward,
+        partition_fn=aot.min_cut_rematerialization_partition,
+    )
+    return function
+
+
+def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """A function that takes a list of arguments and empties it, so that it may let go of them."""
+
+    def call(args: list[Any]) -> Any:
+        given = tuple(args)
+        args.clear()
+        return function(*given)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
 class SymbolicInputs:
     """Fakes of the inputs of a graph, in a fake tensor mode of their own, with symbols for sizes.
 
@@ -416,9 +451,15 @@ class SymbolicInputs:
         self.fakes.append(self.sizes.create_symintnode(symbol, hint=value, source=source))
         return self.fakes[-1]
 
-    def compiling(self) -> AbstractContextManager[Any]:
-        """A context for the compiler, which finds the fake tensor mode by it."""
-        return tracing(TracingContext(self.mode))
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A context for the compiler, which finds the fake tensor mode by it.
+
+        Saved tensors are not written to by the backward, which may run several times.
+        """
+        aot = importlib.import_module("torch._functorch.config")
+        with tracing(TracingContext(self.mode)), aot.patch(donated_buffer=False):
+            yield
 
     def admit(self, values: list[Any]) -> bool:
         """Whether what has been compiled is right for these values: one for each number, and for

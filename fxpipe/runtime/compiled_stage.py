@@ -39,6 +39,7 @@ from fxpipe.ir._torch import (
 from fxpipe.ir.graph import GROWS, SEED
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
+from fxpipe.runtime.halves import compiled_in_halves, defer_to_tape
 from fxpipe.runtime.lifted import Lifted, NotLifted, Tensors, obstacle, varies
 from fxpipe.runtime.random import alone
 from fxpipe.runtime.state import State
@@ -116,6 +117,7 @@ class _Variant:
     inputs: SymbolicInputs
     shapes: tuple[Any, ...]
     function: Callable[..., Any]
+    later: tuple[int, ...]  # of its inputs, whose gradients a second half of the backward gives
 
 
 class CompiledStage:
@@ -123,16 +125,20 @@ class CompiledStage:
 
     Args:
         name: what the stage is called in warnings.
+        in_halves: whether its backward can be run in two halves, in a step.
 
     ``module`` is the stage as a module whose ``forward`` does that. It has the parameters, buffers
     and modules of the stage, also when these are replaced.
     """
 
-    def __init__(self, stage: fx.GraphModule, name: str, backend: StageBackend) -> None:
-        self.stage, self.name, self.backend = stage, name, backend
+    def __init__(
+        self, stage: fx.GraphModule, name: str, backend: StageBackend, in_halves: bool = False
+    ) -> None:
+        self.stage, self.name, self.backend, self.in_halves = stage, name, backend, in_halves
         self.tensors = Tensors(stage)
         self.module = _like(stage, self)
         self.obstacle: str | None = None
+        self.times = 0  # it has been compiled
         self.refusals: dict[str, None] = {}  # what has been warned of, in order
         self._state: State | None = None
         self._looks: Any = None
@@ -163,8 +169,11 @@ class CompiledStage:
             if self.obstacle is not None:
                 self._warn(self.obstacle)
             return type(self.stage).forward(self.stage, *args)
-        leaves = pytree.tree_leaves(self._with_seeds(args))
-        outputs = variant.function(*self.tensors.now(), *filter(varies, leaves))
+        leaves = filter(varies, pytree.tree_leaves(self._with_seeds(args)))
+        given = [*self.tensors.now(), *leaves]
+        outputs = variant.function(*given)
+        if variant.later and torch.is_grad_enabled():
+            defer_to_tape(outputs, {i: given[i] for i in variant.later})
         return variant.lifted.results(outputs)
 
     def _is_observed(self) -> bool:
@@ -263,9 +272,19 @@ class CompiledStage:
                 else:
                     fakes.append(inputs.number(leaf))
             lifted = Lifted(self.stage, self.tensors, args, fakes, inputs.mode)
+            self.times += 1
+            later: tuple[int, ...] = ()
+            if self.in_halves and is_recorded:
+                given = [*self.tensors.now(), *leaves]
+                later = tuple(i for i, each in enumerate(given) if _is_trained(each))
             with inputs.compiling():
-                function = self.backend(lifted.graph_module, fakes)
-        return _Variant(lifted, inputs, tuple(_size(leaf) for leaf in leaves), function)
+                if later:
+                    function = compiled_in_halves(
+                        lifted.graph_module, inputs, fakes, later, self.backend
+                    )
+                else:
+                    function = self.backend(lifted.graph_module, fakes)
+        return _Variant(lifted, inputs, tuple(map(_size, leaves)), function, later)
 
     def _varying(
         self, args: tuple[Any, ...], leaves: list[Any], alike: list[_Variant]
@@ -353,6 +372,11 @@ def _looks(leaf: Any) -> tuple[Any, Any]:
     return (type(leaf), leaf), None
 
 
+def _is_trained(value: Any) -> bool:
+    """Whether its gradient is put off to the second half of a backward."""
+    return isinstance(value, nn.Parameter) and value.requires_grad
+
+
 def _size(leaf: Any) -> Any:
     return tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
 
@@ -390,6 +414,7 @@ class CompiledStages:
     def __init__(self, backend: StageBackend) -> None:
         self.backend = backend
         self._made: dict[fx.GraphModule, CompiledStage] = {}
+        self._in_halves: dict[fx.GraphModule, CompiledStage] = {}
 
     def of(self, stage: fx.GraphModule, name: str) -> fx.GraphModule:
         """The stage as a module whose ``forward`` runs what has been compiled.
@@ -403,19 +428,31 @@ class CompiledStages:
         return self._made[stage].module
 
     def in_halves(self, stage: fx.GraphModule) -> fx.GraphModule:
-        """The stage as one whose backward is run in halves. All of it is done in the first."""
-        return stage
+        """The stage as a module like that of :meth:`of`, whose backward can be run in halves."""
+        name = f"{type(stage).__name__} in halves"
+        if stage not in self._in_halves:
+            self._in_halves[stage] = CompiledStage(stage, name, self.backend, in_halves=True)
+        return self._in_halves[stage].module
 
     def refresh(self) -> None:
         """Notice what has changed since the last run; see :meth:`CompiledStage.refresh`."""
-        for compiled in self._made.values():
+        for compiled in self._all:
             compiled.refresh()
+
+    @property
+    def _all(self) -> list[CompiledStage]:
+        return [*self._made.values(), *self._in_halves.values()]
+
+    @property
+    def times(self) -> int:
+        """How many times a stage has been compiled."""
+        return sum(compiled.times for compiled in self._all)
 
     @property
     def lines(self) -> list[str]:
         """What is compiled, and what is not and why, in words."""
         said = [f"stages are compiled by {self.backend}, each when it is first called"]
-        for compiled in self._made.values():
+        for compiled in self._all:
             said += [f"{compiled.name} runs as it is: {why}" for why in compiled.refusals]
         return said
 

@@ -15,6 +15,7 @@ are flat: what is nested is put together, and taken apart, within the graph.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -119,11 +120,17 @@ def _home(module: nn.Module, target: str) -> tuple[dict[str, Any], str]:
 # ------------------------------------------------------------------------------------- the graph
 
 
+def _identifier(name: str) -> str:
+    """A name for generated code; the names of modules may begin with a digit."""
+    found = re.sub(r"\W", "_", name)
+    return f"_{found}" if found[:1].isdigit() else found
+
+
 class _Named:
     """What stands in a graph as a function, under the name of what it calls."""
 
     def __init__(self, name: str) -> None:
-        self.__name__ = self.__qualname__ = name.replace(".", "_")
+        self.__name__ = self.__qualname__ = _identifier(name)
         self.__module__ = __name__
 
 
@@ -207,7 +214,7 @@ class Lifted:
         self._stage, self._tensors = stage, tensors
         self._graph = fx.Graph()
         self._own: dict[fx.Node, Any] = {}
-        self._given = [self._graph.placeholder(n.replace(".", "_")) for n in tensors.names]
+        self._given = [self._graph.placeholder(_identifier(name)) for name in tensors.names]
         self._add_inputs(args)
         for node in stage.graph.nodes:
             if node.op not in ("placeholder", "output"):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,7 @@ class Tape:
         self.handle: Handle | None = None  # of a checkpointed forward
         self.repeat: Callable[..., tuple[Any, ...]] | None = None  # the same, not checkpointed
         self.deferred: list[Deferred] = []  # gradients of parameters, to be computed
+        self.later: list[Callable[[], Iterable[Deferred]]] = []  # compute some that are added to it
         self.stage: nn.Module | None = None
         self.penalties: list[Penalty] = []  # gradients of its parameters that the loss has brought
         self.homes: dict[Tensor, Tape] = {}  # of a loss: the parameters in it, and whose they are
@@ -142,6 +143,11 @@ def _recorded_by(tape: Tape | None) -> Iterator[None]:
         yield
     finally:
         _recording.tape = outer
+
+
+def recording() -> Tape | None:
+    """The tape to whose second half parameters' gradients may be put off in this thread, if any."""
+    return getattr(_recording, "tape", None)
 
 
 def _has_history(value: Any) -> bool:
@@ -284,6 +290,8 @@ def backward_input(tape: Tape, grads: Sequence[Any]) -> Any:
 def weight_grad(tape: Tape) -> None:
     """The second half: the gradients that have been deferred, in the order of the backward."""
     deferred, tape.deferred = tape.deferred, []
+    later, tape.later = tape.later, []
+    deferred += itertools.chain.from_iterable(compute() for compute in later)
     if deferred:
         ends, grads, parameters = zip(*deferred, strict=True)
         torch.autograd.backward(ends, grads, inputs=list(itertools.chain(*parameters)))
@@ -420,7 +428,7 @@ def defer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     The halves cost this Python more than the whole, at each operator, which has just swept it out
     of the caches: nothing is done here that can be left, such as to look into nested arguments.
     """
-    tape: Tape | None = getattr(_recording, "tape", None)
+    tape = recording()
     if tape is None or not torch.is_grad_enabled() or all_are_watched():
         return module(*args, **kwargs)
     values = (*args, *kwargs.values())

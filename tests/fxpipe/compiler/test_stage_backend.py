@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe.runtime.compiled_stage import StageBackend
 
+pytestmark = pytest.mark.filterwarnings("error:.*is not compiled")
+
 BATCH = 11  # not a multiple of the number of micro-batches
 
 
@@ -168,6 +170,18 @@ def test_dropout_draws_the_same_for_the_same_seed():
             torch.manual_seed(seed)
             outputs.append(pipe(x).detach())
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_a_backward_may_run_twice(schedule):
+    model, x = seeded(Plain), torch.randn(8, 8)
+    with compiled(model, "aot_eager", schedule=schedule) as pipe:
+        out = pipe(x).sum()
+        out.backward(retain_graph=True)
+        once = [p.grad.clone() for p in model.parameters()]
+        out.backward()
+    for parameter, grad in zip(model.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * grad)
 
 
 # ------------------------------------------------------------------------ what a backend is given

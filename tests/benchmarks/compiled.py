@@ -1,0 +1,249 @@
+"""Compiled stages beside the compiled model: whether they give the same, and how long they take.
+
+::
+
+    python -m tests.benchmarks.compiled
+    python -m tests.benchmarks.compiled --models gpt2 --schedules zb_h1 --backend aot_eager
+
+GPT-2, Llama, a U-Net and a ViT of small sizes train one step of four micro-batches: in a loop over
+the micro-batches with ``torch.compile(model)``, and as a pipeline on two CPU lanes with
+``stage_backend``. In the third place stages run as they are, so that what compiling gains shows.
+
+Times are CPU seconds of the process, which hardly depend on what else the machine does: medians of
+steps that take turns, with one intra-op thread. "ratio" is the pipeline's by that of the compiled
+model in the loop; "as it is" is the uncompiled pipeline's by the same. Differences are the largest
+of any gradient, by the largest number in that gradient; "eager" is that of the compiled model in a
+loop from the model that is not compiled, in the same unit. Dropout is off, as the two sides draw
+their masks in different orders. "anew" counts the stages that were compiled after the first step,
+in three steps with smaller batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fxpipe
+from tests.benchmarks.nets import UNet
+from tests.benchmarks.timing import keep_memory, show
+
+CHUNKS, ROWS = 4, 12
+LANES = ["cpu"] * 2
+Made = tuple[nn.Module, Tensor, Tensor]
+LAST = "as it is", "anew", "refused"
+
+
+def gpt2() -> Made:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=1024,
+        n_positions=128,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    ids = torch.randint(1024, (ROWS, 64))
+    return GPT2LMHeadModel(config), ids, ids
+
+
+def llama() -> Made:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    ids = torch.randint(1024, (ROWS, 64))
+    return LlamaForCausalLM(config), ids, ids
+
+
+def unet() -> Made:
+    net = UNet(convs=2, channels=16, depth=3)
+    for module in net.modules():
+        if isinstance(module, nn.Dropout2d):
+            module.p = 0.0
+    return net, torch.randn(ROWS, 3, 32, 32), torch.randn(ROWS, 1, 32, 32)
+
+
+def vit() -> Made:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=512,
+        image_size=64,
+        patch_size=8,
+        num_labels=10,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return (
+        ViTForImageClassification(config),
+        torch.randn(ROWS, 3, 64, 64),
+        torch.randint(10, (ROWS,)),
+    )
+
+
+MODELS: dict[str, Callable[[], Made]] = {"gpt2": gpt2, "llama": llama, "unet": unet, "vit": vit}
+
+
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    result = getattr(output, "logits", output)
+    if result.dim() == 4:
+        return F.mse_loss(result, target)
+    return F.cross_entropy(result.flatten(0, -2), target.flatten())
+
+
+def loop(model: Callable[[Tensor], Any], x: Tensor, y: Tensor) -> None:
+    for part, target in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
+        (loss_of(model(part), target) / CHUNKS).backward()
+
+
+def taken(model: nn.Module) -> list[Tensor]:
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def difference(found: list[Tensor], expected: list[Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-8)) for a, b in pairs)
+
+
+def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, run in sides.items():
+            start = time.process_time()
+            run()
+            seconds[name].append(time.process_time() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def measured(
+    name: str, schedules: list[str], checkpoints: list[str], backend: str, rounds: int
+) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model, x, y = MODELS[name]()
+    model.train()
+    compiled_model = torch.compile(model, backend=backend)
+    loop(model, x, y)
+    eager = taken(model)
+    loop(compiled_model, x, y)
+    expected = taken(model)
+    found = []
+    for schedule in schedules:
+        for checkpoint in checkpoints:
+            told = {"chunks": CHUNKS, "schedule": schedule, "checkpoint": checkpoint}
+            own, plain = copy.deepcopy(model), copy.deepcopy(model)
+            with (
+                warnings.catch_warnings(record=True) as said,
+                fxpipe.compile(own, LANES, loss_fn=loss_of, stage_backend=backend, **told) as pipe,
+                fxpipe.compile(plain, LANES, loss_fn=loss_of, **told) as as_it_is,
+            ):
+                warnings.simplefilter("always")
+                pipe.step(x, target=y)
+                grads = taken(own)
+                as_it_is.step(x, target=y)
+                sides = {
+                    "loop": lambda: loop(compiled_model, x, y),
+                    "pipe": lambda pipe=pipe: pipe.step(x, target=y),
+                    "as it is": lambda pipe=as_it_is: pipe.step(x, target=y),
+                }
+                seconds = medians(sides, rounds) if rounds else dict.fromkeys(sides, 1.0)
+                stages = len(pipe.stages)
+                known = count(pipe)
+                for rows in (ROWS - 1, ROWS - 2, ROWS - 3):
+                    pipe.step(x[:rows], target=y[:rows])
+                anew = count(pipe) - known
+                report = str(pipe.report())
+            found.append(
+                {
+                    "model": name,
+                    "schedule": schedule,
+                    "checkpoint": checkpoint,
+                    "stages": stages,
+                    "difference": difference(grads, expected),
+                    "eager": difference(expected, eager),
+                    "loop_ms": seconds["loop"] * 1e3,
+                    "pipe_ms": seconds["pipe"] * 1e3,
+                    "ratio": seconds["pipe"] / seconds["loop"],
+                    "as_it_is": seconds["as it is"] / seconds["loop"],
+                    "anew": anew,
+                    "refused": [line for line in report.splitlines() if "runs as it is" in line],
+                    "warnings": sorted({str(each.message) for each in said}),
+                }
+            )
+    return found
+
+
+def count(pipe: fxpipe.Pipeline) -> int:
+    """How many times a stage has been compiled."""
+    return pipe._runner.last()[0].compiled.times
+
+
+@click.command(help=__doc__)
+@click.option("--models", default=",".join(MODELS))
+@click.option("--schedules", default="gpipe,1f1b,zb_h1,zbv")
+@click.option("--checkpoints", default="never,always")
+@click.option("--backend", default="inductor")
+@click.option("--rounds", default=7, help="steps of each side; 0 for none, differences only")
+def main(models: str, schedules: str, checkpoints: str, backend: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    keep_memory()
+    results = []
+    for name in models.split(","):
+        results += measured(name, schedules.split(","), checkpoints.split(","), backend, rounds)
+    show(
+        f"{CHUNKS} micro-batches of {ROWS // CHUNKS} rows, CPU time of a step, {backend}",
+        [
+            *[
+                "model",
+                "schedule",
+                "checkpoint",
+                "difference",
+                "eager",
+                "loop",
+                "pipeline",
+                "ratio",
+            ],
+            *LAST,
+        ],
+        [
+            [
+                *(each["model"], each["schedule"], each["checkpoint"]),
+                *(f"{each['difference']:.1e}", f"{each['eager']:.1e}"),
+                *(f"{each['loop_ms']:.0f} ms", f"{each['pipe_ms']:.0f} ms"),
+                *(f"{each['ratio']:.2f}", f"{each['as_it_is']:.2f}", str(each["anew"])),
+                "; ".join(each["refused"]),
+            ]
+            for each in results
+        ],
+    )
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
