@@ -526,6 +526,19 @@ def default_chain() -> Chain:
     return _DEFAULT
 
 
+def chain_of(passes: Chain | None) -> Chain:
+    """The chain that a user has given, or the default one.
+
+    Raises TypeError for what is no chain.
+    """
+    if passes is not None and not isinstance(passes, Chain):
+        raise TypeError(
+            f"passes is a {type(passes).__name__}: give a chain, such as "
+            'fxpipe.default_chain().before("split", your_pass)'
+        )
+    return default_chain() if passes is None else passes
+
+
 def run(passes: Iterable[Pass], gm: fx.GraphModule) -> fx.GraphModule:
     """The graph after these passes, one after the other."""
     for rewrite in passes:

@@ -71,6 +71,30 @@ def factory_name(value: str) -> str:
     return value
 
 
+def chain_named(value: str) -> Any:
+    """The chain of passes that a user has named as ``MODULE:CHAIN``: a chain, or a function without
+    arguments that gives one."""
+    from passes import Chain
+
+    module, _, path = factory_name(value).partition(":")
+    made = _attribute(_module(module), module, path)
+    if callable(made) and not isinstance(made, Chain):
+        made = _called(made, value)
+    if not isinstance(made, Chain):
+        raise UserError(
+            f"{value} gives a {type(made).__name__}: it has to give a chain, such as "
+            'fxpipe.default_chain().before("split", YourPass())'
+        )
+    return made
+
+
+def _called(factory: Callable[[], Any], name: str) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise UserError(f"{name} failed: {_where(error)}") from error
+
+
 def factory_argument(command: Callable[..., None]) -> Callable[..., None]:
     """The argument FACTORY, and the option for inputs that it does not give."""
     command = click.option(
@@ -102,10 +126,7 @@ def load(factory: str, shapes: Sequence[Shape]) -> Given:
     made = _attribute(_module(module), module, path)
     if callable(made) and not isinstance(made, torch.nn.Module):
         torch.manual_seed(0)  # again, since the import may have drawn random numbers
-        try:
-            made = made()
-        except Exception as error:
-            raise UserError(f"{factory} failed: {_where(error)}") from error
+        made = _called(made, factory)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, torch.nn.Module):
         raise UserError(

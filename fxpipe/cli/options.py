@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
+from fxpipe.cli.factory import chain_named
 from fxpipe.ir.progress import listening
 from fxpipe.schedule.catalogue import NAMES
 
@@ -91,6 +92,12 @@ _PIPELINE = (
         default="never",
         show_default=True,
         help="Which micro-batches keep no activations, and compute them again in the backward.",
+    ),
+    click.option(
+        "--passes",
+        callback=lambda ctx, param, value: value and chain_named(value),
+        metavar="MODULE:CHAIN",
+        help="The chain of passes to run, or a function that gives it. Default: see fxpipe passes.",
     ),
 )
 

@@ -18,6 +18,7 @@ from fxpipe.runtime.compiled_stage import StageBackend
 from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
 from fxpipe.trace import CustomTracer
 from passes import Chain, Checkpoint, Pass
+from passes.chain import chain_of
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec
 
@@ -93,11 +94,7 @@ class Options:
                 f'check is {self.check!r}: give True, "warn" (what is not the model\'s is warned '
                 "of), or False (it is accepted)"
             )
-        if not isinstance(self.passes, Chain):
-            raise TypeError(
-                f"passes is a {type(self.passes).__name__}: give a chain, such as "
-                'fxpipe.default_chain().before("split", your_pass)'
-            )
+        chain_of(self.passes)  # which checks it
 
     def _check_fit(self) -> None:
         """Raise ValueError if the schedule does not take this number of micro-batches, or of

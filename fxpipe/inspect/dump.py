@@ -34,7 +34,7 @@ from fxpipe.compiler.history import (
     name_of,
     parts,
 )
-from fxpipe.inspect.draw import draw_graph, render_svg
+from fxpipe.inspect.draw import NoLayout, draw_graph, render_svg
 from fxpipe.inspect.html import page_html
 from fxpipe.ir.printing import format_code
 from passes import Pass
@@ -152,7 +152,7 @@ def whole_code(gm: fx.GraphModule) -> str:
 def _drawing(file: str, gm: fx.GraphModule) -> dict[str, str]:
     try:
         return {file: render_svg(draw_graph(gm))}
-    except RuntimeError:  # no Graphviz here: the text says the same
+    except NoLayout:  # no Graphviz here: the text says the same
         return {}
 
 

@@ -18,7 +18,14 @@ from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.runner import NotYet, Runner
-from fxpipe.inspect.draw import draw_model, draw_pipeline, draw_stages, draw_step, render_svg
+from fxpipe.inspect.draw import (
+    NoLayout,
+    draw_model,
+    draw_pipeline,
+    draw_stages,
+    draw_step,
+    render_svg,
+)
 from fxpipe.inspect.page import Page
 from fxpipe.inspect.report import Report
 from fxpipe.ir.cost import Cost
@@ -59,7 +66,7 @@ class Stage:
         """A drawing of the nodes of the stage, which notebooks show."""
         try:
             return render_svg(draw_model(self.module))
-        except RuntimeError:  # no program that lays out drawings is installed
+        except NoLayout:  # no program that lays out drawings is installed
             return None
 
 
@@ -196,7 +203,7 @@ class Views:
         report = f"<pre>{escape(str(self.report()))}</pre>"
         try:
             return render_svg(self.draw("stage")) + report
-        except RuntimeError:  # no program that lays out drawings is installed
+        except NoLayout:  # no program that lays out drawings is installed
             return report
 
     def write_page(self, path: str | os.PathLike[str]) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-import passes as default
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.progress import report_progress
@@ -19,10 +18,12 @@ from fxpipe.planning.result import Plan, PlannedStage
 from fxpipe.runtime.ambient import compiling
 from fxpipe.schedule import Schedule, microbatches_of, placement_of
 from fxpipe.trace import CustomTracer, canonical
+from passes.chain import Chain, chain_of
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 from passes.partition.automatic import DoesNotFit
 from passes.partition.partition import Spec
+from passes.to_pipeline.checkpoint import Checkpoint
 
 __all__ = ["Plan", "PlannedStage", "plan"]
 
@@ -42,6 +43,7 @@ def plan(
     optimizer_states: float = ADAM,
     in_dims: Any = None,
     tracer: str | CustomTracer = "auto",
+    passes: Chain | None = None,
 ) -> Plan:
     """What :func:`fxpipe.compile` would make of a model, without any of the devices.
 
@@ -57,7 +59,8 @@ def plan(
             seconds by name of node or module.
         optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam.
 
-    The others are those of :func:`fxpipe.compile`.
+    The others are those of :func:`fxpipe.compile`. Of the chain in ``passes`` those are run that
+    lead to the stage graph, other than pass "outputs", which nothing here depends on.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense, saying which would.
@@ -75,7 +78,8 @@ def plan(
         raise ValueError(f"optimizer_states is {optimizer_states!r}: give a number, 0 or more")
     if chunks is not None:
         chunks = count("chunks", chunks, "the number of micro-batches")
-    default.Checkpoint(checkpoint)  # which checks it
+    Checkpoint(checkpoint)  # which checks it
+    chain = chain_of(passes)
     specs = _specs(devices)
     placement = placement_of(schedule, len(specs), stages)
     whole = microbatches_of(schedule, chunks, len(placement))
@@ -84,12 +88,12 @@ def plan(
         args, kwargs = out_of_inference_mode((args, kwargs))
         dims = meaning_of(model, args, kwargs, Asked(in_dims, check=False)).in_dims
         report_progress("trace")
-        gm, known = sketch(model, args, kwargs, dims, tracer, chunks)
+        gm, known = sketch(model, args, kwargs, dims, tracer, chunks, chain)
         known = replace(known, costs=costs, spec=specs[0], optimizer_states=optimizer_states)
         batch = batch_size(known.inputs, dims)
         microbatches = max(1, min(whole, batch or 1))
         question = PlanQuestion(
-            CostedModel(model, gm, known),
+            CostedModel(model, gm, known, chain),
             partition,
             specs,
             schedule.first(microbatches) if isinstance(schedule, Schedule) else schedule,

@@ -29,7 +29,7 @@ from fxpipe.schedule import (
     simulate,
 )
 from fxpipe.schedule.choice import AUTO
-from passes.chain import ToStages, default_chain, run
+from passes.chain import Chain, ToStages, run
 from passes.common.modes import recomputed
 from passes.common.skips import Hop, SkipLayout, skip_layout
 from passes.cost.analytic import relative_time
@@ -60,7 +60,8 @@ class _Sent:
 class PlannedLanes:
     """The lanes of a planned pipeline: their devices, the stages on each, and the order of a step.
 
-    ``specs`` has the device of each lane, ``placement`` the lane of each stage.
+    ``specs`` has the device of each lane, ``placement`` the lane of each stage; ``chain`` has the
+    passes that cut.
     """
 
     specs: tuple[DeviceSpec, ...]
@@ -68,6 +69,7 @@ class PlannedLanes:
     schedule: str | Schedule
     chunks: int
     checkpoint: str
+    chain: Chain
 
     def planned(self, gm: fx.GraphModule, partition: Spec, part: int) -> Plan:
         """The plan, each stage given ``1 / part`` of its device's memory."""
@@ -76,13 +78,14 @@ class PlannedLanes:
         report_progress("partition")
         lanes = tuple(f"lane {lane}" for lane in self.placement)
         cut = ToStages((), (), devices=lanes, partition=self.cut(partition, part))
-        gm = run(default_chain().passes(cut, since="partition", until="free"), gm)
+        rest = self.chain.passes(cut, since="partition", until="split")
+        gm = next(rest)(gm)  # pass "partition" itself
         again = recomputed(self.checkpoint, self.chunks)
         found = problem(gm.graph, devices=devices, recomputed=again)
         stage = [node.meta[STAGE] for node in found.work]
-        gm = run(default_chain().passes(cut, since="free", until="split"), gm)
+        gm = run(rest, gm)
         costs = stage_costs(gm.graph)
-        layout = skip_layout(run(default_chain().passes(cut, since="split", until="devices"), gm))
+        layout = skip_layout(run(self.chain.passes(cut, since="split"), gm))
         sent = _Sent(found, layout)
         kept = stage_memory(costs, layout)
         memory = step_memory(kept, self.placement, self.chunks, self.checkpoint)

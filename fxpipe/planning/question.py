@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.errors import AnotherStrategy, is_the_models
 from fxpipe.ir.progress import report_progress
 from fxpipe.planning.lanes import PlannedLanes
 from fxpipe.planning.result import Plan
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
 from fxpipe.trace import CustomTracer, trace, untouched
-from passes.chain import ToStages, default_chain, run
+from passes.chain import Chain, ToStages, default_chain, run
 from passes.common.modes import milder
 from passes.partition.automatic import Auto, DoesNotFit
 from passes.partition.partition import Spec
@@ -30,24 +30,40 @@ def sketch(
     kwargs: dict[str, Any],
     dims: list[int | None],
     tracer: str | CustomTracer,
-    chunks: int | None,
+    chunks: int | None = None,
+    chain: Chain | None = None,
 ) -> tuple[fx.GraphModule, ToStages]:
-    """The model graph with fake values, and what passes are made from; nothing of the model is run
-    or compared. ``chunks``: how many micro-batches are asked for, if the user says so."""
+    """Trace a model with fake values, run the passes ahead of those that depend on the number of
+    micro-batches, and give the graph and what passes are made from. The model is not run, and the
+    graph is not compared with it.
+
+    ``chunks``: how many micro-batches are asked for, if the user says so. ``chain``: the passes;
+    None: the default ones.
+    """
+    chain = chain or default_chain()
 
     def sketched(tracer: str | CustomTracer) -> tuple[fx.GraphModule, ToStages]:
         traced = trace(model, args, kwargs, tracer=tracer, batch_dims=dims, check=False)
         values = traced.bind(args, kwargs)
         context = ToStages(tuple(values), tuple(dims), chunks_asked_for=chunks)
         with untouched(model):
-            passes = default_chain().passes(context, until="rows")
+            passes = chain.passes(context, until=_counting(chain))
             return run(passes, traced.graph_module), context
 
     if tracer != "auto":
         return sketched(tracer)
-    with suppress(Exception):  # whatever stops fx may not stop export, which says why if it does
+    try:
         return sketched("symbolic")
-    return sketched("export")
+    except Exception as error:  # it runs the model's code, which may raise anything
+        if not (isinstance(error, AnotherStrategy) or is_the_models(error)):
+            raise
+    return sketched("export")  # which says why, if it cannot trace the model either
+
+
+def _counting(chain: Chain) -> str:
+    """The first pass whose result depends on the number of micro-batches."""
+    names = [entry.name for entry in chain.entries]
+    return "rows" if "rows" in names else "cost"
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,7 @@ class CostedModel:
     model: nn.Module
     sketched: fx.GraphModule
     context: ToStages
+    chain: Chain
     known: dict[int, fx.GraphModule] = field(default_factory=dict)
 
     def of(self, chunks: int) -> fx.GraphModule:
@@ -64,7 +81,8 @@ class CostedModel:
         if chunks not in self.known:
             report_progress("cost")
             context = replace(self.context, chunks=chunks)
-            passes = default_chain().passes(context, since="rows", until="partition")
+            since = _counting(self.chain)
+            passes = self.chain.passes(context, since=since, until="partition")
             with untouched(self.model):
                 self.known[chunks] = run(passes, copied(self.sketched))
         return copied(self.known[chunks])
@@ -90,7 +108,9 @@ class PlanQuestion:
     @cached_property
     def _lanes(self) -> PlannedLanes:
         placement = placement_of(self.schedule, len(self.specs), self.stages)
-        return PlannedLanes(self.specs, placement, self.schedule, self.chunks, self.checkpoint)
+        return PlannedLanes(
+            self.specs, placement, self.schedule, self.chunks, self.checkpoint, self.prices.chain
+        )
 
     @property
     def _several(self) -> int:

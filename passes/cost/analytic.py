@@ -27,6 +27,7 @@ from fxpipe import ops
 from fxpipe.ir._torch import pytree, stored_values
 from fxpipe.ir.cost import Cost, batch_bytes, copies_of, times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
+from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import COST, LARGER, NO_BACKWARD, SAVED, VALUE, attribute, mutable, stage_nodes
 from fxpipe.ir.tensors import memory_of, tensor_bytes, tensors_of
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
@@ -200,8 +201,10 @@ class _Runs:
             if NO_BACKWARD not in node.meta:
                 try:
                     _run_backward(ahead.outputs, [*ahead.leaves, *ahead.parameters], backward)
-                except Exception:  # a user's backward may fail on fake tensors in any way: it may
-                    # need values, or run the module on real tensors. An estimate will do.
+                except Exception as error:  # a user's backward may fail on fake tensors in any way
+                    if not is_the_models(error):
+                        raise
+                    # It may need values, or run the module on real tensors. An estimate will do.
                     backward = ahead.load.times(BACKWARD)
         where_in = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.inputs)))}
         where_out = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.outputs)))}

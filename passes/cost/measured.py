@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
+from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, mutable, stage_nodes
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.runtime.random import RandomState
@@ -166,7 +167,10 @@ class _TimingInterpreter(fx.Interpreter):
             _, seconds = self._timed(
                 lambda: torch.autograd.grad(tape.outputs, tape.inputs, gradients, allow_unused=True)
             )
-        except RuntimeError:  # PyTorch's reentrant checkpoint accumulates gradients, or nothing
+        except RuntimeError as error:
+            if not is_the_models(error):  # the memory of the device is not enough, say
+                raise
+            # PyTorch's reentrant checkpoint accumulates gradients, or does nothing.
             return BACKWARD * tape.forward_s
         return seconds
 

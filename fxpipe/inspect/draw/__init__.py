@@ -22,11 +22,12 @@ from fxpipe.inspect.draw.picture import SKIP_COLOURS
 from fxpipe.inspect.draw.pipeline import draw_pipeline
 from fxpipe.inspect.draw.stages import draw_stages
 from fxpipe.inspect.draw.step import draw_step
-from fxpipe.inspect.draw.svg import render_svg
+from fxpipe.inspect.draw.svg import NoLayout, render_svg
 from fxpipe.ir.graph import ACTION, DEVICE, MICROBATCH, STAGE
 
 __all__ = [
     "SKIP_COLOURS",
+    "NoLayout",
     "draw_graph",
     "draw_model",
     "draw_pipeline",

@@ -10,6 +10,10 @@ from typing import Any
 import graphviz  # type: ignore[import-untyped]
 
 
+class NoLayout(RuntimeError):
+    """A drawing cannot be laid out: no program for that is installed, or the program fails."""
+
+
 class Drawing(graphviz.Source):  # type: ignore[misc]
     """Graphviz source that notebooks show as :func:`render_svg` lays it out."""
 
@@ -17,7 +21,7 @@ class Drawing(graphviz.Source):  # type: ignore[misc]
         # The method of the base class ends in a traceback where ``dot`` is not installed.
         try:
             return {"image/svg+xml": render_svg(self)}
-        except RuntimeError as error:
+        except NoLayout as error:
             return {"text/plain": str(error)}
 
 
@@ -25,13 +29,13 @@ def render_svg(source: graphviz.Source) -> str:
     """Lay out a drawing as SVG, by Graphviz's ``dot`` if it is installed, else by
     ``graphviz-pure``.
 
-    Raises RuntimeError if neither is installed, or if the layout fails.
+    Raises :class:`NoLayout`, a RuntimeError, if neither is installed, or if the layout fails.
     """
     program = _program()
     command = [program, f"-K{source.engine}", "-Tsvg"]
     done = subprocess.run(command, input=source.source, capture_output=True, encoding="utf-8")
     if done.returncode:
-        raise RuntimeError(f"{program} could not lay out the drawing: {done.stderr.strip()}")
+        raise NoLayout(f"{program} could not lay out the drawing: {done.stderr.strip()}")
     svg: str = done.stdout
     return svg
 
@@ -46,7 +50,7 @@ def _program() -> str:
         or shutil.which("graphviz-pure", path=beside)
     )
     if program is None:
-        raise RuntimeError(
+        raise NoLayout(
             "no program lays out drawings here: install Graphviz, or `pip install graphviz-pure`"
         )
     return program

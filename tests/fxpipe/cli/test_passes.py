@@ -1,5 +1,6 @@
 import re
 
+import pytest
 import torch
 
 import fxpipe
@@ -47,5 +48,38 @@ def test_each_pass_has_a_line_that_says_what_it_does():
     assert max(map(len, result.output.splitlines())) <= 100
 
 
-def test_passes_takes_no_arguments():
-    assert "unexpected extra argument" in refused("passes", "alias")
+DEVICES = {"plan": "p40,p40", "compile": "cpu,cpu"}
+CHAIN = """
+import fxpipe
+
+class Notes:
+    '''Write the number of nodes to a file.'''
+    name = "notes"
+    def __call__(self, gm):
+        with open("notes.txt", "a") as file:
+            file.write(f"{len(gm.graph.nodes)}\\n")
+        return gm
+
+chain = fxpipe.default_chain().before("split", Notes())
+def made():
+    return chain
+"""
+
+
+@pytest.mark.parametrize("name", ["chain", "made"])
+def test_a_chain_of_ones_own_is_listed_planned_and_compiled(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = f"own_{name}"
+    (tmp_path / f"{module}.py").write_text(CHAIN)
+    listed = run("passes", f"{module}:{name}").output
+    assert re.search(r"^notes +model +Write the number of nodes to a file.$", listed, re.M)
+    for command in ("plan", "compile"):
+        inputs = ("--input", "4,3,16,16", "--devices", DEVICES[command])
+        done = run(command, "fxpipe.demo:UNet", *inputs, "--passes", f"{module}:{name}")
+        assert done.exit_code == 0
+    assert len((tmp_path / "notes.txt").read_text().splitlines()) == 2
+
+
+def test_a_chain_that_is_none_is_refused():
+    assert "is a file: give its module" in refused("passes", "mine.py:chain")
+    assert "it has to give a chain" in refused("passes", "torch:pi")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fxpipe
 from fxpipe import DeviceSpec
+from fxpipe.ir.graph import COST, STAGE
 from fxpipe.schedule import named
+from passes.chain import Entry
 from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
 from tests.zoo import MODELS, Chain, ResNet, same
 
@@ -139,3 +142,97 @@ def test_a_schedule_of_ones_own_says_how_many_chunks_there_are_as_for_a_pipeline
     assert fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=few, schedule=own).chunks == 3
     with pytest.raises(ValueError, match="has 5 micro-batches, and chunks is 6: give the same"):
         fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x, schedule=own, chunks=6)
+
+
+# ------------------------------------------------------------------------------ passes of one's own
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Doubles the cost of some nodes."""
+
+    name: str
+    nodes: tuple[str, ...]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for node in gm.graph.nodes:
+            if node.name in self.nodes:
+                node.meta[COST] = node.meta[COST] + node.meta[COST]
+        return gm
+
+
+@dataclass(frozen=True)
+class Sees:
+    """Counts how often it is run, and the stages of what it is given."""
+
+    name: str
+    seen: list[int]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        self.seen.append(len(gm.graph.find_nodes(op="call_module", target="stage_0")))
+        return gm
+
+
+def test_a_plan_runs_passes_of_ones_own_at_the_model_and_the_stage_level():
+    model, x = Chain(8), torch.zeros(8, 3)
+    before, behind, counting, stages, last = ([] for _ in range(5))
+    chain = (
+        fxpipe.default_chain()
+        .before("alias", Sees("before", before))
+        .after("cost", Sees("counting", counting))
+        .before("split", Sees("behind", behind))
+        .after("split", Sees("stages", stages))
+        .after("devices", Sees("last", last))
+    )
+    own = fxpipe.plan(model, ["p40"] * 2, example_inputs=(x,), passes=chain)
+    assert [before, counting, behind, stages, last] == [[0], [0], [0], [1], [1]]
+    assert own.partition == fxpipe.plan(model, ["p40"] * 2, example_inputs=(x,)).partition
+
+
+def test_a_pass_that_changes_costs_changes_the_plan_as_it_changes_the_pipeline():
+    model, x = Chain(8), torch.zeros(8, 3)
+    usual = fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=(x,))
+    heavy = Doubled("heavy", usual.stages[0].nodes[:2])
+    chain = fxpipe.default_chain().before("partition", heavy)
+    plan = fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=(x,), passes=chain)
+    assert len(plan.stages[0].nodes) < len(usual.stages[0].nodes)
+    with fxpipe.compile(model, ["cpu"] * 2, passes=chain, example_inputs=(x,)) as pipe:
+        work = pipe.model_graph.graph.nodes
+        assert {n.name: n.meta[STAGE] for n in work if STAGE in n.meta} == plan.partition
+
+
+@pytest.mark.parametrize("name", ["rows", "free", "devices", "tied"])
+def test_a_plan_can_do_without_passes_that_the_chain_can_do_without(name):
+    model, x = Chain(8), torch.zeros(8, 3)
+    chain = fxpipe.default_chain().without(name)
+    plan = fxpipe.plan(model, ["p40"] * 2, example_inputs=(x,), passes=chain)
+    assert plan.partition == fxpipe.plan(model, ["p40"] * 2, example_inputs=(x,)).partition
+
+
+def test_passes_that_are_no_chain_are_refused():
+    with pytest.raises(TypeError, match="passes is a list: give a chain, such as"):
+        fxpipe.plan(Chain(2), ["p40"], example_inputs=(torch.zeros(2, 3),), passes=[])
+
+
+def test_a_bug_in_a_pass_is_no_reason_to_plan_by_another_front_end():
+    """That would hide it: the plan would be of another graph than the pipeline."""
+
+    def wrong(context):
+        raise KeyError("a bug")
+
+    chain = fxpipe.default_chain().before("rows", Entry("wrong", wrong, "model", "model", "Fails."))
+    with pytest.raises(KeyError, match="a bug"):
+        fxpipe.plan(Chain(2), ["p40"], example_inputs=(torch.zeros(2, 3),), passes=chain)
+    without_memory = fxpipe.default_chain().before("rows", Exhausts())
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        fxpipe.plan(Chain(2), ["p40"], example_inputs=(torch.zeros(2, 3),), passes=without_memory)
+    assert error.value.__context__ is None, "it was tried once"
+
+
+class Exhausts:
+    """Needs more memory than there is."""
+
+    name = "exhausts"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        raise torch.OutOfMemoryError("there is no more")

@@ -62,6 +62,35 @@ def test_a_backward_that_must_accumulate_counts_as_two_forwards():
     assert cost.backward_s == pytest.approx(2 * cost.forward_s) and cost.forward_s > 0
 
 
+class TooLarge(nn.Module):
+    """Its backward needs more memory than there is."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise torch.OutOfMemoryError("there is no more")
+
+    def forward(self, x):
+        return self.Function.apply(x)
+
+
+@pytest.mark.parametrize("kind", [AnalyticCost, MeasuredCost])
+def test_a_backward_that_needs_more_memory_than_there_is_is_not_estimated(kind):
+    graph, x = fx.Graph(), torch.randn(4, 3)
+    node = graph.placeholder("x")
+    for name in "01":
+        node = graph.call_module(name, (node,))
+    graph.output(node)
+    gm = fx.GraphModule(nn.Sequential(nn.Linear(3, 3), TooLarge()), graph)
+    options = {} if kind is AnalyticCost else {"inputs": (x,)}
+    with pytest.raises(torch.OutOfMemoryError, match="there is no more"):
+        kind(**options)(Alias((x,))(gm))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_is_as_it_was(name):
     make, inputs = MODELS[name]
