@@ -21,6 +21,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ from fxpipe.ir._torch import (
     boxed,
     compiled_ahead,
 )
-from fxpipe.runtime.step import Tape, recording
+from fxpipe.runtime.step import Deferred, Tape, recording
 
 _here = threading.local()  # .deferral: that of the compiled backward which runs in this thread
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
@@ -245,12 +246,23 @@ class _Backward:
             return results
         parameters = [deferral.parameters[i] for i in late]
 
-        def compute() -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-            for parameter, grad in zip(parameters, self.second(*kept), strict=True):
+        def compute() -> Iterator[Deferred]:
+            with without_autocast(kept):  # the casts are in the graph
+                grads = self.second(*kept)
+            for parameter, grad in zip(parameters, grads, strict=True):
                 yield parameter, grad, [parameter]
 
         tape.later.append(compute)
         return results
+
+
+@contextmanager
+def without_autocast(values: Sequence[Any]) -> Iterator[None]:
+    """A context in which operators on these tensors take them as they are."""
+    with ExitStack() as stack:
+        for kind in {value.device.type for value in values if isinstance(value, Tensor)}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def defer_to_tape(outputs: Sequence[Any], parameters: dict[int, nn.Parameter]) -> None:

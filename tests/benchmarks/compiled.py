@@ -40,7 +40,10 @@ from tests.benchmarks.timing import keep_memory, show
 CHUNKS, ROWS = 4, 12
 LANES = ["cpu"] * 2
 Made = tuple[nn.Module, Tensor, Tensor]
-LAST = "as it is", "anew", "refused"
+COLUMNS = (
+    *("model", "schedule", "checkpoint", "difference", "eager", "loop", "pipeline", "ratio"),
+    *("as it is", "anew", "refused"),
+)
 
 
 def gpt2() -> Made:
@@ -218,19 +221,7 @@ def main(models: str, schedules: str, checkpoints: str, backend: str, rounds: in
         results += measured(name, schedules.split(","), checkpoints.split(","), backend, rounds)
     show(
         f"{CHUNKS} micro-batches of {ROWS // CHUNKS} rows, CPU time of a step, {backend}",
-        [
-            *[
-                "model",
-                "schedule",
-                "checkpoint",
-                "difference",
-                "eager",
-                "loop",
-                "pipeline",
-                "ratio",
-            ],
-            *LAST,
-        ],
+        list(COLUMNS),
         [
             [
                 *(each["model"], each["schedule"], each["checkpoint"]),

@@ -148,6 +148,37 @@ def test_stages_are_compiled_for_the_mode_of_the_call(mode):
     assert found.is_inference() == parts[0].is_inference()
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_casts_of_autocast_are_compiled_into_both_halves(backend):
+    def run(backend):
+        with torch.autocast("cpu", torch.bfloat16):
+            return trained(backend, "zb_h1")
+
+    assert all(map(torch.equal, run(backend), run(None)))
+
+
+def test_statistics_of_a_deferred_batch_norm_leave_a_compiled_stage():
+    found = trained("aot_eager", deferred_batch_norm=True)
+    assert all(map(torch.equal, found, trained(None, deferred_batch_norm=True)))
+
+
+def test_nested_values_travel_between_compiled_stages():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.last = nn.Linear(8, 16)
+
+        def forward(self, x):
+            h = x[:, None].expand(-1, 3, -1)
+            h, weights = self.attention(h, h, h)
+            return self.last(h.mean(1)) + weights.sum((1, 2))[:, None]
+
+    for how in ("pipe(x)", "zb_h1"):
+        found = trained("aot_eager", how, make=Attends)
+        assert all(map(torch.equal, found, trained(None, how, make=Attends)))
+
+
 def test_a_weight_that_stages_share_gets_the_gradients_of_all():
     class Tied(Plain):
         def forward(self, x):

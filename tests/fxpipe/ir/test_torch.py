@@ -485,3 +485,31 @@ def test_dispatch_modes_are_listed_from_the_outside():
     assert _torch.dispatch_modes() == []
     with Mode() as outer, Mode() as inner:
         assert _torch.dispatch_modes() == [outer, inner]
+
+
+def test_forward_and_backward_of_a_graph_are_compiled_ahead():
+    class Squared(nn.Module):
+        def forward(self, x):
+            return (x * x,)
+
+    seen = []
+
+    def keep(gm, examples):
+        seen.append(gm)
+        return _torch.boxed(gm.forward)
+
+    inputs = _torch.SymbolicInputs()
+    fakes = [inputs.tensor(torch.empty(4, requires_grad=True), [0])]
+    with inputs.compiling():
+        function = _torch.compiled_ahead(fx.symbolic_trace(Squared()), fakes, keep, keep)
+    x = torch.arange(3.0, requires_grad=True)
+    (y,) = function(x)
+    assert y.grad_fn.name() == _torch.COMPILED_NODE
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * x) and len(seen) == 2
+
+
+def test_a_boxed_function_empties_the_list_of_its_arguments():
+    args = [1, 2]
+    assert _torch.boxed(lambda a, b: a + b)(args) == 3
+    assert args == []
