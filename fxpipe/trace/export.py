@@ -314,7 +314,7 @@ def _on_the_model(
     enclose_vmaps(graph, attributes)
     # Dead are the nodes that only guards used, and all but one name of tied parameters.
     graph.eliminate_dead_code(partial(_is_needed, attributes))
-    attributes |= whole.as_nodes(graph, calls)
+    attributes |= whole.as_nodes(graph, calls, attributes)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
 
 

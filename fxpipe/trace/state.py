@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -53,7 +54,7 @@ def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
         return {}
     model, tensors = example.model, reference.tensors
     later, lasting = _later_states(example, tensors, changed)
-    matters = [unit for unit in changed if _matters(example, reference, unit, later[unit])]
+    matters = _that_matter(example, reference, list(changed), later)
     names = {module: name for name, module in model.named_modules()}
     whole: dict[nn.Module, str] = {}
     for module, name in matters:
@@ -84,10 +85,22 @@ def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
     return whole
 
 
+@dataclass(frozen=True)
+class _Later:
+    """What a later call of the model finds: the attributes that calls change, and the hooks on
+    modules, which belong together. A flag may say that the hooks are there."""
+
+    attributes: dict[Unit, Setter]
+    hooks: list[Setter]
+
+    def set(self, *units: Unit) -> list[Setter]:
+        return [self.attributes[unit] for unit in units] + self.hooks
+
+
 def _later_states(
     example: Example, tensors: list[Tensor], changed: Iterable[Unit]
-) -> tuple[dict[Unit, list[list[Setter]]], list[Unit]]:
-    """The attributes as later calls find them; and which of them each call changes.
+) -> tuple[list[_Later], list[Unit]]:
+    """What the second and the third call find; and which of the attributes each call changes.
 
     All rows are the last one: a value that is computed once, and kept, may depend on them.
     """
@@ -95,7 +108,7 @@ def _later_states(
         tensor if dim is None else tensor.narrow(dim, -1, 1).expand_as(tensor)
         for tensor, dim in zip(tensors, example.batch_dims, strict=True)
     ]
-    later: dict[Unit, list[list[Setter]]] = {unit: [] for unit in changed}
+    later: list[_Later] = []
     lasting: list[Unit] = []
     modules = list(example.model.modules())
     with untouched(example.model), torch.no_grad():
@@ -104,24 +117,43 @@ def _later_states(
             with parameters_put_back(example.model):
                 example.call([tensor.clone() for tensor in others])
             lasting = before.changed()
-            hooks = [partial(own.update, dict(own)) for m in modules for own in _hooks(m) if own]
-            for module, name in later:
-                # With the hooks that the forward has put on modules: a flag may say that it has.
-                later[module, name].append([Attribute(module, name).set, *hooks])
-    return later, [unit for unit in lasting if unit in later]
+            hooks: list[Setter] = [
+                partial(own.update, dict(own)) for m in modules for own in _hooks(m) if own
+            ]
+            attributes = {unit: Attribute(*unit).set for unit in changed}
+            later.append(_Later(attributes, hooks))
+    return later, [unit for unit in lasting if unit in changed]
 
 
 def _hooks(module: nn.Module) -> list[dict[int, Any]]:
     return [vars(module)[kind] for kind in HOOKS if kind in vars(module)]
 
 
-def _matters(example: Example, reference: Reference, unit: Unit, later: list[list[Setter]]) -> bool:
-    """Whether the model gives something else with such values of an attribute."""
+def _that_matter(
+    example: Example, reference: Reference, changed: list[Unit], later: list[_Later]
+) -> list[Unit]:
+    """The attributes on which what the model gives depends.
+
+    Later calls find all attributes changed together. Each is tried by itself only if that makes a
+    difference: one of two flags that belong together, alone, is a state that no call finds.
+    """
+    together = any(_differs(example, reference, state.set(*changed)) for state in later)
+    alone = [
+        unit
+        for unit in changed
+        if (together and any(_differs(example, reference, state.set(unit)) for state in later))
+        or any(_differs(example, reference, setters) for setters in _far(unit))
+    ]
+    return changed if together and not alone else alone
+
+
+def _far(unit: Unit) -> list[list[Setter]]:
+    """A number as the next call finds it, and as it is after many calls, if it counts them."""
     module, name = unit
     number: Any = vars(module).get(name)
-    if type(number) in (int, float):
-        later = later + [[partial(vars(module).update, {name: number + n})] for n in (1, _FAR)]
-    return any(_differs(example, reference, setters) for setters in later)
+    if type(number) not in (int, float):
+        return []
+    return [[partial(vars(module).update, {name: number + n})] for n in (1, _FAR)]
 
 
 def _differs(example: Example, reference: Reference, setters: list[Setter]) -> bool:

@@ -366,20 +366,39 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-def as_nodes(graph: fx.Graph, calls: Mapping[str, Opaque]) -> dict[str, nn.Module]:
+def as_nodes(
+    graph: fx.Graph, calls: Mapping[str, Opaque], attributes: Mapping[str, Any]
+) -> dict[str, nn.Module]:
     """Replace the operator in an exported graph by the calls that it stands for; return the modules
-    that the new nodes call, by key."""
-    used: dict[str, nn.Module] = {}
-    for node in graph.find_nodes(op="call_function", target=OP):
+    that the new nodes call, by key.
+
+    A region without gradients is a graph within the graph, an attribute that ``graph`` reads. Its
+    operators are replaced as well, and the modules that they call become its own::
+
+        x ── wrap_with_set_grad_enabled(False, submod_1, x)    submod_1: x ── whole([x], "vision")
+                                                          ↓
+                                                               submod_1: x ── vision(x)
+    """
+    nodes = graph.find_nodes(op="call_function", target=OP)
+    seen_here = {key: calls[key] for _, key in (node.args for node in nodes)}
+    used: dict[str, nn.Module] = {
+        key: Whole(call) for key, call in seen_here.items() if isinstance(call, Call)
+    }
+    if graph.owning_module is not None:  # a graph takes calls only of modules that are there
+        for key, module in used.items():
+            graph.owning_module.add_submodule(key, module)
+    for node in nodes:
         inputs, key = node.args
-        known = calls[key]
-        if isinstance(known, Call):
-            used[key] = Whole(known)
         with graph.inserting_before(node):
-            call = known.node(graph, key, inputs)
+            call = calls[key].node(graph, key, inputs)
         call.meta = dict(node.meta)
-        if isinstance(known, Call):
+        if key in used:
             call.meta[WHOLE] = "what it does depends on values of tensors", WITHOUT_VALUES
         node.replace_all_uses_with(call)
         graph.erase_node(node)
+    for node in graph.find_nodes(op="get_attr"):
+        region = attributes.get(str(node.target))
+        if isinstance(region, fx.GraphModule):
+            as_nodes(region.graph, calls, dict(region.named_children()))
+            region.recompile()
     return used

@@ -84,6 +84,27 @@ def test_what_hooks_record_is_part_of_the_output(
     assert model.seen == []
 
 
+class Two(nn.Module):
+    """Two modules that put hooks on their layers, each with a flag that says whether it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Lazy(), Lazy()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y, *seen = self.first(x)
+        return (*self.second(y), *seen)
+
+
+def test_flags_that_say_that_hooks_are_there_keep_no_module_whole() -> None:
+    """A flag alone, where the other module has its hooks already, is a state that no call finds."""
+    model = Two()
+    traced = trace(model, (x(),), tracer="export")
+    names = {str(node.target) for node in traced.graph_module.graph.nodes}
+    assert {"first.layers.0.weight", "second.layers.0.weight"} <= names
+    assert same(run(traced, x(3)), model(x(3)))
+
+
 @BOTH
 def test_hooks_that_only_look_are_not_called_while_the_model_is_compiled(tracer: str) -> None:
     model, looked = Recorded(), []

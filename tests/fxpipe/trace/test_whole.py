@@ -80,6 +80,32 @@ def test_it_trains_like_the_model(checkpoint: str) -> None:
     assert sum(found) > 1, "they may be in several stages"
 
 
+class Frozen(nn.Module):
+    """Takes features without gradients, from a module that goes by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.head = Experts(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = self.features(x.sin(), scale=2.0)["y"]
+        return self.head(y + x)
+
+
+def test_it_is_called_within_a_region_without_gradients() -> None:
+    model, x = Frozen(), torch.randn(6, 6)
+    expected = loop(model, (x,), 3)
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3) as pipe:
+        output = pipe(x)
+        loss_of(output).backward()
+        assert list(wholes(pipe.model_graph).values()) == [Experts]
+    torch.testing.assert_close(output, expected[0])
+    torch.testing.assert_close(gradients(model), expected[1])
+    assert model.features.router.weight.grad is None
+
+
 class Noisy(Experts):
     """Draws random numbers, and counts in a buffer."""
 
