@@ -43,6 +43,7 @@ __all__ = [
     "checkpoint",
     "compile",
     "default_chain",
+    "loss_weight",
     "plan",
     "simulate",
     "skip",
@@ -77,8 +78,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     # At first use: the passes need fxpipe.ir, and so this file, before the front door, which
     # needs the passes, can be opened.
-    if name == "skip":
-        return importlib.import_module("fxpipe.skip")
+    if name in ("skip", "loss_weight"):
+        return importlib.import_module(f"fxpipe.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.compiler.loss import LossFunction
+from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.compiler.options import Options
 from fxpipe.inspect.dump import dump_of
 from fxpipe.pipeline import Pipeline
@@ -35,6 +35,7 @@ def compile(
     schedule: str | Schedule = "gpipe",
     stages: int | None = None,
     loss_fn: LossFunction | None = None,
+    loss_weight: str | LossWeightFunction | None = None,
     in_dims: Any = None,
     out_dims: Any = None,
     deferred_batch_norm: bool = False,
@@ -77,6 +78,13 @@ def compile(
             "dualpipe_v").
         loss_fn: for :meth:`Pipeline.step`: ``loss_fn(output, target)`` gives a scalar. None: the
             model returns its loss, as its output, the first of a tuple, or under the name "loss".
+        loss_weight: by how much the loss of each micro-batch counts in that of the mini-batch,
+            which is the sum of all losses times their weights over the sum of the weights. A
+            function that gives a number for a micro-batch: called with its part of the target; if
+            there is no ``loss_fn``, with its part of the model's arguments, by their names
+            (``lambda labels, **_: (labels != -100).sum()``). :mod:`fxpipe.loss_weight` has such
+            functions. Or "rows", for a mean over the rows, or "sum". None: what the check finds,
+            the number of rows or a sum.
         in_dims, out_dims: the batch dimension of inputs and outputs, where it cannot be inferred:
             an int or None for all, or nested like the arguments, or the output. An output without
             one (None) is averaged, weighted by the sizes of the micro-batches; where "sum" is said,
@@ -120,6 +128,7 @@ def compile(
         schedule,
         stages,
         loss_fn=loss_fn,
+        loss_weight=loss_weight,
         check=check,
         stage_backend=None if stage_backend is None else StageBackend(stage_backend),
         chunks=chunks,

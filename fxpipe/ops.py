@@ -105,6 +105,7 @@ def gather(
     dims: _microbatch.Dims,
     parts: Sequence[Tensor] = (),
     parts_dim: int = 0,
+    weights: Sequence[float] = (),
 ) -> Any:
     """Put the micro-batches' outputs together: joined along ``dims``, averaged where that is None.
 
@@ -117,13 +118,33 @@ def gather(
         values: the output of each micro-batch; all have the same structure.
         dims: the batch dimension of the tensors in an output, one for all or one for each leaf.
             "sum": the outputs are added up. "any": all are the same, and the first one is taken.
+            "weighted": they are added up, each times its weight.
         parts: the micro-batches' parts of an input, by whose sizes an average weighs the outputs.
         parts_dim: the batch dimension of ``parts``.
+        weights: of each micro-batch's loss (see :func:`loss_weights`).
 
     Raises ValueError if an output that can be neither joined nor averaged (without a batch
     dimension, and not of floating point) differs between micro-batches.
     """
-    return _microbatch.gather(values, dims, parts, parts_dim)
+    return _microbatch.gather(values, dims, parts, parts_dim, weights)
+
+
+@_op
+def loss_weights(function: nn.Module, parts: Sequence[Sequence[Any]]) -> tuple[float, ...]:
+    """The share of each micro-batch's loss in that of the mini-batch, by what ``function`` gives.
+
+    ::
+
+        x_mb0, labels_mb0 --- function ---+--- shares: the weight of each over the sum of all
+        x_mb1, labels_mb1 --- function ---+
+
+    Args:
+        function: a module that gives the weight of a micro-batch, a number, from its parts.
+        parts: for each tensor that the weights are computed from, the parts of all micro-batches.
+
+    Raises ValueError for a weight that is negative or no number, and if all of them are zero.
+    """
+    return _microbatch.shares([function(*own) for own in zip(*parts, strict=True)])
 
 
 @_op
@@ -582,6 +603,7 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     write_back,
     seeds,
     gather,
+    loss_weights,
     copy,
     wait,
     fork,

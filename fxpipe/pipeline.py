@@ -110,7 +110,8 @@ class Pipeline(ModelProxy):
 
         The gradients of the parameters are added to ``.grad``, micro-batch by micro-batch; the
         inputs get no gradients. The loss of a micro-batch is weighted by its number of rows, so
-        that a loss which is a mean over rows is the mean over the mini-batch. After the step
+        that a loss which is a mean over rows is the mean over the mini-batch; by what
+        ``loss_weight`` gives, if there is one; and a loss that is a sum is added up. After the step
         :attr:`losses` has the losses of the micro-batches.
 
         Args:

@@ -123,6 +123,7 @@ class ToStages:
 class ToPipeline:
     """What is known when a stage graph is unrolled over ``chunks`` micro-batches.
 
+    ``loss_weight``: the module that gives the weight of a micro-batch's loss, if an output has it.
     ``out_dims``: for each node that the stage graph returns, in order, the batch dimension of its
     tensors. ``compiled`` makes compiled stages; None: stages run as they are. The others are those
     of :func:`fxpipe.compile`, and of :class:`ToStages`.
@@ -135,6 +136,7 @@ class ToPipeline:
     out_dims: tuple[Dims, ...]
     checkpoint: str = "never"
     checkpoint_segments: int = 1
+    loss_weight: nn.Module | None = None
     compiled: CompiledStages | None = None
 
 
@@ -152,6 +154,8 @@ class ToStep:
     checkpoint: str = "never"
     checkpoint_segments: int = 1
     summed: bool = False
+    loss_weight: nn.Module | None = None
+    weighs_inputs: bool = False
     compiled: CompiledStages | None = None
 
 
@@ -330,7 +334,7 @@ def _to_pipeline() -> tuple[Entry[ToPipeline], ...]:
     return (
         Entry(
             "microbatch",
-            lambda c: Microbatch(c.chunks, c.in_dims, c.out_dims),
+            lambda c: Microbatch(c.chunks, c.in_dims, c.out_dims, c.loss_weight),
             *(stage, pipeline, Microbatch),
             needs=("split", "outputs"),
             leads_to=pipeline,
@@ -380,6 +384,8 @@ def _step(context: ToStep) -> Pass:
         checkpoint=context.checkpoint,
         checkpoint_segments=context.checkpoint_segments,
         summed=context.summed,
+        loss_weight=context.loss_weight,
+        weighs_inputs=context.weighs_inputs,
         halves=Defer() if context.compiled is None else context.compiled.in_halves,
     )
 

@@ -12,12 +12,13 @@ from torch import Tensor, fx, nn
 from fxpipe.compiler.bindings import Binding
 from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.history import History
-from fxpipe.compiler.loss import own_loss
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, stage_costs
+from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.sample import Sample, batch_size
+from fxpipe.meaning.weights import Fill
 from fxpipe.runtime.compiled_stage import CompiledStages
-from fxpipe.runtime.microbatch import SUM, Dims
+from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, Dims
 from fxpipe.runtime.program import Program
 from fxpipe.trace import Traced
 from fxpipe.trace.premises import are_alike
@@ -46,6 +47,8 @@ class Mode:
     history: History
     guards: Guards
     """The conditions under which these graphs compute what the model computes."""
+    arguments: Fill
+    """Fills the arguments of the call, by their names, with tensors."""
     chunks: int | None = None
     """The number of micro-batches, where the graph is for one batch size only; else None."""
     notes: list[str] = field(default_factory=list)
@@ -71,15 +74,19 @@ class Mode:
         return stage_costs(self.model_graph.graph)
 
     @property
-    def returns_a_sum(self) -> bool:
-        """Whether the model returns a loss that is a sum over the rows of the batch, not a mean."""
+    def loss_dim(self) -> Dim:
+        """How the losses of micro-batches, which the model returns, make that of the mini-batch: a
+        sum (SUM), weighted as the user says (WEIGHTED), or a mean over the rows (None)."""
         output = self.stage_graph.graph.output_node()
+        kinds = [None, SUM, WEIGHTED]
         marks = {
-            node: pytree.tree_map(lambda dim: torch.tensor(dim == SUM), dims)
+            node: pytree.tree_map(
+                lambda dim: torch.tensor(kinds.index(dim) if dim in kinds else 0), dims
+            )
             for node, dims in zip(output.all_input_nodes, self.out_dims, strict=True)
         }
         mark = own_loss(self.traced.rebuild(fx.map_arg(output.args[0], marks.__getitem__)))
-        return isinstance(mark, Tensor) and bool(mark)
+        return kinds[int(mark)] if isinstance(mark, Tensor) and not mark.ndim else None
 
     def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The number of rows in the mini-batch of a call; None if no input has a batch

@@ -19,7 +19,7 @@ from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.guards import ANY_SHAPES, ANY_SIZE, ONE_SIZE, GuardedCall, Guards
 from fxpipe.compiler.history import History, name_of
 from fxpipe.compiler.layout import CutAlike, Layout
-from fxpipe.compiler.loss import Loss, Target
+from fxpipe.compiler.loss import Loss, LossWeight, Target
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
@@ -28,12 +28,13 @@ from fxpipe.ir.errors import AnotherStrategy, Unsupported
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
-from fxpipe.meaning.call import Asked, Meaning, known_dims, loss_is_a_sum, meaning_of
+from fxpipe.meaning.call import Asked, Meaning, Targets, known_dims, loss_dim, meaning_of
 from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
+from fxpipe.meaning.weights import named_arguments
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.compiled_stage import CompiledStages, as_it_is
-from fxpipe.runtime.microbatch import Dims
+from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, Dims
 from fxpipe.runtime.program import lower
 from fxpipe.runtime.state import STATEFUL
 from fxpipe.trace import (
@@ -129,6 +130,7 @@ class Compiler:
 
     def _unroll_step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
         options = self.options
+        dim = self._loss_dim(mode, target, chunks)
         context = ToStep(
             loss=Loss(options.loss_fn, mode.traced.rebuild, target.nesting),
             schedule=options.schedule_for(chunks, mode.costs),
@@ -137,29 +139,45 @@ class Compiler:
             targets=target.has_batch,
             checkpoint=options.checkpoint,
             checkpoint_segments=options.checkpoint_segments,
-            summed=self._loss_is_a_sum(mode, target),
+            summed=dim == SUM,
+            loss_weight=self._loss_weight(mode, target) if dim == WEIGHTED else None,
+            weighs_inputs=dim == WEIGHTED and options.loss_fn is None,
             compiled=mode.compiled,
         )
         return self._lowered(mode, f"step of {chunks}", context, chunks)
 
-    def _loss_is_a_sum(self, mode: Mode, target: Target) -> bool:
-        """Whether the loss of a mini-batch is the sum of those of its micro-batches."""
+    def _loss_weight(self, mode: Mode, target: Target | None = None) -> LossWeight | None:
+        """The module that computes the weight of a micro-batch's loss, from its target or, where
+        the model returns its loss, from its inputs."""
+        function = self.options.loss_weight
+        if function is None or isinstance(function, str):
+            return None
+        if self.options.loss_fn is None or target is None:
+            return LossWeight(function, mode.arguments)
+        nesting = target.nesting
+        return LossWeight(function, lambda leaves: ((nesting.fill(leaves),), {}))
+
+    def _loss_dim(self, mode: Mode, target: Target, chunks: int) -> Dim:
+        """How the losses of micro-batches make that of the mini-batch."""
         function = self.options.loss_fn
         if function is None:
-            return mode.returns_a_sum
-        if not mode.example.batch or len(self.options.sizes(8)) == 1:
-            return False
+            return mode.loss_dim
+        if chunks == 1 or not mode.example.batch:
+            return None
         some, named = mode.example.repeated()
         model = Twin(self.model).model
         with self._where_it_runs(model, Structure.of((some, named))[0]):
-            return loss_is_a_sum(
+            return loss_dim(
                 model,
                 (some, named),
                 mode.in_dims,
-                lambda output, leaves: function(output, target.nesting.fill(leaves)),
-                target.leaves,
-                [0 if has_batch else None for has_batch in target.has_batch],
-                Asked(self.options.in_dims, check=self.options.check),
+                function,
+                Targets(target.leaves, target.has_batch, target.nesting.fill),
+                Asked(
+                    self.options.in_dims,
+                    check=self.options.check,
+                    loss_weight=self.options.loss_weight,
+                ),
             )
 
     def _history(self, title: str, gm: fx.GraphModule) -> History:
@@ -231,7 +249,14 @@ class Compiler:
         report_progress("check")
         options = self.options
         check = False if self._is_on_meta() else options.check
-        asked = Asked(options.in_dims, options.out_dims, check, options.sizes)
+        asked = Asked(
+            options.in_dims,
+            options.out_dims,
+            check,
+            options.sizes,
+            options.loss_weight,
+            returns_loss=options.loss_fn is None,
+        )
         tensors, _ = Structure.of((args, kwargs))
         with self._where_it_runs(model, tensors):
             return meaning_of(model, args, kwargs, asked)
@@ -345,6 +370,7 @@ class Compiler:
         self.homes = {name: homes[name] or self.homes.get(name, cpu) for name in homes}
         mode = Mode(
             traced=prepared.traced,
+            arguments=named_arguments(self.model, args, kwargs),
             stage_graph=stage_graph,
             in_dims=dims,
             out_dims=prepared.out_dims,
@@ -411,7 +437,8 @@ class Compiler:
         several = options.chunks_for(batch_size(values, dims), traced.refused_sizes)
 
         def output(gm: fx.GraphModule) -> list[Dims]:
-            return output_dims(gm, values, dims, options.out_dims, traced.rebuild, found)
+            said = options.loss_weight if options.loss_fn is None else None
+            return output_dims(gm, values, dims, options.out_dims, traced.rebuild, found, said)
 
         return ToStages(
             inputs=tuple(values),
@@ -451,6 +478,7 @@ class Compiler:
             checkpoint=options.checkpoint,
             checkpoint_segments=options.checkpoint_segments,
             compiled=mode.compiled,
+            loss_weight=self._loss_weight(mode),
         )
         return self._lowered(mode, f"pipeline of {chunks}", context, chunks)
 

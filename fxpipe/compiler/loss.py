@@ -3,18 +3,21 @@ model itself returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.structure import Structure
+from fxpipe.meaning.loss import own_loss
 from fxpipe.runtime.random import alone
 
 LossFunction = Callable[[Any, Any], Tensor]
+LossWeightFunction = Callable[..., Any]
 
 
 class Loss(nn.Module):
@@ -51,16 +54,29 @@ class Loss(nn.Module):
             raise
 
 
-def own_loss(output: Any) -> Any:
-    """The loss in the output of a model: what is called ``loss`` in it, else the first element of a
-    tuple or list, else the output."""
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    if isinstance(getattr(output, "loss", None), Tensor):
-        return output.loss
-    if isinstance(output, tuple | list) and output:
-        return output[0]
-    return output
+class LossWeight(nn.Module):
+    """A module that computes the weight of a micro-batch's loss.
+
+    Args:
+        function: the user's ``loss_weight``.
+        fill: makes the arguments of that, positional and named ones, of the tensors of a
+            micro-batch: those of the target, or of the inputs if the model returns its loss.
+    """
+
+    def __init__(
+        self,
+        function: LossWeightFunction,
+        fill: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+    ) -> None:
+        super().__init__()
+        self.call = lambda *args, **kwargs: function(*args, **kwargs)  # as for Loss
+        self.fill = fill
+
+    def forward(self, *leaves: Any) -> Any:
+        """The weight of a micro-batch."""
+        args, kwargs = self.fill(leaves)
+        with alone(), torch.no_grad():
+            return self.call(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

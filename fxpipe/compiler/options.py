@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.compiler.loss import LossFunction
+from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.counts import count
+from fxpipe.meaning.loss import ROWS
 from fxpipe.planning.estimates import estimated_costs
 from fxpipe.runtime.compiled_stage import StageBackend
+from fxpipe.runtime.microbatch import SUM
 from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
 from fxpipe.trace import CustomTracer
 from passes import Chain, Checkpoint, Pass
@@ -47,6 +49,7 @@ class Options:
     tracer: str | CustomTracer
     passes: Chain
     costs: Costs = "analytic"
+    loss_weight: str | LossWeightFunction | None = None
     check: bool | str = True
     observer: Observer | None = None
     stage_backend: StageBackend | None = None
@@ -88,6 +91,14 @@ class Options:
             raise TypeError(
                 f"loss_fn is a {type(self.loss_fn).__name__}: give a function of the output and "
                 "the target that returns a scalar tensor"
+            )
+        named = isinstance(self.loss_weight, str) and self.loss_weight in (ROWS, SUM)
+        if self.loss_weight is not None and not named and not callable(self.loss_weight):
+            raise TypeError(
+                f"loss_weight is {self.loss_weight!r}: give a function of the target (of the "
+                "model's arguments, by their names, if it returns its loss) that returns a number "
+                f"for each micro-batch; or {ROWS!r}, if the loss is a mean over the rows; or "
+                f"{SUM!r}, if it is a sum"
             )
         if self.check not in (True, False, "warn"):
             raise ValueError(

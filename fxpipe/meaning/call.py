@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +21,12 @@ from fxpipe.meaning.backward import backward_problem
 from fxpipe.meaning.candidates import InDims, agree, candidates
 from fxpipe.meaning.check import Problem, Question, Trial, Verdict, check
 from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.said import INFER, Input, broadcast, named_inputs
 from fxpipe.meaning.sample import part
 from fxpipe.meaning.stilled import batch_norms, dropouts, still
-from fxpipe.runtime.microbatch import SUM, Dim
+from fxpipe.meaning.weights import Weigh, dim_of, named_arguments, remedy, weighed
+from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim
 from fxpipe.trace import called, canonical, parameters_put_back, untouched
 from fxpipe.trace.patches import tensor_hooks
 from fxpipe.trace.twin import model_of
@@ -52,12 +54,16 @@ class Asked:
         check: True: what differs from the model is refused; "warn": it is warned of; False: it is
             accepted.
         sizes: of the micro-batches that a mini-batch of so many rows is cut into.
+        loss_weight: as for :func:`fxpipe.compile`.
+        returns_loss: whether ``loss_weight`` is about a loss that the model returns.
     """
 
     in_dims: Any = None
     out_dims: Any = None
     check: bool | str = True
     sizes: Callable[[int], tuple[int, ...]] = lambda batch: ()
+    loss_weight: Any = None
+    returns_loss: bool = False
 
 
 _LAYOUTS = torch.strided, torch.sparse_coo
@@ -110,56 +116,122 @@ def _batch(inputs: Sequence[Input], dims: Sequence[int | None]) -> int | None:
     return next((each.tensor.shape[dim] for each, dim in pairs if dim is not None), None)
 
 
-def loss_is_a_sum(
+def loss_dim(
     model: nn.Module,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     in_dims: InDims,
-    loss: Callable[[Any, list[Any]], Any],
-    target: Sequence[Any],
-    target_dims: Sequence[int | None],
+    loss: Callable[[Any, Any], Any],
+    target: Targets,
     asked: Asked,
-) -> bool:
-    """Whether a loss of the model's output is a sum over the rows, and not a mean.
+) -> Dim:
+    """How the losses of micro-batches make that of the mini-batch: a sum (SUM), a mean over the
+    rows (None), or weighted as the user says (WEIGHTED).
 
     Args:
-        loss: a function of the output and of the leaves of the target.
-        target, target_dims: these leaves, and the batch dimension of each.
+        loss: the user's function of output and target.
 
     Raises:
-        BatchWarning: (a warning) for a loss that is neither.
+        BatchError: if it cannot be found out, or if what the user has said does not fit.
+        BatchWarning: (a warning) for a loss that is neither a mean over the rows nor a sum.
     """
     args, kwargs = inputs
     named = named_inputs(model, args, kwargs, asked.in_dims)
     asking = _Asking(model, args, kwargs, named, asked)
     count = len(asking.tensors)
-    places = [i for i, leaf in enumerate(target) if isinstance(leaf, Tensor)]
+    places = [i for i, leaf in enumerate(target.leaves) if isinstance(leaf, Tensor)]
+    tensors = [*asking.tensors, *(target.leaves[i] for i in places)]
+    dims = [*in_dims, *(0 if target.has_batch[i] else None for i in places)]
 
-    def run(tensors: list[Tensor]) -> Any:
-        given = list(target)
+    def filled(tensors: Sequence[Any]) -> Any:
+        given = list(target.leaves)
         for place, tensor in zip(places, tensors[count:], strict=True):
             given[place] = tensor.to(tensors[0].device) if count else tensor
+        return target.fill(given)
+
+    def run(tensors: list[Tensor]) -> Any:
         output = asking.output_of(tensors[:count])
         with untouched(model), torch.no_grad():  # the loss may draw random numbers
-            return loss(output, given)
+            return loss(output, filled(tensors))
 
-    tensors = [*asking.tensors, *(target[i] for i in places)]
-    question = Question(run, tensors, [*in_dims, *(target_dims[i] for i in places)])
+    def weigh(function: Callable[..., Any]) -> Weigh:
+        return lambda tensors: function(filled(tensors))
+
+    question = Question(run, tensors, dims)
     verdict = check(question, is_likely=True)
     if asking.drew and not asking.stilled:
         asking.stilled = True
         verdict = check(question, is_likely=True)
-    if asked.check and verdict.trial is None and verdict.failure is not None:
-        warnings.warn(
-            "whether loss_fn is a mean over the rows or a sum could not be found out, since on "
-            f"other numbers of rows it raises {type(verdict.failure).__name__}: "
-            f"{verdict.failure}; the losses of the micro-batches are averaged",
-            BatchWarning,
-            stacklevel=2,
-        )
+    if asked.loss_weight is not None:
+        verdict, wrong = weighed(verdict, LOSS, asked.loss_weight, weigh(asked.loss_weight), dims)
+        if wrong:
+            _refuse(asked, wrong.replace(LOSS, "loss_fn", 1))
+    elif verdict.trial is None or LOSS in verdict.unclear:
+        if verdict.trial is None and not _is_taken(run, tensors):
+            return None  # what it raises on the example, it raises in the step
+        _refuse(asked, messages.unknown_loss(verdict))
     if asked.check and verdict.problems and verdict.problems[0].is_scalar:
-        text = messages.across(verdict.problems[0], named).replace("output", "the loss", 1)
+        by = ""
+        if verdict.trial is not None and asked.loss_weight is None:
+            keys = _keys_of(target, places)
+            labels = [(keys[i], count + i) for i in range(len(places)) if i in keys]
+            by = remedy(verdict.trial, LOSS, labels, weigh, dims)
+        text = messages.across(verdict.problems[0], named, by).replace(LOSS, "the loss", 1)
         warnings.warn(text, BatchWarning, stacklevel=2)
-    return verdict.outputs.get("output") == SUM
+    if asked.loss_weight is not None:
+        return dim_of(asked.loss_weight)
+    return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+
+LOSS = "output"
+"""The path of a loss that is all that a question is about."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The target of a mini-batch: its leaves, whether each of them is cut into micro-batches, and a
+    function that puts it together from leaves."""
+
+    leaves: Sequence[Any]
+    has_batch: Sequence[bool]
+    fill: Callable[[Sequence[Any]], Any]
+
+
+def _keys_of(target: Targets, places: Sequence[int]) -> dict[int, str]:
+    """For tensors of a target, by their places among these: the key if the target is a dictionary,
+    or nothing if it is the tensor."""
+    marks = list(target.leaves)
+    for i in places:
+        marks[i] = torch.empty(0)
+    whole = target.fill(marks)
+    if isinstance(whole, Tensor):
+        return {0: ""}
+    if not isinstance(whole, Mapping):
+        return {}
+    return {
+        k: str(key)
+        for k, i in enumerate(places)
+        for key, value in whole.items()
+        if value is marks[i]
+    }
+
+
+def _is_taken(run: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether the model, or the loss, takes these tensors."""
+    try:
+        run([tensor.detach().clone() for tensor in tensors])
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return False
+    return True
+
+
+def _refuse(asked: Asked, text: str) -> None:
+    """Raise an error, or warn, or do nothing, as the user wants it."""
+    if asked.check is True:
+        raise BatchError(text)
+    if asked.check:
+        warnings.warn(text, BatchWarning, stacklevel=3)
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -186,6 +258,19 @@ class _Asking:
         self.met_random_numbers = False  # which a micro-batch draws by itself: dropout, say
         self.said: set[str] = set()  # outputs of which the user says what they are
         self.random: set[str] = set()  # outputs that are others for other random numbers
+        self.loss = ""  # the path of the loss that the model returns, if it does
+        self.returns_loss = asked.returns_loss
+        self.contradiction = ""  # between the loss and what the user says of its weights
+        self.arguments = named_arguments(model, args, kwargs)
+
+    def _weigh(self, function: Callable[..., Any]) -> Weigh:
+        """The weight of a micro-batch by a function of the model's arguments."""
+
+        def weigh(tensors: Sequence[Any]) -> Any:
+            args, kwargs = self.arguments(tensors)
+            return function(*args, **kwargs)
+
+        return weigh
 
     def best(self, ways: Sequence[InDims]) -> Meaning:
         """The first candidate with which all outputs are the model's; else the likeliest, if all
@@ -198,7 +283,7 @@ class _Asking:
             verdicts.append((dims, verdict))
         dims, verdict = verdicts[0]
         if verdict.trial is not None and not verdict.is_wrong:
-            self._tell(verdict)
+            self._tell(dims, verdict)
             return self._meaning(dims, verdict, ways)
         return self._none(verdicts, ways)
 
@@ -215,7 +300,9 @@ class _Asking:
             return self._meaning(dims, verdict, ways)
         (dims, verdict), *_ = verdicts
         batch = _batch(self.inputs, dims)
-        if not self._takes_the_example():  # what it raises, it raises where it is traced
+        if not _is_taken(
+            self.output_of, self.tensors
+        ):  # what it raises, it raises where it is traced
             return Meaning(dims)
         sizes = messages.sizes(self.inputs)
         if len(sizes) > 1 and self.asked.check:
@@ -226,6 +313,8 @@ class _Asking:
         return Meaning(dims, notes=[note], one_row_only=batch == 1)
 
     def _meaning(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> Meaning:
+        if self.contradiction:
+            _refuse(self.asked, self.contradiction)
         problem = self._in_the_backward(dims, verdict)
         notes = self._notes(dims, verdict, ways)
         if problem is not None:
@@ -242,7 +331,8 @@ class _Asking:
         if not self.asked.check or trial is None or any(t.is_meta for t in trial.tensors):
             return None
         wrong = {problem.path for problem in verdict.problems}
-        known = {p: d for p, d in verdict.outputs.items() if p not in wrong | self.random}
+        unknown = wrong | self.random | {p for p, d in verdict.outputs.items() if d == WEIGHTED}
+        known = {p: d for p, d in verdict.outputs.items() if p not in unknown}
         try:
             return backward_problem(self._recorded, self.model, trial, dims, known)
         except Exception as error:
@@ -280,22 +370,21 @@ class _Asking:
         notes += [problem.text for problem in verdict.problems]
         return notes
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _tell(self, dims: InDims, verdict: Verdict) -> None:
         if self.asked.check:
             for problem in verdict.problems:
-                text = messages.across(problem, self.inputs)
+                text = messages.across(problem, self.inputs, self._remedy(dims, verdict, problem))
                 warnings.warn(text, BatchWarning, stacklevel=2)
 
-    # ---------------------------------------------------------------------------- asking the model
+    def _remedy(self, dims: InDims, verdict: Verdict, problem: Problem) -> str:
+        """The ``loss_weight`` that makes a loss the model's own, if one is known."""
+        says = self.asked.loss_weight is not None
+        if verdict.trial is None or says or not (self.loss == problem.path and self.returns_loss):
+            return ""
+        labels = [(each.name, i) for i, each in enumerate(self.inputs) if each.name.isidentifier()]
+        return remedy(verdict.trial, self.loss, labels, self._weigh, dims)
 
-    def _takes_the_example(self) -> bool:
-        try:
-            self.output_of([tensor.detach().clone() for tensor in self.tensors])
-        except Exception as error:
-            if not is_the_models(error):
-                raise
-            return False
-        return True
+    # ---------------------------------------------------------------------------- asking the model
 
     def _verdict(self, dims: InDims, is_likely: bool) -> Verdict:
         batch = _batch(self.inputs, dims) or 0
@@ -310,6 +399,12 @@ class _Asking:
         if self.drew and not verdict.is_exact and verdict.trial is not None:
             self.random = self._moving(verdict.trial)
             verdict = check(question, self._ignored, is_likely=is_likely)
+        if not (self.loss and self.returns_loss and self.asked.loss_weight is not None):
+            return verdict
+        weigh = self._weigh(self.asked.loss_weight)
+        verdict, self.contradiction = weighed(
+            verdict, self.loss, self.asked.loss_weight, weigh, dims
+        )
         return verdict
 
     def _ignored(self, path: str) -> bool:
@@ -372,6 +467,11 @@ class _Asking:
                 self.met_batch_norm |= stilled.met_batch_norm
                 self.met_random_numbers |= stilled.met_random_numbers
             self.drew = self.drew or (seed is None and since.drew_random_numbers())
+        if self.returns_loss:
+            loss = own_loss(output)
+            is_one = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point()
+            paths = (path for path, leaf in leaves(output, "output") if leaf is loss)
+            self.loss = next(paths, "") if is_one else ""
         if self.asked.out_dims is not None:
             for path, _, dim in broadcast(self.asked.out_dims, output, "output"):
                 if dim is not INFER:

@@ -92,6 +92,8 @@ class Verdict:
     """What the model says of a part, or, if there are no parts, of the whole."""
     takes_parts: bool = True
     """False: what the model takes as a whole, it does not take in parts."""
+    unclear: set[str] = field(default_factory=set)
+    """The outputs of which the values do not tell whether they are means or sums."""
     mixed: Problem | None = None
     """What is not right where integers of rows are mixed, although it is for whole rows."""
 
@@ -163,6 +165,7 @@ def _checked(
         often = len(problems) == count or (len(problems) > 1 and share >= SMALL) or is_large
         (verdict.problems if often else verdict.slight).append(problems[0])
     verdict.outputs = {path: _way(ways) for path, ways in fits.items() if ways}
+    verdict.unclear = {path for path, ways in fits.items() if not _is_clear(ways)}
     return verdict
 
 

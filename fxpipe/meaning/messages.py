@@ -93,8 +93,29 @@ def in_the_backward(problem: Problem) -> str:
     )
 
 
-def across(problem: Problem, inputs: Sequence[Input]) -> str:
-    """For a number that depends on all rows."""
+def unknown_loss(verdict: Verdict) -> str:
+    """For a ``loss_fn`` of which the check learns nothing."""
+    why = "its values on rows like those of the example are the same either way (zero, say)"
+    if verdict.failure is not None:
+        first = str(verdict.failure).strip().splitlines()[:1]
+        why = "on other numbers of rows it, or the model, raises "
+        why += f"{type(verdict.failure).__name__}: {first[0] if first else ''}"
+    return (
+        f"whether loss_fn is a mean over the rows or a sum could not be found out: {why}. Give "
+        'loss_weight="rows" if it is a mean over the rows, loss_weight="sum" if it is a sum, or a '
+        "function of the target that says by how much each micro-batch counts"
+    )
+
+
+def across(problem: Problem, inputs: Sequence[Input], remedy: str = "") -> str:
+    """For a number that depends on all rows. ``remedy``: the ``loss_weight`` that mends it."""
+    if remedy:
+        return (
+            f"{problem.text}, which is what a pipeline gives, as gradient accumulation does. It is "
+            f"a mean of which each row has another part: loss_weight={remedy} makes it the model's "
+            "own; or compute it outside of the model, of the whole output of the pipeline, or give "
+            "chunks=1"
+        )
     masked = [
         each.name
         for each in inputs

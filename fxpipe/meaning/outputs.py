@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, fx
 
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.graph import ALIAS, LARGER, RANDOM, VALUE
 from fxpipe.meaning.errors import BatchError
+from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.said import INFER, Slot, broadcast, from_the_front, say
+from fxpipe.meaning.weights import dim_of
 from fxpipe.runtime.microbatch import ANY, SUM, Dim, Dims
 from passes.to_stages.rows import values_with
 
@@ -22,6 +24,7 @@ def output_dims(
     out_dims: Any,
     rebuild: Callable[[Any], Any],
     found: Mapping[str, Dim],
+    loss_weight: Any = None,
 ) -> list[Dims]:
     """For each node that a graph returns, how every tensor in its value is put together.
 
@@ -29,6 +32,7 @@ def output_dims(
         out_dims: what the user says, a prefix of what ``rebuild`` makes of the graph's output, the
             model's own structure.
         found: what the check has come to, by the paths of the model's outputs.
+        loss_weight: what the user says of the loss that the model returns; None: nothing.
 
     Raises:
         BatchError: for a dimension that does not exist, or an output that nothing is known of.
@@ -43,6 +47,8 @@ def output_dims(
     slots = {node: pytree.tree_map(lambda leaf: Slot(), values[node]) for node in nodes}
     structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))
     say(INFER if out_dims is None else out_dims, structure, "output")
+    if loss_weight is not None and isinstance(loss := own_loss(structure, Slot), Slot):
+        loss.said_of_loss = dim_of(loss_weight)
     varying = _varying(gm.graph, in_dims)
     result: list[Dims] = []
     # A result may occur at several paths, such as the batch size in an object's shapes.
@@ -93,6 +99,8 @@ def _dim(slot: Slot, value: Any, larger: Any, found: Mapping[str, Dim]) -> Dim:
         return None if slot.said is not INFER else found.get(slot.path)
     if slot.said == SUM:
         return SUM
+    if slot.said is INFER and slot.said_of_loss is not INFER and not value.ndim:
+        return cast("Dim", slot.said_of_loss)
     if slot.said is not INFER:
         return from_the_front("out_dims", slot.said, slot.path, value.shape)
     if slot.path in found:

@@ -40,6 +40,8 @@ class Slot:
 
     path: str = "an output"
     said: Any = INFER
+    said_of_loss: Any = INFER
+    """How the losses of micro-batches are put together, if this is the model's loss."""
 
 
 def named_inputs(

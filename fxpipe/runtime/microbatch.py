@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,10 @@ micro-batches have the same and the first one's is taken."""
 SUM = "sum"
 """Given in place of a batch dimension: the value is a sum over rows, so that the mini-batch's value
 is the sum of the micro-batches' values."""
+
+WEIGHTED = "weighted"
+"""Given in place of a batch dimension: the value is a loss, and those of the micro-batches count by
+the weights that the user's ``loss_weight`` gives them."""
 
 Dim = int | None | str
 Dims = Dim | tuple[Dim, ...]
@@ -51,6 +56,7 @@ def gather(
     dims: Dims,
     parts: Sequence[Tensor] = (),
     parts_dim: int = 0,
+    weights: Sequence[float] = (),
 ) -> Any:
     """Put the outputs of all micro-batches together as the output of the mini-batch.
 
@@ -60,8 +66,10 @@ def gather(
             Without one (None), tensors of floating point or complex numbers are averaged, each
             weighted by its micro-batch's size; any other leaf must be the same in all
             micro-batches. ANY: the first micro-batch's leaf is taken. SUM: leaves are added up.
+            WEIGHTED: leaves are added up, each times its weight.
         parts: the micro-batches' parts of an input, whose sizes along ``parts_dim`` are the
             weights; without any, all weights are equal.
+        weights: those of the leaves that are WEIGHTED, one for each micro-batch.
 
     Raises ValueError if a leaf has to be the same in all micro-batches and is not.
     """
@@ -74,8 +82,58 @@ def gather(
         dims = (dims,) * len(columns)
     sizes = [part.shape[parts_dim] for part in parts] or [1] * len(values)
     return pytree.tree_unflatten(
-        [_gathered(column, dim, sizes) for column, dim in zip(columns, dims, strict=True)], spec
+        [
+            weighted_sum(column, weights) if dim == WEIGHTED else _gathered(column, dim, sizes)
+            for column, dim in zip(columns, dims, strict=True)
+        ],
+        spec,
     )
+
+
+def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The sum of values, each times its weight. What weighs nothing is left out: a mean over
+    nothing is no number, and zero times that is none either."""
+    terms = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
+    return functools.reduce(operator.add, terms)
+
+
+def shares(weights: Sequence[Any]) -> tuple[float, ...]:
+    """The weight of each micro-batch's loss, as a share of all weights.
+
+    Raises:
+        ValueError: for a weight that is no number, or less than zero, or if all are zero.
+    """
+    found = numbers(weights)
+    total = sum(found)
+    if not total:
+        raise ValueError(
+            "loss_weight gives 0 for every micro-batch: the loss is a mean over nothing; leave "
+            "such a mini-batch out"
+        )
+    return tuple(weight / total for weight in found)
+
+
+def numbers(weights: Sequence[Any]) -> list[float]:
+    """The weights of micro-batches, as a user's function has given them, as numbers.
+
+    Raises:
+        ValueError: for one that is no number, or less than zero.
+    """
+    return [_number(weight, i) for i, weight in enumerate(weights)]
+
+
+def _number(weight: Any, microbatch: int) -> float:
+    is_number = isinstance(weight, int | float) or (
+        isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex()
+    )
+    value = float(weight) if is_number else math.nan
+    if not 0 <= value < math.inf:
+        shown = tuple(weight.shape) if isinstance(weight, Tensor) and not is_number else weight
+        raise ValueError(
+            f"loss_weight gives {shown} for micro-batch {microbatch}: give a number that is not "
+            "negative, such as how many tokens its loss is a mean of"
+        )
+    return value
 
 
 def _gathered(leaves: Sequence[Any], dim: Dim, sizes: Sequence[int]) -> Any:

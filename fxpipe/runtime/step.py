@@ -18,7 +18,6 @@ later.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +32,7 @@ from fxpipe.ir._torch import gradient_hooks, pytree
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.runtime.checkpoint import CheckpointOptions, Handle, checkpointed
 from fxpipe.runtime.copy import moved
+from fxpipe.runtime.microbatch import weighted_sum
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.penalty import Penalty, homes_of, leaves_of, penalties
 from fxpipe.runtime.shared import share
@@ -254,6 +254,9 @@ def elsewhere(stage: nn.Module) -> Tape:
 def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
     """The gradient of a loss's output, weighted by the micro-batch's part of the mini-batch."""
     ((value,),) = tape.results
+    if not weight:  # its gradient may be none: that of a mean over nothing
+        tape.homes = {}
+        return tape.backward((None,))[0]
     grad = torch.full_like(value, weight)
     if scale is not None:
         grad = grad * scale.to(grad)
@@ -370,8 +373,7 @@ def weights(parts: Sequence[Tensor], dim: int | None, summed: bool = False) -> t
 
 def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The loss of the mini-batch."""
-    parts = [value * weight for value, weight in zip(losses, weights, strict=True)]
-    total: Tensor = functools.reduce(torch.add, parts)
+    total: Tensor = weighted_sum(losses, weights)
     return total
 
 

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import fx
+from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir._torch import OuterModule
-from fxpipe.ir.graph import FIRST, MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN
-from fxpipe.runtime.microbatch import Dims
+from fxpipe.ir.graph import FIRST, MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN, attribute
+from fxpipe.runtime.microbatch import WEIGHTED, Dims
+
+LOSS_WEIGHT = "loss_weight"  # the path of the module that gives the weights of losses
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,15 @@ class Microbatch:
         in_dims: the batch dimension of each input; None for one that all micro-batches share.
         out_dims: for each node that the stage graph returns, in order, the batch dimension of its
             tensors (see :func:`fxpipe.ops.gather`).
+        loss_weight: a module that gives the weight of a micro-batch's loss from its parts of all
+            inputs; None unless an output is "weighted".
     """
 
     name: ClassVar[str] = "microbatch"
     chunks: int
     in_dims: tuple[int | None, ...]
     out_dims: tuple[Dims, ...]
+    loss_weight: nn.Module | None = None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph = fx.Graph()
@@ -47,7 +52,7 @@ class Microbatch:
                 cells.setdefault(node.meta[STAGE], []).append(node)
         copies: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.chunks)]
         inputs = {node: graph.node_copy(node) for node in gm.graph.nodes if _is_given(node)}
-        weights = self._scatter(inputs, copies)
+        sizes, loss_weights = self._scatter(inputs, copies)
         self._draw_seeds(gm.graph, graph, copies)
         _share(gm.graph, graph, inputs, copies)
         for clock in range(self.chunks + len(cells) - 1):
@@ -58,26 +63,47 @@ class Microbatch:
         for node in gm.graph.nodes:
             if ONCE in node.meta:
                 _once(graph, node, copies, inputs)
-        self._gather(gm.graph, graph, copies, weights)
-        return OuterModule(gm, graph)
+        self._gather(gm.graph, graph, copies, sizes, loss_weights)
+        if loss_weights is None:
+            return OuterModule(gm, graph)
+        named = {n.target for n in graph.nodes if n.op in ("call_module", "get_attr")}
+        own = {path: attribute(gm, path) for path in named - {LOSS_WEIGHT}}
+        return OuterModule({**own, LOSS_WEIGHT: self.loss_weight}, graph)
 
     def _scatter(
         self, inputs: dict[fx.Node, fx.Node], copies: list[dict[fx.Node, fx.Node]]
-    ) -> tuple[Any, ...]:
-        """Cut the inputs into parts. Returns what tells ``gather`` the sizes of the parts."""
-        weights: tuple[Any, ...] = ()
+    ) -> tuple[tuple[Any, ...], fx.Node | None]:
+        """Cut the inputs into parts. Returns what tells ``gather`` the sizes of the parts, and the
+        weights of their losses."""
+        sizes: tuple[Any, ...] = ()
+        is_weighted = self._is_weighted
+        every: list[fx.Node] = []
         placeholders = [node for node in inputs if node.op == "placeholder"]
         for node, dim in _with_dims(placeholders, self.in_dims, "in_dims"):
-            if node.users:
+            if node.users or is_weighted:
                 args: tuple[Any, ...] = (inputs[node], dim, self.chunks)
                 if WRITTEN in node.meta:
                     args = (*args, True)
                 graph, name = inputs[node].graph, f"{node}_parts"
                 parts = graph.create_node("call_function", ops.scatter, args, name=name)
-                if dim is not None and not weights:
-                    weights = (parts, dim)
-                self._parts(node, parts, copies)
-        return weights
+                every.append(parts)
+                if node.users and dim is not None and not sizes:
+                    sizes = (parts, dim)
+                if node.users:
+                    self._parts(node, parts, copies)
+        if not is_weighted:
+            return sizes, None
+        graph = every[-1].graph
+        function = graph.create_node("get_attr", LOSS_WEIGHT)
+        args = function, tuple(every)
+        return sizes, graph.create_node("call_function", ops.loss_weights, args)
+
+    @property
+    def _is_weighted(self) -> bool:
+        """Whether an output is put together by the weights of the micro-batches' losses."""
+        return any(
+            WEIGHTED in (dims if isinstance(dims, tuple) else (dims,)) for dims in self.out_dims
+        )
 
     def _draw_seeds(
         self, old: fx.Graph, new: fx.Graph, copies: list[dict[fx.Node, fx.Node]]
@@ -102,14 +128,17 @@ class Microbatch:
         old: fx.Graph,
         new: fx.Graph,
         copies: list[dict[fx.Node, fx.Node]],
-        weights: tuple[Any, ...],
+        sizes: tuple[Any, ...],
+        loss_weights: fx.Node | None,
     ) -> None:
         output = old.output_node()
         gathered: dict[fx.Node, fx.Node] = {}
         for node, dims in _with_dims(output.all_input_nodes, self.out_dims, "out_dims"):
-            args = (tuple(copied[node] for copied in copies), dims, *weights)
+            args = (tuple(copied[node] for copied in copies), dims, *sizes)
             name = f"{node.meta.get(ORIGIN, node.name)}_out"
-            gathered[node] = new.create_node("call_function", ops.gather, args, name=name)
+            own = dims if isinstance(dims, tuple) else (dims,)
+            weights: dict[str, Any] = {"weights": loss_weights} if WEIGHTED in own else {}
+            gathered[node] = new.create_node("call_function", ops.gather, args, weights, name)
             # An output is gathered in the last stage that has the value. The caller uses an output
             # after all uses in the model, so in the backward the caller's gradient comes first.
             stages = [n.meta[STAGE] for n in (node, *node.users) if STAGE in n.meta]

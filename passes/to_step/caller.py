@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.graph import SEED, WRITTEN, add_input
@@ -23,6 +23,7 @@ from fxpipe.schedule import Action, Kind
 from passes.to_step.nodes import Nodes
 from passes.to_step.traffic import Place, Traffic
 
+LOSS_WEIGHT = "loss_weight"  # the path of the module that gives the weights of losses
 CALLER = "caller"  # the name of the stream on which the caller has made inputs and targets
 
 
@@ -34,6 +35,9 @@ class Caller:
             micro-batches share.
         targets: for each tensor of the target, whether it has a batch dimension (the first).
         summed: whether the loss is a sum over the rows, so that each micro-batch counts in full.
+        loss_weight: gives the weight of a micro-batch's loss from its parts of the target, or of
+            the inputs; None: its number of rows.
+        weighs_inputs: whether it does so from the inputs.
     """
 
     def __init__(
@@ -43,6 +47,8 @@ class Caller:
         in_dims: Sequence[int | None],
         targets: Sequence[bool],
         summed: bool,
+        loss_weight: nn.Module | None = None,
+        weighs_inputs: bool = False,
     ) -> None:
         self.nodes, self.traffic = nodes, traffic
         self.count = nodes.schedule.microbatches
@@ -51,6 +57,7 @@ class Caller:
         self._parts: dict[fx.Node, fx.Node] = {}
         # One micro-batch's part of an input, once it has been brought to a stage.
         self._brought: dict[Place, fx.Node] = {}
+        self._loss_weight, self._weighs_inputs = loss_weight, weighs_inputs
         sizes = self._scatter_inputs(in_dims)
         self._targets = [
             self._scatter(add_input(nodes.graph, f"target_{i}"), 0 if has_batch else None)
@@ -58,7 +65,17 @@ class Caller:
         ]
         self.scale = add_input(nodes.graph, "scale", None)
         self.optimizer = add_input(nodes.graph, "optimizer", None)
-        self.weights = nodes.whole(ops.weights, (*sizes, True) if summed else sizes, "weights")
+        self.weights = self._weights(sizes, summed)
+
+    def _weights(self, sizes: tuple[Any, int | None], summed: bool) -> fx.Node:
+        """The factors of the micro-batches' losses."""
+        if self._loss_weight is None:
+            args = (*sizes, True) if summed else sizes
+            return self.nodes.whole(ops.weights, args, "weights")
+        function = self.nodes.given(LOSS_WEIGHT, self._loss_weight)
+        inputs = (self._parts[node] for node in self.inputs)
+        parts = tuple(inputs if self._weighs_inputs else self._targets)
+        return self.nodes.whole(ops.loss_weights, (function, parts), "weights")
 
     def _scatter_inputs(self, in_dims: Sequence[int | None]) -> tuple[Any, int | None]:
         """Scatter all inputs. Gives the parts that say how large micro-batches are, and the batch
@@ -73,7 +90,7 @@ class Caller:
                 continue
             dim = next(dims)
             self.inputs[node] = self.nodes.graph.node_copy(node)
-            if not node.users:
+            if not node.users and not self._weighs_inputs:
                 continue
             copied = (True,) if WRITTEN in node.meta else ()
             self._parts[node] = self._scatter(self.inputs[node], dim, *copied)

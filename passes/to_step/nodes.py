@@ -90,6 +90,11 @@ class Nodes:
         self.place(node, at.stage, at.microbatch)
         return node
 
+    def given(self, path: str, module: nn.Module) -> fx.Node:
+        """A module, as an argument of calls for the whole mini-batch."""
+        self.attributes[path] = module
+        return self.graph.create_node("get_attr", path)
+
     def attribute(self, path: str) -> fx.Node:
         """A parameter or buffer of the stage graph, under the same path."""
         self.attributes[path] = attribute(self.gm, path)

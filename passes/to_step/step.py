@@ -63,6 +63,8 @@ class Step:
         checkpoint, checkpoint_segments: as for pass "checkpoint".
         summed: the loss is a sum over the rows, so that the loss of the mini-batch is the sum of
             its micro-batches' losses, and not their weighted mean.
+        loss_weight: a module that gives the weight of a micro-batch's loss from its parts of the
+            target, or of the inputs if ``weighs_inputs``. None: its number of rows.
         halves: makes of a stage one whose backward can be run in two halves.
 
     Raises :class:`StepError` or :class:`fxpipe.schedule.ScheduleError` if the schedule does not
@@ -78,6 +80,8 @@ class Step:
     checkpoint: str = "never"
     checkpoint_segments: int = 1
     summed: bool = False
+    loss_weight: nn.Module | None = None
+    weighs_inputs: bool = False
     halves: Callable[[fx.GraphModule], fx.GraphModule] = field(default_factory=Defer)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -101,7 +105,8 @@ class Step:
         """The step graph of these actions. ``labels``: what stages are called, see ``Nodes``."""
         nodes = Nodes(gm, self.schedule, self.devices, labels)
         traffic = Traffic(nodes)
-        caller = Caller(nodes, traffic, self.in_dims, self.targets, self.summed)
+        weighing = self.loss_weight, self.weighs_inputs
+        caller = Caller(nodes, traffic, self.in_dims, self.targets, self.summed, *weighing)
         return write(
             Draft(nodes, traffic, caller, self.loss, self.checkpoint, self.halves), actions
         )

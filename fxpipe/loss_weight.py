@@ -1,0 +1,50 @@
+"""By how much the losses of micro-batches count: functions for ``fxpipe.compile(loss_weight=...)``.
+
+A loss that is a mean over tokens, of which each row has as many as its mask or its labels leave, is
+not the mean of its micro-batches' losses: those with more tokens count for more. With the number of
+tokens in each micro-batch as its weight it is::
+
+    loss_weight=fxpipe.loss_weight.tokens("labels", shifted=True)     # of a causal language model
+    loss_weight=lambda target: (target != -100).sum()                 # of a loss_fn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+IGNORED = -100
+"""The label that ``torch.nn.functional.cross_entropy`` leaves out by default."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """See :func:`tokens`."""
+
+    name: str = "labels"
+    ignore_index: int = IGNORED
+    shifted: bool = False
+
+    def __call__(self, *target: Any, **inputs: Any) -> Tensor:
+        given = target[0] if target else inputs
+        labels = given[self.name] if isinstance(given, Mapping) else given
+        if self.shifted:
+            labels = labels[..., 1:]
+        found: Tensor = (labels != self.ignore_index).sum()
+        return found
+
+
+def tokens(name: str = "labels", *, ignore_index: int = IGNORED, shifted: bool = False) -> Tokens:
+    """The number of labels in a micro-batch that count: those that are not ``ignore_index``.
+
+    Args:
+        name: the argument of the model, or the key of the target, that holds the labels. A target
+            that is a tensor is the labels itself.
+        ignore_index: the label that the loss leaves out.
+        shifted: whether the loss leaves out the first label of each row, as models do that predict
+            each token from those before it.
+    """
+    return Tokens(name, ignore_index, shifted)

@@ -1,0 +1,151 @@
+"""By how much the losses of micro-batches count: what the user says, and what the model shows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir.structure import Structure
+from fxpipe.loss_weight import IGNORED, tokens
+from fxpipe.meaning.check import Problem, Trial, Verdict
+from fxpipe.meaning.compare import Difference, difference
+from fxpipe.meaning.loss import ROWS
+from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, numbers, shares, weighted_sum
+from fxpipe.trace import bound_arguments
+
+Weigh = Callable[[Sequence[Any]], Any]
+"""The weight of a micro-batch, from its tensors."""
+
+Fill = Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Arguments, positional and named ones, from the tensors in them."""
+
+
+def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
+    """Fills a call's arguments, by their names, with the tensors of a micro-batch."""
+    bound = bound_arguments(model, args, kwargs)
+    _, structure = Structure.of(dict(bound.arguments))
+    kinds = bound.signature.parameters
+    rest = next((n for n, p in kinds.items() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+
+    def fill(tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arguments = dict(structure.fill(tensors))
+        return (), arguments | arguments.pop(rest, {})
+
+    return fill
+
+
+def dim_of(loss_weight: Any) -> Dim:
+    """How the losses of micro-batches are put together, if the user says so."""
+    return None if loss_weight == ROWS else SUM if loss_weight == SUM else WEIGHTED
+
+
+def weighed(
+    verdict: Verdict, path: str, loss_weight: Any, weigh: Weigh, dims: Sequence[int | None]
+) -> tuple[Verdict, str]:
+    """What the check comes to if the loss, at ``path``, counts as the user says; and a sentence if
+    the model contradicts that, else an empty one."""
+    if verdict.trial is None or path not in verdict.trial.whole:
+        return verdict, ""
+    found, said = verdict.outputs.get(path, WEIGHTED), dim_of(loss_weight)
+    others = [problem for problem in verdict.problems if problem.path != path]
+    is_clear = path not in verdict.unclear
+    outputs = {**verdict.outputs, path: said}
+    if said != WEIGHTED:
+        if is_clear and {found, said} == {None, SUM}:
+            is_sum = found == SUM
+            first, second = ("sum", "mean") if is_sum else ("mean", "sum")
+            return verdict, (
+                f"{path} is a {first} over the rows, and loss_weight={loss_weight!r} says that it "
+                f"is a {second}"
+            )
+        return replace(verdict, outputs=outputs), ""
+    if is_clear and found == SUM:
+        return verdict, (
+            f"{path} is a sum over the rows, and loss_weight weighs means: leave loss_weight out, "
+            "or let the loss be a mean"
+        )
+    compared = _apart(verdict.trial, path, weigh, dims)
+    more = []
+    if compared is not None and compared[0]:
+        apart, text = compared
+        more = [Problem(path, text, is_scalar=True, difference=apart)]
+    return replace(verdict, outputs=outputs, problems=[*more, *others]), ""
+
+
+def _apart(
+    trial: Trial, path: str, weigh: Weigh, dims: Sequence[int | None]
+) -> tuple[Difference, str] | None:
+    """How far the whole's loss is from the weighted mean of those of its parts, and this in words;
+    None if no part of this sample has a weight."""
+    weights = numbers([weigh(tensors) for tensors in trial.each(dims)])
+    if not any(weights):
+        return None
+    whole = trial.whole[path]
+    value = weighted_sum([output[path] for output in trial.parts], shares(weights))
+    largest = max(output[path].abs().nan_to_num().item() for output in trial.parts)
+    return difference(whole, value, largest), (
+        f"{path} is not the mean that loss_weight says: it is {whole.item():.4g} for "
+        f"{sum(trial.sizes)} rows of the example, slightly changed, and {value.item():.4g} as the "
+        f"mean of {' and '.join(map(str, trial.sizes))} of them with the weights "
+        f"{' and '.join(f'{weight:.4g}' for weight in weights)}"
+    )
+
+
+def remedy(
+    trial: Trial,
+    path: str,
+    named: Sequence[tuple[str, int]],
+    weigh: Callable[[Callable[..., Any]], Weigh],
+    dims: Sequence[int | None],
+) -> str:
+    """The ``loss_weight`` with which the losses of the parts give that of the whole best, in words;
+    an empty string if none is known.
+
+    Args:
+        named: the tensors that may be labels or masks: their names (as arguments of the model, or
+            keys of the target; empty for a target that is a tensor) and places in the sample.
+        weigh: makes the weight of a micro-batch of a function such as users give.
+    """
+    found: list[tuple[float, str]] = []
+    for name, place in named:
+        for text, function in _functions(name, trial.tensors[place]):
+            compared = _apart(trial, path, weigh(function), dims)
+            if compared is not None and not compared[0]:
+                found.append((compared[0].largest, text))
+    return min(found)[1] if found else ""
+
+
+def _functions(name: str, tensor: Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What may be the number of things that a loss is a mean of."""
+    if tensor.is_meta or tensor.is_complex():
+        return
+    is_integer = not tensor.is_floating_point() and tensor.dtype.is_signed
+    if is_integer and bool((tensor == IGNORED).any()):
+        quoted = f'"{name}"' if name else ""
+        for shifted in (False, True):
+            given = ", ".join([quoted] * bool(name) + ["shifted=True"] * shifted)
+            function = tokens(name or "labels", shifted=shifted)
+            yield f"fxpipe.loss_weight.tokens({given})", function
+        return
+    is_mask = bool((tensor >= 0).all()) and (tensor.is_floating_point() or bool((tensor < 2).all()))
+    if tensor.ndim and is_mask:
+        said = name or "target"
+        rest = ", **_" if name else ""
+        yield f"lambda {said}{rest}: {said}.sum()", _Sum(name)
+
+
+class _Sum:
+    """The sum of a mask."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *target: Any, **inputs: Any) -> Tensor:
+        given: Any = target[0] if target else inputs
+        found: Tensor = (given[self.name] if self.name else given).sum(dtype=torch.float64)
+        return found

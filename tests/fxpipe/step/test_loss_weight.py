@@ -1,0 +1,326 @@
+"""Losses that are means over tokens: each micro-batch counts by how many it has."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe import loss_weight
+from fxpipe.schedule import NAMES, Kind, named
+from tests.zoo import gradients, same
+
+TWO = ["cpu", "cpu"]
+IGNORED = -100
+
+
+def labelled(rows=8, length=6, classes=11):
+    """Of uneven numbers of labels that count; the last two rows have none."""
+    ids = torch.randint(0, classes, (rows, length))
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : row % (length + 1)] = IGNORED
+    labels[-2:] = IGNORED
+    return ids, labels
+
+
+class Tokens(nn.Module):
+    """Predicts labels, and returns the mean over those that count."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.a, self.b = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.c, self.d = nn.Linear(8, 8), nn.Linear(8, 11)
+        self.reduction = reduction
+
+    def forward(self, ids, labels=None):
+        logits = self.d(torch.tanh(self.c(torch.tanh(self.b(self.a(ids))))))
+        if labels is None:
+            return logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=self.reduction)
+        return {"loss": loss, "logits": logits}
+
+
+def logits_loss(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def counted(labels):
+    return (labels != IGNORED).sum()
+
+
+def loop(model, parts, loss_of, order):
+    """The losses of the micro-batches, weighted by their tokens, and their sum.
+
+    ``order``: in which micro-batches go back.
+    """
+    weights = [int(counted(labels)) for _, labels in parts]
+    share = [weight / sum(weights) for weight in weights]
+    losses = [loss_of(model, part) for part in parts]
+    for i in order:
+        if share[i]:
+            losses[i].backward(torch.tensor(share[i]).to(losses[i]))
+    terms = [loss.detach() * by for loss, by in zip(losses, share, strict=True) if by]
+    return sum(terms[1:], terms[0])
+
+
+def of_the_model(model, part):
+    return model(*part)["loss"]
+
+
+def of_a_function(model, part):
+    return logits_loss(model(part[0]), part[1])
+
+
+def parts_of(ids, labels, chunks):
+    return list(zip(ids.tensor_split(chunks), labels.tensor_split(chunks), strict=True))
+
+
+@pytest.mark.parametrize("weight", [loss_weight.tokens(), lambda labels, **_: counted(labels)])
+def test_a_loss_over_tokens_is_the_models_own(weight):
+    model, (ids, labels) = Tokens(), labelled()
+    twin = copy.deepcopy(model)
+    with (
+        fxpipe.compile(model, TWO, chunks=4, loss_weight=weight) as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", fxpipe.BatchWarning)
+        output, expected = pipe(ids, labels=labels), twin(ids, labels)
+        torch.testing.assert_close(output["loss"], expected["loss"])
+        output["loss"].backward()
+        expected["loss"].backward()
+        torch.testing.assert_close(gradients(model), gradients(twin))
+        assert torch.equal(output["logits"], twin(ids))
+        torch.testing.assert_close(pipe(ids), twin(ids))  # without labels there is no loss
+
+
+def test_its_bits_are_those_of_the_weighted_loop():
+    model, (ids, labels) = Tokens(), labelled()
+    twin = copy.deepcopy(model)
+    with fxpipe.compile(model, TWO, chunks=4, loss_weight=loss_weight.tokens()) as pipe:
+        loss = pipe(ids, labels)["loss"]
+        loss.backward()
+    expected = loop(twin, parts_of(ids, labels, 4), of_the_model, [3, 2, 1, 0])
+    assert same(loss.detach(), expected)
+    assert same(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("own", [True, False], ids=["own loss", "loss_fn"])
+def test_a_step_of_every_schedule_is_the_models_own(schedule, own):
+    model, (ids, labels) = Tokens(), labelled(16)
+    twin = copy.deepcopy(model)
+    weight = loss_weight.tokens() if own else counted
+    loss_fn = None if own else logits_loss
+    with (
+        fxpipe.compile(
+            model, TWO, chunks=4, schedule=schedule, loss_fn=loss_fn, loss_weight=weight
+        ) as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", fxpipe.BatchWarning)
+        loss = pipe.step(ids, labels) if own else pipe.step(ids, target=labels)
+    expected = logits_loss(twin(ids), labels)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own loss", "loss_fn"])
+def test_a_steps_bits_are_those_of_the_weighted_loop(own):
+    model, (ids, labels) = Tokens(), labelled()
+    twin = copy.deepcopy(model)
+    weight = loss_weight.tokens() if own else counted
+    loss_fn = None if own else logits_loss
+    with fxpipe.compile(model, TWO, chunks=4, loss_fn=loss_fn, loss_weight=weight) as pipe:
+        loss = pipe.step(ids, labels) if own else pipe.step(ids, target=labels)
+    schedule = named("gpipe", lanes=2, microbatches=4)
+    backwards = [a for a in schedule.actions(0) if a.kind is Kind.BACKWARD]
+    order = [action.microbatch for action in backwards]
+    loss_of = of_the_model if own else of_a_function
+    expected = loop(twin, parts_of(ids, labels, 4), loss_of, order)
+    assert same(loss, expected)
+    assert same(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_micro_batch_without_labels_adds_nothing(checkpoint):
+    """Its loss is no number, and zero times that is none either."""
+    model, (ids, labels) = Tokens(), labelled()
+    options = {"loss_weight": loss_weight.tokens(), "checkpoint": checkpoint}
+    with fxpipe.compile(model, TWO, chunks=4, **options) as pipe:
+        assert pipe.step(ids, labels).isfinite()
+        assert pipe.losses[-1].isnan() and pipe.losses[0].isfinite()
+        assert all(grad.isfinite().all() for grad in gradients(model))
+        model.zero_grad()
+        pipe(ids, labels)["loss"].backward()
+        assert all(grad.isfinite().all() for grad in gradients(model))
+        with pytest.raises(ValueError, match="0 for every micro-batch"):
+            pipe.step(ids, torch.full_like(labels, IGNORED))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), "many", torch.ones(2)])
+def test_a_weight_has_to_be_a_number(weight):
+    model, (ids, labels) = Tokens(), labelled()
+    with (
+        fxpipe.compile(model, TWO, chunks=4, loss_weight=lambda **_: weight, check=False) as pipe,
+        pytest.raises(ValueError, match="for micro-batch 0: give a number"),
+    ):
+        pipe(ids, labels)
+
+
+def test_the_warning_names_what_makes_it_right():
+    (ids, labels), says = (
+        labelled(),
+        r'loss_weight=fxpipe\.loss_weight\.tokens\("labels"\) makes it',
+    )
+    with fxpipe.compile(Tokens(), TWO, chunks=4) as pipe, pytest.warns(match=says):
+        pipe(ids, labels)
+
+
+def test_so_does_that_of_a_loss_function():
+    (ids, labels), says = labelled(), r"loss_weight=fxpipe\.loss_weight\.tokens\(\) makes it"
+    with (
+        fxpipe.compile(Tokens(), TWO, chunks=4, loss_fn=logits_loss) as pipe,
+        pytest.warns(match=says),
+    ):
+        pipe.step(ids, target=labels)
+
+
+def test_a_mask_may_be_what_counts():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            each = self.b(torch.tanh(self.a(x))).square().mean(1)
+            return (each * mask).sum() / mask.sum()
+
+    model, x, mask = Masked(), torch.randn(6, 4), torch.tensor([1.0, 0, 0, 1, 1, 1])
+    says = r"loss_weight=lambda mask, \*\*_: mask\.sum\(\) makes it"
+    with fxpipe.compile(model, TWO, chunks=2) as pipe, pytest.warns(match=says):
+        pipe(x, mask)
+    with fxpipe.compile(model, TWO, chunks=2, loss_weight=lambda mask, **_: mask.sum()) as pipe:
+        torch.testing.assert_close(pipe(x, mask), model(x, mask))
+
+
+def test_weights_that_are_not_the_models_are_warned_of():
+    (ids, labels) = labelled()
+    with (
+        fxpipe.compile(Tokens(), TWO, chunks=4, loss_weight=lambda **_: 1) as pipe,
+        pytest.warns(fxpipe.BatchWarning, match="not the mean that loss_weight says"),
+    ):
+        pipe(ids, labels)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weight", "says"),
+    [
+        ("sum", loss_weight.tokens(), "is a sum over the rows, and loss_weight weighs means"),
+        ("sum", "rows", "is a sum over the rows, and loss_weight='rows' says that it is a mean"),
+    ],
+)
+def test_a_contradiction_is_refused(reduction, weight, says):
+    ids, labels = labelled()
+    with (
+        fxpipe.compile(Tokens(reduction), TWO, chunks=4, loss_weight=weight) as pipe,
+        pytest.raises(fxpipe.BatchError, match=says),
+    ):
+        pipe(ids, labels)
+    summed = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction=reduction)  # noqa: E731
+    with (
+        fxpipe.compile(Tokens(), TWO, chunks=4, loss_fn=summed, loss_weight=weight) as pipe,
+        pytest.raises(fxpipe.BatchError, match=f"loss_fn {says}"),
+    ):
+        pipe.step(ids, target=labels)
+
+
+@pytest.mark.parametrize("weight", ["mean", 3, [1, 2]])
+def test_a_loss_weight_is_a_function_or_a_word(weight):
+    with pytest.raises(TypeError, match=r"loss_weight is .*: give a function of the target"):
+        fxpipe.compile(Tokens(), TWO, loss_weight=weight)
+
+
+def of_four_rows(output, target):
+    if len(output) != 4:
+        raise ValueError("four rows, please")
+    return (output - target).square().sum()
+
+
+def test_a_loss_that_cannot_be_asked_is_refused_with_what_settles_it():
+    model, x, y = (
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        torch.randn(8, 4),
+        torch.randn(8, 4),
+    )
+    with (
+        fxpipe.compile(model, TWO, chunks=2, loss_fn=of_four_rows) as pipe,
+        pytest.raises(fxpipe.BatchError, match=r'rows, please\. Give loss_weight="rows"'),
+    ):
+        pipe.step(x, target=y)
+    with (
+        fxpipe.compile(model, TWO, chunks=2, loss_fn=of_four_rows, check="warn") as pipe,
+        pytest.warns(fxpipe.BatchWarning, match="four rows, please"),
+    ):
+        pipe.step(x, target=y)
+    whole = (model(x) - y).square().sum().detach()
+    for weight, part in (("sum", 1.0), ("rows", 0.5)):
+        with fxpipe.compile(model, TWO, chunks=2, loss_fn=of_four_rows, loss_weight=weight) as pipe:
+            torch.testing.assert_close(pipe.step(x, target=y), whole * part)
+
+
+def test_a_loss_of_which_all_values_are_zero_says_nothing():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4)
+    with (
+        fxpipe.compile(
+            model, TWO, chunks=2, loss_fn=lambda out, _: F.relu(out.square() - 1e6).sum()
+        ) as pipe,
+        pytest.raises(fxpipe.BatchError, match="the same either way"),
+    ):
+        pipe.step(x)
+
+
+def test_the_ready_made_functions():
+    labels = torch.tensor([[1, IGNORED, 2], [IGNORED, 3, 4]])
+    assert loss_weight.tokens()(labels) == 4
+    assert loss_weight.tokens(shifted=True)(labels) == 3
+    assert loss_weight.tokens("y", ignore_index=1)({"y": labels}) == 5
+    assert loss_weight.tokens("y")(x=None, y=labels) == 4
+    assert pickle.loads(pickle.dumps(loss_weight.tokens("y"))) == loss_weight.tokens("y")
+
+
+def test_a_language_model_of_transformers():
+    """Its labels are shifted; the unpipelined loss is the mean over all that are not masked."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=31, n_embd=16, n_layer=4, n_head=2, n_positions=16,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    twin = copy.deepcopy(model)
+    ids, labels = labelled(8, 10, 31)
+    says = r'loss_weight=fxpipe\.loss_weight\.tokens\("labels", shifted=True\) makes it'
+    with fxpipe.compile(model, TWO, chunks=4) as pipe, pytest.warns(match=says):
+        pipe(ids, labels=labels)
+    weight = loss_weight.tokens("labels", shifted=True)
+    with (
+        fxpipe.compile(model, TWO, chunks=4, schedule="1f1b", loss_weight=weight) as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", fxpipe.BatchWarning)
+        loss = pipe(input_ids=ids, labels=labels).loss
+        expected = twin(input_ids=ids, labels=labels).loss
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(gradients(model), gradients(twin))
+        model.zero_grad()
+        torch.testing.assert_close(pipe.step(input_ids=ids, labels=labels), expected.detach())
+        torch.testing.assert_close(gradients(model), gradients(twin))
