@@ -176,6 +176,7 @@ class Compiler:
                 Asked(
                     self.options.in_dims,
                     check=self.options.check,
+                    sizes=self.options.sizes,
                     loss_weight=self.options.loss_weight,
                 ),
             )

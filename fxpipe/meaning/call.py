@@ -166,8 +166,9 @@ def loss_dim(
         if wrong:
             _refuse(asked, wrong.replace(LOSS, "loss_fn", 1))
     elif verdict.trial is None or LOSS in verdict.unclear:
-        if verdict.trial is None and not _is_taken(run, tensors):
-            return None  # what it raises on the example, it raises in the step
+        first = part(tensors, dims, 0, asked.sizes(_batch(named, in_dims) or 0)[0])
+        if verdict.trial is None and not _is_taken(run, first):
+            return None  # what it raises on a micro-batch, it raises in the step
         _refuse(asked, messages.unknown_loss(verdict))
     if asked.check and verdict.problems and verdict.problems[0].is_scalar:
         by = ""
