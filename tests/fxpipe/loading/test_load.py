@@ -487,3 +487,20 @@ def test_names_of_a_checkpoint_may_be_changed(tmp_path):
     stored = fxpipe.loading.stored_tensors(tmp_path)
     pipe.load({f"net.{name}": tensor for name, tensor in stored.items()})
     assert torch.equal(pipe(inputs()), loop(real, inputs()))
+
+
+def test_a_llama_whose_buffers_are_real_from_the_beginning(tmp_path):
+    real = llama()
+    real.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = llama()
+    model.model.rotary_emb = real.model.rotary_emb
+    ids = torch.randint(64, (4, 8))
+    pipe = fxpipe.compile(model, LANES, chunks=2, example_kwargs={"input_ids": ids})
+    assert len(pipe.stages) == 2
+    frequencies = model.model.rotary_emb.inv_freq
+    assert not frequencies.is_meta
+    pipe.load(tmp_path)
+    found = pipe(input_ids=ids).logits
+    expected = torch.cat([real(input_ids=part).logits for part in ids.chunk(2)])
+    torch.testing.assert_close(found, expected)
