@@ -165,6 +165,8 @@ class Compiler:
         if chunks == 1 or not mode.example.batch:
             return None
         some, named = mode.example.repeated()
+        if any(tensor.is_meta for tensor in Structure.of((some, named))[0]):
+            return False  # nothing is to be checked: see notice_values
         model = Twin(self.model).model
         with self._where_it_runs(model, Structure.of((some, named))[0]):
             return loss_dim(
@@ -201,10 +203,13 @@ class Compiler:
 
     def notice_values(self) -> None:
         """Take note of which tensors have values by now. Once all of them have, the model is
-        compiled anew at its next call, with the same cut: what it means can be checked then."""
+        compiled anew at its next call, with the same cut: what it means can be checked then. If
+        nothing is to be checked, it stays as it was compiled on "meta"."""
         unset = without_values(self.model)
         if self.homes and not unset:
-            self.forget()
+            graphs = [mode.stage_graph for mode in self.cache.modes]
+            if self.options.check is not False or any(map(without_values, graphs)):
+                self.forget()
         self.homes = {name: home for name, home in self.homes.items() if name in unset}
 
     def _is_on_meta(self) -> bool:

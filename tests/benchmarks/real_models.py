@@ -4,23 +4,30 @@
 
     python -m tests.benchmarks.real_models
     python -m tests.benchmarks.real_models --models gpt2,resnet152
+    python -m tests.benchmarks.real_models --models linear8 --tracer export
 
 Models have their published sizes and random weights: GPT-2 (124 M parameters), ViT-L/16,
-ResNet-152, and Llama 3.2 with 1 B parameters in bfloat16. Each is compiled for two CPU lanes and
-four micro-batches of one row, in a process of its own with one intra-op thread, and then runs one
-forward and one backward. Seconds are CPU seconds of the process, which hardly depend on what else
-the machine does. Memory is the process's largest resident set, the model itself (column "model")
-included. The table is followed by the same numbers as one line of JSON.
+ResNet-152, and Llama 3.2 with 1 B parameters in bfloat16. ``linear8`` is eight linear layers of
+4096 x 4096, whose parameters are nearly all of the memory. Each is compiled for two CPU lanes and
+four micro-batches of one row, in a process of its own with one intra-op thread: in train mode, then
+in eval mode, then in train mode again. Then it runs one forward and one backward.
+
+Seconds are CPU seconds of the process, which hardly depend on what else the machine does. Memory is
+the largest resident set of the process in that phase, less the resident set ahead of the phase; in
+the table it is in units of the model's parameters. (Linux starts a process's peak anew when "5" is
+written to its ``/proc/self/clear_refs``.) The table is followed by the numbers, in GiB, as JSON.
 """
 
 from __future__ import annotations
 
+import gc
 import json
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -79,85 +86,110 @@ def llama_1b() -> Made:
     return LlamaForCausalLM(config).bfloat16(), {"input_ids": ids}
 
 
+def linear8() -> Made:
+    layers = [nn.Linear(4096, 4096) for _ in range(8)]
+    return nn.Sequential(*layers), {"input": torch.randn(ROWS, 4096)}
+
+
 MODELS: dict[str, Callable[[], Made]] = {
     "gpt2": gpt2,
     "vit_l16": vit_l16,
     "resnet152": resnet152,
     "llama_1b": llama_1b,
+    "linear8": linear8,
 }
 
 
-def peak() -> float:
-    """The largest resident set of this process so far, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+@contextmanager
+def phase(result: dict[str, Any], name: str) -> Iterator[None]:
+    """Note the CPU seconds, and the memory, that the ``with`` block takes."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, start = _resident("VmRSS"), time.process_time()
+    yield
+    result[f"{name}_s"] = time.process_time() - start
+    result[f"{name}_gib"] = _resident("VmHWM") - before
 
 
-def measured(name: str) -> dict[str, Any]:
+def _resident(field: str) -> float:
+    """A resident set of this process, in GiB: ``VmRSS`` is that of now, ``VmHWM`` the largest."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 2**20
+
+
+def measured(name: str, tracer: str) -> dict[str, Any]:
     """Compile one model and run it once, in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # A small model first, so that what is imported when one compiles is not counted.
-    with fxpipe.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), LANES) as small:
-        small(torch.ones(4, 4))
+    small = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with fxpipe.compile(small, LANES, tracer=tracer) as pipe:
+        pipe(torch.ones(4, 4))
     model, inputs = MODELS[name]()
     model.train()
     result: dict[str, Any] = {
         "model": name,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "model_gib": peak(),
+        "parameters_gib": sum(p.nbytes for p in model.parameters()) / 2**30,
     }
-    start = time.process_time()
-    pipe = fxpipe.compile(model, LANES, chunks=CHUNKS, example_kwargs=inputs)
-    result |= {
-        "nodes": len(pipe.model_graph.graph.nodes),
-        "compile_s": time.process_time() - start,
-        "compile_gib": peak(),
-    }
-    start = time.process_time()
-    pipe(**inputs).logits.float().square().mean().backward()
-    result |= {"step_s": time.process_time() - start, "step_gib": peak()}
+    pipe = fxpipe.compile(model, LANES, chunks=CHUNKS, tracer=tracer)
+    with phase(result, "compile"):
+        pipe.prepare(**inputs)
+    result["nodes"] = len(pipe.model_graph.graph.nodes)
+    model.eval()
+    with phase(result, "eval"):
+        pipe.prepare(**inputs)
+    model.train()
+    pipe.recompile()
+    with phase(result, "again"):
+        pipe.prepare(**inputs)
+    with phase(result, "step"):
+        output = pipe(**inputs)
+        getattr(output, "logits", output).float().square().mean().backward()
     pipe.close()
     return result
 
 
-def apart(name: str) -> dict[str, Any]:
+def apart(name: str, tracer: str) -> dict[str, Any]:
     """The same in a process of its own."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.real_models", "--one", name]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.real_models"]
+    options = ["--one", name, "--tracer", tracer]
+    done = subprocess.run([*command, *options], stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def shown(results: list[dict[str, Any]]) -> Table:
     """The numbers, a row for each model."""
-    table = Table(title="CPU seconds, and largest resident sets in GiB", title_justify="left")
-    for column in ("", "parameters", "nodes", "compile", "step", "model", "compiled", "trained"):
+    table = Table(title="CPU seconds, and memory in units of the parameters", title_justify="left")
+    phases = "compile", "eval", "again", "step"
+    for column in ("", "parameters", "nodes", *phases, *phases):
         table.add_column(column, justify="right" if column else "left")
     for result in results:
         table.add_row(
             result["model"],
-            f"{result['parameters'] / 1e6:,.0f} M",
+            f"{result['parameters_gib']:.2f} GiB",
             f"{result['nodes']:,}",
-            f"{result['compile_s']:.1f} s",
-            f"{result['step_s']:.1f} s",
-            *(f"{result[key]:.2f}" for key in ("model_gib", "compile_gib", "step_gib")),
+            *(f"{result[f'{name}_s']:.1f} s" for name in phases),
+            *(f"+{result[f'{name}_gib'] / result['parameters_gib']:.2f}" for name in phases),
         )
     return table
 
 
 @click.command()
 @click.option("--models", default=",".join(MODELS), show_default=True, help="Names, by commas.")
+@click.option("--tracer", default="auto", show_default=True, help="As for fxpipe.compile.")
 @click.option("--one", hidden=True, type=click.Choice(list(MODELS)), help="In this process.")
-def main(models: str, one: str | None) -> None:
+def main(models: str, tracer: str, one: str | None) -> None:
     """Compile models of real size, and train one step of each."""
     if one is not None:
-        print(json.dumps(measured(one)))
+        print(json.dumps(measured(one, tracer)))
         return
     names = models.split(",")
     for name in names:
         if name not in MODELS:
             raise click.BadParameter(f"no model {name!r}: there are {', '.join(MODELS)}")
-    results = [apart(name) for name in names]
+    results = [apart(name, tracer) for name in names]
     Console().print(shown(results))
     print(json.dumps(results))
 

@@ -142,6 +142,34 @@ def test_what_it_means_is_checked_at_the_first_call_that_has_values():
         pipe(inputs())
 
 
+def test_with_nothing_to_check_it_runs_as_it_was_compiled_on_meta():
+    real, model = Net(), on_meta()
+    pipe = compiled(model, check=False, loss_fn=nn.functional.mse_loss)
+    graph = pipe.stage_graph
+    pipe.load(values(real))
+    x = inputs()
+    assert torch.equal(pipe(x), loop(real, x))
+    assert pipe.stage_graph is graph
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipe.step(x, target=x, optimizer=optimizer)
+    assert not torch.equal(model.first.weight, real.first.weight)
+
+
+def test_what_a_trace_on_meta_could_not_know_is_traced_again_nevertheless():
+    class Counting(Net):
+        def forward(self, x):
+            # No proxy is asked, so that a tensor is made while this is traced, on "meta".
+            steps = torch.arange(WIDTH, device=next(self.parameters()).device)
+            return super().forward(x) * steps
+
+    real = Counting()
+    pipe = compiled(on_meta(Counting), check=False)
+    graph = pipe.stage_graph
+    pipe.load(values(real))
+    assert torch.equal(pipe(inputs()), loop(real, inputs()))
+    assert pipe.stage_graph is not graph
+
+
 def test_it_is_cut_as_it_was_on_meta_so_that_nothing_moves():
     model = on_meta()
     pipe = compiled(model, partition=["last"])
