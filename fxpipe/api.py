@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.compiler.options import Options
+from fxpipe.compiler.ranks import Ranks
 from fxpipe.inspect.dump import dump_of
 from fxpipe.pipeline import Pipeline
+from fxpipe.ranks import RankPipeline
 from fxpipe.runtime.compiled_stage import Given, StageBackend
 from fxpipe.schedule import Schedule
 from fxpipe.trace import CustomTracer
@@ -20,10 +22,14 @@ from passes import Chain, default_chain
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 def compile(
     model: nn.Module,
-    devices: Sequence[str | torch.device] | None = None,
+    devices: Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None = None,
     *,
     example_inputs: tuple[Any, ...] | None = None,
     example_kwargs: dict[str, Any] | None = None,
@@ -50,7 +56,9 @@ def compile(
     Args:
         devices: one for each lane; repeats are allowed, and ``["cpu", "cpu"]`` is two lanes on the
             CPU. None: every visible accelerator, or two CPU lanes where there is none. A lane has
-            one stage, or as many as ``schedule`` and ``stages`` say.
+            one stage, or as many as ``schedule`` and ``stages`` say. Or a ``DeviceMesh`` of one
+            dimension, or a ``ProcessGroup``: then each of its processes, which all compile the same
+            model, is a lane, see :class:`fxpipe.ranks.RankPipeline`.
         example_inputs: arguments of one mini-batch; if these or ``example_kwargs`` are given, the
             pipeline is compiled now, otherwise at its first call.
         chunks: micro-batches per mini-batch. None: as many as ``schedule`` has, if that is one of
@@ -123,8 +131,9 @@ def compile(
             "its model, pipe.module"
         )
     has_example = example_inputs is not None or example_kwargs is not None
+    ranks = Ranks.of(devices)
     options = Options.of(
-        devices,
+        devices if ranks is None else ranks.devices,  # type: ignore[arg-type]
         schedule,
         stages,
         loss_fn=loss_fn,
@@ -144,7 +153,7 @@ def compile(
         passes=default_chain() if passes is None else passes,
         observer=dump_of(dump),
     )
-    pipeline = Pipeline(model, options)
+    pipeline = Pipeline(model, options) if ranks is None else RankPipeline(model, options, ranks)
     if has_example:
         if example_inputs is not None and not isinstance(example_inputs, tuple):
             raise TypeError(

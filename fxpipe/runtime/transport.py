@@ -1,11 +1,67 @@
-"""Transport: how values get from one rank, a process of a group, to another."""
+"""Transport: how values get from one rank, a process of a group, to another.
+
+::
+
+    rank 0    transmit ── header ── description ── memory of the tensors ──┐   in this order, on an
+    rank 1    receive ┄┄ (a thread for each edge takes them) ┄┄ arrived ◁──┘   edge of its own
+
+An edge is a pair of ranks, in one direction. All that is sent on it comes in the order in which it
+was sent. PyTorch's own communicators of two ranks are shared by both directions, and with NCCL made
+at their first use; so there is a process group for edges that lead up and one for edges that lead
+down, in each of which a pair talks in one direction only, and :meth:`Transport.connect` uses each
+edge once ahead of the first run, in one order on all ranks.
+
+The header says which run the message belongs to, so that ranks which have come to differ stop and
+say so. The description (see :mod:`fxpipe.runtime.packing`) is sent at its first use on an edge
+only; later headers refer to it by number. Headers travel by gloo, from host to host.
+
+A run that fails on one rank ends on the others too: what the rank still had to transmit is sent as
+a failure, and what it still had to receive is taken and dropped. Afterwards every edge is as empty
+as ahead of the run.
+
+``FXPIPE_RENDEZVOUS=1`` in the environment makes each transmit wait until the other rank has come to
+its receive. A program that ends under it ends however little the network buffers.
+"""
 
 from __future__ import annotations
 
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpipe.runtime.packing import Description, packed, unpacked
+from fxpipe.runtime.streams import await_made, current, has_streams, made, on
 
 Edge = tuple[int, int]
 """The rank that transmits, and the rank that receives."""
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for another one, before it raises an error."""
+
+_CONTROL, _PAYLOAD, _MET = 7101, 7102, 7103  # tags, which gloo keeps apart
+_FAILED, _ONCE = -1, -2  # in a header, in place of the number of a description
+_MANY = 4096  # descriptions that are remembered for an edge
+
+
+class RankError(RuntimeError):
+    """A run that failed on another rank, or that ranks do not agree about."""
+
+
+def failure(rank: int, error: BaseException) -> str:
+    """How other ranks are told of an error on this one."""
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return f"rank {rank} failed: {type(error).__name__}: {error}{notes}"
 
 
 class Arrival(Protocol):
@@ -23,3 +79,312 @@ class Transport(Protocol):
 
     def receive(self, edge: Edge, number: int) -> Arrival:
         """Begin to receive the ``number``-th transfer of an edge in this run."""
+
+
+@dataclass
+class _Receiving:
+    """An :class:`Arrival` that a thread sees to."""
+
+    future: Future[Any]
+    device: torch.device
+
+    def wait(self) -> Any:
+        values = self.future.result()
+        for stream in current([self.device]):
+            await_made(stream, values)
+        return values
+
+
+def host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of the same ranks by which hosts talk: the group itself, if it talks by gloo.
+
+    All its ranks have to call this at the same time. ``timeout``: that of a new group.
+    """
+    if dist.get_backend(group) == "gloo":
+        return group
+    made: dist.ProcessGroup = _new_group(dist.get_process_group_ranks(group), "gloo", timeout)
+    return made
+
+
+def _new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta) -> Any:
+    """A new process group of these ranks; no other process has to take part in making it.
+    ``backend`` None: that of the default group."""
+    local = len(ranks) != dist.get_world_size()
+    return dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=local
+    )
+
+
+class GroupTransport:
+    """The transport among the ranks of a process group.
+
+    All ranks of the group have to make it at the same time.
+
+    Args:
+        group: the ranks among which values travel.
+        device: where values arrive on this rank.
+        timeout: how long to wait for another rank, in groups that are made here. A group that talks
+            by gloo is used itself, and has its own timeout.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta = TIMEOUT
+    ) -> None:
+        self.device, self.rank = device, dist.get_rank(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        # Other processes take part in making a group, unless its ranks agree among themselves.
+        local = len(self.ranks) != dist.get_world_size()
+        made = partial(dist.new_group, self.ranks, timeout=timeout, use_local_synchronization=local)
+        self._control = made(backend="gloo")
+        # Gloo sends the memory of the host only, and keeps both directions apart.
+        self._by_host = device.type == "cpu" or dist.get_backend(group) == "gloo"
+        up, down = (None, None) if self._by_host else (made(), made())
+        self._payload = {True: up or self._control, False: down or self._control}
+        self._edges: dict[Edge, _Edge] = {}
+        self._is_rendezvous = os.environ.get("FXPIPE_RENDEZVOUS", "0") not in ("", "0")
+        self._run = 0
+        self._key = 0
+
+    # ------------------------------------------------------------------------------------- a run
+
+    def connect(self, edges: Iterable[Edge]) -> None:
+        """Use each of these edges once. ``edges`` are given in one order on all ranks."""
+        self._begin(0)
+        for edge in edges:
+            if self.rank in edge and edge not in self._edges:
+                self._edge(edge)
+                if self.rank == edge[0]:
+                    self.transmit(torch.zeros(1, device=self.device), edge, 0)
+                else:
+                    self.receive(edge, 0).wait()
+        self.finish()
+
+    def run(self, program: Callable[[], Any], edges: Mapping[Edge, int], key: int) -> Any:
+        """Run a program that transmits and receives, and return what it returns.
+
+        Args:
+            edges: the number of transfers of each edge in the program of this rank.
+            key: a number that is the same on all ranks if their programs belong together.
+
+        Raises what the program raises, on this rank. Raises :class:`RankError` if it has failed on
+        another rank, or if another rank runs another program.
+        """
+        self._run += 1
+        self._begin(hash((self._run, key)))
+        try:
+            result = program()
+            self.finish()
+        except BaseException as error:
+            self._fail(error, edges)
+            raise
+        return result
+
+    def _begin(self, key: int) -> None:
+        self._key = key
+        for edge in self._edges.values():
+            edge.done = 0
+
+    def finish(self) -> None:
+        """Wait until all that this rank has transmitted is sent."""
+        for edge in self._edges.values():
+            if edge.ends[0] == self.rank:
+                edge.worker.rest()
+
+    def _fail(self, error: BaseException, edges: Mapping[Edge, int]) -> None:
+        """End a failed run: take what others send, and tell them of the failure in place of what
+        they wait for."""
+        text = str(error) if isinstance(error, RankError) else failure(self.rank, error)
+        for ends, count in edges.items():
+            edge = self._edge(ends)
+            while ends[1] == self.rank and edge.done < count:
+                self.receive(ends, edge.done)
+        for ends, count in edges.items():
+            edge = self._edge(ends)
+            while ends[0] == self.rank and edge.done < count:
+                self._send(edge, _FAILED, text.encode(), [])
+        for ends in edges:
+            self._edge(ends).worker.rest(is_quiet=True)
+
+    # ------------------------------------------------------------------------------------ messages
+
+    def transmit(self, values: Any, edge: Edge, number: int) -> None:
+        """Send values to the other rank of an edge. Tensors among them must not be written to
+        before they have been sent."""
+        there = self._edge(edge)
+        there.check(number)
+        description, parts = packed(values, self.device)
+        self._send(there, *there.described(description), parts)
+
+    def _send(self, edge: _Edge, number: int, text: bytes, parts: list[Tensor]) -> None:
+        edge.done += 1
+        peer = self.ranks[edge.ends[1]]
+        header = torch.tensor([self._key, number, len(text)])
+        sent = [header] + ([_bytes(text)] if text else [])
+        works = [dist.isend(t, peer, self._control, tag=_CONTROL) for t in sent]
+        for part in parts:
+            if part.numel():
+                part = part.cpu() if self._by_host else part
+                sent.append(part)
+                works.append(dist.isend(part, peer, self._group(edge), tag=_PAYLOAD))
+        edge.worker.do(partial(_wait, works, sent))
+        if self._is_rendezvous:
+            dist.recv(torch.empty(1), peer, self._control, tag=_MET)
+
+    def receive(self, edge: Edge, number: int) -> _Receiving:
+        """Let the thread of an edge take what the other rank transmits next."""
+        there = self._edge(edge)
+        there.check(number)
+        there.done += 1
+        return _Receiving(there.worker.do(partial(self._take, there, self._key)), self.device)
+
+    def _take(self, edge: _Edge, key: int) -> Any:
+        """Take the next message of an edge. Once the network has failed, nothing is waited for."""
+        if edge.lost is None:
+            try:
+                return self._taken(edge, key)
+            except RankError:
+                raise
+            except RuntimeError as error:
+                edge.lost = error
+        raise RankError(
+            f"rank {self.rank} has lost rank {edge.ends[0]}, from which it receives: {edge.lost}"
+        ) from edge.lost
+
+    def _taken(self, edge: _Edge, key: int) -> Any:
+        peer = self.ranks[edge.ends[0]]
+        if self._is_rendezvous:
+            dist.send(torch.empty(1), peer, self._control, tag=_MET)
+        header = torch.empty(3, dtype=torch.int64)
+        dist.recv(header, peer, self._control, tag=_CONTROL)
+        theirs, number, length = header.tolist()
+        text = torch.empty(length, dtype=torch.uint8)
+        if length:
+            dist.recv(text, peer, self._control, tag=_CONTROL)
+        if number == _FAILED:
+            raise RankError(bytes(text.tolist()).decode())
+        description = edge.description(number, bytes(text.tolist()))
+        with on(*edge.streams):
+            values = unpacked(description, [self._part(edge, n) for n in description.sizes])
+        for stream in edge.streams:
+            made(values, stream)
+        if theirs != key:
+            raise RankError(
+                f"rank {edge.ends[0]} is not at the same call as rank {self.rank}: every rank has "
+                "to make the same calls of the pipeline, with batches of the same shapes"
+            )
+        return values
+
+    def _part(self, edge: _Edge, size: int) -> Tensor:
+        device = torch.device("cpu") if self._by_host else self.device
+        part = torch.empty(size, dtype=torch.uint8, device=device)
+        if size:
+            peer = self.ranks[edge.ends[0]]
+            work = dist.irecv(part, peer, self._group(edge), tag=_PAYLOAD)
+            assert work is not None
+            work.wait()
+        return part.to(self.device)
+
+    def _group(self, edge: _Edge) -> Any:
+        source, target = edge.ends
+        return self._payload[source < target]
+
+    def _edge(self, edge: Edge) -> _Edge:
+        if edge not in self._edges:
+            self._edges[edge] = _Edge(edge, self.device)
+        return self._edges[edge]
+
+    def close(self) -> None:
+        """End the threads."""
+        for edge in self._edges.values():
+            edge.worker.end()
+        self._edges.clear()
+
+
+class _Edge:
+    """One end of an edge: its thread, and the descriptions that both ends know by number."""
+
+    def __init__(self, ends: Edge, device: torch.device) -> None:
+        self.ends = ends
+        self.done = 0  # how many transfers have begun in this run
+        self.lost: RuntimeError | None = None  # how the network has failed
+        self.worker = _Worker(f"fxpipe-edge-{ends[0]}-{ends[1]}")
+        self.streams = (torch.Stream(device=device),) if has_streams(device) else ()
+        self._numbers: dict[Description, int] = {}
+        self._known: list[Description] = []
+
+    def check(self, number: int) -> None:
+        """Raise RuntimeError if the next transfer is not the one that the graph means."""
+        if number != self.done:
+            raise RuntimeError(
+                f"transfer {number} of the edge {self.ends} comes as number {self.done}"
+            )
+
+    def described(self, description: Description) -> tuple[int, bytes]:
+        """The number of a description, and its text if the other end does not know it yet."""
+        try:
+            number = self._numbers.get(description)
+        except TypeError:  # it has constants that cannot be looked up
+            return _ONCE, pickle.dumps(description)
+        if number is not None:
+            return number, b""
+        if len(self._numbers) == _MANY:
+            return _ONCE, pickle.dumps(description)
+        number = self._numbers[description] = len(self._numbers)
+        return number, pickle.dumps(description)
+
+    def description(self, number: int, text: bytes) -> Description:
+        """The description that the other end means."""
+        if not text:
+            return self._known[number]
+        found: Description = pickle.loads(text)
+        if number != _ONCE:
+            self._known.append(found)
+        return found
+
+
+class _Worker:
+    """A thread that does one thing after the other. It ends with the process."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._left: list[Future[Any]] = []
+        threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
+
+    def do(self, job: Callable[[], Any]) -> Future[Any]:
+        """Let the thread do something, after all that it has been given."""
+        future: Future[Any] = Future()
+        self._left = [each for each in self._left if not each.done() or each.exception()]
+        self._left.append(future)
+        self._queue.put((future, job))
+        return future
+
+    def rest(self, is_quiet: bool = False) -> None:
+        """Wait until all is done. Raises the first error, unless ``is_quiet``."""
+        left, self._left = self._left, []
+        errors = [error for each in left if (error := each.exception()) is not None]
+        if errors and not is_quiet:
+            raise errors[0]
+
+    def end(self) -> None:
+        """End the thread, once all is done."""
+        self._queue.put(None)
+
+
+def _work(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (given := queue.get()) is not None:
+        future, job = given
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+        del given, future, job
+
+
+def _wait(works: list[Any], sent: list[Tensor]) -> None:
+    """Wait until all is sent; ``sent`` is kept as long."""
+    for work in works:
+        work.wait()
+
+
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

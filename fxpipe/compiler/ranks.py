@@ -1,0 +1,347 @@
+"""The compiler and the runner of a pipeline whose stages are in several processes, its ranks.
+
+::
+
+    every rank    trace ─ ... ─ partition ─ ... ─ step graph ─ project ─ its own program
+                                    │                  │                       │
+                          rank 0 says where     all compare what       all say that they are
+                                                they have made         ready for the same call
+
+Every rank compiles the whole model, and runs its own part of the step graph. So the ranks' programs
+fit together if the ranks have compiled the same; whether they have, they tell each other before
+anything is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxpipe import ops
+from fxpipe.compiler.bindings import bindings, stages_of
+from fxpipe.compiler.compiled import Mode, Unrolled
+from fxpipe.compiler.driver import Compiler
+from fxpipe.compiler.history import History
+from fxpipe.compiler.layout import CutAlike, Layout
+from fxpipe.compiler.options import Options
+from fxpipe.compiler.runner import Runner
+from fxpipe.ir.graph import STAGE, WRITTEN, attribute, stage_nodes
+from fxpipe.ir.printing import format_graph
+from fxpipe.ir.structure import Structure
+from fxpipe.runtime.agreement import Agreement
+from fxpipe.runtime.clock import Record
+from fxpipe.runtime.lanes import run_inline
+from fxpipe.runtime.program import Program, lower
+from fxpipe.runtime.transport import TIMEOUT, Edge, GroupTransport, RankError
+from passes import PartitionError, Project
+from passes.chain import Level, ToPipeline, ToStages
+from passes.to_rank.project import edge_of, transfers_of
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a pipeline: a group, of which each rank has one device."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    timeout: timedelta = TIMEOUT
+
+    @staticmethod
+    def of(given: Any) -> Ranks | None:
+        """The ranks that are given to :func:`fxpipe.compile` in place of devices; None if devices
+        are given.
+
+        Raises ValueError for a mesh of several dimensions, or a group without this process.
+        """
+        if not dist.is_available():
+            return None
+        if isinstance(given, DeviceMesh):
+            if given.ndim != 1:
+                raise ValueError(
+                    f"the mesh has the dimensions {given.mesh_dim_names or given.ndim}: give the "
+                    'one along which the stages are, such as mesh["pp"]'
+                )
+            group, kind = given.get_group(), given.device_type
+        elif isinstance(given, dist.ProcessGroup):
+            group, kind = given, _device_type(given)
+        else:
+            return None
+        if dist.get_rank(group) < 0:
+            raise ValueError("this process is no rank of the group: only its ranks compile for it")
+        device = torch.device(kind)
+        if kind != "cpu":
+            device = torch.device(kind, torch.accelerator.current_device_index())
+        return Ranks(group, device)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each rank, as this rank calls it: all devices are its own."""
+        return [self.device] * dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the group."""
+        return dist.get_rank(self.group)
+
+
+def _device_type(group: dist.ProcessGroup) -> str:
+    """The type of the devices that a group is for: that of the accelerator, unless the group talks
+    by gloo."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or dist.get_backend(group) == "gloo":
+        return "cpu"
+    return accelerator.type
+
+
+@dataclass
+class RankProgram:
+    """The program of this rank: its graph, and how many transfers each of its edges has."""
+
+    graph_module: fx.GraphModule
+    program: Program
+    edges: dict[Edge, int]
+
+
+@dataclass
+class RankUnrolled(Unrolled):
+    """A graph of all stages, and the programs that this rank has made of it: those in which every
+    rank gets the output, and those in which the last one does."""
+
+    every_edge: list[Edge] = field(default_factory=list)
+    """The edges between all ranks, in the order in which they are connected."""
+    programs: dict[bool, RankProgram] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Model graph → the same, cut as rank 0 cuts it.
+
+    Args:
+        cut: the pass that rank 0 cuts with.
+        agreement: by which it tells the others.
+    """
+
+    name: ClassVar[str] = "partition"
+    cut: CutAlike
+    agreement: Agreement
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        layout = self.cut.layout
+        if layout.labels and layout.known(gm) is None:
+            raise PartitionError(
+                "this call leads another way through the model, for which it would have to be cut "
+                "otherwise, and parameters have their ranks already: compile with a partition= "
+                "that suits both calls"
+            )
+        if self.agreement.rank == 0:
+            gm = self.cut(gm)
+        own = {node.name: node.meta.get(STAGE) for node in stage_nodes(gm.graph)}
+        labels: dict[str, int] = self.agreement.ask("cut", own)[0]
+        if labels.keys() != own.keys():
+            name = min(labels.keys() ^ own.keys())
+            here, there = ("rank 0", f"rank {self.agreement.rank}")[:: 1 if name in labels else -1]
+            raise RankError(
+                f"the model is not the same on all ranks: {here} has a node {name!r} in its graph, "
+                f"and {there} has not"
+            )
+        if self.agreement.rank:
+            for node in stage_nodes(gm.graph):
+                node.meta[STAGE] = labels[node.name]
+            layout.learn(gm)
+        return gm
+
+
+class RankCompiler(Compiler):
+    """Compiles a model on every rank, and sees to it that all come to the same."""
+
+    def __init__(
+        self, model: nn.Module, options: Options, ranks: Ranks, layout: Layout | None = None
+    ) -> None:
+        super().__init__(model, options, layout)
+        self.ranks = ranks
+        self.agreement = Agreement(ranks.group, ranks.timeout)
+        self.transport = GroupTransport(ranks.group, ranks.device, ranks.timeout)
+        self.owners: dict[str, int] = {}
+        """The rank of each parameter and buffer that a compiled graph uses, by its name."""
+
+    def _to_stages(self, *args: Any) -> ToStages:
+        context = super()._to_stages(*args)
+        assert isinstance(context.partition, CutAlike)
+        cut = Agreed(context.partition, self.agreement)
+        return replace(context, partition=cut, places=self.options.placement)
+
+    def _compiled(self, *args: Any) -> Mode:
+        mode = super()._compiled(*args)
+        for name, rank in owners(self.model, mode.stage_graph, self.options.placement).items():
+            known = self.owners.setdefault(name, rank)
+            if known != rank:
+                raise PartitionError(
+                    f"{name} is used by rank {rank} in this call, and by rank {known} in an "
+                    "earlier one, which has its value: compile with a partition= that suits both"
+                )
+        return mode
+
+    def _unroll(self, mode: Mode, chunks: int) -> Unrolled:
+        """The graph that a call without gradients runs: only micro-batches and their stages, as
+        all that crosses is transmitted."""
+        options = self.options
+        context = ToPipeline(
+            options.names, chunks, tuple(mode.in_dims), tuple(mode.out_dims), "never", 1
+        )
+        gm, history = mode.stage_graph, self._history(f"ranks of {chunks}", mode.stage_graph)
+        for entry in options.passes.entries:
+            if entry.leads_to == Level.PIPELINE and entry.source == Level.STAGE:
+                gm = history(entry.make(context), gm)
+        return self._unrolled(mode, gm, chunks, history)
+
+    def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int, history: History) -> Unrolled:
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if WRITTEN in node.meta:
+                raise ValueError(
+                    f"the model writes to its input {node.name}, of which every rank has its own: "
+                    "let it write to a copy"
+                )
+        whole = super()._unrolled(mode, gm, chunks, history)
+        self._compare(mode, gm)
+        unrolled = RankUnrolled(whole.graph_module, whole.inline, None, history)
+        for everywhere in (True, False):
+            parts = [
+                Project(self.options.placement, rank, everywhere)(gm)
+                for rank in range(len(self.options.lanes))
+            ]
+            own = parts[self.ranks.rank]
+            mode.bindings += bindings(own, self.model)
+            transfers = [edge_of(node)[0] for node in transfers_of(own)]
+            edges = {edge: transfers.count(edge) for edge in sorted(set(transfers))}
+            unrolled.programs[everywhere] = RankProgram(own, lower(own), edges)
+            if everywhere:  # those of the other are among them
+                every = {edge_of(node)[0] for part in parts for node in transfers_of(part)}
+                unrolled.every_edge = sorted(every)
+        self.transport.connect(unrolled.every_edge)
+        return unrolled
+
+    def _compare(self, mode: Mode, gm: fx.GraphModule) -> None:
+        """Compare what this rank has compiled with what others have.
+
+        Raises :class:`RankError` that says what differs.
+        """
+        own = self._fingerprint(mode, gm)
+        for rank, other in enumerate(self.agreement.ask("plan", own)):
+            differing = [what for what in own if own[what] != other[what]]
+            if differing:
+                what = differing[0]
+                raise RankError(
+                    f"rank {self.ranks.rank} and rank {rank} have not compiled the same: they "
+                    f"differ in their {what} ({own[what]} and {other[what]})"
+                )
+
+    def _fingerprint(self, mode: Mode, gm: fx.GraphModule) -> dict[str, str]:
+        options, device = self.options, self.ranks.device
+        tensors = [
+            f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
+        ]
+        stages = "".join(map(format_graph, stages_of(mode.stage_graph)))
+        return {
+            "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
+            "schedules": str(options.schedule),
+            "options": f"{options.placement}, {options.checkpoint}, {options.checkpoint_segments}",
+            "parameters and buffers": _digest("\n".join(tensors)),
+            "stages": _digest(stages.replace(str(device), device.type)),
+            "graphs": _digest(format_graph(gm).replace(str(device), device.type)),
+        }
+
+
+class RankRunner(Runner):
+    """Runs the programs of this rank, at the same time as the other ranks run theirs."""
+
+    compiler: RankCompiler
+
+    def __init__(self, compiler: RankCompiler) -> None:
+        super().__init__(compiler)
+        self.program: RankProgram | None = None  # that has run last
+
+    def ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Mode, list[Any], Unrolled]:
+        with self.compiler.agreement.together():
+            return super().ready(args, kwargs)
+
+    def ready_to_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[Unrolled, list[Any]]:
+        with self.compiler.agreement.together():
+            return super().ready_to_step(args, kwargs, target)
+
+    def run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
+        """Run this rank's program, in which every rank gets the output."""
+        return self.run_for(unrolled, values, everywhere=True)
+
+    def run_for(self, unrolled: Unrolled, values: list[Any], everywhere: bool) -> Any:
+        """Run this rank's program. Unless the output is for all ranks, it is None on all but the
+        last."""
+        assert isinstance(unrolled, RankUnrolled)
+        compiler = self.compiler
+        if compiler.homes:
+            return super().run(unrolled, values)  # which says that the model has no values
+        mine = unrolled.programs[everywhere]
+        call = _digest(format_graph(unrolled.graph_module)), everywhere, _shapes(values)
+        compiler.agreement.ask(f"run of {call}")
+        self.program = mine
+        run = partial(run_inline, mine.program, [compiler.transport, *values])
+        return compiler.transport.run(run, mine.edges, key=0)
+
+    def close(self) -> None:
+        super().close()
+        self.compiler.transport.close()
+
+
+def owners(model: nn.Module, stage_graph: fx.GraphModule, ranks: tuple[int, ...]) -> dict[str, int]:
+    """The rank of each parameter and buffer of a model that a stage graph uses, by its name.
+
+    A parameter that several stages use is of the rank that gives its value to the others; so is a
+    buffer of the first rank that uses it.
+    """
+    homes: dict[int, int] = {}
+    stages = stages_of(stage_graph)
+    for rank, stage in zip(ranks, stages, strict=True):
+        for share in stage.graph.find_nodes(op="call_function", target=ops.share):
+            if share.args[0].op == "get_attr":
+                homes.setdefault(id(attribute(stage, str(share.args[0].target))), rank)
+    for rank, stage in zip(ranks, stages, strict=True):
+        for _, tensor in tensors_of_module(stage):
+            homes.setdefault(id(tensor), rank)
+    for node in stage_graph.graph.find_nodes(op="get_attr"):
+        for user in node.users:
+            if STAGE in user.meta:
+                tensor = attribute(stage_graph, str(node.target))
+                homes.setdefault(id(tensor), ranks[user.meta[STAGE]])
+    return {
+        name: homes[id(tensor)] for name, tensor in tensors_of_module(model) if id(tensor) in homes
+    }
+
+
+def tensors_of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a module, under all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _shapes(values: list[Any]) -> str:
+    """What has to be the same on all ranks of the arguments of a call."""
+    tensors, _ = Structure.of(values)
+    return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,216 @@
+"""What the processes of a pool do in tests, and one process does for comparison."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.schedule import placement_of
+from passes import Tied, default_chain
+from tests.zoo import mean_loss
+
+Make = Callable[[], nn.Module]
+Where = dist.ProcessGroup | int
+"""The ranks of a group, or so many lanes of this process."""
+
+
+@dataclass
+class Call:
+    """The arguments of a step: by place, by name, and the target."""
+
+    args: tuple[Any, ...] = ()
+    target: Any = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Trained:
+    """What a process has after training."""
+
+    losses: list[Tensor]
+    grads: dict[str, Tensor]  # of the last step
+    state: dict[str, Tensor]
+    output: Any  # in eval mode, for the last call
+
+
+def made(make: Make) -> nn.Module:
+    """The model, with the same parameters in every process."""
+    torch.manual_seed(0)
+    return make()
+
+
+def compiled(where: Where, make: Make, loss_fn: Any, **options: Any) -> fxpipe.Pipeline:
+    """The model as a pipeline of ranks, or of lanes that are as many places, so that a tied weight
+    goes to another lane once in a step, as it does to another rank."""
+    model = made(make)
+    if not isinstance(where, int):
+        return fxpipe.compile(model, where, loss_fn=loss_fn, **options)
+    schedule = options.get("schedule", "gpipe")
+    places = placement_of(schedule, where, options.get("stages"))
+    tied = Tied(("cpu",) * len(places), places)
+    chain = default_chain().replace("tied", tied)
+    return fxpipe.compile(model, ["cpu"] * where, loss_fn=loss_fn, passes=chain, **options)
+
+
+def train(
+    where: Where, make: Make, calls: Sequence[Call], loss_fn: Any = mean_loss, **options: Any
+) -> Trained:
+    """Make a step for each call, with an optimizer, and one call in eval mode."""
+    example = {"example_inputs": calls[0].args, "example_kwargs": calls[0].kwargs}
+    with compiled(where, make, loss_fn, **example, **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+        losses, grads = [], {}
+        for call in calls:
+            optimizer.zero_grad()
+            torch.manual_seed(7)
+            losses.append(pipe.step(*call.args, target=call.target, **call.kwargs))
+            grads = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+            optimizer.step()
+        pipe.eval()
+        with torch.no_grad():
+            output = pipe(*calls[-1].args, **calls[-1].kwargs)
+        state = {name: value.clone() for name, value in pipe.state_dict().items()}
+    return Trained(losses, grads, state, output)
+
+
+def train_all(
+    group: Where, make: Make, calls: Sequence[Call], each: Sequence[dict[str, Any]]
+) -> list[Trained]:
+    """:func:`train` with each of these options."""
+    return [train(group, make, calls, **options) for options in each]
+
+
+@contextmanager
+def rendezvous():
+    """In this process every transmit waits for its receive."""
+    os.environ["FXPIPE_RENDEZVOUS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["FXPIPE_RENDEZVOUS"]
+
+
+def train_all_meeting(*args: Any) -> list[Trained]:
+    """:func:`train_all`, where every transmit waits for its receive."""
+    with rendezvous():
+        return train_all(*args)
+
+
+def outputs(group: Where, make: Make, x: Tensor, **options: Any) -> list[Any]:
+    """What a rank gets of calls without gradients: in eval mode, and with ``broadcast``."""
+    with compiled(group, make, None, example_inputs=(x,), **options) as pipe, torch.no_grad():
+        pipe.eval()
+        return [pipe(x), pipe(x, broadcast=True)]
+
+
+def refusals(group: Where, make: Make, x: Tensor) -> list[str]:
+    """What a rank says to calls that ranks do not take."""
+    pipe = compiled(group, make, mean_loss)
+    said = []
+    for call in (
+        lambda: pipe(x),
+        lambda: pipe.step(x, target=x[:, 0], scaler=torch.amp.GradScaler("cpu")),
+        lambda: pipe.measure(x),
+        lambda: list(pipe.parameters()),
+        lambda: pipe.__getstate__(),
+    ):
+        try:
+            call()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def loaded(group: Where, make: Make, x: Tensor, whole: dict[str, Tensor]) -> Any:
+    """The output of ranks that have loaded a state dict of the model, and what they say to one that
+    lacks something."""
+    with compiled(group, make, None, example_inputs=(x,)) as pipe:
+        pipe.load_state_dict(whole)
+        with torch.no_grad():
+            output = pipe(x, broadcast=True)
+        try:
+            pipe.load_state_dict({})
+        except RuntimeError as error:
+            return output, str(error)
+    return output, None
+
+
+class Breaking(nn.Module):
+    """The layer that is named breaks down when it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.c, self.d = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.where, self.is_broken = where, False
+        layer, _, self.when = where.partition(" ")
+        if self.when == "backward":
+            self.get_submodule(layer).register_full_backward_hook(self.check)
+        else:
+            self.get_submodule(layer).register_forward_hook(self.check)
+
+    def check(self, *_: Any) -> None:
+        if BROKEN:
+            raise ValueError("it is broken")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+BROKEN: list[bool] = []
+
+
+def breaking(group: dist.ProcessGroup, where: str, call: Call, **options: Any) -> tuple[Any, ...]:
+    """A step, one in which a layer breaks down on its rank, and another step: what each gives."""
+    make = functools.partial(Breaking, where)
+    with compiled(group, make, mean_loss, example_inputs=call.args, **options) as pipe:
+        before = pipe.step(*call.args, target=call.target)
+        BROKEN.append(True)
+        try:
+            said = repr(pipe.step(*call.args, target=call.target))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        BROKEN.clear()
+        after = pipe.step(*call.args, target=call.target)
+    return before, said, after
+
+
+def apart(group: dist.ProcessGroup, kind: str) -> str:
+    """What a rank says if rank 1 does something else than the others."""
+    is_other = dist.get_rank(group) == 1
+    x, y = torch.ones(8, 3), torch.ones(8)
+    width = 4 if is_other and kind == "model" else 3
+    options = {"check": False} if kind == "options" else {}
+    if is_other and kind == "options":
+        options = {"checkpoint": "always", "check": False}
+
+    def make() -> nn.Module:
+        if is_other and kind == "error":
+            return Refusing()
+        return nn.Sequential(*(nn.Linear(3, width), nn.Linear(width, 3)) * 2)
+
+    try:
+        with compiled(group, make, mean_loss, chunks=4, **options) as pipe:
+            if kind != "batch" or not is_other:
+                pipe.step(x, target=y)
+            else:
+                pipe.step(x[:6], target=y[:6])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Refusing(nn.Module):
+    """A model that cannot be run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("not here")

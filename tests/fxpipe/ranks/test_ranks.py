@@ -1,0 +1,180 @@
+"""Ranks in processes of their own compute what the lanes of one process do, bit by bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir.structure import Structure
+from fxpipe.schedule import NAMES
+from tests.fxpipe.ranks.jobs import Call, Trained, train, train_all, train_all_meeting
+from tests.models.registry import ENTRIES
+from tests.zoo import Chain, Tied, UNet, same
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The lanes of this process, and the ranks, compute with one thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_same(ranks: Sequence[Trained], lanes: Trained) -> None:
+    """All ranks have the losses of the lanes; together they have the gradients and the state, and
+    each tensor is of one rank; one rank has the output."""
+    for rank in ranks:
+        assert same(rank.losses, lanes.losses)
+    for what in ("grads", "state"):
+        found = [dict(getattr(rank, what)) for rank in ranks]
+        together: dict[str, Tensor] = {}
+        for own in found:
+            assert not together.keys() & own.keys()
+            together |= own
+        expected = getattr(lanes, what)
+        assert together.keys() == expected.keys()
+        assert [name for name in expected if not same(together[name], expected[name])] == []
+    (output,) = (rank.output for rank in ranks if rank.output is not None)
+    found, expected = (Structure.of(each)[0] for each in (output, lanes.output))
+    assert expected and same(found, expected)
+
+
+def images(rows: int, steps: int = 2) -> list[Call]:
+    return [Call((torch.randn(rows, 3, 8, 8),), torch.randn(rows)) for _ in range(steps)]
+
+
+class Skipping(Chain):
+    """Eight layers; the output of some skips others, and ranks between."""
+
+    def __init__(self) -> None:
+        super().__init__(8, {0: (4, 6), 1: (7,), 2: (3,)})
+
+
+def rows(count: int) -> list[Call]:
+    return [Call((torch.randn(count, 3),), torch.randn(count))]
+
+
+def test_a_unet_on_two_ranks_with_micro_batches_of_several_sizes(pool):
+    calls = images(7)
+    options = {"chunks": 3, "schedule": "1f1b"}
+    found = pool.run(train, UNet, calls, ranks=2, **options)
+    assert_same(found, train(2, UNet, calls, **options))
+
+
+EVERY_SCHEDULE = [{"schedule": name, "chunks": 8} for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def every_schedule():
+    """Eleven rows in eight micro-batches, and what lanes make of them in the order of each."""
+    calls = rows(11)
+    return calls, train_all(4, Skipping, calls, EVERY_SCHEDULE)
+
+
+def test_every_schedule_on_four_ranks(pool, every_schedule):
+    calls, lanes = every_schedule
+    found = pool.run(train_all, Skipping, calls, EVERY_SCHEDULE)
+    for ranks, expected in zip(zip(*found, strict=True), lanes, strict=True):
+        assert_same(ranks, expected)
+
+
+def test_no_schedule_needs_the_network_to_keep_anything(pool, every_schedule):
+    calls, lanes = every_schedule
+    found = pool.run(train_all_meeting, Skipping, calls, EVERY_SCHEDULE)
+    for ranks, expected in zip(zip(*found, strict=True), lanes, strict=True):
+        assert_same(ranks, expected)
+
+
+class Drawing(nn.Module):
+    """Dropout and batch norm in every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout()) for _ in "abcd")
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+CHECKPOINTS = [
+    {"checkpoint": "always", "schedule": "1f1b", "chunks": 3},
+    {"checkpoint": "except_last", "checkpoint_segments": 2, "schedule": "zb_h1", "chunks": 3},
+    {"deferred_batch_norm": True, "chunks": 3, "schedule": "1f1b"},
+]
+
+
+def test_checkpoints_dropout_and_deferred_batch_norm(pool):
+    calls = rows(8) * 2
+    found = pool.run(train_all, Drawing, calls, CHECKPOINTS, ranks=2)
+    for i, options in enumerate(CHECKPOINTS):
+        assert_same([rank[i] for rank in found], train(2, Drawing, calls, **options))
+
+
+class Structured(nn.Module):
+    """Dicts, tuples, None and numbers go from stage to stage, and some values get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.c, self.d = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> dict[str, Any]:
+        first = self.a(x)
+        seen = {"rank": first.argmax(1), "hidden": (first, None), "size": 2.5}
+        second = self.b(first) * seen["size"] + seen["rank"][:, None]
+        third = self.c(second.detach()) + seen["hidden"][0]
+        return {"out": self.d(third), "rank": seen["rank"], "nothing": seen["hidden"][1]}
+
+
+def loss_of_structured(output: dict[str, Any], target: dict[str, Tensor]) -> Tensor:
+    return (torch.sin(output["out"]).sum(1) * target["y"]).mean()
+
+
+def test_dicts_nones_and_values_without_gradients(pool):
+    calls = [Call((torch.randn(6, 3),), {"y": torch.randn(6)})] * 2
+    options = {"loss_fn": loss_of_structured, "chunks": 3, "schedule": "1f1b"}
+    found = pool.run(train, Structured, calls, **options)
+    assert_same(found, train(4, Structured, calls, **options))
+
+
+def test_tied_weights_travel_once_and_are_trained_on_one_rank(pool):
+    calls = [Call((torch.randint(11, (5, 4)),), torch.randn(5)) for _ in range(2)]
+    options = {"chunks": 3, "schedule": "1f1b", "partition": ["other"]}
+    found = pool.run(train, Tied, calls, ranks=2, **options)
+    assert_same(found, train(2, Tied, calls, **options))
+
+
+def built(name: str) -> nn.Module:
+    """A model of the zoo."""
+    return next(entry for entry in ENTRIES if entry.name == name).build()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT2LMHeadModel",
+        "T5ForConditionalGeneration",
+        "LlamaForCausalLM",
+        "MixtralForCausalLM",
+    ],
+)
+def test_models_of_transformers(pool, name):
+    entry = next(entry for entry in ENTRIES if entry.name == name)
+    inputs = entry.inputs(4)
+    if "labels" not in inputs:
+        inputs["labels"] = inputs.get("decoder_input_ids", inputs["input_ids"])
+        inputs.pop("decoder_input_ids", None)
+    calls = [Call(kwargs=inputs)] * 2
+    options = {"loss_fn": None, "chunks": 2, "schedule": "1f1b", "check": "warn", **entry.options}
+    make = functools.partial(built, name)
+    found = pool.run(train, make, calls, ranks=2, **options)
+    assert_same(found, train(2, make, calls, **options))

@@ -1,0 +1,88 @@
+"""Ranks that fail, differ, or are asked for what they have not, say so; none waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.fxpipe.ranks import jobs
+from tests.fxpipe.ranks.jobs import Call
+from tests.zoo import Chain, same
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """This process computes with one thread, like each rank."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def four() -> Chain:
+    return Chain(4)
+
+
+X = torch.randn(8, 3)
+
+
+def test_the_output_is_on_the_last_rank_or_everywhere(pool):
+    model = jobs.made(four)
+    expected = torch.cat([model(part) for part in X.tensor_split(2)]).detach()
+    found = pool.run(jobs.outputs, four, X, chunks=2)
+    assert [last for last, _ in found[:-1]] == [None] * 3 and same(found[-1][0], expected)
+    assert all(same(everywhere, expected) for _, everywhere in found)
+
+
+def test_what_ranks_do_not_do_is_refused(pool):
+    said = pool.run(jobs.refusals, four, X)
+    assert said[0] == said[3]
+    gradients, scaler, measure, parameters, pickle = said[0]
+    assert "RuntimeError" in gradients and "train with pipe.step(x, target=y)" in gradients
+    assert "NotImplementedError: a scaler would skip steps on one rank" in scaler
+    assert "NotImplementedError: steps are measured in one process only" in measure
+    assert "NotYet" in parameters and "give example_inputs to compile()" in parameters
+    assert "TypeError: a pipeline of several ranks cannot be pickled" in pickle
+
+
+def test_each_rank_loads_its_own_part_of_the_models_state(pool):
+    torch.manual_seed(3)
+    model = Chain(4)
+    found = pool.run(jobs.loaded, four, X, model.state_dict())
+    expected = torch.cat([model(part) for part in X.tensor_split(8)]).detach()
+    for (output, said), name in zip(found, "abcd", strict=True):
+        assert same(output, expected)
+        assert f"the state dict lacks ['{name}.weight', '{name}.bias']" in said
+
+
+@pytest.mark.parametrize("where", ["a forward", "c forward", "b backward", "d backward"])
+def test_a_rank_that_fails_ends_the_step_on_those_that_need_it_and_can_go_on(pool, where):
+    call = Call((X,), torch.randn(8))
+    partition = ["b", "c", "d"]
+    found = pool.run(jobs.breaking, where, call, chunks=4, schedule="1f1b", partition=partition)
+    failed = "abcd".index(where[0])
+    for rank, (before, said, after) in enumerate(found):
+        assert same(before, after)
+        if rank == failed:
+            assert said.startswith("ValueError: it is broken")
+        elif where != "b backward" or rank == 0:  # to the others nothing comes from there
+            assert said.startswith(f"RankError: rank {failed} failed: ValueError: it is broken")
+    assert "stage" in found[3 if failed == 0 else 0][1]
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        ("model", "have not compiled the same: they differ in their parameters and buffers"),
+        ("options", "have not compiled the same: they differ in their options"),
+        ("batch", "the ranks have come to different places"),
+        ("error", "rank 1 failed: ValueError: not here"),
+    ],
+)
+def test_ranks_that_do_not_do_the_same_all_say_so(pool, kind, message):
+    said = pool.run(jobs.apart, kind)
+    for rank, each in enumerate(said):
+        if (kind, rank) == ("error", 1):
+            assert each.startswith("ValueError: not here")
+        else:
+            assert message in each
