@@ -39,6 +39,11 @@ class RankPipeline(Pipeline):
     _runner: RankRunner
 
     def __init__(self, model: nn.Module, options: Options, ranks: Ranks) -> None:
+        if options.stage_backend is not None:
+            raise NotImplementedError(
+                "stages of ranks are not compiled: leave stage_backend out, or give a list of "
+                "devices"
+            )
         ModelProxy.__init__(self, model)
         self._set_up(RankRunner(RankCompiler(model, options, ranks)))
 

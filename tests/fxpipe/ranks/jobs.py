@@ -122,6 +122,7 @@ def refusals(group: Where, make: Make, x: Tensor) -> list[str]:
         lambda: pipe.measure(x),
         lambda: list(pipe.parameters()),
         lambda: pipe.__getstate__(),
+        lambda: compiled(group, make, mean_loss, stage_backend="inductor"),
     ):
         try:
             call()

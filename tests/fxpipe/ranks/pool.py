@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 SIZE = 4
-TIMEOUT = timedelta(seconds=60)  # after which a rank that waits for another one raises an error
+TIMEOUT = timedelta(seconds=150)  # after which a rank that waits for another one raises an error
 
 
 class Failed(Exception):

@@ -37,12 +37,13 @@ def test_the_output_is_on_the_last_rank_or_everywhere(pool):
 def test_what_ranks_do_not_do_is_refused(pool):
     said = pool.run(jobs.refusals, four, X)
     assert said[0] == said[3]
-    gradients, scaler, measure, parameters, pickle = said[0]
+    gradients, scaler, measure, parameters, pickle, backend = said[0]
     assert "RuntimeError" in gradients and "train with pipe.step(x, target=y)" in gradients
     assert "NotImplementedError: a scaler would skip steps on one rank" in scaler
     assert "NotImplementedError: steps are measured in one process only" in measure
     assert "NotYet" in parameters and "give example_inputs to compile()" in parameters
     assert "TypeError: a pipeline of several ranks cannot be pickled" in pickle
+    assert "NotImplementedError: stages of ranks are not compiled" in backend
 
 
 def test_each_rank_loads_its_own_part_of_the_models_state(pool):
