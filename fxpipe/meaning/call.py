@@ -1,5 +1,7 @@
-"""What micro-batching means for one kind of call of a model, and whether it is what the model
-means: the candidates, checked one after the other."""
+"""What micro-batching means for one kind of call, and whether it gives what the model gives.
+
+The batch dimensions that inputs may have (the candidates) are checked one after the other, and the
+first with which the model's outputs come out is taken. If none is, the call is refused."""
 
 from __future__ import annotations
 
@@ -38,16 +40,16 @@ class Meaning:
 
     in_dims: InDims
     outputs: dict[str, Dim] = field(default_factory=dict)
-    """By the paths of the outputs; empty where the model could not be asked."""
+    """How each output is put together, by its path; empty where the model could not be run."""
     notes: list[str] = field(default_factory=list)
-    """What there is to say of it in the report."""
+    """Remarks for the report, such as that dropout masks are those of each micro-batch."""
     one_row_only: bool = False
     """The example has one row, and the model takes no more of them."""
 
 
 @dataclass
 class Asked:
-    """What the user has said of a call.
+    """The options with which a user says how a call is to be read.
 
     Args:
         in_dims, out_dims: as for :func:`fxpipe.compile`.
@@ -67,10 +69,11 @@ class Asked:
 
 
 _LAYOUTS = torch.strided, torch.sparse_coo
-"""Of tensors that can be cut; others are refused by whoever traces the model."""
+"""The layouts of tensors that can be cut into micro-batches. A call with a tensor of another layout
+is not checked: tracing refuses it, with its own message."""
 
 _FOUND: WeakKeyDictionary[nn.Module, dict[Any, InDims]] = WeakKeyDictionary()
-"""The dimensions that have been found for a model, by the names of the tensors."""
+"""The batch dimensions that an earlier check has found for a model, by the names of the tensors."""
 
 
 def known_dims(
@@ -240,7 +243,8 @@ def _first_of(names: Sequence[str]) -> str:
 
 
 class _Asking:
-    """Runs a model to find the batch dimension of each of its inputs."""
+    """One check of a kind of call: it runs the model on samples of the inputs, without effect on
+    the model, and notes what it meets (random numbers, batch statistics, the path of the loss)."""
 
     def __init__(
         self,
@@ -274,8 +278,11 @@ class _Asking:
         return weigh
 
     def best(self, ways: Sequence[InDims]) -> Meaning:
-        """The first candidate with which all outputs are the model's; else the likeliest, if all
-        are but for numbers that depend on all rows: these say nothing of other candidates."""
+        """The meaning by the first candidate with which all outputs are the model's.
+
+        If there is none, it is the likeliest candidate, the first one, as long as only single
+        numbers (losses) differ with it: a loss across rows differs with every candidate.
+        """
         verdicts: list[tuple[InDims, Verdict]] = []
         for dims in ways:
             verdict = self._verdict(dims, is_likely=dims == ways[0])
@@ -289,7 +296,8 @@ class _Asking:
         return self._none(verdicts, ways)
 
     def _none(self, verdicts: list[tuple[InDims, Verdict]], ways: Sequence[InDims]) -> Meaning:
-        """Where no candidate fits: refused, or taken with a warning, if the user wants that."""
+        """The meaning where no candidate fits: an error, or with ``check="warn"`` a warning and
+        the first candidate."""
         tried = next((v for v in verdicts if v[1].trial is not None and v[1].is_wrong), None)
         if tried is not None:
             dims, verdict = tried

@@ -80,16 +80,17 @@ class Problem:
 
 @dataclass
 class Verdict:
-    """What the check comes to."""
+    """The result of the check of one candidate."""
 
     trial: Trial | None = None
     outputs: dict[str, Dim] = field(default_factory=dict)
     """How each output is put together, by its path."""
     problems: list[Problem] = field(default_factory=list)
     slight: list[Problem] = field(default_factory=list)
-    """What moved for some rows, or in a few elements only."""
+    """Differences for some samples only, or in a few elements: a decision between nearly equal
+    values (a top-k, say) that rounding errors have tipped. They are no reason to refuse."""
     failure: Exception | None = None
-    """What the model says of a part, or, if there are no parts, of the whole."""
+    """The error that the model has raised for a part of a sample, or for the whole of it."""
     takes_parts: bool = True
     """False: what the model takes as a whole, it does not take in parts."""
     unclear: set[str] = field(default_factory=set)
@@ -201,15 +202,20 @@ def _is_clear(ways: tuple[Dim, ...]) -> bool:
 
 
 def _way(ways: tuple[Dim, ...]) -> Dim:
-    """One of the ways that fit: of what is the same for all the mean is right, also in gradients,
-    and of whole numbers it is one that they are the same."""
+    """The way to put an output together, where several fit. A value that is the same in all parts
+    (a penalty on weights) is averaged: then its gradient is right as well, which it would not be
+    if the first part's value were taken."""
     return ways[0] if len(ways) == 1 and ways[0] != ANY else MEAN if ANY in ways else ways[0]
 
 
 def _trial(
     question: Question, seed: int, before: Trial | None, verdict: Verdict, levels: Sequence[str]
 ) -> Trial | None:
-    """Other rows, as far from the example as the model takes them."""
+    """Run the model on one sample and on its parts. None if the model takes no sample.
+
+    The first sample is tried with the levels and sizes in order, until the model takes one; the
+    samples after it (``before`` is the last one) have the same level and sizes, and other values.
+    """
     ways = _ways(question, levels) if before is None else iter([(before.sizes, before.level)])
     for sizes, level in ways:
         tensors = sampled(question.tensors, question.dims, sum(sizes), level, seed)

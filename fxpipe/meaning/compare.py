@@ -36,8 +36,8 @@ class Difference:
 
 
 def tolerance(tensor: Tensor) -> float:
-    """What rounding errors come to, as a part of the largest value: kernels sum in another order
-    at another size."""
+    """The largest difference that rounding errors explain, relative to the largest value: kernels
+    sum in another order for another number of rows."""
     dtype = tensor.dtype
     if torch.is_autocast_enabled(tensor.device.type):
         dtype = torch.get_autocast_dtype(tensor.device.type)
@@ -73,12 +73,12 @@ def _share(moved: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Reading:
-    """How the parts of one output make the whole."""
+    """The ways in which the parts of one output, put together, are the whole."""
 
     dims: tuple[Dim, ...]
     """The ways that fit: several only where the values do not tell them apart."""
     difference: Difference | None = None
-    """From the likeliest way, if none fits."""
+    """If no way fits: how far the likeliest one (joined, else averaged) is from the whole."""
 
 
 def reading(

@@ -9,4 +9,5 @@ class BatchError(ValueError):
 
 
 class BatchWarning(UserWarning):
-    """A result is that of micro-batches put together, and not the one of the whole mini-batch."""
+    """Warns of a result that is put together from those of micro-batches, and differs from the
+    model's on the whole mini-batch."""

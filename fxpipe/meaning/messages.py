@@ -1,4 +1,4 @@
-"""What is said where the parts of a mini-batch, put together, are not the whole."""
+"""The messages for calls whose micro-batches, put together, do not give the model's output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def sizes(inputs: Sequence[Input]) -> dict[int, Input]:
 
 
 def several(rows: dict[int, Input], inputs: Sequence[Input]) -> str:
-    """For inputs of several sizes, of none of which the model takes a part."""
+    """The message for inputs with first dimensions of several sizes, where the model takes a part
+    of none of them."""
     lists = _lists(inputs)
     besides = ", and the model takes no other size of either"
     return different_sizes(rows, besides) + (f"; {lists}" if lists else "")
@@ -49,14 +50,15 @@ def split(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
 
 
 def other_dims(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
-    """For the report: the batch is not the first dimension of all."""
+    """The line of the report that says which dimensions are the batch's, where these are not the
+    first ones of all inputs."""
     shared = [each.name for each, d in zip(inputs, dims, strict=True) if d is None]
     more = f"; all micro-batches share {', '.join(shared[:5])}" if shared else ""
     return f"the batch is found by the check: {split(inputs, dims)}{more}"
 
 
 def wrong(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
-    """For an output that no way of cutting the inputs gives."""
+    """The message for an output that comes out of no way of cutting the inputs."""
     problem = next(p for p in verdict.problems if not p.is_scalar)
     lists = _lists(inputs)
     return (
@@ -71,7 +73,7 @@ def wrong(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None])
 
 
 def no_parts(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
-    """For a model that takes the batch, but no part of it."""
+    """The message for a model that takes the whole batch, but no part of it."""
     error = verdict.failure
     first = str(error).strip().splitlines()[:1]
     lists = _lists(inputs)
@@ -84,7 +86,7 @@ def no_parts(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | Non
 
 
 def in_the_backward(problem: Problem) -> str:
-    """For gradients that the parts of a mini-batch do not add up to."""
+    """The message where the gradients of the parts do not add up to those of the whole."""
     return (
         f"{problem.text}: a backward that is not the derivative of its forward (of a "
         "torch.autograd.Function, or changed by a hook) puts rows together. Compute what it is for "
@@ -94,7 +96,7 @@ def in_the_backward(problem: Problem) -> str:
 
 
 def unknown_loss(verdict: Verdict) -> str:
-    """For a ``loss_fn`` of which the check learns nothing."""
+    """The message for a ``loss_fn`` that may be a mean or a sum for all that the check sees."""
     why = "its values on rows like those of the example are the same either way (zero, say)"
     if verdict.failure is not None:
         first = str(verdict.failure).strip().splitlines()[:1]
@@ -108,7 +110,10 @@ def unknown_loss(verdict: Verdict) -> str:
 
 
 def across(problem: Problem, inputs: Sequence[Input], remedy: str = "") -> str:
-    """For a number that depends on all rows. ``remedy``: the ``loss_weight`` that mends it."""
+    """The warning for a number that depends on all rows.
+
+    ``remedy``: the ``loss_weight`` with which it is the model's own, if one is known.
+    """
     if remedy:
         return (
             f"{problem.text}, which is what a pipeline gives, as gradient accumulation does. It is "

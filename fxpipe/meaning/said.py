@@ -36,7 +36,8 @@ class Input:
 
 
 class Slot:
-    """The place of a tensor in the inputs or outputs."""
+    """Stands for a tensor among the inputs or outputs, and is told its path and what the user says
+    of it."""
 
     path: str = "an output"
     said: Any = INFER

@@ -73,12 +73,18 @@ def test_a_loss_may_be_divided_by_a_number_that_is_given():
 def test_what_is_said_is_done():
     class Plain(nn.Linear):
         def forward(self, x):
-            return super().forward(x).square().sum()
+            squares = super().forward(x).square()
+            return {"sum": squares.sum(), "mean": squares.mean()}
 
     model, x = Plain(4, 4), torch.randn(6, 4)
-    for out_dims, part in ((None, 1.0), ("sum", 1.0)):
-        with fxpipe.compile(model, TWO[:1], chunks=3, out_dims=out_dims) as pipe:
-            torch.testing.assert_close(pipe(x), model(x) * part)
+    expected = model(x)
+    with fxpipe.compile(model, TWO[:1], chunks=3) as pipe:
+        torch.testing.assert_close(pipe(x), expected)
+    said = {"sum": None, "mean": "sum"}  # the other way round: three micro-batches of equal size
+    with fxpipe.compile(model, TWO[:1], chunks=3, out_dims=said) as pipe:
+        output = pipe(x)
+    torch.testing.assert_close(output["sum"], expected["sum"] / 3)
+    torch.testing.assert_close(output["mean"], expected["mean"] * 3)
 
 
 def test_a_tensor_without_a_batch_is_added_up_if_it_is_a_sum():
