@@ -85,7 +85,7 @@ class Backend:
         calls this, with the graph and its example inputs."""
         _refuse_a_part(gm)
         gm = _copied(gm)  # Dynamo uses the original afterwards
-        inputs = list(map(_Input.of, gm.graph.find_nodes(op="placeholder"), example))
+        inputs = list(map(_GraphInput.of, gm.graph.find_nodes(op="placeholder"), example))
         in_dims = self._symbolic_batch([each for each in inputs if each.is_tensor])
         bound = _bind(gm, inputs)
         _read_sizes_from_tensors(gm, inputs)
@@ -106,7 +106,7 @@ class Backend:
 
         return run
 
-    def _symbolic_batch(self, inputs: Sequence[_Input]) -> dict[str, int | None]:
+    def _symbolic_batch(self, inputs: Sequence[_GraphInput]) -> dict[str, int | None]:
         """``in_dims`` for these inputs; Dynamo has to capture the model again until the batch size
         is a symbol in its graph.
 
@@ -174,7 +174,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 @dataclass
-class _Input:
+class _GraphInput:
     """An input of Dynamo's graph. ``node`` is its placeholder, or None once that is removed."""
 
     node: fx.Node | None
@@ -184,7 +184,7 @@ class _Input:
     is_number: bool  # whether it is a float, which Dynamo passes as a tensor
 
     @staticmethod
-    def of(node: fx.Node, example: Any) -> _Input:
+    def of(node: fx.Node, example: Any) -> _GraphInput:
         argument = node.meta.get("grapharg")
         source = getattr(argument, "source", None)
         kind = "" if source is None else source.guard_source.name
@@ -204,7 +204,7 @@ class _Input:
         if not is_owned:
             node.target = path
             rename(node, path)
-        return _Input(node, example, path, is_owned, is_number)
+        return _GraphInput(node, example, path, is_owned, is_number)
 
     @property
     def is_tensor(self) -> bool:
@@ -267,7 +267,7 @@ class Bound:
             self.tensor = self.place[self.name] = tensor
 
 
-def _bind(gm: fx.GraphModule, inputs: Sequence[_Input]) -> dict[int, Bound]:
+def _bind(gm: fx.GraphModule, inputs: Sequence[_GraphInput]) -> dict[int, Bound]:
     """Make the inputs that are parameters and buffers attributes of the graph module, under their
     names in the model. Returns these by the index of the input."""
     bound: dict[int, Bound] = {}
@@ -299,7 +299,7 @@ def _free(owner: nn.Module, name: str) -> str:
     return name
 
 
-def _read_sizes_from_tensors(gm: fx.GraphModule, inputs: Sequence[_Input]) -> None:
+def _read_sizes_from_tensors(gm: fx.GraphModule, inputs: Sequence[_GraphInput]) -> None:
     """Replace each input that is a size by a ``size()`` call on the tensor input that has it."""
     where: dict[Any, tuple[fx.Node, int]] = {}
     for each in inputs:

@@ -48,7 +48,7 @@ def _opaque(function: F) -> F:
     return torch.compiler.disable(function, reason=why)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _Bound(functools.partial[Any]):
+class _ModelsForward(functools.partial[Any]):
     """A bound ``forward`` whose signature is that of the model's ``forward``."""
 
     @property
@@ -63,7 +63,7 @@ class _LikeTheModels:
         self.function = function
 
     def __get__(self, pipe: Pipeline | None, owner: type | None = None) -> Callable[..., Any]:
-        return self.function if pipe is None else _Bound(self.function, pipe)
+        return self.function if pipe is None else _ModelsForward(self.function, pipe)
 
 
 class Pipeline(ModelProxy):

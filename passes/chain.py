@@ -224,7 +224,7 @@ def _own_entry(own: Pass | Entry[Any], level: Level, leads_to: Level) -> Entry[A
         )
     name = getattr(own, "name", None) or getattr(own, "__name__", type(own).__name__)
     about = own if hasattr(own, "__name__") else type(own)
-    return Entry(str(name), _Given(own), level, level, about=_said_of(about), leads_to=leads_to)
+    return Entry(str(name), _AsItIs(own), level, level, about=_said_of(about), leads_to=leads_to)
 
 
 def _said_of(documented: Any) -> type | str:
@@ -232,13 +232,19 @@ def _said_of(documented: Any) -> type | str:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _AsItIs:
     """Makes a pass that there is already."""
 
     given: Pass
 
     def __call__(self, context: Any) -> Pass:
         return self.given
+
+
+_OUTPUTS = (
+    "The pass finds the batch dimension of each output, along which the outputs of micro-batches "
+    "are put together."
+)
 
 
 def _to_stages() -> tuple[Entry[ToStages], ...]:
@@ -269,7 +275,7 @@ def _to_stages() -> tuple[Entry[ToStages], ...]:
         Entry(
             "outputs",
             _outputs,
-            *(model, model, "Find the batch dimension of each output."),
+            *(model, model, _OUTPUTS),
             needs=("alias",),
             applies=lambda c: c.outputs is not None,
             when="where the graph is going to run",
@@ -507,7 +513,8 @@ class Chain:
         first, second = (2 + max(len(row[i]) for row in rows) for i in (0, 1))
         lines = []
         for name, levels, about in rows:
-            parts = textwrap.wrap(about, WIDTH - first - second) or [""]
+            width = WIDTH - first - second
+            parts = textwrap.wrap(about, width, break_on_hyphens=False) or [""]
             lines.append(f"{name:{first}}{levels:{second}}{parts[0]}".rstrip())
             lines += [" " * (first + second) + part for part in parts[1:]]
         return "\n".join(lines)

@@ -68,7 +68,7 @@ class _Hole:
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _HollowSize:
     """Stands for a ``torch.Size`` with holes in it, which can hold nothing but numbers: of an
     object that has a shape which follows the batch, such as a distribution."""
 
@@ -79,7 +79,7 @@ class _Shape:
         sizes = tuple(copy.deepcopy(size, memo) for size in self.sizes)
         if all(isinstance(size, int | torch.SymInt) for size in sizes):
             return torch.Size(sizes)
-        return _Shape(sizes) if any(isinstance(size, _Hole) for size in sizes) else sizes
+        return _HollowSize(sizes) if any(isinstance(size, _Hole) for size in sizes) else sizes
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _Part:
         holes = {key: _Hole() for key in paths}
         kept = {id(part): part for _, part, is_leaf in within if is_leaf and callable(part)}
         shapes = {
-            id(part): _Shape(tuple(holes.get(id(size), size) for size in part))
+            id(part): _HollowSize(tuple(holes.get(id(size), size) for size in part))
             for _, part, _ in within
             if isinstance(part, torch.Size) and not holes.keys().isdisjoint(map(id, part))
         }

@@ -111,7 +111,7 @@ class CheckpointOptions:
         return self.debug if enabled is None else enabled
 
 
-class _Slot:
+class _SavedSlot:
     """The place of one saved tensor. The second run fills it, and the backward empties it."""
 
     __slots__ = ("__weakref__", "frame", "like", "value", "version")
@@ -246,7 +246,7 @@ class _Frame:
         self.early_stop = to.stops_early
         self.checks = to.determinism_check != "none"
         self.lock = threading.RLock()
-        self.slots: list[weakref.ref[_Slot]] = []
+        self.slots: list[weakref.ref[_SavedSlot]] = []
         self.copied: set[int] = set()  # the slots whose tensors are written to after they are saved
         self.complete = False  # the forward has run to its end
         self.first: AbstractContextManager[Any] = nullcontext()
@@ -279,7 +279,7 @@ class _Frame:
             )
         return output
 
-    def living(self) -> Iterator[tuple[int, _Slot]]:
+    def living(self) -> Iterator[tuple[int, _SavedSlot]]:
         """The slots that the autograd graph still has, with their indices."""
         for i, ref in enumerate(self.slots):
             if (slot := ref()) is not None:
@@ -289,7 +289,7 @@ class _Frame:
     def pack(self, tensor: Tensor) -> Any:
         if self.surroundings.has_parameter(tensor):
             return tensor, _version(tensor)  # alive anyway, but an optimizer may write to it
-        slot = _Slot(self, tensor)
+        slot = _SavedSlot(self, tensor)
         self.slots.append(weakref.ref(slot))
         return slot
 
@@ -383,7 +383,7 @@ class _Repetition:
             self.stop_if_done()
         return held
 
-    def fill(self, slot: _Slot, tensor: Tensor) -> None:
+    def fill(self, slot: _SavedSlot, tensor: Tensor) -> None:
         looks = _looks(tensor)
         if self.frame.checks and looks != slot.like:
             self.differences.append(
@@ -435,7 +435,7 @@ def _unpack(packed: Any) -> Tensor:
         parameter, version = packed
         _check_version(parameter, version, "a parameter")
         return parameter  # type: ignore[no-any-return]
-    slot: _Slot = packed
+    slot: _SavedSlot = packed
     with slot.frame.lock:
         if slot.value is None:
             slot.frame.recompute()
@@ -475,7 +475,7 @@ def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", repr(fn)) if module is None else type(module).__name__
 
 
-def _forget_after_backward(slots: list[weakref.ref[_Slot]]) -> None:
+def _forget_after_backward(slots: list[weakref.ref[_SavedSlot]]) -> None:
     """Empty all slots when the running backward ends.
 
     A backward for a part of the graph does not ask for all of them, and the tensors in the others

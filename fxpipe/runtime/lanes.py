@@ -66,7 +66,7 @@ class Inbox:
 
 
 @dataclass
-class _Run:
+class _ProgramCall:
     """One call of a program.
 
     It has an inbox for each lane, an event for each lane that is set once the lane has ended its
@@ -255,7 +255,7 @@ class Lanes:
                 "outside of the capture"
             )
         self._start()
-        run = _Run(list(program.lanes), record)
+        run = _ProgramCall(list(program.lanes), record)
         ambient = Ambient.here()
         given = [value.device for value in values if isinstance(value, Tensor)]
         streams = current([*self._devices, *given])

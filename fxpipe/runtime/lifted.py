@@ -134,7 +134,7 @@ class _Named:
         self.__module__ = __name__
 
 
-class _Call(_Named):
+class _CallWithTensors(_Named):
     """A module that is called with values for all of its tensors."""
 
     def __init__(self, name: str, module: nn.Module, names: Sequence[str]) -> None:
@@ -286,7 +286,7 @@ class Lifted:
         taken |= fx.map_arg(dict(values), self._own.__getitem__)
         return self._graph.create_node(
             "call_function",
-            _Call(node.name, module, list(taken)),
+            _CallWithTensors(node.name, module, list(taken)),
             (tuple(taken.values()), *own),
             kwargs,
             name=node.name,

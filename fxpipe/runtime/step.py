@@ -70,7 +70,7 @@ class Tape:
         anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
             own = [
-                _Entry.apply(anchor, (leaf,), self.found, i) if _is_inner(leaf) else leaf  # type: ignore[no-untyped-call]
+                _GraphEntry.apply(anchor, (leaf,), self.found, i) if _is_inner(leaf) else leaf  # type: ignore[no-untyped-call]
                 for i, leaf in enumerate(leaves)
             ]
         with _recorded_by(self), torch.enable_grad():
@@ -113,7 +113,7 @@ class Tape:
         self.penalties = []
 
 
-class _Entry(torch.autograd.Function):
+class _GraphEntry(torch.autograd.Function):
     """Where a value comes into a graph of its own, and its gradient is left.
 
     A leaf would not do: autograd lays the gradient of a leaf out like the leaf, in a copy if need

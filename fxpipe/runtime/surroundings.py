@@ -59,7 +59,7 @@ class Surroundings:
         self._asks_subclasses = asks_torch_function()
         self._context = copy_context()
         module = module_of(fn)
-        self._tensors = _Tensors(module)
+        self._tensors = _FirstTensors(module)
         parameters = self._tensors.parameters
         self._memories = {memory_of(p) for p in parameters}
         devices = {t.device for t in (*tensors, *parameters)}
@@ -102,7 +102,7 @@ class Surroundings:
         return memory in self._memories or memory in self._written.standing_in
 
 
-class _Tensors:
+class _FirstTensors:
     """The parameters and buffers that a module had in the first call.
 
     The second call may find others in their places: ``torch.func.functional_call`` gives a module

@@ -122,7 +122,7 @@ def search(
     best: Found | None = None
     for problem, error in zip(problems, errors, strict=True):
         if error is None and (best is None or _ideal(problem) < _key(best.timeline)):
-            found = _Search(problem, memory, effort).found()
+            found = _ScheduleSearch(problem, memory, effort).found()
             if best is None or _value(problem, found) < _value(problem, best):
                 best = found
     assert best is not None
@@ -188,7 +188,7 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-class _Search:
+class _ScheduleSearch:
     """The search for one placement of stages on lanes, with the best schedule so far."""
 
     def __init__(self, problem: SchedulingProblem, memory: Memory | None, effort: int) -> None:

@@ -75,7 +75,7 @@ def gpipe(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, .
     Every activation is kept until the backwards begin.
     """
     for lane in range(lanes):
-        line = _Line()
+        line = _LaneActions()
         line.forward(*[lane] * microbatches)
         line.backward(*[lane] * microbatches)
         yield line.entries
@@ -93,7 +93,7 @@ def one_f_one_b(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[En
     """
     for lane in range(lanes):
         warmup = min(lanes - 1 - lane, microbatches)
-        line = _Line()
+        line = _LaneActions()
         line.forward(*[lane] * warmup)
         for _ in range(microbatches - warmup):
             line.forward(lane)
@@ -147,7 +147,7 @@ def _interleaved(
         forwards = [stage for size in rounds for stage in own for _ in range(size)]
         backwards = [stage for size in rounds for stage in reversed(own) for _ in range(size)]
         warmup = min((len(own) - 1) * rounds[0] + hop * (lanes - 1 - lane), len(forwards))
-        line = _Line()
+        line = _LaneActions()
         line.forward(*forwards[:warmup])
         for i, stage in enumerate(backwards):
             line.forward(*forwards[warmup + i : warmup + i + 1])
@@ -204,7 +204,7 @@ def zbv(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...
     whole = max(microbatches, 2 * lanes - 1)
     for lane in range(lanes):
         down, up, below = lane, stages - 1 - lane, lanes - lane
-        line = _Line()
+        line = _LaneActions()
         line.forward(*[down] * (2 * below - 1))
         line.forward(*[up, down] * lane)
         for _ in range(below):
@@ -238,7 +238,7 @@ def dualpipe_v(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Ent
     """
     for lane in range(lanes):
         down, up, below = lane, stages - 1 - lane, lanes - 1 - lane
-        line = _Line()
+        line = _LaneActions()
         line.forward(*[down] * (2 * below))
         line.forward(*[down, up] * (lane + 1))
         for _ in range(below):
@@ -284,7 +284,7 @@ NAMES = tuple(_NAMED)
 """The names that :func:`named` knows."""
 
 
-class _Line:
+class _LaneActions:
     """A lane as it is written: at a stage, the n-th action of a kind is that of micro-batch n."""
 
     def __init__(self) -> None:

@@ -32,13 +32,13 @@ def shorter(problem: SchedulingProblem, than: float, nodes: int) -> tuple[Schedu
     Args:
         nodes: how many beginnings of schedules to look at before giving up.
     """
-    search = _Search(problem, than, nodes)
+    search = _BranchAndBound(problem, than, nodes)
     search.go(_beginning(problem))
     return search.found, search.nodes > 0 and problem.is_order_free
 
 
 @dataclass(frozen=True)
-class _State:
+class _PartialSchedule:
     """The beginning of a schedule.
 
     ``forwards`` and ``inputs`` are, for each stage, when its micro-batches' forwards ended, and
@@ -55,10 +55,10 @@ class _State:
     off: frozenset[tuple[int, Kind]] = frozenset()
 
 
-def _beginning(problem: SchedulingProblem) -> _State:
+def _beginning(problem: SchedulingProblem) -> _PartialSchedule:
     lanes, stages = problem.lanes, len(problem.world.placement)
     zeros, nothing = (0.0,) * lanes, ((),) * stages
-    return _State(((),) * lanes, zeros, zeros, nothing, nothing, nothing)
+    return _PartialSchedule(((),) * lanes, zeros, zeros, nothing, nothing, nothing)
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class _Option:
     after: float
 
 
-class _Search:
+class _BranchAndBound:
     def __init__(self, problem: SchedulingProblem, than: float, nodes: int) -> None:
         self.problem, self.world, self.best, self.nodes = problem, problem.world, than, nodes
         self.found: Schedule | None = None
         self._seen: dict[object, list[tuple[float, ...]]] = {}
 
-    def go(self, state: _State) -> None:
+    def go(self, state: _PartialSchedule) -> None:
         if self.nodes == 0:
             return
         self.nodes -= 1
@@ -100,7 +100,7 @@ class _Search:
         if takes_room and math.isfinite(self.problem.room[first.lane]):
             self.go(replace(state, off=state.off | {(first.action.stage, first.action.kind)}))
 
-    def _finish(self, state: _State) -> None:
+    def _finish(self, state: _PartialSchedule) -> None:
         if any(len(ends) < self.problem.microbatches for ends in state.inputs):
             return  # too much has been put off
         stages = len(self.world.placement)
@@ -109,7 +109,7 @@ class _Search:
 
     # ----------------------------------------------------------------------------- what can be next
 
-    def _options(self, state: _State) -> list[_Option]:
+    def _options(self, state: _PartialSchedule) -> list[_Option]:
         found = []
         for stage, lane in enumerate(self.world.placement):
             for kind, microbatch, ready, after in (
@@ -125,18 +125,20 @@ class _Search:
                 found.append(_Option(action, lane, start, end, after))
         return found
 
-    def _has_room(self, state: _State, lane: int, action: Action) -> bool:
+    def _has_room(self, state: _PartialSchedule, lane: int, action: Action) -> bool:
         more = self.problem.changes.of(action)[0]
         return not more or state.kept[lane] + more <= self.problem.room[lane] * SLACK
 
-    def _forward(self, state: _State, stage: int) -> list[tuple[Kind, int, float, float]]:
+    def _forward(self, state: _PartialSchedule, stage: int) -> list[tuple[Kind, int, float, float]]:
         sources, i = self.world.before[stage], len(state.forwards[stage])
         if i == self.problem.microbatches or any(len(state.forwards[s]) <= i for s in sources):
             return []
         ways = [state.forwards[s][i] + self.world.travel(s, stage) for s in sources]
         return [(Kind.FORWARD, i, max(ways, default=0.0), self.problem.after_forward[stage])]
 
-    def _backward(self, state: _State, stage: int) -> list[tuple[Kind, int, float, float]]:
+    def _backward(
+        self, state: _PartialSchedule, stage: int
+    ) -> list[tuple[Kind, int, float, float]]:
         targets, i = self.world.after[stage], len(state.inputs[stage])
         if len(state.forwards[stage]) <= i or any(len(state.inputs[t]) <= i for t in targets):
             return []
@@ -151,7 +153,7 @@ class _Search:
             found.append((Kind.BACKWARD, i, ready, self.problem.after_gradient[stage]))
         return found
 
-    def _done(self, state: _State, option: _Option) -> _State:
+    def _done(self, state: _PartialSchedule, option: _Option) -> _PartialSchedule:
         action, lane = option.action, option.lane
         stage, kind = action.stage, action.kind
         done = replace(
@@ -175,7 +177,7 @@ class _Search:
 
     # ----------------------------------------------------------------------------- what can be left
 
-    def _least(self, state: _State, options: list[_Option]) -> float:
+    def _least(self, state: _PartialSchedule, options: list[_Option]) -> float:
         """No schedule that begins like this is shorter."""
         ways: dict[tuple[int, bool], float] = {}
         for option in options:  # of a backward, whole or in halves, whichever is sooner
@@ -185,7 +187,7 @@ class _Search:
         lanes = map(sum, zip(state.free, self._work(state), strict=True))
         return max([*ways.values(), *lanes])
 
-    def _work(self, state: _State) -> list[float]:
+    def _work(self, state: _PartialSchedule) -> list[float]:
         """For each lane, the least that it still has to do."""
         count, seconds = self.problem.microbatches, self.world.seconds
         return [
@@ -198,7 +200,7 @@ class _Search:
             for own in self.problem.own
         ]
 
-    def _is_seen(self, state: _State) -> bool:
+    def _is_seen(self, state: _PartialSchedule) -> bool:
         """Whether the same was done, no later, in another order."""
         counts = tuple(map(len, (*state.forwards, *state.inputs)))
         times = (

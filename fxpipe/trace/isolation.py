@@ -29,11 +29,11 @@ Kwargs = dict[str, Any]
 _NOTHING: dict[Any, Any] = {}
 
 
-class _Here(threading.local):
+class _NowUntouched(threading.local):
     models: frozenset[nn.Module] | set[nn.Module] = frozenset()  # ``untouched`` in this thread now
 
 
-_here = _Here()
+_here = _NowUntouched()
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,12 @@ def patched(
         original = inspect.getattr_static(owner, name)
         # An attribute that is patched already has been patched by this thread, which holds the
         # lock: the new replacement calls the old one.
-        replacement = replace(original.seen() if isinstance(original, _Here) else original)
+        replacement = replace(original.seen() if isinstance(original, _InOneThread) else original)
         others, ours = (replacement, original) if elsewhere else (original, replacement)
         if isinstance(owner, ModuleType):
             setattr(owner, name, _function_here(others, ours))
         else:
-            kind = _DataHere if hasattr(type(original), "__set__") else _Here
+            kind = _DataHere if hasattr(type(original), "__set__") else _InOneThread
             setattr(owner, name, kind(others, ours))
         try:
             yield
@@ -87,7 +87,7 @@ def patched(
                 delattr(owner, name)
 
 
-class _Here:
+class _InOneThread:
     """A descriptor that gives the replacement of an attribute to one thread, and the original to
     all others."""
 
@@ -105,7 +105,7 @@ class _Here:
         return seen if get is None else get(seen, instance, owner)
 
 
-class _DataHere(_Here):
+class _DataHere(_InOneThread):
     """The descriptor for a patched property, to which values may be assigned."""
 
     def __set__(self, instance: Any, value: Any) -> None:

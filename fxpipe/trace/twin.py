@@ -66,7 +66,7 @@ class Twin:
 
     def __init__(self, model: nn.Module) -> None:
         modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        self._alive = _Copies()
+        self._alive = _CopiedObjects()
         for tensor, other in _tensors(modules):
             self._alive.add(tensor, other)
         bare = [(module, _bare(module)) for module in modules]
@@ -124,7 +124,7 @@ class Twin:
         }
 
 
-class _Copies:
+class _CopiedObjects:
     """The copies of objects, by the ids of those that they are copies of."""
 
     def __init__(self) -> None:
@@ -139,9 +139,9 @@ class _Copies:
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._of
 
-    def reversed(self) -> _Copies:
+    def reversed(self) -> _CopiedObjects:
         """The originals of these copies."""
-        back = _Copies()
+        back = _CopiedObjects()
         for old, new in list(self._of.values()):
             back.add(new, old)
         return back

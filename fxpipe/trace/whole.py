@@ -43,7 +43,7 @@ class NotWhole(Blamed):
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _ShapeRule:
     """The shape of an output as a rule: how its sizes follow from the sizes of the inputs."""
 
     sizes: tuple[Any, ...]  # each is a number, or (input, dimension, factor)
@@ -59,7 +59,7 @@ class _Shape:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ObservedCall:
     """What has been observed of one call of a module, in a run at one batch size."""
 
     inputs: Structure
@@ -78,12 +78,12 @@ class Call:
     module: nn.Module
     inputs: Structure
     outputs: Structure
-    shapes: list[_Shape]
+    shapes: list[_ShapeRule]
     written: tuple[str, ...]  # buffers that the call writes to
     draws: bool  # whether it draws random numbers
 
     @staticmethod
-    def of(module: nn.Module, runs: Sequence[_Run]) -> Call:
+    def of(module: nn.Module, runs: Sequence[_ObservedCall]) -> Call:
         """Derive the rules from runs of the same call at several batch sizes.
 
         Raises NotWhole if the outputs do not follow from the inputs by a rule.
@@ -107,7 +107,7 @@ class Call:
             sizes = tuple(_size(each, given) for each in seen)
             if None in sizes:
                 raise NotWhole(module, "the sizes of its outputs do not follow from its inputs'")
-            shapes.append(_Shape(sizes, made[0].dtype, made[0].requires_grad))
+            shapes.append(_ShapeRule(sizes, made[0].dtype, made[0].requires_grad))
         return Call(module, first.inputs, first.outputs, shapes, first.written, first.draws)
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -269,7 +269,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         NotWhole: if the outputs of a call do not follow from its inputs by a rule, if it writes to
             its inputs, or if the number of calls depends on the batch size.
     """
-    found: dict[str, list[_Run]] = {}
+    found: dict[str, list[_ObservedCall]] = {}
     modules: dict[str, nn.Module] = {}
     count = 0
 
@@ -286,7 +286,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         made, outputs = Structure.of(output)
         changed = zip(buffers, before[len(given) :], after[len(given) :], strict=True)
         found.setdefault(key, []).append(
-            _Run(
+            _ObservedCall(
                 inputs,
                 outputs,
                 [tensor.shape for tensor in given],

@@ -1,4 +1,5 @@
-"""All micro-batches: what one micro-batch costs, times how many there are.
+"""All micro-batches: costs that are those of one micro-batch are multiplied by how many there are,
+since all other passes expect those of a mini-batch.
 
 ::
 

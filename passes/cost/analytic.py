@@ -1,4 +1,5 @@
-"""Cost: what each node of the model graph takes, in time and memory, by a model of the device.
+"""Cost: the pass estimates the time and the memory that each node of the model graph takes, so that
+the cut can balance the stages.
 
 ::
 

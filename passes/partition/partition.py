@@ -1,4 +1,5 @@
-"""Partition: give every node of the model graph its stage.
+"""Partition: the pass gives every node of the model graph its stage, as the user says or as
+balances the stages best.
 
 ::
 

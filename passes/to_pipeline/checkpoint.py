@@ -1,4 +1,5 @@
-"""Checkpoint: cells that keep no activations, and are run again just ahead of their backward.
+"""Checkpoint: checkpointed stages keep no activations, and are run again just ahead of their
+backward.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Copies: what a stage uses is copied to its device, all values from one source at once.
+"""Copies: values that a stage uses are copied to its device, all those from one source by one node.
 
 ::
 

@@ -1,4 +1,5 @@
-"""Dependencies: at every stage, a micro-batch's backward comes after the next micro-batch's.
+"""Dependencies: the pass adds edges for autograd, so that at every stage the backward of a
+micro-batch comes after that of the next one.
 
 ::
 

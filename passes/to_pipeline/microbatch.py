@@ -1,4 +1,5 @@
-"""Microbatch: unroll the stage graph over micro-batches.
+"""Microbatch: the pass unrolls the stage graph, which then calls every stage once for each
+micro-batch.
 
 ::
 

@@ -1,4 +1,5 @@
-"""Portals: skips leave the autograd lane where they are made, and come back where they are used.
+"""Portals: a skip is sent straight from the stage that makes it to the one that uses it, and the
+stages between see nothing of it.
 
 ::
 

@@ -1,4 +1,5 @@
-"""Streams: say on which stream each node runs, and make streams wait for each other at crossings.
+"""Streams: the pass says on which stream each node runs, and makes streams wait for each other
+where values go from one to another.
 
 ::
 

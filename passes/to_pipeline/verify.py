@@ -1,4 +1,5 @@
-"""Verify: prove that a pipeline graph keeps its promises, or say where it does not.
+"""Verify: the pass proves that what crosses stages is copied, waited for and ordered in the
+backward, or says where it is not.
 
 ::
 

@@ -56,7 +56,7 @@ class Project:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         transfers = Crossings(gm.graph, self.ranks, self.everywhere)
-        return _Projection(gm, transfers, self.rank).written()
+        return _RankWriter(gm, transfers, self.rank).written()
 
 
 @dataclass
@@ -165,7 +165,7 @@ class Crossings:
         return dict(sorted(Counter(transfer.edge for transfer in every).items()))
 
 
-class _Projection:
+class _RankWriter:
     """Writes the graph of one rank."""
 
     def __init__(self, gm: fx.GraphModule, transfers: Crossings, rank: int) -> None:

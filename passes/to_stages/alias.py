@@ -1,4 +1,5 @@
-"""Alias: run the model graph on fake tensors, and see who writes to which memory.
+"""Alias: the pass runs the model graph on fake tensors and notes which values share memory and
+which nodes write to it, so that no cut hides a write from those who see it.
 
 ::
 

@@ -1,4 +1,5 @@
-"""Deferred batch norm: running statistics are updated once a mini-batch, not once a micro-batch.
+"""Deferred batch norm: batch norms update their running statistics once for each mini-batch, as
+they do without a pipeline.
 
 ::
 

@@ -1,4 +1,5 @@
-"""Devices: a tensor that a stage makes is made on the stage's device.
+"""Devices: tensors that a stage makes itself, such as positions and masks, are made on its device,
+and not where the model was traced.
 
 ::
 

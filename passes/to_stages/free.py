@@ -1,4 +1,5 @@
-"""Free: what costs nothing is computed where it is used, and not sent there.
+"""Free: what costs nothing to compute is computed again in each stage that uses it, so that it need
+not be sent there.
 
 ::
 

@@ -1,4 +1,5 @@
-"""Inputs: what a model writes to its inputs, the caller sees.
+"""Inputs: a model that writes to its inputs works on copies, which are written back to the caller's
+tensors when all micro-batches have been run.
 
 ::
 

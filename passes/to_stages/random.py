@@ -1,4 +1,5 @@
-"""Random: nodes that draw random numbers are given a seed.
+"""Random: nodes that draw random numbers are given a seed, so that what they draw does not depend
+on the lanes and is the same when it is recomputed.
 
 ::
 

@@ -1,4 +1,5 @@
-"""Rows: which tensors are divided among the micro-batches, and which each of them has in full.
+"""Rows: the pass finds which tensors are divided among the micro-batches, and which each
+micro-batch has in full, so that costs count these once for each.
 
 ::
 

@@ -1,4 +1,5 @@
-"""Shared: a parameter with several uses becomes a value, which travels like any other.
+"""Shared: a parameter with several uses becomes one value of the graph, so that stages on different
+devices can share it.
 
 ::
 

@@ -1,4 +1,5 @@
-"""Split: from the model graph to the stage graph.
+"""Split: the nodes of each stage are moved into a module of its own, and the stage graph calls
+these modules.
 
 ::
 

@@ -1,5 +1,5 @@
-"""Tied: a parameter that stages on several devices use goes to each device once, for all
-micro-batches.
+"""Tied: a parameter that stages on several devices use is sent to each device once for all
+micro-batches, and not with each of them.
 
 ::
 

@@ -1,4 +1,5 @@
-"""Step: from the stage graph to a whole training step, in the order of a schedule.
+"""Step: the pass writes a whole training step, with its forwards, losses and backwards in the order
+of a schedule.
 
 ::
 

@@ -208,16 +208,14 @@ def test_what_nobody_needs_may_be_left_out_and_the_graph_runs_or_is_refused(name
 
 
 def test_the_chain_is_printed_with_levels_and_summaries():
+    lines = str(fxpipe.default_chain()).splitlines()
     assert_expected_inline(
-        "\n".join(
-            line[:95].rstrip()
-            for line in str(fxpipe.default_chain()).splitlines()
-            if "→" in line[:30]
-        ),
+        "".join(f"{line}\n" for line in lines if "→" in line[:30]),
         """\
-split             model → stage     From the model graph to the stage graph.
-microbatch        stage → pipeline  Unroll the stage graph over micro-batches.
-step              stage → step      From the stage graph to a whole training step, in the order""",
+split             model → stage     The nodes of each stage are moved into a module of its own, and
+microbatch        stage → pipeline  The pass unrolls the stage graph, which then calls every stage
+step              stage → step      The pass writes a whole training step, with its forwards, losses
+""",
     )
 
 

@@ -91,10 +91,10 @@ def draw_model(
     """
     if boxes is None:
         boxes = PART_BOXES if any(MICROBATCH in n.meta for n in gm.graph.nodes) else BOXES
-    return _Nodes(gm, Place(stage, microbatch), boxes).source()
+    return _DrawnNodes(gm, Place(stage, microbatch), boxes).source()
 
 
-class _Nodes:
+class _DrawnNodes:
     def __init__(self, gm: fx.GraphModule, wanted: Place, limit: int) -> None:
         self.picture = Picture("model", nodesep="0.25", ranksep="0.35")
         self.wanted = wanted

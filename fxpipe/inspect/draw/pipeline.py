@@ -39,7 +39,7 @@ _End = Cell | str
 
 
 @dataclass(frozen=True)
-class _Link:
+class _PipelineLink:
     """A line between two ends. Where it passes rows, it runs in a strip of its own, a "lane",
     beside the cells of a column."""
 
@@ -75,7 +75,7 @@ def draw_pipeline(gm: fx.GraphModule, devices: Sequence[str]) -> graphviz.Source
     Args:
         devices: the names of the devices, one for each stage.
     """
-    grid = _Grid(gm.graph, devices)
+    grid = _PipelineGrid(gm.graph, devices)
     picture = Picture("pipeline", layout="nop2")
     for stage in range(len(devices)):
         _draw_row(picture, grid, stage)
@@ -90,7 +90,7 @@ def draw_pipeline(gm: fx.GraphModule, devices: Sequence[str]) -> graphviz.Source
     return picture.source(legend_at=grid.below)
 
 
-def _links(graph: fx.Graph, ovals: Mapping[str, str]) -> Iterator[_Link]:
+def _links(graph: fx.Graph, ovals: Mapping[str, str]) -> Iterator[_PipelineLink]:
     """The lines of the drawing.
 
     ``ovals``: for each scatter and gather that is drawn together with others, their common oval.
@@ -108,7 +108,7 @@ def _links(graph: fx.Graph, ovals: Mapping[str, str]) -> Iterator[_Link]:
             value = origin(source) if joined is None else str(joined)
             line = _line(node, tail, head, skips)
             # Values between neighbouring cells are drawn as one line, which has no name.
-            yield _Link(first, last, line, "" if _is_next(first, last) else value)
+            yield _PipelineLink(first, last, line, "" if _is_next(first, last) else value)
 
 
 def _is_next(tail: _End, head: _End) -> bool:
@@ -142,7 +142,7 @@ def _cell(cell: Cell) -> str:
     return f"mb {cell[0]} stage {cell[1]}"
 
 
-class _Grid:
+class _PipelineGrid:
     """The positions of cells, ovals and lines, in points: x grows from left to right; y is 0 at the
     top and negative below, as Graphviz counts it."""
 
@@ -210,11 +210,11 @@ class _Grid:
         across = self.microbatches * self.column
         return self.head + across * (names.index(name) + 0.5) / len(names), self.y(stage)
 
-    def lane(self, link: _Link) -> float:
+    def lane(self, link: _PipelineLink) -> float:
         left = self.centre((link.microbatch, 0))[0] + self.width / 2
         return left + self.lane_width * (self.lanes.index(link.lane) + 1)
 
-    def name_spot(self, link: _Link) -> Point | None:
+    def name_spot(self, link: _PipelineLink) -> Point | None:
         """The point at the middle of a line's name; None if no name is drawn at this line."""
         if link not in self.named:
             return None
@@ -223,7 +223,7 @@ class _Grid:
         middle = self.y(link.passed(self.stages)[0]) - lower
         return left + width_of(link.value) / 2, middle
 
-    def path(self, link: _Link) -> list[Point]:
+    def path(self, link: _PipelineLink) -> list[Point]:
         """The points of a line: from the lower edge of one end to the upper edge of the other, or
         along a row."""
         if link.line is _ORDER and isinstance(link.tail, tuple) and isinstance(link.head, tuple):
@@ -235,14 +235,14 @@ class _Grid:
             through = [(x, self.y(rows[0]) + reach), (x, self.y(rows[-1]) - reach)]
         return [self._edge(link, link.tail, -1), *through, self._edge(link, link.head, 1)]
 
-    def _edge(self, link: _Link, end: _End, side: int) -> Point:
+    def _edge(self, link: _PipelineLink, end: _End, side: int) -> Point:
         if isinstance(end, str):
             x, y = self.oval(end)
             return x, y + side * OVAL / 2
         x, y = self.centre(end)
         return x + self._shift(link), y + side * self.height / 2
 
-    def _shift(self, link: _Link) -> float:
+    def _shift(self, link: _PipelineLink) -> float:
         """How far from the middle of a cell a line begins or ends, so that lines do not meet: those
         that pass rows are on the right."""
         if link.passed(self.stages):
@@ -290,7 +290,7 @@ def _route(points: Sequence[Point]) -> str:
     return f"e,{numbers(x, y)} " + " ".join(numbers(*point) for point in spline)
 
 
-def _draw_row(picture: Picture, grid: _Grid, stage: int) -> None:
+def _draw_row(picture: Picture, grid: _PipelineGrid, stage: int) -> None:
     label, y, reach = grid.labels[stage], grid.y(stage), grid.height / 2 + grid.pad
     with picture.dot.subgraph(name=f"cluster_stage_{stage}") as cluster:
         cluster.attr(
@@ -304,7 +304,9 @@ def _draw_row(picture: Picture, grid: _Grid, stage: int) -> None:
                 _draw_cell(cluster, grid, cell, nodes)
 
 
-def _draw_cell(dot: graphviz.Digraph, grid: _Grid, cell: Cell, nodes: Sequence[fx.Node]) -> None:
+def _draw_cell(
+    dot: graphviz.Digraph, grid: _PipelineGrid, cell: Cell, nodes: Sequence[fx.Node]
+) -> None:
     targets = [node.target for node in nodes]
     marks = [op.__name__ for op in (ops.checkpoint, ops.recompute) if op in targets]
     dot.node(

@@ -64,7 +64,7 @@ def draw_step(
         placement: the lane of each stage; None if every stage has a lane of its own.
     """
     lanes = tuple(placement if placement is not None else range(len(devices)))
-    grid = _Grid(gm.graph, devices, lanes)
+    grid = _StepGrid(gm.graph, devices, lanes)
     picture = Picture("step", layout="nop2")
     for lane in range(1 + max(lanes)):
         _draw_lane(picture, grid, lane)
@@ -82,7 +82,7 @@ def draw_step(
 
 
 @dataclass(frozen=True)
-class _Link:
+class _StepLink:
     """A line between two actions in different lanes, of which the second needs the first."""
 
     tail: Action
@@ -99,7 +99,7 @@ class _Link:
         return low, high
 
 
-class _Grid:
+class _StepGrid:
     """The positions of boxes and lines, in points: x grows from left to right; y is 0 at the top
     and negative below, as Graphviz counts it."""
 
@@ -116,7 +116,7 @@ class _Grid:
             for node in graph.find_nodes(op="call_function", target=ops.replay)
         }
         self.links = [
-            _Link(need, action)
+            _StepLink(need, action)
             for action, needs in self.needs.items()
             for need in needs
             if placement[need.stage] != placement[action.stage]
@@ -142,7 +142,7 @@ class _Grid:
         """The distance between the boxes of a row, in points; skips pass the row there."""
         return max(14.0, 16.0 * len(self.skips))
 
-    def _line(self, link: _Link) -> Line:
+    def _line(self, link: _StepLink) -> Line:
         """The kind of a line: skips and their gradients have a colour for each pair of stages."""
         if link.ends not in self.skips:
             return _GRADIENTS if link.is_back else _VALUES
@@ -152,7 +152,7 @@ class _Grid:
             return Line(f"their gradients, stage {high} to {low}", "dashed", colour, THICK)
         return Line(f"skips, stage {low} to {high}", "solid", colour, THICK)
 
-    def _aside(self, link: _Link) -> float:
+    def _aside(self, link: _StepLink) -> float:
         """The distance from the middle of a box to the point where a line leaves it, to the right;
         a line enters as far to the left."""
         first = 5.0 + 4 * len(self.skips) if link.is_back else 2.0
@@ -162,7 +162,7 @@ class _Grid:
         return self.placement[action.stage]
 
     @cached_property
-    def tracks(self) -> dict[_Link, tuple[int, int]]:
+    def tracks(self) -> dict[_StepLink, tuple[int, int]]:
         """For each line: the gap between rows (below that lane) in which it runs, and its track."""
         ends: dict[int, list[float]] = {}
         found = {}
@@ -199,7 +199,7 @@ class _Grid:
         last = 1 + max(self.placement)
         return 0, self.y(last - 1) - self.height / 2 - self.pad - 24
 
-    def path(self, link: _Link) -> list[Point]:
+    def path(self, link: _StepLink) -> list[Point]:
         """The points of a line: out of a box, along the gap beside its row, past other rows between
         two columns, and into the other box."""
         way = -1 if self.lane(link.head) > self.lane(link.tail) else 1  # down, or up
@@ -260,7 +260,7 @@ def _slots(needs: dict[Action, tuple[Action, ...]], placement: Sequence[int]) ->
     return slots
 
 
-def _draw_lane(picture: Picture, grid: _Grid, lane: int) -> None:
+def _draw_lane(picture: Picture, grid: _StepGrid, lane: int) -> None:
     y, reach = grid.y(lane), grid.height / 2 + grid.pad
     with picture.dot.subgraph(name=f"cluster_lane_{lane}") as cluster:
         cluster.attr(
@@ -274,7 +274,7 @@ def _draw_lane(picture: Picture, grid: _Grid, lane: int) -> None:
                 _draw_action(cluster, grid, action)
 
 
-def _draw_action(dot: graphviz.Digraph, grid: _Grid, action: Action) -> None:
+def _draw_action(dot: graphviz.Digraph, grid: _StepGrid, action: Action) -> None:
     is_recomputed = (action.stage, action.microbatch) in grid.recomputed
     dot.node(
         str(action),

@@ -44,7 +44,7 @@ def test_each_pass_has_a_line_that_says_what_it_does():
         (entry.name, entry.levels) for entry in fxpipe.default_chain().entries
     ]
     about = {name: said for name, _, said in lines}
-    assert about["partition"] == "Give every node of the model graph its stage."
+    assert about["microbatch"].startswith("The pass unrolls the stage graph, ")
     assert max(map(len, result.output.splitlines())) <= 100
 
 
