@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.runtime.checkpoint import checkpoint
+from fxpipe.runtime.checkpoint import CheckpointOptions, checkpointed
 from fxpipe.runtime.random import Seeded
 
 WITHIN = ".body."
@@ -35,30 +35,26 @@ class Settings:
     """How a model asks for a checkpoint.
 
     Args:
-        preserve_rng_state: the second run sees the random numbers of the first.
-        early_stop: the second run ends as soon as the last tensor that is needed is there.
+        options: what it gives to the function that checkpoints.
         reentrant: as ``use_reentrant=True`` has it, nothing gets a gradient unless one of the
             tensors among the arguments requires one.
-        writes_again: the second run writes to buffers as the first did.
     """
 
-    preserve_rng_state: bool = True
-    early_stop: bool = True
+    options: CheckpointOptions
     reentrant: bool = False
-    writes_again: bool = True
+
+    @staticmethod
+    def of_reentrant(preserve_rng_state: bool) -> Settings:
+        """The settings of ``torch.utils.checkpoint`` with ``use_reentrant=True``."""
+        options = CheckpointOptions(preserve_rng_state, early_stop=False, writes_again=True)
+        return Settings(options, reentrant=True)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, checkpointed."""
         if self.reentrant and not any(isinstance(t, Tensor) and t.requires_grad for t in args):
             with torch.no_grad():
                 return function(*args)
-        return checkpoint(
-            function,
-            *args,
-            preserve_rng_state=self.preserve_rng_state,
-            early_stop=self.early_stop,
-            writes_again=self.writes_again,
-        )
+        return checkpointed(function, *args, options=self.options)[0]
 
 
 class Region(nn.Module):

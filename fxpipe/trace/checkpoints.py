@@ -25,7 +25,7 @@ import torch.utils.checkpoint
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
 from fxpipe.ir.graph import WHOLE
 from fxpipe.runtime import checkpoint
@@ -102,7 +102,7 @@ def noted(graph: Callable[[], fx.Graph | None]) -> Iterator[Calls]:
         def apply(_: type, function: Any, preserve: bool, *args: Any) -> Any:
             if calls.graph() is None:
                 return original.__get__(None, CheckpointFunction)(function, preserve, *args)
-            with calls.noted(Settings(preserve, early_stop=False, reentrant=True), args):
+            with calls.noted(Settings.of_reentrant(preserve), args):
                 return function(*args)
 
         return classmethod(apply)
@@ -112,8 +112,16 @@ def noted(graph: Callable[[], fx.Graph | None]) -> Iterator[Calls]:
             if calls.graph() is None:
                 yield from original(function, *options, **kwargs)
                 return
-            preserve, _, _, _, early_stop, *args = options
-            with calls.noted(Settings(preserve, early_stop), (*args, *kwargs.values())):
+            preserve, context_fn, determinism_check, debug, early_stop, *args = options
+            asked = CheckpointOptions(
+                preserve,
+                early_stop,
+                None if context_fn is noop_context_fn else context_fn,
+                determinism_check,
+                debug,
+                writes_again=True,
+            )
+            with calls.noted(Settings(asked), (*args, *kwargs.values())):
                 yield
 
         return generate
@@ -124,10 +132,7 @@ def noted(graph: Callable[[], fx.Graph | None]) -> Iterator[Calls]:
         ) -> Any:
             if calls.graph() is None:
                 return original(function, *args, options=options, **kwargs)
-            options = options or CheckpointOptions()
-            settings = Settings(
-                options.preserve_rng_state, options.early_stop, writes_again=options.writes_again
-            )
+            settings = Settings(options or CheckpointOptions())
             with calls.noted(settings, (*args, *kwargs.values())):
                 return function(*args, **kwargs), None
 
@@ -148,7 +153,7 @@ def with_any_backward() -> Iterator[None]:
 
     def replace(_: Any) -> Any:
         def apply(_: type, function: Any, preserve: bool, *args: Any) -> Any:
-            return Settings(preserve, early_stop=False, reentrant=True).run(function, *args)
+            return Settings.of_reentrant(preserve).run(function, *args)
 
         return classmethod(apply)
 

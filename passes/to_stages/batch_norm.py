@@ -9,7 +9,9 @@ they do without a pipeline.
                                └─ mean, variance, count ─ update_statistics
 
 The node ``update_statistics`` is in no stage's module, so that it runs once (pass "split"). Pass
-"microbatch" gives it the statistics of all micro-batches.
+"microbatch" gives it the statistics of all micro-batches. A batch norm within a checkpoint of the
+model is taken apart there; the checkpoint then gives the statistics, too, and the update is behind
+it, where no second run of the checkpoint repeats it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import fx, nn
 from fxpipe import ops
 from fxpipe.ir._torch import BatchNorm
 from fxpipe.ir.graph import ONCE, attribute
+from fxpipe.runtime.regions import region_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class DeferredBatchNorm:
             module = gm.get_submodule(str(node.target))
             if isinstance(module, BatchNorm) and _is_plain(module):
                 _take_apart(node, *_of_module(node, module))
+            elif (region := region_of(module)) is not None:
+                self(region.body)
+                _move_updates_out(node, region.body.graph)
+                region.body.recompile()
         counters = _counters(gm)
         target = torch.ops.aten.batch_norm.default
         for node in list(gm.graph.find_nodes(op="call_function", target=target)):
@@ -131,3 +138,50 @@ def _take_apart(
         add(ops.update_statistics, update, "update").meta[ONCE] = True
     node.replace_all_uses_with(y)
     graph.erase_node(node)
+
+
+_VALUES = "val", "tensor_meta"
+
+
+def _move_updates_out(node: fx.Node, body: fx.Graph) -> None:
+    """Let the body of a checkpoint, which ``node`` calls, give the statistics of its batch norms,
+    and update the running ones behind the node."""
+    updates = body.find_nodes(op="call_function", target=ops.update_statistics)
+    if not updates:
+        return
+    output, graph = body.output_node(), node.graph
+    (values,) = output.args
+    results = list(values) if isinstance(values, tuple) else [values]
+    statistics = [part for update in updates for part in update.args[-1][0]]
+    output.args = ((*results, *statistics),)
+    at = node
+
+    def result(index: int, name: str, meta: dict[str, Any]) -> fx.Node:
+        nonlocal at
+        with graph.inserting_after(at):
+            at = graph.create_node("call_function", operator.getitem, (node, index), name=name)
+        at.meta = meta
+        return at
+
+    described = {key: value for key, value in node.meta.items() if key not in _VALUES}
+    if not isinstance(values, tuple):
+        only = result(0, f"{node.name}_out", dict(node.meta))
+        node.replace_all_uses_with(only, delete_user_cb=lambda user: user is not only)
+        node.meta = dict(described)
+    index = len(results)
+    for update in updates:
+        *buffers, momentum, (parts,) = update.args
+        own = []
+        for part in parts:
+            own.append(result(index, part.name, dict(described)))
+            index += 1
+        with graph.inserting_after(at):
+            at = graph.create_node("call_function", ops.update_statistics, name=update.name)
+        with graph.inserting_before(at):
+            copies = [buffer and graph.node_copy(buffer) for buffer in buffers]
+        at.args = (*copies, momentum, (tuple(own),))
+        at.meta = {**described, ONCE: True}
+        body.erase_node(update)
+        for buffer in filter(None, buffers):
+            if not buffer.users:
+                body.erase_node(buffer)

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import fxpipe
 from fxpipe.ir.printing import format_graph
+from fxpipe.runtime.checkpoint import CheckpointOptions
+from fxpipe.runtime.regions import Region
 from tests.fxpipe.trace.small import BOTH
 from tests.zoo import same
 
@@ -361,3 +370,87 @@ def test_transformers_with_gradient_checkpointing(kind: str, reentrant: bool) ->
     for mine, other in zip(gradients(model), gradients(plain), strict=True):
         assert mine is not None and other is not None
         torch.testing.assert_close(mine, other)
+
+
+class Keeping(nn.Module):
+    """Asks for a checkpoint with everything that PyTorch's function takes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first, self.block, self.options = nn.Linear(8, 8), Block(), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.block, self.first(x), use_reentrant=False, **self.options)
+        return y
+
+
+def products_are_kept(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@BOTH
+def test_a_selective_checkpoint_keeps_what_it_keeps_in_the_model(tracer: str) -> None:
+    model = Keeping(context_fn=partial(create_selective_checkpoint_contexts, products_are_kept))
+    x = torch.randn(4, 8)
+    plain = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"], chunks=1, tracer=tracer, example_inputs=(x,)) as pipe:
+        y, wanted = pipe(x), plain(x)
+        with Products() as ours:
+            y.sum().backward()
+        with Products() as theirs:
+            wanted.sum().backward()
+    assert same(gradients(model), gradients(plain))
+    assert ours.count == theirs.count, "no product is computed again"
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"determinism_check": "none"}, CheckpointOptions(determinism_check="none")),
+        ({"debug": True}, CheckpointOptions(debug=True)),
+        ({"preserve_rng_state": False}, CheckpointOptions(preserve_rng_state=False)),
+        ({"early_stop": False}, CheckpointOptions(early_stop=False)),
+    ],
+)
+def test_a_checkpoint_has_the_options_that_the_model_gives(
+    options: dict[str, Any], found: CheckpointOptions
+) -> None:
+    model, x = Keeping(**options), torch.randn(4, 8)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, example_inputs=(x,)) as pipe:
+        (region,) = (m for m in pipe.model_graph.modules() if isinstance(m, Region))
+    assert region.settings.options == replace(found, writes_again=True)
+
+
+@BOTH
+@KINDS
+def test_deferred_batch_norms_within_them_count_a_mini_batch_once(
+    tracer: str, reentrant: bool
+) -> None:
+    model, x = Blocks(reentrant, count=2), torch.randn(12, 8)
+    plain = copy.deepcopy(model)
+    with fxpipe.compile(
+        model, ["cpu"] * 2, chunks=3, tracer=tracer, deferred_batch_norm=True, example_inputs=(x,)
+    ) as pipe:
+        y = pipe(x)
+        y.square().sum().backward()
+    expected = model.blocks[0].a(plain.first(x))
+    norm = model.blocks[0].norm
+    assert norm.num_batches_tracked == model.blocks[1].norm.num_batches_tracked == 1
+    torch.testing.assert_close(norm.running_mean, 0.1 * expected.mean(0))
+    torch.testing.assert_close(norm.running_var, 0.9 + 0.1 * expected.var(0))
+    wanted = in_a_loop(plain, x, 3)
+    wanted.square().sum().backward()
+    assert same(y.detach(), wanted.detach())
+    assert same(gradients(model), gradients(plain))
