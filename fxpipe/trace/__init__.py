@@ -27,6 +27,7 @@ graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -130,11 +131,15 @@ def _trace(
     for name, front_end in front_ends.items():
         warning = ""
         try:
-            traced = front_end(example)
-            warning = traced.warning
-            if references:
-                traced = _checked(example, references, traced)
-                traced.refused_sizes = checks.refused_sizes(example, references)
+            with ExitStack() as stack:
+                is_export = check and front_end is export.front_end
+                if is_export and stack.enter_context(recorders.changing_called(example)):
+                    references = checks.references(example)
+                traced = front_end(example)
+                warning = traced.warning
+                if references:
+                    traced = _checked(example, references, traced)
+                    traced.refused_sizes = checks.refused_sizes(example, references)
             traced.otherwise = None  # it is not needed any more, and refers to modules
             return traced
         except Exception as error:  # a front end runs the model's code, which may raise anything

@@ -15,7 +15,7 @@ this one run only: what they leave in lists and objects that they refer to is un
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import CodeType
 from typing import Any
 
@@ -47,6 +47,30 @@ def learn(example: Example) -> None:
         RECORDING[model] = found
 
 
+@contextmanager
+def changing_called(example: Example) -> Iterator[bool]:
+    """Inside the ``with`` block, hooks that change what the model gives by what they return are
+    called wherever the model is run or traced; so a trace that leaves no modules, to which hooks
+    could belong, has what they compute. Yields whether there are any."""
+    model = example.model
+    kinds = {code_of(hook) for _, _, hook in _forward_hooks(model)}
+    before = RECORDING.get(model, frozenset())
+    plain = _output(example, before) if kinds else None
+    changing = frozenset(
+        kind
+        for kind in kinds
+        if _differs(plain, _output(example, before | {kind}, with_results=True))
+    )
+    if not changing:
+        yield False
+        return
+    RECORDING[model] = before | changing
+    try:
+        yield True
+    finally:
+        RECORDING[model] = before
+
+
 def _forward_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
     """Those on calls of modules within the model, other than PyTorch's: where each is."""
     for name, module in model.named_modules():
@@ -56,8 +80,11 @@ def _forward_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]
                     yield hooks, key, hook
 
 
-def _output(example: Example, kinds: frozenset[CodeType | type]) -> list[Any] | None:
-    """What the model gives with these hooks alone; None if it does not run."""
+def _output(
+    example: Example, kinds: frozenset[CodeType | type], *, with_results: bool = False
+) -> list[Any] | None:
+    """What the model gives with these hooks alone, ``with_results`` of theirs or without; None if
+    it does not run."""
     model = example.model
     referred = State(())
     for _, _, hook in _forward_hooks(model):
@@ -66,7 +93,7 @@ def _output(example: Example, kinds: frozenset[CodeType | type]) -> list[Any] | 
     RECORDING[model] = kinds
     try:
         with untouched(model), torch.no_grad(), parameters_put_back(model):
-            for hooks, key, hook in list(_forward_hooks(model)):
+            for hooks, key, hook in () if with_results else list(_forward_hooks(model)):
                 hooks[key] = _silenced(hook)
             output = example.call([tensor.clone() for tensor in example.tensors])
             return [pytree.tree_map_only(Tensor, Tensor.clone, output)]

@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir._torch import FakeTensor, version_of
+from fxpipe.ir._torch import CALL, FakeTensor, version_of
 from fxpipe.ir.graph import WHOLE
+from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.random import RandomState
@@ -231,15 +232,16 @@ OP = torch.ops.fxpipe.whole.default
 @contextmanager
 def _instead(paths: Mapping[nn.Module, str], stand_in: Callable[..., Any]) -> Iterator[None]:
     """Inside the ``with`` block ``stand_in(module, forward, key, args, kwargs)`` is called in place
-    of the forward of each of these modules.
+    of the forward of each of these modules; of a module with hooks, in place of the hooks, too.
 
     ``forward`` is the module's original method. ``key`` tells the calls apart: it is the module's
     path and, from the second call on, a number.
     """
     counts = dict.fromkeys(paths.values(), 0)
+    names = {module: CALL if has_hooks(module) else "forward" for module in paths}
 
     def replaced(module: nn.Module, path: str) -> Callable[..., Any]:
-        own = module.forward
+        own = getattr(module, names[module])
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             counts[path] += 1
@@ -248,17 +250,17 @@ def _instead(paths: Mapping[nn.Module, str], stand_in: Callable[..., Any]) -> It
 
         return forward
 
-    before = {module: vars(module).get("forward") for module in paths}
+    before = {module: vars(module).get(name) for module, name in names.items()}
     for module, path in paths.items():
-        vars(module)["forward"] = replaced(module, path)
+        vars(module)[names[module]] = replaced(module, path)
     try:
         yield
     finally:
         for module, forward in before.items():
             if forward is None:
-                del vars(module)["forward"]
+                del vars(module)[names[module]]
             else:
-                vars(module)["forward"] = forward
+                vars(module)[names[module]] = forward
 
 
 def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> dict[str, Call]:

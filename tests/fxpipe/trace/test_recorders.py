@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -152,3 +153,73 @@ def test_a_depth_estimator_which_reads_what_has_been_recorded_of_its_backbone() 
             found = pipe(pixels).predicted_depth
             wanted = torch.cat([model(part).predicted_depth for part in pixels.chunk(2)])
             torch.testing.assert_close(found, wanted)
+
+
+class Gated(nn.Module):
+    """Inner modules with hooks that change what these are given, and what they give."""
+
+    def __init__(self, kept_whole: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gate = Branching() if kept_whole else nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.gate(self.first(x)))
+
+
+class Branching(nn.Module):
+    """Goes another way for other values, so that it is kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.abs().sum() > 0 else x
+
+
+def halve(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    return (args[0] / 2,)
+
+
+def halve_with_kwargs(
+    _: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]
+) -> tuple[tuple[Tensor], dict[str, Any]]:
+    return (args[0] / 2,), kwargs
+
+
+def double(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2 + 1
+
+
+def double_with_kwargs(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    return output * 2 + 1
+
+
+HOOKS = {
+    "pre": lambda module: module.register_forward_pre_hook(halve),
+    "pre_kwargs": lambda module: module.register_forward_pre_hook(
+        halve_with_kwargs, with_kwargs=True
+    ),
+    "forward": lambda module: module.register_forward_hook(double),
+    "forward_kwargs": lambda module: module.register_forward_hook(
+        double_with_kwargs, with_kwargs=True
+    ),
+}
+
+
+@pytest.mark.parametrize("kept_whole", [False, True])
+@pytest.mark.parametrize("tracer", ["auto", "export"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_changes_what_a_module_gives_is_part_of_the_model(
+    kind: str, tracer: str, kept_whole: bool
+) -> None:
+    model, x = Gated(kept_whole).eval(), torch.randn(4, 8)
+    HOOKS[kind](model.gate)
+    HOOKS[kind](model.first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*stages can be at most")
+        pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer=tracer, example_inputs=(x,))
+    y = torch.cat([model(part) for part in x.chunk(2)])
+    torch.testing.assert_close(pipe(x), y)
