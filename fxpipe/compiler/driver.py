@@ -212,9 +212,12 @@ class Compiler:
                 self.forget()
         self.homes = {name: home for name, home in self.homes.items() if name in unset}
 
-    def _is_on_meta(self) -> bool:
-        """Whether there are tensors of the model that have no values."""
-        return bool(without_values(self.model))
+    def is_on_meta(self) -> bool:
+        """Whether there are parameters or buffers that have no values, or other tensors of a model
+        that has been compiled when there were. (A model that has values may hold a tensor on "meta"
+        nevertheless, for its shape.)"""
+        own = (*self.model.parameters(), *self.model.buffers())
+        return bool(self.homes) or any(tensor.is_meta for tensor in own)
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
         """The mode that serves a call, which is compiled now if there is none, and the values of
@@ -254,7 +257,7 @@ class Compiler:
         by running the model, or a twin of it."""
         report_progress("check")
         options = self.options
-        check = False if self._is_on_meta() else options.check
+        check = False if self.is_on_meta() else options.check
         asked = Asked(
             options.in_dims,
             options.out_dims,
@@ -276,7 +279,7 @@ class Compiler:
         been placed: :meth:`_where_it_runs` then brings the model to the inputs. For a model that is
         not loaded yet the inputs are taken to "meta", whatever their values.
         """
-        if self._is_on_meta():
+        if self.is_on_meta():
             args, kwargs = map_tensors(_without_values, inputs)
             return args, kwargs
         own = (*self.model.parameters(), *self.model.buffers())
@@ -373,7 +376,8 @@ class Compiler:
         homes = place(self.model, stage_graph, options.devices)
         # What this graph does not use lives where an earlier one does, or on the CPU.
         cpu = torch.device("cpu")
-        self.homes = {name: homes[name] or self.homes.get(name, cpu) for name in homes}
+        if self.is_on_meta():
+            self.homes = {name: homes[name] or self.homes.get(name, cpu) for name in homes}
         mode = Mode(
             traced=prepared.traced,
             arguments=named_arguments(self.model, args, kwargs),
@@ -411,8 +415,8 @@ class Compiler:
     ) -> _ModelGraph:
         """Trace the model, and run the passes that come ahead of pass "partition"."""
         report_progress("trace")
-        is_on_meta = self._is_on_meta()
-        traced = trace(model, *inputs, tracer=tracer, batch_dims=varying, check=not is_on_meta)
+        has_values = not self.is_on_meta()
+        traced = trace(model, *inputs, tracer=tracer, batch_dims=varying, check=has_values)
         context = self._to_stages(traced, inputs, meaning, chunks)
         history = self._history("stages", traced.graph_module)
         prepared = _ModelGraph(traced, context, self.options.passes, history)
@@ -420,7 +424,7 @@ class Compiler:
             with untouched(model):
                 traced.graph_module = prepared.run(until="partition")
         except Exception as error:
-            is_unchecked = is_on_meta and traced.front_end == "symbolic"
+            is_unchecked = not has_values and traced.front_end == "symbolic"
             if tracer != "auto" or not (isinstance(error, NeedsValues) or is_unchecked):
                 raise
             # Symbolic tracing has looked into a module whose shapes depend on values, so that a
@@ -460,7 +464,7 @@ class Compiler:
             chunks_asked_for=options.chunks,
             traced_chunks=chunks,
             # Once the model has been cut, costs no longer decide where: measuring would be in vain.
-            costs="analytic" if self.layout.labels or self._is_on_meta() else options.costs,
+            costs="analytic" if self.layout.labels or self.is_on_meta() else options.costs,
             measured_on=options.devices[0],
             deferred_batch_norm=options.deferred_batch_norm,
         )

@@ -128,7 +128,7 @@ class Runner:
         ``with`` block. The programs that there are stay to be looked at, but are called no more."""
         compiler = self.compiler
         unset = [name for name in without_values(compiler.model) if name not in compiler.homes]
-        if unset:
+        if unset and compiler.is_on_meta():
             raise RuntimeError(
                 f'{type(compiler.model).__name__} is on "meta" and has no stages yet, so that '
                 f"there is no device to load {unset[0]} on: give example_inputs to compile(), or "

@@ -36,7 +36,7 @@ def load(
     """Load a checkpoint, one tensor at a time; see :meth:`fxpipe.Pipeline.load`.
 
     Args:
-        homes: for tensors on "meta".
+        homes: for tensors on "meta". Empty: the model has values.
     """
     saves = model.state_dict(keep_vars=True)
     own = {name: value for name, value in saves.items() if isinstance(value, Tensor)}
@@ -44,7 +44,7 @@ def load(
     _fill_in_ties(stored, own)
     given = {id(own[name]) for name in stored if name in own}
     saved = {id(tensor) for tensor in own.values()}
-    unset = without_values(model)
+    unset = without_values(model) if homes else {}
     to_make = {
         name: tensor
         for name, tensor in unset.items()
@@ -88,7 +88,7 @@ def materialize(model: nn.Module, homes: Homes, init: Init | None) -> None:
     memory = Storage(homes)
     with torch.inference_mode(False):
         try:
-            left = initialised(model, without_values(model), memory, init)
+            left = initialised(model, without_values(model) if homes else {}, memory, init)
         finally:
             memory.take_back()
     if left:

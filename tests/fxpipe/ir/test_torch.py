@@ -5,6 +5,7 @@ once the oldest release that fxpipe supports has it too, the private one can go.
 """
 
 import importlib.util
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -513,3 +514,17 @@ def test_a_boxed_function_empties_the_list_of_its_arguments():
     args = [1, 2]
     assert _torch.boxed(lambda a, b: a + b)(args) == 3
     assert args == []
+
+
+def test_a_tensor_that_is_exchanged_stays_the_same_object_with_its_hooks_and_weak_references():
+    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
+    reference, seen = weakref.ref(parameter), []
+    parameter.kind = "weight"
+    parameter.register_hook(lambda grad: seen.append("gradient"))
+    parameter.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    _torch.exchange(parameter, torch.ones(2))
+    assert reference() is parameter and parameter.kind == "weight"
+    assert parameter.is_leaf and parameter.requires_grad and torch.equal(parameter, torch.ones(2))
+    (parameter * 3).sum().backward()
+    assert torch.equal(parameter.grad, torch.full((2,), 3.0))
+    assert seen == ["gradient", "accumulated"]

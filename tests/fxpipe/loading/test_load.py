@@ -378,6 +378,16 @@ def test_weights_that_the_user_has_loaded_alone_are_noticed():
     assert torch.equal(pipe(inputs()), loop(real, inputs()))
 
 
+def test_a_model_that_has_values_may_hold_a_tensor_on_meta_for_its_shape():
+    model = Net()
+    model.like = torch.empty(3, device="meta")
+    pipe = compiled(model)
+    assert torch.equal(pipe(inputs()), loop(model, inputs()))
+    pipe.load(values(Net()))
+    pipe.materialize()  # there is nothing to do
+    assert torch.equal(pipe(inputs()), loop(model, inputs()))
+
+
 # ------------------------------------------------------- buffers that no checkpoint has, new models
 
 
