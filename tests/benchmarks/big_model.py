@@ -17,9 +17,10 @@ code, its threads' stacks, and the part of a checkpoint that is being read count
    as soon as its gradients are done, and these are freed then (``zero_grad=True``): all gradients
    together would be another 8 GiB.
 
-Printed are, beside the loss and how many of the parameters have moved (a weight of 1, as norms have
-it, moves by 0.0078 or not at all in bfloat16), the largest resident set and the largest address space of that process up to the end of
-each phase, and the CPU seconds of the phase. It takes minutes, needs Linux, and is not run in CI.
+Printed are the largest resident set and the largest address space of that process up to the end of
+each phase, the CPU seconds of the phase, the loss, and how many of the parameters have moved (a
+weight of 1, as norms have it, moves by 0.004 or more, or not at all, in bfloat16). It takes
+minutes, needs Linux, and is not run in CI.
 """
 
 from __future__ import annotations
