@@ -18,16 +18,17 @@ from torch import Tensor, nn
 
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import Structure, leaves
+from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning import messages
 from fxpipe.meaning.backward import backward_problem
 from fxpipe.meaning.candidates import InDims, agree, candidates
-from fxpipe.meaning.check import Problem, Question, Trial, Verdict, check
+from fxpipe.meaning.check import Problem, Question, Trial, Verdict, check, ran
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.said import INFER, Input, broadcast, named_inputs
 from fxpipe.meaning.sample import part
 from fxpipe.meaning.stilled import batch_norms, dropouts, still
-from fxpipe.meaning.weights import Weigh, dim_of, named_arguments, remedy, weighed
+from fxpipe.meaning.weights import Weigh, dim_of, named_arguments, remedy, weighed, with_ignored
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim
 from fxpipe.trace import called, canonical, parameters_put_back, untouched
 from fxpipe.trace.patches import tensor_hooks
@@ -370,6 +371,11 @@ class _Asking:
                 f"random numbers are drawn for each micro-batch by itself{by}, and are others than "
                 "those of the model on the whole batch"
             )
+        if by := self._once_masked(dims, verdict):
+            notes.append(
+                f"the loss is a mean over the rows as long as no labels are {IGNORED}; for those "
+                f"that are, give loss_weight={by}"
+            )
         if verdict.mixed is not None:
             notes.append(
                 f"{verdict.mixed.text}; so it is where integers of several rows are mixed, "
@@ -392,6 +398,27 @@ class _Asking:
             return ""
         labels = [(each.name, i) for i, each in enumerate(self.inputs) if each.name.isidentifier()]
         return remedy(verdict.trial, self.loss, labels, self._weigh, dims)
+
+    def _once_masked(self, dims: InDims, verdict: Verdict) -> str:
+        """The ``loss_weight`` that a loss needs once labels are left out, where the example leaves
+        out none: its micro-batches have as many labels for each row."""
+        trial, loss = verdict.trial, self.loss
+        is_mean = loss in verdict.outputs and verdict.outputs[loss] is None
+        if trial is None or not is_mean or self.asked.loss_weight is not None:
+            return ""
+        for i, each in enumerate(self.inputs):
+            if "label" not in each.name or dims[i] is None or not each.name.isidentifier():
+                continue
+            masked = with_ignored(trial, i, dims[i] or 0)
+            try:
+                sample = ran(self.output_of, masked, dims)
+            except Exception as error:
+                if not is_the_models(error):
+                    raise
+                continue  # to this model it is no label that is left out
+            if by := remedy(sample, loss, [(each.name, i)], self._weigh, dims):
+                return by
+        return ""
 
     # ---------------------------------------------------------------------------- asking the model
 

@@ -170,6 +170,13 @@ def _checked(
     return verdict
 
 
+def ran(run: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | None]) -> Trial:
+    """The sample with the outputs of the whole of it, and of its parts."""
+    whole = dict(leaves(run(part(trial.tensors, [None] * len(dims), 0, 0)), "output"))
+    parts = [dict(leaves(run(tensors), "output")) for tensors in trial.each(dims)]
+    return Trial(trial.sizes, trial.level, trial.tensors, whole, parts)
+
+
 def _by_shape(trial: Trial, path: str) -> tuple[Dim, ...]:
     """How an output is put together of which the values say nothing."""
     values = [trial.whole[path], *(output.get(path) for output in trial.parts)]

@@ -184,6 +184,22 @@ def test_the_warning_names_what_makes_it_right():
         pipe(ids, labels)
 
 
+def test_the_report_names_it_where_the_example_leaves_out_no_labels():
+    """Later batches may: the program is the same."""
+    ids, _ = labelled()
+    with (
+        fxpipe.compile(Tokens(), TWO, chunks=4) as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", fxpipe.BatchWarning)
+        pipe(ids, ids)
+        says = "as long as no labels are -100; for those that are, give loss_weight=fxpipe.loss_"
+        assert says + 'weight.tokens("labels")' in pipe.report()
+    with fxpipe.compile(Tokens(), TWO, chunks=4, loss_weight=loss_weight.tokens()) as pipe:
+        pipe(ids, ids)
+        assert "as long as" not in pipe.report()
+
+
 def test_so_does_that_of_a_loss_function():
     (ids, labels), says = labelled(), r"loss_weight=fxpipe\.loss_weight\.tokens\(\) makes it"
     with (
