@@ -192,7 +192,7 @@ class CompiledStage:
         if not self._seeds:
             return args
         return tuple(
-            torch.tensor(arg) if i in self._seeds and arg is not None else arg
+            torch.tensor(arg, device="cpu") if i in self._seeds and arg is not None else arg
             for i, arg in enumerate(args)
         )
 

@@ -239,6 +239,7 @@ class _Backward:
         kept = made[len(early) :]
         kept += [given[i] for i in self.halves.takes[1]]
         deferral: _Deferral | None = getattr(_here, "deferral", None)
+        _here.deferral = None
         tape = None if deferral is None else deferral.tape()
         if deferral is None or tape is None:
             for i, grad in zip(late, self.second(*kept), strict=True):
@@ -280,12 +281,8 @@ def defer_to_tape(outputs: Sequence[Any], parameters: dict[int, nn.Parameter]) -
     def begin(*grads: Any) -> None:
         _here.deferral = deferral
 
-    def end(*grads: Any) -> None:
-        _here.deferral = None
-
-    # By hooks, since an accelerator's backward runs in a thread of the autograd engine.
+    # By a hook, since an accelerator's backward runs in a thread of the autograd engine.
     node.register_prehook(begin)
-    node.register_hook(end)
 
 
 def _compiled_node(outputs: Sequence[Any]) -> torch.autograd.graph.Node | None:

@@ -25,7 +25,7 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -53,7 +53,7 @@ def gpt2() -> Made:
         vocab_size=1024,
         n_positions=128,
         n_embd=128,
-        n_layer=4,
+        n_layer=2,
         n_head=4,
         use_cache=False,
         resid_pdrop=0.0,
@@ -71,7 +71,7 @@ def llama() -> Made:
         vocab_size=1024,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         use_cache=False,
@@ -81,7 +81,7 @@ def llama() -> Made:
 
 
 def unet() -> Made:
-    net = UNet(convs=2, channels=16, depth=3)
+    net = UNet(convs=1, channels=16, depth=2)
     for module in net.modules():
         if isinstance(module, nn.Dropout2d):
             module.p = 0.0
@@ -93,7 +93,7 @@ def vit() -> Made:
 
     config = ViTConfig(
         hidden_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=512,
         image_size=64,
@@ -147,7 +147,7 @@ def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
 
 def measured(
     name: str, schedules: list[str], checkpoints: list[str], backend: str, rounds: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     torch.manual_seed(0)
     model, x, y = MODELS[name]()
     model.train()
@@ -156,7 +156,6 @@ def measured(
     eager = taken(model)
     loop(compiled_model, x, y)
     expected = taken(model)
-    found = []
     for schedule in schedules:
         for checkpoint in checkpoints:
             told = {"chunks": CHUNKS, "schedule": schedule, "checkpoint": checkpoint}
@@ -182,24 +181,21 @@ def measured(
                     pipe.step(x[:rows], target=y[:rows])
                 anew = count(pipe) - known
                 report = str(pipe.report())
-            found.append(
-                {
-                    "model": name,
-                    "schedule": schedule,
-                    "checkpoint": checkpoint,
-                    "stages": stages,
-                    "difference": difference(grads, expected),
-                    "eager": difference(expected, eager),
-                    "loop_ms": seconds["loop"] * 1e3,
-                    "pipe_ms": seconds["pipe"] * 1e3,
-                    "ratio": seconds["pipe"] / seconds["loop"],
-                    "as_it_is": seconds["as it is"] / seconds["loop"],
-                    "anew": anew,
-                    "refused": [line for line in report.splitlines() if "runs as it is" in line],
-                    "warnings": sorted({str(each.message) for each in said}),
-                }
-            )
-    return found
+            yield {
+                "model": name,
+                "schedule": schedule,
+                "checkpoint": checkpoint,
+                "stages": stages,
+                "difference": difference(grads, expected),
+                "eager": difference(expected, eager),
+                "loop_ms": seconds["loop"] * 1e3,
+                "pipe_ms": seconds["pipe"] * 1e3,
+                "ratio": seconds["pipe"] / seconds["loop"],
+                "as_it_is": seconds["as it is"] / seconds["loop"],
+                "anew": anew,
+                "refused": [line for line in report.splitlines() if "runs as it is" in line],
+                "warnings": sorted({str(each.message) for each in said}),
+            }
 
 
 def count(pipe: fxpipe.Pipeline) -> int:
@@ -218,7 +214,9 @@ def main(models: str, schedules: str, checkpoints: str, backend: str, rounds: in
     keep_memory()
     results = []
     for name in models.split(","):
-        results += measured(name, schedules.split(","), checkpoints.split(","), backend, rounds)
+        for result in measured(name, schedules.split(","), checkpoints.split(","), backend, rounds):
+            print(json.dumps(result), flush=True)
+            results.append(result)
     show(
         f"{CHUNKS} micro-batches of {ROWS // CHUNKS} rows, CPU time of a step, {backend}",
         list(COLUMNS),
@@ -233,7 +231,6 @@ def main(models: str, schedules: str, checkpoints: str, backend: str, rounds: in
             for each in results
         ],
     )
-    print(json.dumps(results))
 
 
 if __name__ == "__main__":
