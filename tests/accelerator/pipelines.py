@@ -498,3 +498,22 @@ def test_memory_is_free_again_and_checkpoints_need_less_of_it():
 
     gc.collect()
     assert 0 < peak("always") < 0.7 * peak("never")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_compiled_stages_give_the_bits_of_the_stages_as_they_are(schedule, checkpoint):
+    """Also in halves: the backward of an accelerator runs in a thread of the autograd engine."""
+    x, target = torch.randn(BATCH, 12), torch.randn(BATCH)
+    found = {}
+    for backend in (None, "aot_eager"):
+        torch.manual_seed(0)
+        model = MLP().to("sim")
+        told = {"chunks": 3, "schedule": schedule, "checkpoint": checkpoint}
+        with fxpipe.compile(
+            model, FOUR[:2], loss_fn=mean_loss, stage_backend=backend, **told
+        ) as pipe:
+            loss = pipe.step(x.to("sim"), target=target.to("sim:1"))
+            assert "runs as it is" not in str(pipe.report())
+        found[backend] = here([loss, *gradients(model)])
+    assert same(found["aot_eager"], found[None])
