@@ -123,6 +123,22 @@ def test_such_a_use_would_be_noticed(code, name):
     assert [found for _, found in private_uses(ast.parse(code), set())] == [name]
 
 
+def test_no_kind_of_accelerator_is_named_where_torch_accelerator_serves_all(trees):
+    backends = {"cuda", "xpu", "mps", "mtia", "hpu", "npu"}
+    named = [
+        f"{path}:{node.lineno}: torch.{node.attr}"
+        for path, tree in (
+            trees | {_torch.__file__: ast.parse(Path(_torch.__file__).read_text())}
+        ).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in backends
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ]
+    assert named == []
+
+
 def test_no_two_classes_have_one_name(trees):
     homes: dict[str, list[str]] = {}
     for path, tree in trees.items():

@@ -333,6 +333,34 @@ def test_lanes_of_the_cpu_and_of_devices_work_together():
     assert same(here(gradients(model)), gradients(twin))
 
 
+class Recurrent(nn.Module):
+    """Layers of which PyTorch asks the device for whole cells."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first = kind(6, 8, batch_first=True)
+        self.second = kind(8, 8, batch_first=True, num_layers=2)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x, _ = self.first(x)
+        x, _ = self.second(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind, checkpoint):
+    model, x = Recurrent(kind), torch.randn(BATCH, 5, 6)
+    expected = loop(copy.deepcopy(model), (x,), 3)
+    how = {"chunks": 3, "checkpoint": checkpoint, "partition": ["second"]}
+    with fxpipe.compile(model, FOUR[:2], **how) as pipe:
+        output = pipe(x.to("sim:0"))
+        loss_of(output).backward()
+    torch.testing.assert_close(here([output]), [expected[0]])
+    torch.testing.assert_close(here(gradients(model)), expected[1])
+
+
 class Noisy(nn.Module):
     """Draws random numbers in every stage."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.schedule import Edge, Link, Links, StageCost, named, simulate
 from tests.accelerator.clocks import Speed, begin, makespan, virtual_time
 
 WIDTH = 128  # of a row, which is then 512 bytes
@@ -44,12 +45,25 @@ class Stage(nn.Module):
         return y if mask is None else y * mask
 
 
+class Product(nn.Linear):
+    """A stage whose gradients of input and weight can be had apart. For a row each of its three
+    products takes one second on a device that does ``PER_SECOND`` operations a second."""
+
+    PER_SECOND = 2 * WIDTH * WIDTH
+
+    def __init__(self, width):
+        super().__init__(width, width, bias=False)
+
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
 class Chain(nn.Module):
     """Stages one after the other; with a mask, all of them take it."""
 
-    def __init__(self, stages, width=WIDTH):
+    def __init__(self, stages, width=WIDTH, kind=Stage):
         super().__init__()
-        self.stages = nn.ModuleList(Stage(width) for _ in range(stages))
+        self.stages = nn.ModuleList(kind(width) for _ in range(stages))
 
     def forward(self, x, mask=None):
         for stage in self.stages:
@@ -58,12 +72,23 @@ class Chain(nn.Module):
 
 
 def step_takes(
-    schedule, lanes=4, where="sim:0", copy_s=0.0, masked=False, run="step", on=None, **options
+    schedule,
+    lanes=4,
+    where="sim:0",
+    copy_s=0.0,
+    masked=False,
+    run="step",
+    on=None,
+    kind=Stage,
+    **options,
 ):
     """The makespan of a training step, the second one: caches are then filled. Or of one that is
     measured, as the pipeline has measured it."""
     devices = [f"sim:{i}" for i in range(on or lanes)] * (lanes // (on or lanes))
-    speed = Speed(link_bytes_per_s=4 * WIDTH / copy_s if copy_s else 0.0)
+    speed = Speed(
+        flops_per_s=Product.PER_SECOND if kind is Product else 0.0,
+        link_bytes_per_s=4 * WIDTH / copy_s if copy_s else 0.0,
+    )
     inputs = (torch.randn(CHUNKS, WIDTH, device=where),)
     if masked:
         inputs += (torch.ones(CHUNKS, WIDTH, device=where),)
@@ -75,7 +100,7 @@ def step_takes(
     with (
         virtual_time(speed),
         fxpipe.compile(
-            Chain(lanes),
+            Chain(lanes, kind=kind),
             devices,
             chunks=CHUNKS,
             schedule=schedule,
@@ -140,3 +165,14 @@ def test_lanes_are_measured_without_being_held_up(monkeypatch):
     assert step_takes("1f1b", run="measure") == pytest.approx((CHUNKS + 4 - 1) * 3, rel=1e-3)
     step_takes("1f1b", run="measure", on=2)
     assert not [name for name in waited if name.startswith("fxpipe-lane")]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("copy_s", [0.0, 0.2])
+def test_backwards_in_halves_take_as_long_as_the_simulator_says(schedule, copy_s):
+    links = Links([Edge(i, i + 1, 1.0, 1.0) for i in range(3)], Link(copy_s))
+    order = named(schedule, lanes=4, microbatches=CHUNKS)
+    costs = [StageCost(1.0, 0.0, 1.0)] + [StageCost(1.0, 1.0, 1.0)] * 3  # no gradient of the batch
+    ideal = simulate(order, costs, links).makespan
+    took = step_takes(schedule, copy_s=copy_s, kind=Product)
+    assert took == pytest.approx(ideal)

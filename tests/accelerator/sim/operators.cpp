@@ -165,7 +165,8 @@ bool takes_indices_of_the_cpu(const std::string& name) {
 }
 
 // How much an operator computes: products of matrices and convolutions, which are what takes long.
-double flops_of(const std::string& name, const std::vector<at::Tensor>& in, const at::Tensor& out) {
+double flops_of(
+    const std::string& name, const std::vector<at::Tensor>& in, const std::vector<at::Tensor>& out) {
   const auto product = [](const at::Tensor& one, const at::Tensor& other) {
     return 2.0 * one.numel() * other.size(-1);
   };
@@ -174,8 +175,10 @@ double flops_of(const std::string& name, const std::vector<at::Tensor>& in, cons
   };
   if (name == "aten::mm" || name == "aten::bmm") return product(in.at(0), in.at(1));
   if (name == "aten::addmm" || name == "aten::baddbmm") return product(in.at(1), in.at(2));
-  if (name == "aten::convolution") return slide(out, in.at(1));
-  if (name == "aten::convolution_backward") return 2 * slide(in.at(0), in.at(2));
+  if (name == "aten::convolution") return slide(out.at(0), in.at(1));
+  if (name == "aten::convolution_backward") { // of the input, of the weight, or of both
+    return (out.at(0).defined() + out.at(1).defined()) * slide(in.at(0), in.at(2));
+  }
   return 0;
 }
 
@@ -223,11 +226,11 @@ class Call {
     const auto& speed = clocks.speed();
     double bytes = 0;
     for (const auto& tensor : inputs_) bytes += tensor.nbytes();
-    at::Tensor out;
+    std::vector<at::Tensor> out;
     for (size_t i = stack_.size() - schema_.returns().size(); i < stack_.size(); ++i) {
       each_tensor(stack_[i], [&](const at::Tensor& tensor) {
         if (tensor.defined()) bytes += tensor.nbytes();
-        if (!out.defined()) out = tensor;
+        out.push_back(tensor);
       });
     }
     double seconds = speed.bytes_per_s > 0 ? bytes / speed.bytes_per_s : 0;
