@@ -190,7 +190,7 @@ def main(models: str, tracer: str, one: str | None) -> None:
         if name not in MODELS:
             raise click.BadParameter(f"no model {name!r}: there are {', '.join(MODELS)}")
     results = [apart(name, tracer) for name in names]
-    Console().print(shown(results))
+    Console(width=120).print(shown(results))
     print(json.dumps(results))
 
 
