@@ -22,7 +22,7 @@ from torch import fx, nn
 from fxpipe import ops
 from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.graph import FIRST, MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN, attribute
-from fxpipe.runtime.microbatch import WEIGHTED, Dims
+from fxpipe.runtime.microbatch import ANY, WEIGHTED, Dims
 
 LOSS_WEIGHT = "loss_weight"  # the path of the module that gives the weights of losses
 
@@ -135,6 +135,8 @@ class Microbatch:
         output = old.output_node()
         gathered: dict[fx.Node, fx.Node] = {}
         for node, dims in _with_dims(output.all_input_nodes, self.out_dims, "out_dims"):
+            if self.chunks == 1:
+                dims = _without_means(dims)
             args = (tuple(copied[node] for copied in copies), dims, *sizes)
             name = f"{node.meta.get(ORIGIN, node.name)}_out"
             own = dims if isinstance(dims, tuple) else (dims,)
@@ -146,6 +148,14 @@ class Microbatch:
             if stages:
                 gathered[node].meta = {STAGE: max(stages)}
         new.node_copy(output, gathered.__getitem__)
+
+
+def _without_means(dims: Dims) -> Dims:
+    """The batch dimensions of an output of one micro-batch, which is the mini-batch's: there is no
+    mean to be taken of what has no batch dimension, or none that is known."""
+    if isinstance(dims, tuple):
+        return tuple(ANY if dim is None else dim for dim in dims)
+    return ANY if dims is None else dims
 
 
 def _is_given(node: fx.Node) -> bool:

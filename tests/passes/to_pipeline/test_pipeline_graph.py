@@ -9,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+import fxpipe
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE
 from fxpipe.ir.printing import format_graph, format_node
@@ -408,5 +409,17 @@ segment_0 = segment_0(x)  # stage 0
 segment_1 = segment_1(segment_0)  # stage 1
 segment_2 = segment_2(segment_1)  # stage 2
 return (segment_0, segment_1, segment_2)
+""",
+    )
+
+
+def test_of_one_micro_batch_no_mean_is_taken_where_no_dimension_is_known():
+    pipe = fxpipe.compile(Chain(2), ["cpu"], chunks=1, example_inputs=(X,))
+    assert_expected_inline(
+        "".join(
+            f"{line}\n" for line in format_graph(pipe.graph_module).splitlines() if "gat" in line
+        ),
+        """\
+b_out = gather((stage_0_mb0,), 'any', x_parts, 0)  # stage 0, cpu/compute
 """,
     )
