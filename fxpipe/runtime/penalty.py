@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.ir.autograd import reached
+
 Penalty = tuple[Tensor, Tensor]
 """A parameter, and the gradient that the loss has for it directly, not through the model's output.
 The gradient is on the parameter's device, and was made on the one stream on which all lanes compute
@@ -29,17 +31,8 @@ there."""
 def leaves_of(values: Iterable[Any]) -> list[Tensor]:
     """The leaves of the autograd graph of some values, each once, in an order that the graph
     alone determines."""
-    front = [v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
-    seen, leaves = set(front), []
-    while front:
-        node: Any = front.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        for function, _ in node.next_functions:
-            if function is not None and function not in seen:
-                seen.add(function)
-                front.append(function)
-    return leaves
+    starts = [v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
+    return [node.variable for node in reached(starts) if hasattr(node, "variable")]
 
 
 def homes_of(leaves: Iterable[Tensor], stages: Sequence[nn.Module | None]) -> dict[Tensor, int]:

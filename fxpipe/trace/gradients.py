@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
+from fxpipe.ir.autograd import reached
+
 TOLERANCE = 1e-3  # relative to the size of the gradient: kernels sum in another order
 SMALL = 0.01  # of the largest gradient: below this size one may be a mere rounding error
 
@@ -44,24 +46,17 @@ def history_of(results: list[Any]) -> Hashable:
     ``results`` is emptied, and the graph freed.
     """
     ends = [get_gradient_edge(t)[:2] if has_gradient(t) else None for t in results]
-    number: dict[Any, int] = {}
-    nodes: list[Any] = []
-
-    def numbered(node: Any) -> int:
-        if node not in number:
-            number[node] = len(number)
-            nodes.append(node)
-        return number[node]
-
-    starts = tuple(end and (numbered(end[0]), end[1]) for end in ends)
+    nodes = list(reached(end[0] for end in ends if end))
+    number = {node: i for i, node in enumerate(nodes)}
+    starts = tuple(end and (number[end[0]], end[1]) for end in ends)
     found: list[Hashable] = []
-    for node in nodes:  # the list grows while it is walked
-        if isinstance(node, BackwardCFunction):
-            found.append(object())
+    for node in nodes:
+        # A Function of the user's may have an attribute called ``name``.
+        kind = object() if isinstance(node, BackwardCFunction) else node.name()
         if hasattr(node, "variable"):
             found.append(id(node.variable))
-        edges = tuple(n and (numbered(n), place) for n, place in node.next_functions)
-        found.append((node.name(), edges))
+        edges = tuple(n and (number[n], place) for n, place in node.next_functions)
+        found.append((kind, edges))
     # Nodes are freed from the outputs on, one by one: freeing the first would free the next
     # recursively, and a long chain would overflow the stack.
     results.clear()

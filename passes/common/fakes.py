@@ -22,6 +22,7 @@ from fxpipe.ir._torch import (
     is_view,
     pytree,
 )
+from fxpipe.ir.autograd import reached
 from fxpipe.ir.errors import NeedsValues
 from fxpipe.ir.graph import LARGER, VALUE, mutable
 from fxpipe.ir.printing import format_node
@@ -181,16 +182,10 @@ def backward_edges(values: Any) -> Iterator[Any]:
     """The autograd nodes that a backward from these values visits, each once for every edge that
     leads to it."""
     histories = map(history_of, tensors_of(values))
-    front = [history for history in histories if history is not None]
-    yield from front
-    seen = set(front)
-    while front:
-        for function, _ in front.pop().next_functions:
-            if function is not None:
-                yield function
-                if function not in seen:
-                    seen.add(function)
-                    front.append(function)
+    starts = [history for history in histories if history is not None]
+    yield from starts
+    for node in reached(starts):
+        yield from (function for function, _ in node.next_functions if function is not None)
 
 
 def forget_history(graph: fx.Graph) -> None:
