@@ -24,7 +24,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
 from fxpipe.ir._torch import transforms
-from fxpipe.ir.errors import AnotherStrategy, Unsupported
+from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_the_models
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
@@ -425,7 +425,9 @@ class Compiler:
                 traced.graph_module = prepared.run(until="partition")
         except Exception as error:
             is_unchecked = not has_values and traced.front_end == "symbolic"
-            if tracer != "auto" or not (isinstance(error, NeedsValues) or is_unchecked):
+            may_differ = isinstance(error, AnotherStrategy) or is_the_models(error)
+            needs_export = isinstance(error, NeedsValues) or (is_unchecked and may_differ)
+            if tracer != "auto" or not needs_export:
                 raise
             # Symbolic tracing has looked into a module whose shapes depend on values, so that a
             # pass fails on fake tensors. Export keeps such a module whole. And on "meta" a graph is

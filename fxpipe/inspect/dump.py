@@ -160,7 +160,7 @@ def _drawing(file: str, gm: fx.GraphModule) -> dict[str, str]:
 
 
 def history_html(history: History) -> str:
-    """What each pass of a chain has changed."""
+    """The sections of a page that say what each pass of a chain has changed."""
     if not history.snapshots:
         return f"<p>Not kept, since a graph has more than {KEPT} nodes: compile with dump=.</p>"
     pairs = zip([None, *history.snapshots], history.snapshots, strict=False)
@@ -170,7 +170,8 @@ def history_html(history: History) -> str:
 def change_html(
     number: int, before: Snapshot | None, now: Snapshot, *, links: str = "", is_open: bool = False
 ) -> str:
-    """What a pass has changed. ``is_open``: whether the changed lines are shown at once."""
+    """A section that shows what a pass has changed. ``is_open``: whether the changed lines are
+    shown at once."""
     body = f"<p>{links} <span>{now.nodes} nodes</span></p>"
     if before is not None:
         body += _metadata_html(before.metadata, now.metadata)

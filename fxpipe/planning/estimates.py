@@ -1,4 +1,4 @@
-"""What a training step costs: estimated for plans and pipelines alike, and measured on the lanes.
+"""The costs of a training step: estimated for plans and pipelines alike, or measured on the lanes.
 
 The simulator turns estimates into a predicted timeline; a run of the step graph with a clock gives
 a measured one.
@@ -88,7 +88,8 @@ def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
 def traffic(
     layout: SkipLayout, chunks: int, gradient_bytes: Callable[[Hop], int] | None = None
 ) -> tuple[list[Edge], list[Edge]]:
-    """What travels between stages, in bytes: for each of ``chunks`` micro-batches, and once a step.
+    """The edges between stages, with the bytes that travel for each of ``chunks`` micro-batches;
+    and those of what travels once a step.
 
     All values that go from one stage to another in a micro-batch are one edge.
 
@@ -133,7 +134,7 @@ def predicted(
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What one stage keeps, in bytes.
+    """The bytes that one stage keeps.
 
     Attributes:
         fixed: what is there all the time: parameters, gradients, optimizer states, buffers, and the
@@ -148,7 +149,8 @@ class StageMemory:
 
 
 def stage_memory(costs: Sequence[Cost], layout: SkipLayout) -> list[StageMemory]:
-    """What each stage keeps, from the costs of a mini-batch and from what travels between stages.
+    """The memory of each stage, from the costs of a mini-batch and from what travels between
+    stages.
 
     A parameter that is brought from another stage is part of the costs of the stage that it is
     brought to: it is there once for all micro-batches.
@@ -165,8 +167,8 @@ def stage_memory(costs: Sequence[Cost], layout: SkipLayout) -> list[StageMemory]
 def in_segments(
     stages: Sequence[StageMemory], modules: Sequence[fx.GraphModule], count: int
 ) -> list[StageMemory]:
-    """What stages keep whose checkpoints are cut in ``count`` segments: the inputs of all segments,
-    and the activations of the largest."""
+    """The memory of stages whose checkpoints are cut in ``count`` segments: they keep the inputs of
+    all segments, and compute the activations of one segment at a time again."""
     return [
         replace(stage, **_of_segments(module, count))
         for stage, module in zip(stages, modules, strict=True)
@@ -176,7 +178,7 @@ def in_segments(
 def step_memory(
     stages: Sequence[StageMemory], placement: Sequence[int], chunks: int, checkpoint: str
 ) -> Memory:
-    """What the lanes hold in a training step, for the simulator and the search for a schedule."""
+    """The memory of a training step as the simulator and the search for a schedule take it."""
     fixed = [0.0] * (1 + max(placement))
     for lane, stage in zip(placement, stages, strict=True):
         fixed[lane] += stage.fixed

@@ -41,7 +41,7 @@ from passes.partition.problem import CutProblem, machine, problem
 
 @dataclass(frozen=True)
 class _Sent:
-    """What travels between the stages of a cut."""
+    """The values that travel between the stages of a cut."""
 
     cut: CutProblem
     layout: SkipLayout
@@ -184,7 +184,7 @@ class PlannedLanes:
     def _costs(
         self, found: CutProblem, stage: Sequence[int], devices: Sequence[DeviceSpec]
     ) -> list[StageCost]:
-        """What a micro-batch costs at each stage, on the stage's own device."""
+        """The seconds that a micro-batch takes at each stage, on the stage's own device."""
         forward, backward = [0.0] * len(devices), [0.0] * len(devices)
         for node, s in zip(found.work, stage, strict=True):
             is_another = devices[s] != devices[0]

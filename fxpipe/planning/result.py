@@ -1,4 +1,4 @@
-"""What a plan says: of each stage, and of the whole step."""
+"""The result of planning: what a plan says of each stage, and of the whole step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a lane does in a training step: actions, written as in ``torch.distributed.pipelining``."""
+"""Actions: what a lane does in a training step, written as in ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 

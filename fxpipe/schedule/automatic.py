@@ -35,7 +35,7 @@ _NODES = 100
 
 @dataclass(frozen=True)
 class Found:
-    """What :func:`search` gives.
+    """The result of :func:`search`.
 
     Attributes:
         bound: in seconds; no schedule with this placement is shorter.
@@ -172,7 +172,8 @@ def _value(problem: SchedulingProblem, found: Found) -> tuple[float, ...]:
 
 
 def _key(timeline: Timeline) -> tuple[float, float]:
-    """What the search minimizes: the makespan, then the idle time within the lanes' own spans.
+    """The numbers that the search minimizes: the makespan, then the idle time within the lanes' own
+    spans.
 
     Both are rounded, so that the order in which seconds were added does not matter.
     """
@@ -321,7 +322,8 @@ _Move = tuple[int, int, int]
 
 
 def _moves(schedule: Schedule, timeline: Timeline, needs: Needs) -> Iterator[_Move]:
-    """What may shorten idle time: something else done in it, or what it waits for done earlier."""
+    """Moves that may shorten an idle time of a lane: a later action of the lane is done in it, or
+    the action that it waits for is done earlier."""
     lines = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
     places = {action: (lane, i) for lane, line in enumerate(lines) for i, action in enumerate(line)}
     ends = {span.action: span.end for span in timeline.spans}

@@ -314,7 +314,7 @@ class _LaneActions:
             self._owed.append(Action(stage, Kind.WEIGHT_GRAD, action.microbatch))
 
     def weight_grads(self, owing: int) -> None:
-        """Those that are owed longest, until only this many are."""
+        """Adds the weight gradients that are owed longest, until only this many are owed."""
         while len(self._owed) > owing:
             self._entries.append(self._owed.popleft())
 

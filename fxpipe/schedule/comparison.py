@@ -29,14 +29,15 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` gives; ``str`` of it is a summary."""
+    """The result of :func:`compare`; ``str`` of it is a summary."""
 
     first: Timeline
     second: Timeline
 
     @property
     def error(self) -> float:
-        """By how much the second takes longer, as a part of the first: 0.1 is 10 %."""
+        """The part of the first timeline's length by which the second one is longer: 0.1 is 10
+        %."""
         return self.second.makespan / self.first.makespan - 1 if self.first.makespan else 0.0
 
     @cached_property

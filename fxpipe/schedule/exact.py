@@ -216,7 +216,7 @@ class _BranchAndBound:
 
 
 def _awaited(ends: tuple[tuple[float, ...], ...], targets: list[list[int]]) -> list[float]:
-    """Of these ends, those that a stage at the other end of an edge has not made use of."""
+    """The ends among these of which a stage at the other end of an edge has not made use yet."""
     found: list[float] = []
     for own, others in zip(ends, targets, strict=True):
         found += own[min((len(ends[other]) for other in others), default=len(own)) :]

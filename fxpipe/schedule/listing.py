@@ -15,7 +15,7 @@ from fxpipe.schedule.simulator import Run
 
 @dataclass(frozen=True)
 class Rule:
-    """What a lane prefers.
+    """A rule by which a free lane chooses among the actions that are ready.
 
     Attributes:
         room: how much each lane may keep.
@@ -69,7 +69,8 @@ def _rooms(problem: SchedulingProblem) -> list[tuple[float, ...]]:
 
 
 def _kept_of(problem: SchedulingProblem, stages: Sequence[int]) -> float:
-    """What a lane keeps of the first micro-batch between its forwards and its backwards."""
+    """The bytes that a lane keeps of the first micro-batch between its forwards and its
+    backwards."""
     return sum(sum(problem.changes.of(Action(stage, Kind.FORWARD, 0))) for stage in stages)
 
 

@@ -26,7 +26,7 @@ from fxpipe.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Memory:
-    """What lanes hold, in bytes.
+    """The bytes that lanes hold.
 
     Attributes:
         activations: what each stage keeps of a micro-batch until its backward.
@@ -45,7 +45,7 @@ class Memory:
 
 
 class MemoryChanges:
-    """By how much each action changes what its lane holds, when it begins and when it ends."""
+    """The changes, by each action, of what its lane holds: when it begins, and when it ends."""
 
     def __init__(self, memory: Memory, stages: int) -> None:
         sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
@@ -57,7 +57,7 @@ class MemoryChanges:
         self._again = [_of_checkpointed(size, received, released) for size, received in pairs]
 
     def of(self, action: Action) -> tuple[float, float]:
-        """By how much an action changes what is held when it begins, and when it ends."""
+        """The bytes that an action adds to what is held when it begins, and when it ends."""
         changes = self._again if action.microbatch < self.checkpointed else self._kept
         return changes[action.stage][action.kind]
 
@@ -95,7 +95,7 @@ def most_held(actions: Iterable[Action], changes: MemoryChanges) -> float:
 def held_over_time(
     spans: Iterable[Span], lanes: int, stages: int, memory: Memory
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """What each lane holds from which time on, as pairs of a time and bytes.
+    """For each lane the bytes that it holds, as pairs of a time and the bytes from that time on.
 
     ``spans`` are in the order of time within each lane.
     """

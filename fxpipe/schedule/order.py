@@ -1,4 +1,4 @@
-"""In which order the actions of a schedule can run, and when each could start at the earliest."""
+"""The order in which the actions of a schedule can run, and the earliest start of each."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_order(lanes: Sequence[Sequence[E]], needs_of: NeedsOf) -> list[tuple[int
 
 
 def needed(entry: Entry, needs_of: NeedsOf) -> set[Action]:
-    """What the actions of an entry wait for, other than for each other."""
+    """The actions that the parts of an entry wait for, other than each other."""
     return {need for action in entry.parts for need in needs_of(action)}.difference(entry.parts)
 
 

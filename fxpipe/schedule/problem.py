@@ -46,7 +46,7 @@ class SchedulingProblem:
 
     @cached_property
     def changes(self) -> MemoryChanges:
-        """By how much each action changes what its lane keeps."""
+        """The changes, by each action, of what its lane keeps."""
         return MemoryChanges(self.memory, len(self.world.placement))
 
     def is_checkpointed(self, microbatch: int) -> bool:

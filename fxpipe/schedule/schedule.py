@@ -51,7 +51,7 @@ class Schedule:
         return tuple(lane_of.get(stage, -1) for stage in range(self.stages))
 
     def actions(self, lane: int) -> Iterator[Action]:
-        """What a lane does, overlapping actions one after the other."""
+        """The actions of a lane in order, with overlapping ones one after the other."""
         for entry in self.lanes[lane]:
             yield from entry.parts
 
@@ -173,7 +173,7 @@ def _count(count: int, noun: str, nouns: str | None = None) -> str:
 
 
 class Needs:
-    """What the actions of a schedule wait for.
+    """The actions that each action of a schedule waits for.
 
     A forward waits for the forwards of the stages whose outputs it takes; a backward for its own
     forward and for the gradients from the stages that took its output; a weight gradient for the

@@ -20,7 +20,7 @@ from fxpipe.schedule.schedule import chain
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one micro-batch costs at a stage, in seconds.
+    """The seconds that one micro-batch takes at a stage.
 
     ``backward`` is the whole backward's; None: that of both halves, one after the other.
     """
@@ -35,7 +35,7 @@ class StageCost:
             raise ValueError(f"{self}: give seconds, 0 or more")
 
     def seconds(self, kind: Kind) -> float:
-        """What an action of this kind takes."""
+        """The seconds that an action of this kind takes."""
         if kind is Kind.FORWARD:
             return self.forward
         if kind is Kind.BACKWARD_INPUT:
@@ -47,7 +47,8 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Edge:
-    """What a stage passes to another, in bytes for one micro-batch, and the gradients back.
+    """A pair of stages, the first of which passes values on to the second, in bytes for one
+    micro-batch, and gets their gradients back.
 
     ``gradient_bytes`` None: as many as ``bytes``.
     """
@@ -93,8 +94,8 @@ class Links:
 
 
 class World:
-    """What a simulation is given besides the order of actions: the lane of each stage, what stages
-    cost, and what travels between them."""
+    """All that a simulation is given beside the order of actions: the lane of each stage, the costs
+    of stages, and what travels between them."""
 
     def __init__(self, placement: Sequence[int], costs: Sequence[StageCost], links: Links) -> None:
         stages = len(placement)

@@ -134,11 +134,13 @@ class Partition:
         return can_fit(found.dag, target, pins)
 
     def shortage(self, graph: fx.Graph, spec: Auto) -> str:
-        """As :func:`passes.partition.automatic.shortage`."""
+        """A sentence that says how much memory is missing on which device, as
+        :func:`passes.partition.automatic.shortage` writes it."""
         return shortage(*posed(graph, self._machine, spec, self.devices, self._again))
 
     def _ways_out(self, graph: fx.Graph, spec: Auto) -> str:
-        """What would make the model fit."""
+        """A sentence that says which other options, or how many devices, would make the model
+        fit."""
         assert self.devices is not None
         devices = self.devices
 

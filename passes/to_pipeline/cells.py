@@ -77,8 +77,8 @@ class Writer:
         return self.last
 
     def _meta(self) -> dict[str, Any]:
-        """Of a node behind the last one: the cell, and the device and stream that the last one is
-        on."""
+        """The metadata of a node that is put behind the last one of a cell: the cell, and the
+        device and stream of that last node."""
         microbatch, stage = self.cell
         where = {k: self.last.meta[k] for k in (DEVICE, STREAM) if k in self.last.meta}
         return {STAGE: stage, MICROBATCH: microbatch, **where}

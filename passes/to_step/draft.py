@@ -80,7 +80,7 @@ class Draft:
         self._cells: dict[tuple[int, int], CellNodes] = {}  # by stage and micro-batch
 
     def cell(self, stage: int, microbatch: int) -> CellNodes:
-        """What has been written so far of a stage's work for a micro-batch."""
+        """The nodes that have been written so far for a stage's work on a micro-batch."""
         return self._cells.setdefault((stage, microbatch), CellNodes())
 
     def value(self, value: Any, at: Action) -> Any:

@@ -48,8 +48,8 @@ _LINES = 3  # the most lines from a number: one that is used more often is named
 
 
 class Place(NamedTuple):
-    """Where a node is drawn: its stage and its micro-batch, each None if it has none. In a step
-    graph ``part`` is "forward" or "backward"."""
+    """The place where a node is drawn: its stage and its micro-batch, each None if it has none. In
+    a step graph ``part`` is "forward" or "backward"."""
 
     stage: int | None
     microbatch: int | None

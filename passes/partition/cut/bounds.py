@@ -85,5 +85,5 @@ def _fits(sums: Floats, is_atom: NDArray[np.bool_], limit: float) -> bool:
 
 
 def gap(slowest: float, bound: float) -> float:
-    """By which fraction of the bound the slowest stage of a cut is slower than the bound."""
+    """The fraction of the bound by which the slowest stage of a cut is slower than the bound."""
     return max(0.0, slowest / bound - 1) if bound > 0 else (0.0 if slowest <= 0 else float(np.inf))

@@ -163,7 +163,8 @@ def without_pendants(dag: Dag, light: float, kept: Collection[int]) -> list[int]
 
 
 def _shares(dag: Dag) -> list[float]:
-    """Of each node, how much of the whole it is: half by time, half by count."""
+    """For each node the share that it has of the whole graph: the mean of its share of the time and
+    its share of the number of nodes."""
     total = dag.weight.sum()
     even = np.full(dag.size, 1 / dag.size)
     shares: list[float] = (0.5 * (dag.weight / total if total > 0 else even) + 0.5 * even).tolist()

@@ -1,4 +1,4 @@
-"""What is to be cut, and for what: a weighted DAG, the machine, and what a cut of it costs.
+"""The weighted DAG that is to be cut, the machine that it is cut for, and what a cut costs.
 
 ::
 
@@ -27,7 +27,7 @@ OUTSIDE = -1  # the source of what the caller gives: it goes straight to its fir
 
 @dataclass(frozen=True)
 class Value:
-    """What one node makes and others use: one hyperedge.
+    """A value that one node makes and others use: one hyperedge of the DAG.
 
     It visits the stages of its users in order, one hop each. ``size`` are the bytes of one way (of
     a mini-batch), ``volume`` those of both, with its gradient's; ``count`` says of how many tensors
@@ -160,7 +160,7 @@ class Machine:
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """What a cut costs. Arrays are ``[k]``, a stage each."""
+    """The costs of a cut. Arrays are ``[k]``, with an entry for each stage."""
 
     compute: Floats  # seconds
     link: Floats  # seconds that its hops take, both directions

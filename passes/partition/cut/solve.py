@@ -80,7 +80,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Task:
-    """What stays the same while one DAG is made coarse and fine again."""
+    """The part of the problem that stays the same while one DAG is made coarse and fine again."""
 
     machine: Machine
     slack: float = 0.0
