@@ -1,0 +1,165 @@
+"""What a pipeline costs the host, for each stage and micro-batch.
+
+::
+
+    python -m tests.benchmarks.host
+    python -m tests.benchmarks.host --profile 1f1b      # where it goes, by cProfile
+
+Each stage is one small linear layer, so that hardly anything is computed. What a training step
+takes over a plain loop over the micro-batches is what it costs in Python and in PyTorch's own
+bookkeeping, here in CPU microseconds (of all threads) for a stage and micro-batch, forward and
+backward. On accelerators all lanes of a process share one interpreter, so this is the least time
+between two kernels. torch.distributed.pipelining runs in one rank with one stage, so nothing is
+sent; torchgpipe is measured if it is installed (pip install --no-deps torchgpipe==0.0.7).
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import click
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.runtime import lanes
+from tests.benchmarks.timing import show
+
+WIDTH, CHUNKS = 8, 8
+SCHEDULES = "gpipe", "1f1b", "zb_h1"
+
+Run = Callable[[], object]
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).mean()
+
+
+def net(stages: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(stages)))
+
+
+def backward(model: Callable[[Tensor], Any], x: Tensor, target: Tensor) -> None:
+    loss_fn(model(x), target).backward()
+
+
+def loop(model: nn.Module, x: Tensor, target: Tensor) -> None:
+    for part, wanted in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
+        (loss_fn(model(part), wanted) / CHUNKS).backward()
+
+
+def fxpipes(stages: int, x: Tensor, target: Tensor) -> dict[str, Run]:
+    """``step`` in the order of each schedule, and ``pipe(x)``."""
+    runs: dict[str, Run] = {}
+    cut = [str(i) for i in range(1, stages)]
+    for schedule in SCHEDULES:
+        pipe = fxpipe.compile(
+            net(stages),
+            ["cpu"] * stages,
+            chunks=CHUNKS,
+            schedule=schedule,
+            loss_fn=loss_fn,
+            partition=cut,
+        )
+        runs[f"step, {schedule}"] = partial(pipe.step, x, target=target)
+    runs["pipe(x) and backward()"] = partial(backward, pipe, x, target)
+    return runs
+
+
+def torchgpipe(stages: int, x: Tensor, target: Tensor) -> dict[str, Run]:
+    try:
+        from torchgpipe import GPipe
+    except ImportError:
+        return {}
+    places = ["cpu"] * stages
+    model = GPipe(net(stages), [1] * stages, devices=places, chunks=CHUNKS, checkpoint="never")
+    return {"torchgpipe 0.0.7": partial(backward, model, x, target)}
+
+
+def pipelining(stages: int, x: Tensor, target: Tensor) -> dict[str, Run]:
+    """Of torch.distributed; one stage is all that one rank has with these schedules."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    if stages > 1:
+        return {}
+    stage = PipelineStage(net(1), 0, 1, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, CHUNKS, loss_fn=loss_fn)
+    return {"torch.distributed.pipelining, 1F1B": partial(schedule.step, x, target=target)}
+
+
+def microseconds(runs: dict[str, Run], rounds: int, times: int = 5) -> dict[str, float]:
+    """CPU microseconds of one call of each, the median of rounds in which they take turns."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+        run()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            begin = time.process_time()
+            for _ in range(times):
+                run()
+            taken[name].append((time.process_time() - begin) / times)
+    return {name: 1e6 * statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def profile(run: Run, times: int, lines: int) -> None:
+    """Print where the time of calls goes, in the caller's thread and in the lanes."""
+    profiles = [cProfile.Profile()]
+    in_lane = lanes._Run.in_lane
+
+    def profiled(self: Any, *args: Any, **kwargs: Any) -> None:
+        mine = cProfile.Profile()
+        profiles.append(mine)
+        mine.runcall(in_lane, self, *args, **kwargs)
+
+    lanes._Run.in_lane = profiled  # type: ignore[method-assign]
+    try:
+        profiles[0].runcall(lambda: [run() for _ in range(times)])
+    finally:
+        lanes._Run.in_lane = in_lane  # type: ignore[method-assign]
+    stats = pstats.Stats(*profiles)
+    stats.sort_stats("tottime").print_stats(lines)
+
+
+@click.command()
+@click.option("--stages", default="1,2,4", show_default=True)
+@click.option("--rounds", default=15, show_default=True)
+@click.option("--profile", "profiled", help="Where the time of this run goes: 1f1b, pipe(x), ...")
+def main(stages: str, rounds: int, profiled: str | None) -> None:
+    torch.set_num_threads(1)
+    x, target = torch.randn(CHUNKS * 2, WIDTH), torch.randn(CHUNKS * 2, WIDTH)
+    with tempfile.NamedTemporaryFile() as file:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{file.name}", rank=0, world_size=1
+        )
+    rows = []
+    for count in map(int, stages.split(",")):
+        runs = {"loop": partial(loop, net(count), x, target)}
+        for others in fxpipes, torchgpipe, pipelining:
+            runs |= others(count, x, target)
+        if profiled:
+            for name, run in runs.items():
+                if profiled in name:
+                    print(f"{count} stages, {name}")
+                    run()
+                    profile(run, 50, 45)
+            continue
+        found = microseconds(runs, rounds)
+        for name, taken in found.items():
+            over = (taken - found["loop"]) / (count * CHUNKS)
+            each = taken / (count * CHUNKS)
+            rows.append([str(count), name, f"{each:.0f}", "" if name == "loop" else f"{over:.0f}"])
+    if rows:
+        title = f"CPU µs for a stage and micro-batch, {CHUNKS} micro-batches"
+        show(title, ["stages", "", "in all", "over the loop"], rows)
+
+
+if __name__ == "__main__":
+    main()
