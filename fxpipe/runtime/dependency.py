@@ -46,8 +46,10 @@ def gate(values: Any, apply: Callable[..., tuple[Tensor, ...]]) -> Any:
     Values that carry no gradient stay as they are: as results of an autograd node they would carry
     one. If no value carries gradient, ``apply`` is not called.
     """
+    if not torch.is_grad_enabled():
+        return values
     leaves, build = flattened(values)
-    where = [i for i, leaf in enumerate(leaves) if carries_gradient(leaf)]
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not where:
         return values
     for i, tensor in zip(where, apply(*(leaves[i] for i in where)), strict=True):
@@ -62,6 +64,16 @@ def flattened(values: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         return list(values), tuple  # by far the most frequent case, without the time of a pytree's
     leaves, spec = pytree.tree_flatten(values)
     return leaves, partial(pytree.tree_unflatten, treespec=spec)
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """The leaves of a pytree; of a tensor by itself, or None, without the time of a pytree's."""
+    return [value] if type(value) is Tensor or value is None else pytree.tree_leaves(value)
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """A pytree with each leaf replaced by what the function gives for it; the same for a tensor."""
+    return function(value) if type(value) is Tensor else pytree.tree_map(function, value)
 
 
 class _Fork(torch.autograd.Function):

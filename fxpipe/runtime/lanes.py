@@ -30,13 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpipe.ir.graph import DEVICE
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.clock import Record, Stopwatch
 from fxpipe.runtime.program import CALLER, Env, Instruction, Program
 from fxpipe.runtime.streams import HandOver, current, handed_over, has_streams, is_captured, on
 
-CPU = torch.device("cpu")
 Job = Callable[[], None]
 
 
@@ -210,18 +208,24 @@ def run_inline(program: Program, values: Sequence[Any], record: Record | None = 
     The device of each stage is the current one while the stage runs, as it is in a lane.
     """
     env: Env = dict(zip(program.inputs, values, strict=True))
-    stopwatch = None if record is None else record.stopwatch(0, CPU)
+    stopwatch = None if record is None else record.stopwatch(0, torch.device("cpu"))
     for instruction in program.lanes[CALLER]:
-        run = partial(instruction.run, env)
-        device = instruction.node.meta.get(DEVICE, CPU)
-        with nullcontext() if device.type == "cpu" else _current(device):
-            if stopwatch is None:
-                run()
-            else:
-                stopwatch.time(instruction.node, run)
+        if stopwatch is None and instruction.device is None:
+            instruction.run(env)
+        else:
+            _run_there(instruction, env, stopwatch)
         for node in instruction.forgets:
             env.pop(node, None)
     return env[program.output]
+
+
+def _run_there(instruction: Instruction, env: Env, stopwatch: Stopwatch | None) -> None:
+    """Run an instruction with its device as the current one, and measure it if asked to."""
+    with nullcontext() if instruction.device is None else _current(instruction.device):
+        if stopwatch is None:
+            instruction.run(env)
+        else:
+            stopwatch.time(instruction.node, partial(instruction.run, env))
 
 
 class Lanes:

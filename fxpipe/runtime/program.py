@@ -17,16 +17,20 @@ import linecache
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
-from torch import fx
+import torch
+from torch import fx, nn
 
-from fxpipe.ir.graph import MICROBATCH, STAGE, attribute
+from fxpipe.ir.graph import DEVICE, MICROBATCH, STAGE, attribute
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.source import model_frame
 
 CALLER = -1
 Env = dict[fx.Node, Any]
+Reader = Callable[[Env], Any]
 
 
 @dataclass
@@ -39,20 +43,70 @@ class Instruction:
     posts: tuple[int, ...] = ()  # lanes that need the value
     forgets: tuple[fx.Node, ...] = ()  # values that this lane does not need any more
 
+    device: torch.device | None = field(init=False, repr=False)  # of its stage, but for the CPU
+    _read: Reader = field(init=False, repr=False)
+    _read_named: Reader | None = field(init=False, repr=False)
+    _named: dict[str, Any] = field(init=False, repr=False)  # where there are no nodes in them
+
+    def __post_init__(self) -> None:
+        device = self.node.meta.get(DEVICE)
+        self.device = None if device is None or device.type == "cpu" else device
+        self._read = _reader(self.node.args) or _constantly(self.node.args)
+        self._read_named, self._named = _reader(self.node.kwargs), dict(self.node.kwargs)
+
     def run(self, env: Env) -> Any:
         """Read the arguments from ``env``, call the function, and store its result there.
 
         An exception gets a note that says at which node, and line of the model, it was raised.
         """
-        node = self.node
-        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         try:
-            value = self.function(*args, **kwargs)
+            named = self._named if self._read_named is None else self._read_named(env)
+            value = self.function(*self._read(env), **named)
         except BaseException as error:
-            error.add_note(_where(node, error))
+            error.add_note(_where(self.node, error))
             raise
-        env[node] = value
+        env[self.node] = value
         return value
+
+
+def _reader(argument: Any) -> Reader | None:
+    """A function that gives an argument of a node, with the values of the nodes in it taken from an
+    environment; None if there are no nodes in it.
+
+    It is made once, when a graph is lowered: to look for nodes at each run takes longer than many
+    operators do.
+    """
+    if isinstance(argument, fx.Node):
+        return itemgetter(argument)
+    if type(argument) is not tuple:
+        found: list[fx.Node] = []
+        fx.map_arg(argument, found.append)
+        return partial(_mapped, argument) if found else None
+    if argument and all(isinstance(each, fx.Node) for each in argument):
+        if len(argument) > 1:
+            return itemgetter(*argument)
+        (node,) = argument
+        return lambda env: (env[node],)
+    readers = [(i, reader) for i, each in enumerate(argument) if (reader := _reader(each))]
+    if [i for i, _ in readers] != [0]:
+        return partial(_filled, argument, readers) if readers else None
+    (_, first), rest = readers[0], argument[1:]
+    return lambda env: (first(env), *rest)
+
+
+def _mapped(argument: Any, env: Env) -> Any:
+    return fx.map_arg(argument, env.__getitem__)
+
+
+def _filled(argument: tuple[Any, ...], readers: list[tuple[int, Reader]], env: Env) -> Any:
+    values = list(argument)
+    for i, read in readers:
+        values[i] = read(env)
+    return tuple(values)
+
+
+def _constantly(argument: Any) -> Reader:
+    return lambda env: argument
 
 
 @dataclass
@@ -126,7 +180,9 @@ def _function(gm: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
         return _mutable
     target = str(node.target)
     if node.op == "get_attr":
-        return lambda: attribute(gm, target)
+        value = attribute(gm, target)
+        # A tensor may be exchanged between runs, a stage may not.
+        return (lambda: value) if isinstance(value, nn.Module) else lambda: attribute(gm, target)
     if node.op == "call_module":
         # Its forward is called, and not the module: fx prints errors in a call of a module to
         # stderr.

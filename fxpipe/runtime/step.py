@@ -32,6 +32,7 @@ from fxpipe.ir._torch import gradient_hooks, pytree
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.runtime.checkpoint import CheckpointOptions, Handle, checkpointed
 from fxpipe.runtime.copy import moved
+from fxpipe.runtime.dependency import flattened, leaves_in, mapped
 from fxpipe.runtime.microbatch import weighted_sum
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.penalty import Penalty, homes_of, leaves_of, penalties
@@ -52,7 +53,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.found: list[Tensor | None] = []  # gradients, one for each leaf of the arguments
-        self.spec: Any = None  # of the arguments
+        self.build: Callable[[list[Any]], Any] = tuple  # the arguments, from their leaves
         self.results: list[list[Any]] = []  # the leaves of each result
         self.handle: Handle | None = None  # of a checkpointed forward
         self.repeat: Callable[..., tuple[Any, ...]] | None = None  # the same, not checkpointed
@@ -65,18 +66,26 @@ class Tape:
 
     def record(self, function: Callable[..., tuple[Any, ...]], args: Any) -> tuple[Any, ...]:
         """Run a function, recording its graph. Returns its results, detached from that graph."""
-        leaves, self.spec = pytree.tree_flatten(args)
+        leaves, self.build = flattened(args)
         self.found = [None] * len(leaves)
+        outer, _recording.tape = getattr(_recording, "tape", None), self
+        try:
+            return self._record(function, leaves)
+        finally:
+            _recording.tape = outer
+
+    def _record(
+        self, function: Callable[..., tuple[Any, ...]], leaves: list[Any]
+    ) -> tuple[Any, ...]:
         anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
             own = [
                 _GraphEntry.apply(anchor, (leaf,), self.found, i) if _is_inner(leaf) else leaf  # type: ignore[no-untyped-call]
                 for i, leaf in enumerate(leaves)
             ]
-        with _recorded_by(self), torch.enable_grad():
-            results = function(*pytree.tree_unflatten(own, self.spec))
-        self.results = [pytree.tree_leaves(result) for result in results]
-        return tuple(pytree.tree_map(_cut_off, result) for result in results)
+            results = function(*self.build(own))
+            self.results = [leaves_in(result) for result in results]
+            return tuple(mapped(_cut_off, result) for result in results)
 
     def backward(self, grads: Sequence[Any], inputs: Sequence[Tensor] | None = None) -> Any:
         """The gradients of the arguments, from those of the results (None: there is none).
@@ -85,7 +94,7 @@ class Tape:
         """
         roots, given = [], []
         for leaves, grad in zip(self.results, grads, strict=True):
-            for leaf, each in zip(leaves, pytree.tree_leaves(grad), strict=False):
+            for leaf, each in zip(leaves, leaves_in(grad), strict=False):
                 if each is not None and _has_history(leaf):
                     roots.append(leaf)
                     given.append(each)
@@ -95,7 +104,7 @@ class Tape:
         if roots and inputs != []:
             torch.autograd.backward(roots, given, inputs=inputs)
         found, self.found = self.found, []
-        return pytree.tree_unflatten(found, self.spec)
+        return self.build(found)
 
     def _begin_at_penalties(self, roots: list[Tensor], given: list[Tensor]) -> None:
         """Let the gradients that the loss has for parameters of this stage (see
@@ -156,6 +165,8 @@ def _has_history(value: Any) -> bool:
 
 def _is_inner(value: Any) -> bool:
     """Whether its gradient is handed on: a parameter, or a replica of one, gathers its own."""
+    if type(value) is Tensor:  # which no parameter is; to ask whether it is one takes longer
+        return value.requires_grad
     return _has_history(value) and not isinstance(value, nn.Parameter)
 
 
@@ -179,7 +190,7 @@ def forward(
         # Made last: in the backward, what comes from behind is the first of a sum.
         return (
             *((own,) if single else own),
-            *(pytree.tree_map(_through, args[i]) for i in passed),
+            *(mapped(_through, args[i]) for i in passed),
         )
 
     def run(*args: Any) -> tuple[Any, ...]:
@@ -329,7 +340,7 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
         pass_on(arrived, result)
         return result.requires_grad_(value.requires_grad)
 
-    return tuple(pytree.tree_map(move, value) for value in values)
+    return tuple(mapped(move, value) for value in values)
 
 
 def replicate(parameter: Tensor, target: str, user: str) -> Tensor:

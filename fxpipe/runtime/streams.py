@@ -50,8 +50,10 @@ def device_of(name: str) -> torch.device | None:
 
 def has_streams(device: torch.device | None) -> bool:
     """Whether work on the device goes to streams: it does on accelerators only."""
+    if device is None or device.type == "cpu":
+        return False
     accelerator = torch.accelerator.current_accelerator()
-    return device is not None and accelerator is not None and device.type == accelerator.type
+    return accelerator is not None and device.type == accelerator.type
 
 
 def is_captured(device: torch.device) -> bool:

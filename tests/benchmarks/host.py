@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -94,8 +93,8 @@ def pipelining(stages: int, x: Tensor, target: Tensor) -> dict[str, Run]:
     return {"torch.distributed.pipelining, 1F1B": partial(schedule.step, x, target=target)}
 
 
-def microseconds(runs: dict[str, Run], rounds: int, times: int = 5) -> dict[str, float]:
-    """CPU microseconds of one call of each, the median of rounds in which they take turns."""
+def microseconds(runs: dict[str, Run], rounds: int, times: int = 3) -> dict[str, float]:
+    """CPU microseconds of one call of each, the least of rounds in which they take turns."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -106,7 +105,7 @@ def microseconds(runs: dict[str, Run], rounds: int, times: int = 5) -> dict[str,
             for _ in range(times):
                 run()
             taken[name].append((time.process_time() - begin) / times)
-    return {name: 1e6 * statistics.median(seconds) for name, seconds in taken.items()}
+    return {name: 1e6 * min(seconds) for name, seconds in taken.items()}
 
 
 def profile(run: Run, times: int, lines: int) -> None:
