@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -92,8 +93,15 @@ class Nesting:
     """For each leaf of the spec: how many tensors have been taken out of it; None if it has not
     been opened."""
 
+    @cached_property
+    def _is_a_leaf(self) -> bool:
+        """Whether the target is a single tensor, say."""
+        return self.tensors == (None,) and self.spec.is_leaf()
+
     def fill(self, leaves: Sequence[Any]) -> Any:
         """Put a target together from its leaves."""
+        if self._is_a_leaf:
+            return leaves[0]
         remaining = iter(leaves)
         parts = []
         for count in self.tensors:

@@ -240,6 +240,44 @@ def is_in_a_group() -> bool:
     return group is not None and group() is not None
 
 
+def run_backward(
+    roots: tuple[Any, ...],
+    grads: tuple[Tensor, ...],
+    inputs: tuple[Any, ...] = (),
+    *,
+    retain_graph: bool = False,
+    accumulate: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """Run the autograd engine as ``torch.autograd.backward`` does, or, where nothing is to be
+    accumulated, as ``torch.autograd.grad`` does, which raises RuntimeError for inputs that are not
+    reached.
+
+    The public functions first look into their arguments again and make gradients of what has none.
+    That takes longer than the engine itself takes for a small layer.
+
+    Args:
+        roots: tensors, or ``GradientEdge``.
+        grads: of the roots, of their shapes.
+        inputs: for these alone; by default for all leaves.
+    """
+    if any(type(root) is not Tensor and isinstance(root, Tensor) for root in (*roots, *inputs)):
+        # A subclass of Tensor may have a backward of its own.
+        if not accumulate:
+            return torch.autograd.grad(roots, inputs, grads, retain_graph=retain_graph)
+        torch.autograd.backward(roots, grads, inputs=inputs or None, retain_graph=retain_graph)
+        return ()
+    engine = torch.autograd.graph._engine_run_backward
+    return engine(
+        roots,
+        grads,
+        retain_graph,
+        False,  # no graph of the backward itself
+        inputs,
+        allow_unreachable=accumulate,
+        accumulate_grad=accumulate,
+    )
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Let the autograd engine call a function at the end of the running backward, as FSDP does."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

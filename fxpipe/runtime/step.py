@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fxpipe.ir._torch import gradient_hooks, pytree
+from fxpipe.ir._torch import gradient_hooks, pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.runtime.checkpoint import CheckpointOptions, Handle, checkpointed
 from fxpipe.runtime.copy import moved
@@ -102,7 +102,7 @@ class Tape:
         if self.penalties:
             self._begin_at_penalties(roots, given)
         if roots and inputs != []:
-            torch.autograd.backward(roots, given, inputs=inputs)
+            run_backward(tuple(roots), tuple(given), tuple(inputs or ()))
         found, self.found = self.found, []
         return self.build(found)
 
@@ -308,7 +308,7 @@ def weight_grad(tape: Tape) -> None:
     deferred += itertools.chain.from_iterable(compute() for compute in later)
     if deferred:
         ends, grads, parameters = zip(*deferred, strict=True)
-        torch.autograd.backward(ends, grads, inputs=list(itertools.chain(*parameters)))
+        run_backward(ends, grads, tuple(itertools.chain(*parameters)))
 
 
 def replay(tape: Tape, halved: bool = False) -> None:
@@ -427,7 +427,10 @@ class _Deferred(torch.autograd.Function):
         ctx.end = ctx.starts = ctx.parameters = None
         found: tuple[Tensor | None, ...] = (None,) * max(1, len(starts))
         if grad is not None and starts:
-            found = torch.autograd.grad(end, starts, grad, retain_graph=bool(parameters))
+            retain = bool(parameters)
+            found = run_backward(
+                (end,), (grad,), tuple(starts), retain_graph=retain, accumulate=False
+            )
         if grad is not None and parameters:
             ctx.tape.deferred.append((end, grad, parameters))
         return None, None, None, None, None, *found

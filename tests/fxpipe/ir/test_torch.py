@@ -231,6 +231,26 @@ def test_backwards_are_numbered_and_call_back_at_their_end():
     assert does_not_exist_in_public(torch.autograd.graph, *names)
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_the_engine_runs_backwards_without_the_checks_of_the_public_functions(kind):
+    weight, x = nn.Parameter(torch.ones(3)), torch.ones(3, requires_grad=True)
+    y, grad = (weight * x).as_subclass(kind), torch.arange(3.0)
+    edge = torch.autograd.graph.get_gradient_edge(y)
+    for root in y, edge:
+        found = _torch.run_backward((root,), (grad,), (x,), retain_graph=True, accumulate=False)
+        assert found[0].equal(grad) and weight.grad is None and x.grad is None
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        unused = torch.ones(1, requires_grad=True)
+        _torch.run_backward((y,), (grad,), (unused,), retain_graph=True, accumulate=False)
+    _torch.run_backward((y,), (grad,), (weight,), retain_graph=True)
+    assert weight.grad.equal(grad) and x.grad is None
+    _torch.run_backward((y,), (grad,))
+    assert weight.grad.equal(2 * grad) and x.grad.equal(grad)
+    with pytest.raises(RuntimeError, match="a second time"):
+        _torch.run_backward((y,), (grad,))
+    assert does_not_exist_in_public(torch.autograd.graph, "engine_run_backward", "run_backward")
+
+
 def test_of_nodes_that_are_ready_that_with_the_highest_number_runs_first():
     def order(first, second):
         """In which order two nodes run that have these numbers, and are ready at the same time."""
