@@ -63,6 +63,7 @@ benchmarks: .venv/.test
 	$(BIN)/python -m tests.benchmarks.step
 	$(BIN)/python -m tests.benchmarks.bubbles
 	$(BIN)/python -m tests.benchmarks.overhead
+	$(BIN)/python -m tests.benchmarks.host
 	$(BIN)/python -m tests.benchmarks.cut
 	$(BIN)/python -m tests.benchmarks.cut_predicted
 	$(BIN)/python -m tests.benchmarks.cut_heuristics
