@@ -55,6 +55,8 @@ def played(graphs: Sequence[fx.GraphModule], values: Sequence[Any]) -> list[Any]
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
+        torch.get_num_threads()  # at its first call in a thread PyTorch sets the process's number
+        torch.set_num_threads(1)
         try:
             with torch.no_grad():
                 results[rank] = run_inline(lower(graphs[rank]), [transport, *values])
