@@ -37,7 +37,6 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.runner import Runner
 from fxpipe.ir.graph import STAGE, WRITTEN, attribute, stage_nodes
 from fxpipe.ir.printing import format_graph
-from fxpipe.ir.structure import Structure
 from fxpipe.runtime.agreement import Agreement
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import run_inline
@@ -339,7 +338,7 @@ def tensors_of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _shapes(values: list[Any]) -> str:
     """What has to be the same on all ranks of the arguments of a call."""
-    tensors, _ = Structure.of(values)
+    tensors = [value for value in values if isinstance(value, Tensor)]
     return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
 
 

@@ -89,5 +89,8 @@ class Agreement:
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         found = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(found, tensor, group=self._group)
+        try:
+            dist.all_gather(found, tensor, group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} has lost another rank: {error}") from error
         return found

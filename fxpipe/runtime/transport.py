@@ -28,8 +28,9 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -200,8 +201,9 @@ class GroupTransport:
                 self.receive(ends, edge.done)
         for ends, count in edges.items():
             edge = self._edge(ends)
-            while ends[0] == self.rank and edge.done < count:
-                self._send(edge, _FAILED, text.encode(), [])
+            with suppress(RankError):
+                while ends[0] == self.rank and edge.done < count:
+                    self._send(edge, _FAILED, text.encode(), [])
         for ends in edges:
             self._edge(ends).worker.rest(is_quiet=True)
 
@@ -216,19 +218,41 @@ class GroupTransport:
         self._send(there, *there.described(description), parts)
 
     def _send(self, edge: _Edge, number: int, text: bytes, parts: list[Tensor]) -> None:
+        """Send a message on an edge. Once the network has failed there, nothing is sent."""
         edge.done += 1
         peer = self.ranks[edge.ends[1]]
         header = torch.tensor([self._key, number, len(text)])
         sent = [header] + ([_bytes(text)] if text else [])
-        works = [dist.isend(t, peer, self._control, tag=_CONTROL) for t in sent]
-        for part in parts:
-            if part.numel():
-                part = part.cpu() if self._by_host else part
-                sent.append(part)
-                works.append(dist.isend(part, peer, self._group(edge), tag=_PAYLOAD))
-        edge.worker.do(partial(_wait, works, sent))
-        if self._is_rendezvous:
-            dist.recv(torch.empty(1), peer, self._control, tag=_MET)
+        with self._or_lost(edge):
+            works = [dist.isend(t, peer, self._control, tag=_CONTROL) for t in sent]
+            for part in parts:
+                if part.numel():
+                    part = part.cpu() if self._by_host else part
+                    sent.append(part)
+                    works.append(dist.isend(part, peer, self._group(edge), tag=_PAYLOAD))
+            edge.worker.do(partial(self._wait, edge, works, sent))
+            if self._is_rendezvous:
+                dist.recv(torch.empty(1), peer, self._control, tag=_MET)
+
+    def _wait(self, edge: _Edge, works: list[Any], sent: list[Tensor]) -> None:
+        """Wait until all is sent; ``sent`` is kept as long."""
+        with self._or_lost(edge):
+            for work in works:
+                work.wait()
+
+    @contextmanager
+    def _or_lost(self, edge: _Edge) -> Iterator[None]:
+        """Say which rank has been lost, where the network fails on an edge, or has failed."""
+        if edge.lost is None:
+            try:
+                yield
+                return
+            except RankError:
+                raise
+            except RuntimeError as error:
+                edge.lost = error
+        other = next(rank for rank in edge.ends if rank != self.rank)
+        raise RankError(f"rank {self.rank} has lost rank {other}: {edge.lost}") from edge.lost
 
     def receive(self, edge: Edge, number: int) -> _Receiving:
         """Let the thread of an edge take what the other rank transmits next."""
@@ -238,17 +262,8 @@ class GroupTransport:
         return _Receiving(there.worker.do(partial(self._take, there, self._key)), self.device)
 
     def _take(self, edge: _Edge, key: int) -> Any:
-        """Take the next message of an edge. Once the network has failed, nothing is waited for."""
-        if edge.lost is None:
-            try:
-                return self._taken(edge, key)
-            except RankError:
-                raise
-            except RuntimeError as error:
-                edge.lost = error
-        raise RankError(
-            f"rank {self.rank} has lost rank {edge.ends[0]}, from which it receives: {edge.lost}"
-        ) from edge.lost
+        with self._or_lost(edge):
+            return self._taken(edge, key)
 
     def _taken(self, edge: _Edge, key: int) -> Any:
         peer = self.ranks[edge.ends[0]]
@@ -378,12 +393,6 @@ def _work(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> N
         except BaseException as error:
             future.set_exception(error)
         del given, future, job
-
-
-def _wait(works: list[Any], sent: list[Tensor]) -> None:
-    """Wait until all is sent; ``sent`` is kept as long."""
-    for work in works:
-        work.wait()
 
 
 def _bytes(text: bytes) -> Tensor:

@@ -62,9 +62,17 @@ def compiled(where: Where, make: Make, loss_fn: Any, **options: Any) -> fxpipe.P
 
 
 def train(
-    where: Where, make: Make, calls: Sequence[Call], loss_fn: Any = mean_loss, **options: Any
+    where: Where,
+    make: Make,
+    calls: Sequence[Call],
+    loss_fn: Any = mean_loss,
+    in_step: bool = False,
+    **options: Any,
 ) -> Trained:
-    """Make a step for each call, with an optimizer, and one call in eval mode."""
+    """Make a step for each call, with an optimizer, and one call in eval mode.
+
+    ``in_step``: whether the optimizer is given to the step.
+    """
     example = {"example_inputs": calls[0].args, "example_kwargs": calls[0].kwargs}
     with compiled(where, make, loss_fn, **example, **options) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
@@ -72,9 +80,11 @@ def train(
         for call in calls:
             optimizer.zero_grad()
             torch.manual_seed(7)
-            losses.append(pipe.step(*call.args, target=call.target, **call.kwargs))
+            given = optimizer if in_step else None
+            losses.append(pipe.step(*call.args, target=call.target, optimizer=given, **call.kwargs))
             grads = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
-            optimizer.step()
+            if not in_step:
+                optimizer.step()
         pipe.eval()
         with torch.no_grad():
             output = pipe(*calls[-1].args, **calls[-1].kwargs)

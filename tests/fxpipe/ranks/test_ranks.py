@@ -60,9 +60,9 @@ def rows(count: int) -> list[Call]:
     return [Call((torch.randn(count, 3),), torch.randn(count))]
 
 
-def test_a_unet_on_two_ranks_with_micro_batches_of_several_sizes(pool):
+def test_a_unet_on_two_ranks_with_uneven_micro_batches_and_an_optimizer_in_the_step(pool):
     calls = images(7)
-    options = {"chunks": 3, "schedule": "1f1b"}
+    options = {"chunks": 3, "schedule": "1f1b", "in_step": True}
     found = pool.run(train, UNet, calls, ranks=2, **options)
     assert_same(found, train(2, UNet, calls, **options))
 
