@@ -12,6 +12,17 @@ from sphinx.util.nodes import make_refnode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import torch.distributed
+import torch.distributed.device_mesh
+
+import fxpipe.api
+
+# The signature of compile() has these names for type checkers only: Sphinx looks them up, too.
+vars(fxpipe.api).update(
+    ProcessGroup=torch.distributed.ProcessGroup,
+    DeviceMesh=torch.distributed.device_mesh.DeviceMesh,
+)
+
 project = "fxpipe"
 copyright = "the fxpipe authors"
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
