@@ -493,11 +493,17 @@ class SymbolicInputs:
     def compiling(self) -> Iterator[None]:
         """A context for the compiler, which finds the fake tensor mode by it.
 
-        Saved tensors are not written to by the backward, which may run several times.
+        Saved tensors are not written to by the backward, which may run several times. Backwards
+        are compiled at once, so that what the compiler refuses is known before anything runs.
         """
-        aot = importlib.import_module("torch._functorch.config")
-        with tracing(TracingContext(self.mode)), aot.patch(donated_buffer=False):
+        aot: Any = importlib.import_module("torch._functorch.config")
+        told = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
+        known = {name: value for name, value in told.items() if hasattr(aot, name)}
+        context: Any = TracingContext(self.mode)
+        with tracing(context), aot.patch(known):
             yield
+        if getattr(context.fw_metadata, "bw_donated_idxs", ()) is None:
+            context.fw_metadata.bw_donated_idxs = []  # None would count as some, when it runs
 
     def admit(self, values: list[Any]) -> bool:
         """Whether what has been compiled is right for these values: one for each number, and for

@@ -168,7 +168,8 @@ def _part(
     own: dict[fx.Node, fx.Node] = {}
     needed = {source for node in inside for source in node.all_input_nodes} | set(results)
     for node in inputs:
-        if node in needed:
+        # All sizes: shapes of other inputs are in terms of them, and a compiler has to know each.
+        if node in needed or isinstance(node.meta.get("val"), torch.SymInt):
             own[node] = graph.placeholder(node.name)
             own[node].meta = dict(node.meta)
     for node in gm.graph.nodes:

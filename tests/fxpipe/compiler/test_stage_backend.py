@@ -363,6 +363,29 @@ def test_a_stage_that_cannot_be_compiled_runs_as_it_is_and_is_named():
         assert "stage_1 runs as it is: RuntimeError: there is no such kernel" in str(pipe.report())
 
 
+def test_a_stage_whose_backward_cannot_be_compiled_runs_as_it_is_from_the_start():
+    def backend(gm, inputs):
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def forward(gm, inputs):
+            return make_boxed_func(gm.forward)
+
+        return aot_autograd(fw_compiler=forward, bw_compiler=refuse)(gm, inputs)
+
+    x, y = torch.randn(8, 8), torch.zeros(8, 4)
+
+    def run(backend):
+        model = seeded(Plain)
+        with compiled(model, backend) as pipe:
+            pipe.step(x, target=y)
+        return [p.grad for p in model.parameters()]
+
+    with pytest.warns(UserWarning, match="is not compiled by backend.*no such kernel"):
+        found = run(backend)
+    assert all(map(torch.equal, found, run(None)))
+
+
 def test_a_stage_that_needs_values_runs_as_it_is():
     class Gate(nn.Module):
         def forward(self, x):

@@ -87,6 +87,41 @@ def test_the_first_stage_has_nothing_to_do_in_its_first_half():
     assert operators(halves.second).count("mm.default") == 2
 
 
+def test_every_graph_has_the_sizes_that_its_inputs_have_as_inputs():
+    """A compiler has to know all symbols in shapes of inputs, and "rows * 5" alone tells none."""
+    unknown = []
+
+    def backend(gm, inputs):
+        shapes = [each.shape for each in inputs if isinstance(each, torch.Tensor)]
+        sizes = [size for shape in shapes for size in shape] + list(inputs)
+        exprs = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
+        known = {expr for expr in exprs if expr.is_Symbol}
+        unknown.extend(expr for expr in exprs if expr.free_symbols - known)
+        return gm.forward
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.last(self.first(x).flatten(0, 1).tanh()) * 2
+
+    x = torch.randn(8, 5, 8)
+    with fxpipe.compile(
+        Flat(),
+        ["cpu"] * 2,
+        chunks=4,
+        partition=["flatten"],
+        schedule="zb_h1",
+        loss_fn=lambda output, target: (output.view_as(target) - target).square().mean(),
+        stage_backend=backend,
+    ) as pipe:
+        pipe.step(x, target=x)
+        assert "runs as it is" not in str(pipe.report())
+    assert unknown == []
+
+
 def test_a_step_runs_second_halves_when_the_schedule_says_so():
     """A backend sees each graph that runs: the second halves are run apart from the first."""
     ran = []
