@@ -10,8 +10,9 @@ where values go from one to another.
                          └── portal ─┘             portal copy
                compute ──────────────────│  copy streams       │───────── compute
 
-All values that leave a cell pass one wait, in which the copy stream waits for the compute stream;
-all values that arrive pass another one, in which the compute stream waits for the copy stream.
+All values that leave a cell pass one wait, which notes the event after which they are made: their
+copies wait for it, on the streams of the links (:mod:`fxpipe.runtime.streams`). All values that
+arrive pass another one, in which the compute stream waits for their copies.
 """
 
 from __future__ import annotations
