@@ -1,4 +1,4 @@
-"""A checkpoint's options: contexts for the two runs (selective checkpointing), early stop, debug."""
+"""Options of a checkpoint: contexts for the two runs (selective ones too), early stop, debug."""
 
 from __future__ import annotations
 
