@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxpipe import skip
+    from fxpipe import loss_weight, skip
     from fxpipe.api import compile
     from fxpipe.dynamo import BackendError, backend
     from fxpipe.inspect.views import Stage
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
     from fxpipe.planning import Plan, plan
     from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
+    from fxpipe.runtime.transport import RankError
     from fxpipe.schedule import Schedule, ScheduleError, simulate
     from fxpipe.trace import TraceError
     from passes.chain import Chain, default_chain

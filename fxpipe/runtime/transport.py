@@ -141,7 +141,7 @@ class GroupTransport:
         self._by_host = device.type == "cpu" or dist.get_backend(group) == "gloo"
         up, down = (None, None) if self._by_host else (made(), made())
         self._payload = {True: up or self._control, False: down or self._control}
-        self._edges: dict[Edge, _Edge] = {}
+        self._edges: dict[Edge, _EdgeEnd] = {}
         self._is_rendezvous = os.environ.get("FXPIPE_RENDEZVOUS", "0") not in ("", "0")
         self._run = 0
         self._key = 0
@@ -217,7 +217,7 @@ class GroupTransport:
         description, parts = packed(values, self.device)
         self._send(there, *there.described(description), parts)
 
-    def _send(self, edge: _Edge, number: int, text: bytes, parts: list[Tensor]) -> None:
+    def _send(self, edge: _EdgeEnd, number: int, text: bytes, parts: list[Tensor]) -> None:
         """Send a message on an edge. Once the network has failed there, nothing is sent."""
         edge.done += 1
         peer = self.ranks[edge.ends[1]]
@@ -234,14 +234,14 @@ class GroupTransport:
             if self._is_rendezvous:
                 dist.recv(torch.empty(1), peer, self._control, tag=_MET)
 
-    def _wait(self, edge: _Edge, works: list[Any], sent: list[Tensor]) -> None:
+    def _wait(self, edge: _EdgeEnd, works: list[Any], sent: list[Tensor]) -> None:
         """Wait until all is sent; ``sent`` is kept as long."""
         with self._or_lost(edge):
             for work in works:
                 work.wait()
 
     @contextmanager
-    def _or_lost(self, edge: _Edge) -> Iterator[None]:
+    def _or_lost(self, edge: _EdgeEnd) -> Iterator[None]:
         """Say which rank has been lost, where the network fails on an edge, or has failed."""
         if edge.lost is None:
             try:
@@ -261,11 +261,11 @@ class GroupTransport:
         there.done += 1
         return _Receiving(there.worker.do(partial(self._take, there, self._key)), self.device)
 
-    def _take(self, edge: _Edge, key: int) -> Any:
+    def _take(self, edge: _EdgeEnd, key: int) -> Any:
         with self._or_lost(edge):
             return self._taken(edge, key)
 
-    def _taken(self, edge: _Edge, key: int) -> Any:
+    def _taken(self, edge: _EdgeEnd, key: int) -> Any:
         peer = self.ranks[edge.ends[0]]
         if self._is_rendezvous:
             dist.send(torch.empty(1), peer, self._control, tag=_MET)
@@ -289,7 +289,7 @@ class GroupTransport:
             )
         return values
 
-    def _part(self, edge: _Edge, size: int) -> Tensor:
+    def _part(self, edge: _EdgeEnd, size: int) -> Tensor:
         device = torch.device("cpu") if self._by_host else self.device
         part = torch.empty(size, dtype=torch.uint8, device=device)
         if size:
@@ -299,13 +299,13 @@ class GroupTransport:
             work.wait()
         return part.to(self.device)
 
-    def _group(self, edge: _Edge) -> Any:
+    def _group(self, edge: _EdgeEnd) -> Any:
         source, target = edge.ends
         return self._payload[source < target]
 
-    def _edge(self, edge: Edge) -> _Edge:
+    def _edge(self, edge: Edge) -> _EdgeEnd:
         if edge not in self._edges:
-            self._edges[edge] = _Edge(edge, self.device)
+            self._edges[edge] = _EdgeEnd(edge, self.device)
         return self._edges[edge]
 
     def close(self) -> None:
@@ -315,7 +315,7 @@ class GroupTransport:
         self._edges.clear()
 
 
-class _Edge:
+class _EdgeEnd:
     """One end of an edge: its thread, and the descriptions that both ends know by number."""
 
     def __init__(self, ends: Edge, device: torch.device) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.dynamo import Bound
+from fxpipe.dynamo.inputs import Bound
 from tests.zoo import MLP, MODELS, ResNet, Tied, gradients, loop, loss_of, same
 
 
