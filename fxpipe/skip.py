@@ -131,7 +131,7 @@ def stash(name: str, tensor: Any, namespace: Namespace | None = None) -> None:
         SkipError: while the model is compiled, if the name is in use already. In an eager call the
             new tensor replaces the old one, which a forward that raised an error may have left.
     """
-    _current.tracker.save((namespace, name), tensor, _caller())
+    _current.tracker.save((namespace, name), tensor, _calling_module())
 
 
 def pop(name: str, namespace: Namespace | None = None) -> Any:
@@ -140,10 +140,17 @@ def pop(name: str, namespace: Namespace | None = None) -> Any:
     Raises:
         SkipError: if none has been stashed under that name, or it has been popped already.
     """
-    return _current.tracker.load((namespace, name), _caller())
+    return _current.tracker.load((namespace, name), _calling_module())
 
 
-def _caller() -> object:
-    """The module whose forward has called ``stash`` or ``pop``, for messages."""
-    frame = sys._getframe(2)
-    return frame.f_locals.get("self")
+def _calling_module() -> object:
+    """The module whose forward has called ``stash`` or ``pop``, for messages only.
+
+    Users call these two as plain functions, so that no argument says which module is running, and
+    PyTorch does not tell it either: hooks that would, on every module, slow down each forward and
+    make modules look as if a user watched them. So this function reads one local variable, which is
+    ``self``, of the frame that has made the call. Where it is no module, the messages speak of a
+    function; no value of a model depends on it.
+    """
+    caller = sys._getframe(2)
+    return caller.f_locals.get("self")

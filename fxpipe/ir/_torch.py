@@ -13,6 +13,7 @@ stands in graphs under this name.
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -356,6 +357,22 @@ EXPORT: ModuleType = importlib.import_module("torch.export._trace")
 WITHOUT_BACKENDS = "_ignore_backend_decomps"
 """The context, a function of that module, in which torch.export traces without oneDNN and cuDNN, in
 all threads. Graphs of operators that autograd sees are the same with them."""
+
+
+@contextmanager
+def lost_tensors_as_constants() -> Iterator[None]:
+    """Inside the ``with`` block, torch.export returns programs that have fake tensors as constants.
+
+    Such a constant is a tensor of which the export has lost track. By default it raises an error
+    that tells only in its text which module the tensor belongs to; the name of the constant, in
+    ``ExportedProgram.constants``, says it too: the module's path, and ``lifted_tensor_0``. The
+    warning in place of the error is ignored, since whoever uses this context looks for constants.
+    """
+    config: Any = importlib.import_module("torch._export.config")
+    with warnings.catch_warnings(), config.patch(error_on_lifted_constant_tensors=False):
+        warnings.filterwarnings("ignore", "We found a fake tensor in the exported program")
+        yield
+
 
 VMAP_BEGINS = predispatch._vmap_increment_nesting
 VMAP_ENDS = predispatch._vmap_decrement_nesting

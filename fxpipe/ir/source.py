@@ -31,13 +31,15 @@ def is_of_a_model(filename: str) -> bool:
     return filename == _DEMO or not filename.startswith(_OTHERS)
 
 
-_FRAME = re.compile(r' *(?P<text>File "(?P<file>.*?)", line (?P<number>\d+).*\n.*)')
+_FRAME = re.compile(r' *(?P<text>File "(?P<file>.*?)", line (?P<number>\d+).*\n *(?P<code>.*))')
 
 
 def model_frame(trace: str | None) -> re.Match[str] | None:
     """The innermost frame of a stack trace that is of a model; None if none is.
 
-    Its groups: "text", as Python prints it, without the indentation; "file" and "number".
+    ``torch.fx`` keeps the stack at which a node was recorded as text only, so that a regular
+    expression has to take it apart. Its groups: "text", as Python prints the frame, without the
+    indentation; "file", "number" and "code", the line of code.
     """
     frames = [f for f in _FRAME.finditer(trace or "") if is_of_a_model(f["file"])]
     return frames[-1] if frames else None

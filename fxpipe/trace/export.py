@@ -7,7 +7,6 @@ whole, as one node that export does not look into.
 from __future__ import annotations
 
 import operator
-import re
 import sys
 import traceback
 import warnings
@@ -21,8 +20,9 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import skip
-from fxpipe.ir._torch import FakeTensor
+from fxpipe.ir._torch import FakeTensor, lost_tensors_as_constants
 from fxpipe.ir.hooks import is_watched
+from fxpipe.ir.source import model_frame
 from fxpipe.ir.structure import Structure
 from fxpipe.trace import checkpoints, whole
 from fxpipe.trace.conditions import ASSERTED, asserted
@@ -126,6 +126,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 whole.kept_whole(strategy.whole, calls),
                 functions_called(calls if strategy.functions_as_nodes else None) as functions,
                 checkpoints.noted(checkpoints.graph_of_export) as checkpointed,
+                lost_tensors_as_constants(),
             ):
                 program = torch.export.export(
                     _OnTensors(example, structures.append),
@@ -133,6 +134,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                     dynamic_shapes={"inputs": dynamic},
                     strict=False,
                 )
+            _refuse_lost_tensors(program, example)
             exported = program.module(check_guards=False)
             graph_module = _on_the_model(exported, example, calls)
             checkpoints.enclose(graph_module, checkpointed)
@@ -161,13 +163,35 @@ def _to_blame(model: nn.Module, error: Exception, running: Running) -> nn.Module
     module = running.raised_by(error)
     if module is not None and module is not model:
         return module
-    named = _FAKE_CONSTANT.search(str(error))
-    return model.get_submodule(named["module"]) if named else None
+    return None
 
 
-# Where a fake tensor has become an attribute of a module, torch.export names the module only in the
-# text of its message.
-_FAKE_CONSTANT = re.compile(r"model attribute: model\.(?P<module>[\w.]+)\.\w+\.")
+def _refuse_lost_tensors(program: torch.export.ExportedProgram, example: Example) -> None:
+    """Raise an error that blames the module in which export has lost track of a tensor.
+
+    This happens where a module computes with what no tracer sees, such as ``tensor.data``. Export
+    then takes the result for a constant and puts it into the graph as an attribute, although it has
+    no values and belongs to no attribute of the model.
+    """
+    for name, constant in program.constants.items():
+        path = name.removeprefix("model.").rpartition(".")[0]
+        if isinstance(constant, FakeTensor) and not _has(example.model, name):
+            owner = example.model.get_submodule(path)
+            raise whole.Blamed(
+                owner,
+                f"torch.export loses track of a tensor in {type(owner).__name__} and would make a "
+                "constant of it, as it does where a forward uses tensor.data: tensor.detach() can "
+                "be traced",
+            )
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Whether a tensor of an exported program is an attribute of the model."""
+    try:
+        operator.attrgetter(name.removeprefix("model."))(model)
+    except AttributeError:
+        return False
+    return True
 
 
 def _warn_of_hooks(model: nn.Module) -> None:
@@ -357,8 +381,8 @@ def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blam
         if free_unbacked_symbols(node.meta.get("val")):
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
             owner = model.get_submodule(paths[-1]) if paths else model
-            frame = _LAST_FRAME.search(node.stack_trace or "")
-            where = f" (at {frame['file']}:{frame['line']}: {frame['code']})" if frame else ""
+            frame = model_frame(node.stack_trace)
+            where = f" (at {frame['file']}:{frame['number']}: {frame['code']})" if frame else ""
             return whole.Blamed(
                 owner, f"how large a tensor is, or a number, follows from values of tensors{where}"
             )
@@ -372,9 +396,6 @@ def _enclosed(traced: Traced, example: Example, unknown: whole.Blamed) -> None:
         enclose_unknown_sizes(traced.graph_module, _runs(example, traced))
     except Exception:  # enclosing has failed, or a run of the graph at another batch size
         raise unknown from None
-
-
-_LAST_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n +(?P<code>.*)\s*\Z')
 
 
 def _without_wrapper(meta: dict[str, Any]) -> dict[str, Any]:

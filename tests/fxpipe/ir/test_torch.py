@@ -437,6 +437,26 @@ def test_an_export_switches_backends_off_in_a_context_of_its_own(monkeypatch):
     assert entered
 
 
+def test_an_export_gives_the_tensors_it_has_lost_track_of_as_constants(recwarn):
+    """When ``torch.export`` follows ``tensor.data``, or its error tells the module by an attribute,
+    ``lost_tensors_as_constants`` goes."""
+
+    class Loses(nn.Module):
+        def forward(self, x):
+            return x.data * x
+
+    model, x = nn.Sequential(nn.Linear(2, 2), Loses()), torch.ones(1, 2)
+    with pytest.raises(RuntimeError, match=r"attribute: 1\.lifted_tensor_0\.") as error:
+        torch.export.export(model, (x,), strict=False)
+    assert set(vars(error.value)) == set()
+    with _torch.lost_tensors_as_constants():
+        program = torch.export.export(model, (x,), strict=False)
+    ((name, constant),) = program.constants.items()
+    assert name == "1.lifted_tensor_0"
+    assert isinstance(constant, _torch.FakeTensor)
+    assert not [w for w in recwarn if "fake tensor" in str(w.message)]
+
+
 def test_the_node_of_a_graph_gets_a_name_that_is_unique():
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
