@@ -1,5 +1,5 @@
-"""The driver of a compilation: it traces the model for a kind of call, runs the passes on the
-graph, lowers the result to a program, and keeps that for the next call of the kind."""
+"""The driver of a compilation: it looks up what has been compiled for a kind of call, or traces the
+model for it and cuts the graph into stages, and has that lowered to programs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.guards import ANY_SHAPES, ANY_SIZE, ONE_SIZE, GuardedCall, Guards
-from fxpipe.compiler.history import History, name_of
+from fxpipe.compiler.history import History
 from fxpipe.compiler.layout import CutAlike, Layout
-from fxpipe.compiler.loss import Loss, LossWeight, Target
+from fxpipe.compiler.loss import Target
+from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
@@ -33,9 +34,8 @@ from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
 from fxpipe.meaning.weights import named_arguments
 from fxpipe.runtime.ambient import compiling
-from fxpipe.runtime.compiled_stage import CompiledStages, as_it_is
-from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, Dims
-from fxpipe.runtime.program import lower
+from fxpipe.runtime.compiled_stage import CompiledStages
+from fxpipe.runtime.microbatch import Dim, Dims
 from fxpipe.runtime.state import STATEFUL
 from fxpipe.trace import (
     CustomTracer,
@@ -50,13 +50,8 @@ from fxpipe.trace.isolation import on_one_device
 from fxpipe.trace.patches import quiet
 from fxpipe.trace.premises import Premises, Reads, attributes_read
 from fxpipe.trace.twin import Twin
-from passes.chain import ToPipeline, ToStages, ToStep
+from passes.chain import ToStages
 from passes.common.fakes import forget_history
-
-
-def run_pass(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
-    """Apply a pass to a graph. This is the runner of passes where no observer has been given."""
-    return rewrite(gm)
 
 
 @dataclass
@@ -93,6 +88,7 @@ class Compiler:
         self.model = model
         self.options = options
         self.layout = layout or Layout(len(options.devices))
+        self.lowering = Lowering(model, options)
         self.cache = Cache(model)
         self.homes: dict[str, torch.device] = {}  # of the tensors that are still on "meta"
         self._lock = threading.RLock()
@@ -114,7 +110,7 @@ class Compiler:
         mode."""
         with self._lock:
             if chunks not in mode.unrolled:
-                mode.unrolled[chunks] = self._unroll(mode, chunks)
+                mode.unrolled[chunks] = self.lowering.pipeline(mode, chunks)
                 mode.refresh()
             return mode.unrolled[chunks]
 
@@ -124,38 +120,10 @@ class Compiler:
         key = chunks, target.nesting, target.has_batch
         with self._lock:
             if key not in mode.steps:
-                mode.steps[key] = self._unroll_step(mode, chunks, target)
+                dim = self._loss_dim(mode, target, chunks)
+                mode.steps[key] = self.lowering.step(mode, chunks, target, dim)
                 mode.refresh()
             return mode.steps[key]
-
-    def _unroll_step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
-        options = self.options
-        dim = self._loss_dim(mode, target, chunks)
-        context = ToStep(
-            loss=Loss(options.loss_fn, mode.traced.rebuild, target.nesting),
-            schedule=options.schedule_for(chunks, mode.costs),
-            devices=options.names,
-            in_dims=tuple(mode.in_dims),
-            targets=target.has_batch,
-            checkpoint=options.checkpoint,
-            checkpoint_segments=options.checkpoint_segments,
-            summed=dim == SUM,
-            loss_weight=self._loss_weight(mode, target) if dim == WEIGHTED else None,
-            weighs_inputs=dim == WEIGHTED and options.loss_fn is None,
-            compiled=mode.compiled,
-        )
-        return self._lowered(mode, f"step of {chunks}", context, chunks)
-
-    def _loss_weight(self, mode: Mode, target: Target | None = None) -> LossWeight | None:
-        """The module that computes the weight of a micro-batch's loss, from its target or, where
-        the model returns its loss, from its inputs."""
-        function = self.options.loss_weight
-        if function is None or isinstance(function, str):
-            return None
-        if self.options.loss_fn is None or target is None:
-            return LossWeight(function, mode.arguments)
-        nesting = target.nesting
-        return LossWeight(function, lambda leaves: ((nesting.fill(leaves),), {}))
 
     def _loss_dim(self, mode: Mode, target: Target, chunks: int) -> Dim:
         """How the losses of micro-batches make that of the mini-batch."""
@@ -182,18 +150,6 @@ class Compiler:
                     loss_weight=self.options.loss_weight,
                 ),
             )
-
-    def _history(self, title: str, gm: fx.GraphModule) -> History:
-        """A runner of the passes that begin with this graph. It calls the observer, reports
-        progress, and records what each pass changes."""
-        title, observer = f"{type(self.model).__name__} {title}", self.options.observer
-        run = run_pass if observer is None else observer(title, gm)
-
-        def reported(rewrite: passes.Pass, gm: fx.GraphModule) -> fx.GraphModule:
-            report_progress(name_of(rewrite))
-            return run(rewrite, gm)
-
-        return History(title, gm, reported)
 
     def forget(self) -> None:
         """Forget all compiled programs, so that the next call is compiled; the cut of the model
@@ -418,7 +374,7 @@ class Compiler:
         has_values = not self.is_on_meta()
         traced = trace(model, *inputs, tracer=tracer, batch_dims=varying, check=has_values)
         context = self._to_stages(traced, inputs, meaning, chunks)
-        history = self._history("stages", traced.graph_module)
+        history = History.observed(self.model, "stages", traced.graph_module, self.options.observer)
         prepared = _ModelGraph(traced, context, self.options.passes, history)
         try:
             with untouched(model):
@@ -479,42 +435,6 @@ class Compiler:
         if not self.layout.labels or not inputs:
             return nullcontext()
         return on_one_device(model, inputs[0].device)
-
-    def _unroll(self, mode: Mode, chunks: int) -> Unrolled:
-        options = self.options
-        context = ToPipeline(
-            devices=options.names,
-            chunks=chunks,
-            in_dims=tuple(mode.in_dims),
-            out_dims=tuple(mode.out_dims),
-            checkpoint=options.checkpoint,
-            checkpoint_segments=options.checkpoint_segments,
-            compiled=mode.compiled,
-            loss_weight=self._loss_weight(mode),
-        )
-        return self._lowered(mode, f"pipeline of {chunks}", context, chunks)
-
-    def _lowered(
-        self, mode: Mode, title: str, context: ToPipeline | ToStep, chunks: int
-    ) -> Unrolled:
-        """Run the passes that begin with the stage graph, and lower the resulting graph."""
-        gm = mode.stage_graph
-        history = self._history(title, gm)
-        for rewrite in self.options.passes.passes(context):
-            gm = history(rewrite, gm)
-        return self._unrolled(mode, gm, chunks, history)
-
-    def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int, history: History) -> Unrolled:
-        """Lower a pipeline or step graph to programs: one that runs inline, in the caller's thread,
-        and one that runs in lanes. The tensors of the model are bound to the graph's modules."""
-        stages = stages_of(mode.stage_graph)
-        for made in gm.modules():  # the graph itself, and graph modules that passes have added
-            if isinstance(made, fx.GraphModule) and as_it_is(made) not in stages:
-                mode.bindings += bindings(made, self.model)
-        # A single micro-batch, or a single lane, has nothing to run in parallel.
-        runs_inline = chunks == 1 or len(self.options.lanes) == 1
-        in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
-        return Unrolled(gm, lower(gm), in_lanes, history)
 
 
 def _without_values(tensor: Tensor) -> Tensor:

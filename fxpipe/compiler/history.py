@@ -19,10 +19,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import fx, nn
 
-from fxpipe.compiler.options import RunPass
+from fxpipe.compiler.options import Observer, RunPass
 from fxpipe.ir.printing import format_graph
+from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import human_time, summary
 from passes import Pass
 
@@ -55,6 +56,11 @@ class Snapshot:
         return zlib.decompress(self.zipped).decode()
 
 
+def run_pass(rewrite: Pass, gm: fx.GraphModule) -> fx.GraphModule:
+    """Apply a pass to a graph. This is the runner of passes where no observer has been given."""
+    return rewrite(gm)
+
+
 class History:
     """Runs the passes of one chain, one after the other, and keeps a snapshot after each.
 
@@ -71,6 +77,24 @@ class History:
         self.snapshots: list[Snapshot] = []
         self._is_kept = True
         self._keep(gm, "before", BEGIN)
+
+    @staticmethod
+    def observed(
+        model: nn.Module, title: str, gm: fx.GraphModule, observer: Observer | None
+    ) -> History:
+        """A history whose passes are run by an observer, if there is one, and reported as progress.
+
+        Args:
+            title: what is made of the model, such as "stages".
+        """
+        title = f"{type(model).__name__} {title}"
+        run = run_pass if observer is None else observer(title, gm)
+
+        def reported(rewrite: Pass, gm: fx.GraphModule) -> fx.GraphModule:
+            report_progress(name_of(rewrite))
+            return run(rewrite, gm)
+
+        return History(title, gm, reported)
 
     def __call__(self, rewrite: Pass, gm: fx.GraphModule) -> fx.GraphModule:
         """Run a pass."""

@@ -33,6 +33,7 @@ from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.history import History
 from fxpipe.compiler.layout import CutAlike, Layout
+from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.runner import Runner
 from fxpipe.ir.graph import STAGE, WRITTEN, attribute, stage_nodes
@@ -160,57 +161,46 @@ class Agreed:
         return gm
 
 
-class RankCompiler(Compiler):
-    """Compiles a model on every rank, and sees to it that all come to the same."""
+class RankLowering(Lowering):
+    """Lowers a graph of all stages to the programs of one rank, once all ranks have the same one.
+
+    Args:
+        ranks, agreement, transport: those of the compiler.
+    """
 
     def __init__(
-        self, model: nn.Module, options: Options, ranks: Ranks, layout: Layout | None = None
+        self,
+        model: nn.Module,
+        options: Options,
+        ranks: Ranks,
+        agreement: Agreement,
+        transport: GroupTransport,
     ) -> None:
-        super().__init__(model, options, layout)
-        self.ranks = ranks
-        self.agreement = Agreement(ranks.group, ranks.timeout)
-        self.transport = GroupTransport(ranks.group, ranks.device, ranks.timeout)
-        self.owners: dict[str, int] = {}
-        """The rank of each parameter and buffer that a compiled graph uses, by its name."""
+        super().__init__(model, options)
+        self.ranks, self.agreement, self.transport = ranks, agreement, transport
 
-    def _to_stages(self, *args: Any) -> ToStages:
-        context = super()._to_stages(*args)
-        assert isinstance(context.partition, CutAlike)
-        cut = Agreed(context.partition, self.agreement)
-        return replace(context, partition=cut, places=self.options.placement)
-
-    def _compiled(self, *args: Any) -> Mode:
-        mode = super()._compiled(*args)
-        for name, rank in owners(self.model, mode.stage_graph, self.options.placement).items():
-            known = self.owners.setdefault(name, rank)
-            if known != rank:
-                raise PartitionError(
-                    f"{name} is used by rank {rank} in this call, and by rank {known} in an "
-                    "earlier one, which has its value: compile with a partition= that suits both"
-                )
-        return mode
-
-    def _unroll(self, mode: Mode, chunks: int) -> Unrolled:
+    def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
         """The graph that a call without gradients runs: only micro-batches and their stages, as
         all that crosses is transmitted."""
         options = self.options
         context = ToPipeline(
             options.names, chunks, tuple(mode.in_dims), tuple(mode.out_dims), "never", 1
         )
-        gm, history = mode.stage_graph, self._history(f"ranks of {chunks}", mode.stage_graph)
+        gm, title = mode.stage_graph, f"ranks of {chunks}"
+        history = History.observed(self.model, title, gm, options.observer)
         for entry in options.passes.entries:
             if entry.leads_to == Level.PIPELINE and entry.source == Level.STAGE:
                 gm = history(entry.make(context), gm)
-        return self._unrolled(mode, gm, chunks, history)
+        return self.programs(mode, gm, chunks, history)
 
-    def _unrolled(self, mode: Mode, gm: fx.GraphModule, chunks: int, history: History) -> Unrolled:
+    def programs(self, mode: Mode, gm: fx.GraphModule, chunks: int, history: History) -> Unrolled:
         for node in gm.graph.find_nodes(op="placeholder"):
             if WRITTEN in node.meta:
                 raise ValueError(
                     f"the model writes to its input {node.name}, of which every rank has its own: "
                     "let it write to a copy"
                 )
-        whole = super()._unrolled(mode, gm, chunks, history)
+        whole = super().programs(mode, gm, chunks, history)
         self._compare(mode, gm)
         unrolled = RankUnrolled(whole.graph_module, whole.inline, None, history)
         for everywhere in (True, False):
@@ -259,6 +249,38 @@ class RankCompiler(Compiler):
             "stages": _digest(stages.replace(str(device), device.type)),
             "graphs": _digest(format_graph(gm).replace(str(device), device.type)),
         }
+
+
+class RankCompiler(Compiler):
+    """Compiles a model on every rank, and sees to it that all come to the same."""
+
+    def __init__(
+        self, model: nn.Module, options: Options, ranks: Ranks, layout: Layout | None = None
+    ) -> None:
+        super().__init__(model, options, layout)
+        self.ranks = ranks
+        self.agreement = Agreement(ranks.group, ranks.timeout)
+        self.transport = GroupTransport(ranks.group, ranks.device, ranks.timeout)
+        self.lowering = RankLowering(model, options, ranks, self.agreement, self.transport)
+        self.owners: dict[str, int] = {}
+        """The rank of each parameter and buffer that a compiled graph uses, by its name."""
+
+    def _to_stages(self, *args: Any) -> ToStages:
+        context = super()._to_stages(*args)
+        assert isinstance(context.partition, CutAlike)
+        cut = Agreed(context.partition, self.agreement)
+        return replace(context, partition=cut, places=self.options.placement)
+
+    def _compiled(self, *args: Any) -> Mode:
+        mode = super()._compiled(*args)
+        for name, rank in owners(self.model, mode.stage_graph, self.options.placement).items():
+            known = self.owners.setdefault(name, rank)
+            if known != rank:
+                raise PartitionError(
+                    f"{name} is used by rank {rank} in this call, and by rank {known} in an "
+                    "earlier one, which has its value: compile with a partition= that suits both"
+                )
+        return mode
 
 
 class RankRunner(Runner):

@@ -1,0 +1,100 @@
+"""Lowering: from the stage graph of a mode to a pipeline graph or step graph, and from there to the
+programs that run.
+
+::
+
+    stage graph ─┬─ microbatch ─ ... ─ pipeline graph ─┬─ program of the lanes
+                 └─ step ─ ... ─────── step graph ─────┴─ program of the calling thread
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from fxpipe.compiler.bindings import bindings, stages_of
+from fxpipe.compiler.compiled import Mode, Unrolled
+from fxpipe.compiler.history import History
+from fxpipe.compiler.loss import Loss, LossWeight, Target
+from fxpipe.compiler.options import Options
+from fxpipe.runtime.compiled_stage import as_it_is
+from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim
+from fxpipe.runtime.program import lower
+from passes.chain import ToPipeline, ToStep
+
+
+class Lowering:
+    """Unrolls the stage graph of a mode over micro-batches, and lowers the resulting graph."""
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self.model = model
+        self.options = options
+
+    def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
+        """The pipeline graph for ``chunks`` micro-batches, and its programs."""
+        options = self.options
+        context = ToPipeline(
+            devices=options.names,
+            chunks=chunks,
+            in_dims=tuple(mode.in_dims),
+            out_dims=tuple(mode.out_dims),
+            checkpoint=options.checkpoint,
+            checkpoint_segments=options.checkpoint_segments,
+            compiled=mode.compiled,
+            loss_weight=self._loss_weight(mode),
+        )
+        return self._lowered(mode, f"pipeline of {chunks}", context, chunks)
+
+    def step(self, mode: Mode, chunks: int, target: Target, loss_dim: Dim) -> Unrolled:
+        """The step graph for ``chunks`` micro-batches, and its programs.
+
+        Args:
+            loss_dim: how the losses of micro-batches make that of the mini-batch.
+        """
+        options = self.options
+        context = ToStep(
+            loss=Loss(options.loss_fn, mode.traced.rebuild, target.nesting),
+            schedule=options.schedule_for(chunks, mode.costs),
+            devices=options.names,
+            in_dims=tuple(mode.in_dims),
+            targets=target.has_batch,
+            checkpoint=options.checkpoint,
+            checkpoint_segments=options.checkpoint_segments,
+            summed=loss_dim == SUM,
+            loss_weight=self._loss_weight(mode, target) if loss_dim == WEIGHTED else None,
+            weighs_inputs=loss_dim == WEIGHTED and options.loss_fn is None,
+            compiled=mode.compiled,
+        )
+        return self._lowered(mode, f"step of {chunks}", context, chunks)
+
+    def _lowered(
+        self, mode: Mode, title: str, context: ToPipeline | ToStep, chunks: int
+    ) -> Unrolled:
+        """Run the passes that begin with the stage graph, and lower the resulting graph."""
+        gm = mode.stage_graph
+        history = History.observed(self.model, title, gm, self.options.observer)
+        for rewrite in self.options.passes.passes(context):
+            gm = history(rewrite, gm)
+        return self.programs(mode, gm, chunks, history)
+
+    def programs(self, mode: Mode, gm: fx.GraphModule, chunks: int, history: History) -> Unrolled:
+        """Lower a pipeline or step graph to programs: one that runs inline, in the caller's thread,
+        and one that runs in lanes. The tensors of the model are bound to the graph's modules."""
+        stages = stages_of(mode.stage_graph)
+        for made in gm.modules():  # the graph itself, and graph modules that passes have added
+            if isinstance(made, fx.GraphModule) and as_it_is(made) not in stages:
+                mode.bindings += bindings(made, self.model)
+        # A single micro-batch, or a single lane, has nothing to run in parallel.
+        runs_inline = chunks == 1 or len(self.options.lanes) == 1
+        in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
+        return Unrolled(gm, lower(gm), in_lanes, history)
+
+    def _loss_weight(self, mode: Mode, target: Target | None = None) -> LossWeight | None:
+        """The module that computes the weight of a micro-batch's loss, from its target or, where
+        the model returns its loss, from its inputs."""
+        function = self.options.loss_weight
+        if function is None or isinstance(function, str):
+            return None
+        if self.options.loss_fn is None or target is None:
+            return LossWeight(function, mode.arguments)
+        nesting = target.nesting
+        return LossWeight(function, lambda leaves: ((nesting.fill(leaves),), {}))
