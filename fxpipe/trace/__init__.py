@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported
+from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported, is_the_models
 from fxpipe.ir.structure import leaves
 from fxpipe.trace import checks, export, recorders, state, symbolic
 from fxpipe.trace.errors import Refused, first_line, may_be_the_models, sentence
@@ -121,7 +121,8 @@ def _trace(
     except TraceError:
         raise
     except Exception as error:
-        _explain_several_devices(model, error)
+        if is_the_models(error):
+            _explain_several_devices(model, error)
         raise
 
     if references:

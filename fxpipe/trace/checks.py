@@ -15,7 +15,7 @@ from fxpipe.ir._torch import pytree
 from fxpipe.ir.errors import TraceError, is_the_models
 from fxpipe.ir.structure import is_opened, leaves
 from fxpipe.runtime.regions import Region
-from fxpipe.trace.errors import Refused, first_line, suppressed
+from fxpipe.trace.errors import Refused, first_line, may_be_the_models, suppressed
 from fxpipe.trace.example import Effects, Example, Traced
 from fxpipe.trace.gradients import apart, coarsest, listed
 from fxpipe.trace.isolation import parameters_put_back, untouched
@@ -82,8 +82,8 @@ def refused_sizes(example: Example, references: list[Reference]) -> frozenset[in
 def _on_the_example(example: Example, *, recorded: bool = False) -> Reference:
     try:
         result = example.run(example.tensors, recorded=recorded, watched=True)
-    except Exception:
-        if recorded:
+    except Exception as error:
+        if recorded or not is_the_models(error):
             raise
         return _on_the_example(example, recorded=True)  # the model may need gradients to run
     return Reference(example.tensors, result, ON_THE_EXAMPLE, None)
@@ -152,6 +152,8 @@ def _compare(
     try:
         actual = example.run(reference.tensors, traced, recorded=recorded, watched=watched)
     except Exception as error:
+        if not may_be_the_models(error):
+            raise
         raise Refused(f"its graph fails {where}: {first_line(error)}") from error
     for name, one, other in (
         ("output", expected.output, actual.output),
@@ -181,6 +183,8 @@ def _compare_gradients(
     try:
         actual = run(traced).gradients
     except Exception as error:
+        if not may_be_the_models(error):
+            raise
         raise Refused(f"the backward of its graph fails: {first_line(error)}") from error
     found = apart(expected, actual, coarsest(example.model.parameters()))
     if found.lost:

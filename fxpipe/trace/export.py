@@ -394,7 +394,10 @@ def _enclosed(traced: Traced, example: Example, unknown: whole.Blamed) -> None:
     impossible."""
     try:
         enclose_unknown_sizes(traced.graph_module, _runs(example, traced))
-    except Exception:  # enclosing has failed, or a run of the graph at another batch size
+    except Exception as error:
+        if not may_be_the_models(error):
+            raise
+        # The operators cannot be one node, or the graph does not run at another batch size.
         raise unknown from None
 
 

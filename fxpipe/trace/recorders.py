@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
+from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.hooks import RECORDING, code_of, is_torchs
 from fxpipe.runtime.state import State
 from fxpipe.trace.checks import difference
@@ -97,8 +98,10 @@ def _output(
                 hooks[key] = _silenced(hook)
             output = example.call([tensor.clone() for tensor in example.tensors])
             return [pytree.tree_map_only(Tensor, Tensor.clone, output)]
-    except Exception:  # whatever the model says without a hook of its own
-        return None
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return None  # without a hook that is part of it, a model may raise any error
     finally:
         referred.put_back()
         RECORDING.pop(model)

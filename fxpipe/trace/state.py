@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.errors import TraceError
+from fxpipe.ir.errors import TraceError, is_the_models
 from fxpipe.ir.hooks import HOOKS
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.runtime.state import STATEFUL, Attribute, State
@@ -162,8 +162,10 @@ def _differs(example: Example, reference: Reference, setters: list[Setter]) -> b
             for setter in setters:
                 setter()
             result = example.run(reference.tensors, watched=True)
-    except Exception:  # the model does not take such a value, so it does look at it
-        return True
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return True  # the model does not take such a value, so what it gives depends on it
     expected = reference.result
     return any(
         difference(one, other, 0.0)

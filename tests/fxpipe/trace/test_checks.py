@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpipe.trace import TraceError, checks, trace
+from fxpipe.ir._torch import FakeTensorMode
+from fxpipe.trace import TraceError, checks, export, regions, trace
+from fxpipe.trace.example import Example
 from tests.fxpipe.trace.small import BOTH, MLP, run, x
 
 
@@ -149,6 +151,62 @@ def test_a_lack_of_memory_is_no_reason_to_try_another_way(tracer: str, error: Ex
         trace(Full(), (x(),), tracer=tracer)
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_graph_for_which_memory_runs_out_is_not_a_graph_that_differs(where: str) -> None:
+    """Another front end's graph would need as much, and the message would hide the reason."""
+
+    class Exhausts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            if where == "forward":
+                raise torch.OutOfMemoryError("no room")
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("no room")
+
+    def exhaust(x: Tensor) -> Tensor:
+        return Exhausts.apply(x)
+
+    def exhausting(model: nn.Module, args: object, kwargs: object) -> fx.GraphModule:
+        gm = fx.symbolic_trace(model)
+        (output,) = gm.graph.find_nodes(op="output")
+        with gm.graph.inserting_before(output):
+            output.args = (gm.graph.call_function(exhaust, output.args),)
+        gm.recompile()
+        return gm
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        trace(MLP(), (x(),), tracer=exhausting)
+
+
+def test_a_model_that_memory_does_not_suffice_for_is_not_run_with_gradients_as_well() -> None:
+    class Full(MLP):
+        runs = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Full.runs += 1
+            raise torch.OutOfMemoryError("no room")
+
+    model = Full()
+    with pytest.raises(torch.OutOfMemoryError):
+        checks._on_the_example(Example.of(model, (x(),), {}, None))
+    assert Full.runs == 1
+
+
+def test_a_lack_of_memory_is_not_explained_by_several_devices(monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(checks, "references", full)
+    model = MLP()
+    with FakeTensorMode():  # no accelerator is needed to be on one
+        model.layers[2].weight = nn.Parameter(torch.empty(4, 8, device="cuda:0"))
+    with pytest.raises(MemoryError, match="no room"):
+        trace(model, (x(),))
+
+
 def test_a_mistake_in_a_front_end_is_raised_as_it_is(monkeypatch) -> None:
     def wrong(*_: object) -> None:
         raise AttributeError("a bug")
@@ -157,3 +215,19 @@ def test_a_mistake_in_a_front_end_is_raised_as_it_is(monkeypatch) -> None:
     monkeypatch.setattr(checks, "_compare", wrong)
     with pytest.raises(AttributeError, match="a bug"):
         trace(MLP(), (x(),))
+
+
+def test_a_mistake_where_operators_are_enclosed_is_raised_as_it_is(monkeypatch) -> None:
+    """It does not mean that sizes depend on values, for which the module would be kept whole."""
+
+    class Chosen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x.sum(-1) > 0].sum(0) + x
+
+    def wrong(*_: object) -> None:
+        raise KeyError("a bug")
+
+    wrong.__code__ = wrong.__code__.replace(co_filename=regions.__file__)
+    monkeypatch.setattr(export, "enclose_unknown_sizes", wrong)
+    with pytest.raises(KeyError, match="a bug"):
+        trace(nn.Sequential(Chosen(), nn.Linear(8, 8)), (x(),), tracer="export")

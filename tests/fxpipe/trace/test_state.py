@@ -197,3 +197,19 @@ def test_a_mask_that_is_made_once_and_kept_is_nothing_to_tell(tracer: str) -> No
         traced = trace(model, (x(),), tracer=tracer)
     assert model.mask is None
     assert same(run(traced, x(3)), model(x(3)))
+
+
+def test_a_lack_of_memory_in_a_later_call_does_not_mean_that_the_state_matters() -> None:
+    class Grows(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 500:
+                raise torch.OutOfMemoryError("no room")
+            return super().forward(x)
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        trace(nn.Sequential(Grows(), nn.Tanh()), (x(),))
