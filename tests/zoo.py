@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import passes
 from fxpipe import Pipeline
+from fxpipe.runtime.compiled_stage import CompiledStages
 from fxpipe.schedule import Kind, Schedule
 from passes import Alias, Partition, default_chain
 from passes.chain import ToPipeline, ToStages
@@ -243,6 +244,7 @@ def steps(
     checkpoint: str = "never",
     checkpoint_segments: int = 1,
     deferred_batch_norm: bool = False,
+    compiled: CompiledStages | None = None,
     chain: passes.Chain | None = None,
 ) -> Iterator[tuple[str, fx.GraphModule]]:
     """The graph after every pass of the chain that leads to the pipeline graph, with the pass's
@@ -262,7 +264,9 @@ def steps(
         gm = rewrite(gm)
         yield rewrite.name, gm
     out_dims = (0,) * len(gm.graph.output_node().all_input_nodes)
-    to_pipeline = ToPipeline(devices, chunks, in_dims, out_dims, checkpoint, checkpoint_segments)
+    to_pipeline = ToPipeline(
+        devices, chunks, in_dims, out_dims, checkpoint, checkpoint_segments, compiled=compiled
+    )
     for rewrite in chain.passes(to_pipeline):
         gm = rewrite(gm)
         yield rewrite.name, gm

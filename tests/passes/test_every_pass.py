@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from fxpipe.runtime.compiled_stage import CompiledStages, StageBackend
 from fxpipe.schedule import named
 from passes import default_chain
 from passes.chain import Level, ToStep
 from tests.zoo import MODELS, Chain, Tied, gradients, loop, loss_of, parts, same, steps
 
-WHERE_ASKED_FOR = ("batch_norm", "outputs", "all_microbatches")
+WHERE_ASKED_FOR = ("batch_norm", "outputs", "all_microbatches", "compiled")
 
 
 class WritesToItsInput(nn.Module):
@@ -110,6 +111,30 @@ def test_with_deferred_batch_norm_running_statistics_are_those_of_the_whole_batc
         assert same([output.detach(), gradients(model)], list(expected)), f"after {step}"
         torch.testing.assert_close(copies(first_norm.buffers()), wanted)
     assert seen[0] == "batch_norm"
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_that_a_backend_compiles_compute_what_the_model_does(name, checkpoint):
+    make, inputs, starts = CASES[name]
+    model, x = make(), inputs(5)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    seen = []
+    compiled = CompiledStages(StageBackend("eager"))
+    for step, gm in steps(
+        model, copies(x), starts, chunks=3, checkpoint=checkpoint, compiled=compiled
+    ):
+        seen.append(step)
+        if "compiled" not in seen:
+            continue
+        model.load_state_dict(before)
+        expected = loop(model, copies(x), 3)
+        model.load_state_dict(before)
+        model.zero_grad()
+        output = gm(*copies(x))
+        loss_of(output).backward()
+        assert same([output.detach(), gradients(model)], list(expected)), f"after {step}"
+    assert "compiled" in seen
 
 
 class Loss(nn.Module):
