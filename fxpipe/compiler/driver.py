@@ -203,7 +203,7 @@ class Compiler:
             meaning = self._meaning(twin.model, some, named)
             call = GuardedCall(self.model, args, kwargs, meaning.in_dims)
             mode = self.cache.mode(call)
-            if mode is not None:  # it fits the batch dimensions that the check has just found
+            if mode is not None:  # it fits the batch dimensions that the check has told
                 return mode
             mode = self._compile(twin, some, named, meaning, call)
         return self.cache.learn(mode)

@@ -461,7 +461,8 @@ class Guards:
         return self.first_failure(GuardedCall(self.model, args, kwargs))
 
     def first_failure(self, call: GuardedCall) -> str:
-        """As :meth:`failure`, for a call that has been taken apart."""
+        """Which guard fails first for a call whose arguments have been bound, and how; see
+        :meth:`failure`."""
         return next((guard.failure(call) for guard in self._all if not guard.holds(call)), "")
 
     def like(self, other: Guards, *but: str) -> bool:

@@ -6,9 +6,9 @@
     alias      the same, "val" at 3 nodes       and how many nodes have which metadata
     split      x ─ stage_0 ─ stage_1
 
-Graphs are rewritten in place, so they cannot be kept themselves. Their text is written right after
-each pass, which takes some hundredths of the time of a compilation, and is compared only by those
-who ask for it. Graphs with more than :data:`KEPT` nodes are passed by.
+Passes rewrite graphs in place, so that the graphs themselves cannot be kept. Their text is written
+right after each pass, which takes a few percent of the time of a compilation; texts are compared
+only when the report page is asked for. No text is kept of graphs with more than :data:`KEPT` nodes.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class History:
     """Runs the passes of one chain, one after the other, and keeps a snapshot after each.
 
     Args:
-        title: what is being made, such as "UNet stages".
+        title: the model and the graph that the passes lead to, such as "UNet stages".
         gm: the graph that the passes begin with.
-        run: how to run a pass.
+        run: a function that runs a pass on a graph, and returns the graph that the pass gives.
 
     ``snapshots`` is empty if a graph had more than :data:`KEPT` nodes.
     """
@@ -85,7 +85,7 @@ class History:
         """A history whose passes are run by an observer, if there is one, and reported as progress.
 
         Args:
-            title: what is made of the model, such as "stages".
+            title: the graph that the passes lead to, such as "stages".
         """
         title = f"{type(model).__name__} {title}"
         run = run_pass if observer is None else observer(title, gm)
@@ -117,13 +117,13 @@ def name_of(rewrite: Pass) -> str:
 
 
 def about(rewrite: Pass, seconds: float) -> str:
-    """What a pass does, and how long that took, in two sentences."""
+    """Two sentences: what a pass does, and how long this has taken."""
     documented = rewrite if hasattr(rewrite, "__name__") else type(rewrite)
     return f"{summary(documented)} Took {human_time(seconds)}."
 
 
 def parts(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    """A graph, under no name, and those that it calls, by their paths; each once."""
+    """A graph, with an empty path, and the graphs that it calls, with their paths; each once."""
     for path, part in gm.named_modules():
         if isinstance(part, fx.GraphModule):
             yield path, part
@@ -137,7 +137,7 @@ def whole_text(gm: fx.GraphModule) -> str:
 
 
 def metadata_of(gm: fx.GraphModule) -> Counter[str]:
-    """How many nodes, of a graph and of those that it calls, have which metadata."""
+    """The number of nodes that have each key of metadata, in a graph and in those that it calls."""
     return Counter(
         key
         for _, part in parts(gm)

@@ -95,7 +95,7 @@ class Nesting:
 
     @cached_property
     def _is_a_leaf(self) -> bool:
-        """Whether the target is a single tensor, say."""
+        """Whether the target is a single leaf, such as one tensor."""
         return self.tensors == (None,) and self.spec.is_leaf()
 
     def fill(self, leaves: Sequence[Any]) -> Any:

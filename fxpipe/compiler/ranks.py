@@ -213,7 +213,7 @@ class RankLowering(Lowering):
             transfers = [edge_of(node)[0] for node in transfers_of(own)]
             edges = {edge: transfers.count(edge) for edge in sorted(set(transfers))}
             unrolled.programs[everywhere] = RankProgram(own, lower(own), edges)
-            if everywhere:  # those of the other are among them
+            if everywhere:  # the edges of the other program are among these
                 every = {edge_of(node)[0] for part in parts for node in transfers_of(part)}
                 unrolled.every_edge = sorted(every)
         self.transport.connect(unrolled.every_edge)
@@ -252,7 +252,7 @@ class RankLowering(Lowering):
 
 
 class RankCompiler(Compiler):
-    """Compiles a model on every rank, and sees to it that all come to the same."""
+    """Compiles a model on every rank, in such a way that all ranks have the same cut and graphs."""
 
     def __init__(
         self, model: nn.Module, options: Options, ranks: Ranks, layout: Layout | None = None
@@ -359,7 +359,7 @@ def tensors_of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shapes(values: list[Any]) -> str:
-    """What has to be the same on all ranks of the arguments of a call."""
+    """The shapes and dtypes of the tensors of a call, which have to be the same on all ranks."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
 

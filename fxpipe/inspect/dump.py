@@ -170,8 +170,8 @@ def history_html(history: History) -> str:
 def change_html(
     number: int, before: Snapshot | None, now: Snapshot, *, links: str = "", is_open: bool = False
 ) -> str:
-    """A section that shows what a pass has changed. ``is_open``: whether the changed lines are
-    shown at once."""
+    """A section of a page that shows what a pass has changed. ``is_open``: whether the changes are
+    unfolded when the page opens."""
     body = f"<p>{links} <span>{now.nodes} nodes</span></p>"
     if before is not None:
         body += _metadata_html(before.metadata, now.metadata)

@@ -21,8 +21,8 @@ from passes.common.skips import SkipLayout
 from passes.partition.pieces import Piece, pieces
 
 UNEVEN = 1.2  # slowest stage over the mean: above this the report says what limits the cut
-USUAL = 4  # the number of micro-batches, for each stage, that the advice takes as usual
-WORTH = 0.1  # by how much of all lanes' time the bubble has to shrink for the advice to be given
+USUAL = 4  # the advice compares with so many micro-batches for each stage, a usual choice
+WORTH = 0.1  # advice is given if the bubble would shrink by this fraction of all lanes' time
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,17 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
+        """The seconds of the forward and the backward together."""
         return self.forward_s + self.backward_s
 
     @property
     def fixed_bytes(self) -> int:
-        """What does not depend on the batch: parameters and all that is kept for them."""
+        """The bytes that do not depend on the batch: parameters and the memory kept for them."""
         return sum(getattr(self, name) for name in FIXED)
 
     def times(self, count: int) -> Cost:
-        """That of ``count`` micro-batches, if this is that of one. What is fixed counts once."""
+        """The cost of ``count`` micro-batches, if this is the cost of one. Parameters and the
+        memory that is kept for them count once."""
         names = {f.name for f in fields(self)}.difference(FIXED)
         return replace(self, **{name: getattr(self, name) * count for name in names})
 

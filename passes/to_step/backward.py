@@ -24,7 +24,8 @@ from passes.to_step.flows import is_differentiable
 
 
 def write_backward(draft: Draft, at: Action) -> None:
-    """The whole backward of a stage, or its first half, as the action says."""
+    """Write the backward of an action's stage and micro-batch: the whole of it or, if the action is
+    a BACKWARD_INPUT, its first half."""
     is_halved = at.kind is Kind.BACKWARD_INPUT
     stage = draft.flows.stages[at.stage]
     cell = draft.cell(at.stage, at.microbatch)
@@ -36,8 +37,9 @@ def write_backward(draft: Draft, at: Action) -> None:
     grads = tuple(arrived.get(value) for value in stage.gives)
     function = ops.backward_input if is_halved else ops.backward
     args: tuple[Any, ...] = cell.tape, grads
-    # Without a gradient from a later stage the order is not given by one. The loss may still have
-    # gradients for this stage's parameters, so this backward comes after the loss's.
+    # If no gradient arrives from a later stage, no data dependency orders this backward. The loss
+    # may still have gradients for parameters of this stage: so it takes the loss's backward as an
+    # input.
     if not any(grads):
         args = *args, draft.cell(loss_stage, at.microbatch).backward
     cell.backward = draft.nodes.call(function, args, function.__name__, at)
@@ -49,7 +51,7 @@ def write_backward(draft: Draft, at: Action) -> None:
 
 
 def write_weight_grad(draft: Draft, at: Action) -> None:
-    """The second half of a backward: the gradients of the parameters."""
+    """Write the second half of a backward, which computes the gradients of the parameters."""
     tape = draft.cell(at.stage, at.microbatch).tape
     draft.nodes.call(ops.weight_grad, (tape,), "weight_grad", at).meta[ACTION] = at
 

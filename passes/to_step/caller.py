@@ -37,7 +37,7 @@ class Caller:
         summed: whether the loss is a sum over the rows, so that each micro-batch counts in full.
         loss_weight: gives the weight of a micro-batch's loss from its parts of the target, or of
             the inputs; None: its number of rows.
-        weighs_inputs: whether it does so from the inputs.
+        weighs_inputs: whether ``loss_weight`` is called with the inputs, in place of the target.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Caller:
         return self.nodes.whole(ops.loss_weights, (function, parts), "weights")
 
     def _scatter_inputs(self, in_dims: Sequence[int | None]) -> tuple[Any, int | None]:
-        """Scatter all inputs. Gives the parts that say how large micro-batches are, and the batch
-        dimension of these parts: those of the first input that has one."""
+        """Scatter all inputs. Returns the parts of the first input that has a batch dimension,
+        which give the sizes of the micro-batches, and that dimension."""
         dims = iter(in_dims)
         # Where no input has a batch dimension, all micro-batches weigh the same.
         sizes: tuple[Any, int | None] = (None,) * self.count, None

@@ -84,7 +84,8 @@ class Draft:
         return self._cells.setdefault((stage, microbatch), CellNodes())
 
     def value(self, value: Any, at: Action) -> Any:
-        """A value of the stage graph as the stage of this action has it; a constant is itself."""
+        """The node of the step graph for a value of the stage graph, as the stage of this action
+        has it. A constant, which is no node, is returned as it is."""
         if not isinstance(value, fx.Node):
             return value
         if FIRST in value.meta:
@@ -100,7 +101,8 @@ class Draft:
         return values[value]
 
     def in_halves(self, stage: fx.GraphModule) -> fx.GraphModule:
-        """A stage as one whose backward can be run in halves; one for all micro-batches."""
+        """A stage rewritten so that its backward can be run in halves, which all micro-batches
+        share."""
         if stage not in self._in_halves:
             self._in_halves[stage] = self._make_halves(stage)
         return self._in_halves[stage]

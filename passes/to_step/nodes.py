@@ -41,7 +41,7 @@ class Nodes:
         return min(stage, self.schedule.stages - 1)
 
     def whole_stage(self, stage: int) -> int:
-        """The stage that a segment is part of; the loss is one by itself."""
+        """The stage that a segment is part of. The loss is a stage of its own."""
         return stage if stage == len(self.labels) else self.labels[stage][0]
 
     def lane(self, stage: int) -> int:

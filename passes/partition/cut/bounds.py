@@ -1,9 +1,11 @@
 """Bounds: lower bounds on the time of the slowest stage, which hold for every cut.
 
-Three, of which the largest counts: all work, shared out evenly; the largest node; and "atoms and
-fluid": a node that comes before or after every other one (in a residual net, nearly all) cannot be
-divided, what lies between two of them may be taken for a fluid, and such a row is filled into the
-stages from the first to the last, each as full as it can be.
+The result is the largest of three bounds. The first is the total work divided evenly among the
+stages, and the second the time of the heaviest node. The third takes the graph for a row of atoms
+and fluid: an atom is a node that is ordered before or after every other node (in a residual net
+most nodes are), which cannot be divided; the nodes between two atoms count as a fluid, which can be
+divided anywhere. The row fits a limit if the stages, filled one after the other up to the limit,
+have room for it; the bound is the smallest limit that it fits.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def lower_bound(dag: Dag, machine: Machine) -> float:
 
 
 def _shared_out(rows: Floats) -> float:
-    """All work at once on all stages.
+    """The bound that the total work sets, if it can be divided freely among the stages.
 
     For any weights of the stages that sum to one, the sum over nodes of the least weighted time
     is a bound (linear programming duality); with weights that are the stages' speeds it is the
@@ -49,10 +51,10 @@ def _shared_out(rows: Floats) -> float:
 
 
 def _atoms(dag: Dag) -> list[bool]:
-    """Which nodes come before or after every other one.
+    """For each node whether it is ordered before or after every other one.
 
-    In a topological order: all before it lead to something no later, all after it need something
-    no earlier, than the node itself.
+    In a topological order this is so if each earlier node is used by some node no later than this
+    one, and each later node uses some node no earlier than this one.
     """
     n = dag.size
     first_use = [min(after, default=n) for after in dag.after]
@@ -69,9 +71,9 @@ def _atoms(dag: Dag) -> list[bool]:
 
 
 def _fits(sums: Floats, is_atom: NDArray[np.bool_], limit: float) -> bool:
-    """Whether the row of atoms and fluid goes into the stages, none longer than ``limit``.
+    """Whether the row of atoms and fluid fits into the stages, if none takes longer than ``limit``.
 
-    ``sums[s, i]``: what the nodes before the i-th take on stage s.
+    ``sums[s, i]``: the seconds that the nodes before the i-th take on stage s.
     """
     n = len(is_atom)
     node, part = 0, 0.0  # how far the stages so far have come: into this node, by this fraction

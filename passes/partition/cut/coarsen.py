@@ -1,12 +1,12 @@
-"""Coarsen: a small DAG in place of a large one, with the same cuts as far as they matter.
+"""Coarsen: clusters of nodes, by which a large DAG becomes a small one with nearly as good cuts.
 
 ::
 
     a ─ b ─ c ─┬─ d ─ e ─┬─ h          abc ─┬─ de ─┬─ h       rows of nodes become one node,
                └─ f ─ g ─┘                  └─ fg ─┘          none too heavy
 
-First rows of nodes are merged, which leaves branches apart; where that is not enough, runs of a
-topological order that follows a branch to its end. Neither can make circles.
+Rows of nodes are merged first, which keeps branches apart. Where that leaves too many nodes, runs
+of a topological order are merged which follows each branch to its end. Neither can make a cycle.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from passes.partition.cut.dag import OUTSIDE, Dag
 
 
 def orders(dag: Dag) -> list[list[int]]:
-    """Several topological orders: the program's, depth first, breadth first, one that has few bytes
-    on the way, and others; most of them also backwards, from the end to the front."""
+    """Several topological orders: that of the program, depth first, breadth first, one by which few
+    bytes are alive at any time, and others; most of them also from the end to the beginning."""
     n = dag.size
     after = dict(enumerate(dag.after))
     before = dict(enumerate(dag.before))
@@ -38,7 +38,7 @@ def orders(dag: Dag) -> list[list[int]]:
 
 
 def _frugal(dag: Dag) -> list[int]:
-    """The order that goes on, each time, with what leaves the fewest bytes still needed."""
+    """The order that takes, at each step, the node that leaves the fewest bytes still needed."""
     made = np.zeros(dag.size)
     users_left = [len(value.users) for value in dag.values]
     uses: list[list[int]] = [[] for _ in range(dag.size)]
@@ -69,7 +69,8 @@ def _frugal(dag: Dag) -> list[int]:
 
 
 def depth_first(dag: Dag) -> list[int]:
-    """The topological order that goes on, where it can, with what has just become possible."""
+    """The topological order that continues, where it can, with a node that has just become
+    ready."""
     return _depth_first(dag.after, dag.before, range(dag.size))
 
 
@@ -97,7 +98,7 @@ def _levels(before: Sequence[Sequence[int]], nodes: Iterable[int]) -> list[int]:
 
 
 def coarsened(dag: Dag, order: Sequence[int], pieces: int, parts: Sequence[object]) -> list[int]:
-    """A cluster for each node: runs of a topological order, so many of about equal weight.
+    """A cluster for each node: ``pieces`` runs of a topological order, of about equal weight.
 
     Nodes whose ``parts`` differ are not merged.
     """
@@ -113,7 +114,8 @@ def coarsened(dag: Dag, order: Sequence[int], pieces: int, parts: Sequence[objec
 
 
 def rows(dag: Dag, pieces: int, parts: Sequence[object]) -> list[int]:
-    """A cluster for each node: rows of nodes of which each has but the next, none too heavy."""
+    """A cluster for each node: rows in which each node has one successor, which has no other
+    predecessor. No row is more than the fraction 1 / ``pieces`` of the graph."""
     share = _shares(dag)
     cluster, full = list(range(dag.size)), list(share)
     for node in range(dag.size):
@@ -128,10 +130,11 @@ def rows(dag: Dag, pieces: int, parts: Sequence[object]) -> list[int]:
 
 
 def without_pendants(dag: Dag, light: float, kept: Collection[int]) -> list[int]:
-    """A cluster for each node, by which light nodes at the end of one edge go with the other end.
+    """A cluster for each node, by which a light node with a single edge joins the node at the other
+    end of that edge.
 
-    Where there are many of them (counters, masks) they alone make too many downsets. ``light``: the
-    seconds that all of them may take together; those in ``kept`` are left alone.
+    Where there are many such nodes (counters, masks), they alone make too many downsets. ``light``:
+    the seconds that all of them may take together. Nodes in ``kept`` join no other.
     """
     cluster = list(range(dag.size))
     before = [set(b) for b in dag.before]
@@ -155,7 +158,7 @@ def without_pendants(dag: Dag, light: float, kept: Collection[int]) -> list[int]
         before[other].discard(node)
         after[other].discard(node)
         if other in is_light:
-            waiting.append(other)  # it may be at the fringe now
+            waiting.append(other)  # it may have a single edge now
     for node in range(dag.size):
         while cluster[cluster[node]] != cluster[node]:
             cluster[node] = cluster[cluster[node]]
@@ -163,8 +166,8 @@ def without_pendants(dag: Dag, light: float, kept: Collection[int]) -> list[int]
 
 
 def _shares(dag: Dag) -> list[float]:
-    """For each node the share that it has of the whole graph: the mean of its share of the time and
-    its share of the number of nodes."""
+    """The share of each node in the whole graph: the mean of its share of the time and its share of
+    the number of nodes."""
     total = dag.weight.sum()
     even = np.full(dag.size, 1 / dag.size)
     shares: list[float] = (0.5 * (dag.weight / total if total > 0 else even) + 0.5 * even).tolist()
@@ -174,10 +177,10 @@ def _shares(dag: Dag) -> list[float]:
 def around(
     dag: Dag, stage: Sequence[int], order: Sequence[int], fine: int
 ) -> tuple[Dag, list[int]]:
-    """The DAG with only what lies near a boundary of the stages left as it is.
+    """The DAG that is coarse except near the boundaries of the stages.
 
-    In each stage the first and the last ``fine`` nodes (by ``order``) stay, beside them lie runs
-    of two, four, eight nodes and so on.
+    In each stage the first and the last ``fine`` nodes (by ``order``) stay single. From there to
+    the middle of the stage, runs of two, four, eight nodes and so on are merged.
     """
     position = [0] * dag.size
     for i, node in enumerate(order):

@@ -19,9 +19,9 @@ from passes.partition.cut.dag import OUTSIDE, Dag, Floats, Kept, Value
 
 
 def contracted(dag: Dag, cluster: Sequence[int]) -> tuple[Dag, list[int]]:
-    """The DAG of the clusters, and which of its nodes each node of ``dag`` is in.
+    """The DAG of the clusters, and for each node of ``dag`` the node of the new DAG that has it.
 
-    Clusters that need each other in a circle become one.
+    Clusters whose edges form a cycle become one.
     """
     pairs = dict.fromkeys(
         (cluster[u], cluster[v]) for u, v in dag.edges if cluster[u] != cluster[v]
@@ -103,7 +103,8 @@ def topological(after: dict[int, list[int]], key: Callable[[int], float]) -> lis
 
 
 def grouped(size: int, groups: Iterable[Sequence[int]]) -> list[int]:
-    """A cluster for each of ``size`` nodes: those of a group share one."""
+    """A cluster for each of ``size`` nodes. Nodes of a group are in one cluster, and so are groups
+    that have a node in common."""
     parent = list(range(size))
 
     def root(node: int) -> int:

@@ -1,4 +1,4 @@
-"""The weighted DAG that is to be cut, the machine that it is cut for, and what a cut costs.
+"""The weighted DAG that is cut into stages, the machine that it is cut for, and the cost of a cut.
 
 ::
 
@@ -6,7 +6,7 @@
                         └── d                   a    b         d
                                        a's value goes 0 → 1 → 3: two hops, 24 KB
 
-Plain arrays and tuples; nothing here knows of torch.
+The DAG is made of plain arrays and tuples, and does not depend on torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-OUTSIDE = -1  # the source of what the caller gives: it goes straight to its first user
+OUTSIDE = -1  # the source of an input of the model, which goes straight to its first user
 
 
 @dataclass(frozen=True)
 class Value:
     """A value that one node makes and others use: one hyperedge of the DAG.
 
-    It visits the stages of its users in order, one hop each. ``size`` are the bytes of one way (of
-    a mini-batch), ``volume`` those of both, with its gradient's; ``count`` says of how many tensors
-    it is. What comes ``once`` stays for all micro-batches: it takes its ``volume`` on every device
-    that it is brought to.
+    It visits the stages of its users in order, with one hop from each to the next. ``size`` is its
+    bytes for a mini-batch, ``volume`` these and the bytes of its gradient, and ``count`` the number
+    of its tensors. A value that comes ``once`` stays for all micro-batches: it takes its ``volume``
+    on every device that it is brought to.
     """
 
     source: int
@@ -45,7 +45,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory that several nodes keep for the backward: it is there once in each of their stages."""
+    """Memory that several nodes keep for the backward. Each stage with any of them holds it
+    once."""
 
     nodes: tuple[int, ...]
     size: float
@@ -58,10 +59,10 @@ class Dag:
     Args:
         seconds: ``[rows, n]``: the time of each node, one row for all stages, or one for each.
         values: the data edges.
-        order: pairs ``(u, v)``: v must not be in an earlier stage than u, though nothing flows.
+        order: pairs ``(u, v)``: v must not be in an earlier stage than u, which gives it no value.
         fixed: ``[n]``: bytes that a node occupies, whatever the schedule (parameters and such).
-        saved: ``[n]``: bytes that it keeps for the backward of one mini-batch.
-        kept: bytes that several nodes keep.
+        saved: ``[n]``: bytes that a node keeps for the backward of one mini-batch.
+        kept: memory that several nodes keep together, which is not in ``saved``.
     """
 
     seconds: Floats
@@ -86,7 +87,7 @@ class Dag:
 
     @cached_property
     def edges(self) -> list[tuple[int, int]]:
-        """All pairs whose stages have to be in order."""
+        """All pairs ``(u, v)`` in which v must not be in an earlier stage than u."""
         data = ((v.source, user) for v in self.values if v.source != OUTSIDE for user in v.users)
         return list(dict.fromkeys((*data, *self.order)))
 
@@ -118,12 +119,13 @@ class Machine:
     """The stages and the links between them.
 
     Args:
-        stages: how many, k.
+        stages: their number, k.
         bandwidth, latency: ``[k, k]``, bytes per second and seconds per tensor, from stage to
             stage. None: links cost nothing.
         memory: ``[k]``, bytes. None: no limit.
-        held: ``[k]``: which part of a mini-batch's saved bytes is alive at once.
-        received: ``[k]``: which part of what a stage receives is kept (under checkpoint).
+        held: ``[k]``: the fraction of a mini-batch's saved bytes that is alive at one time.
+        received: ``[k]``: the fraction of the bytes that a stage receives which it keeps, as the
+            arguments of a checkpoint.
         apart: ``[k, k]``: 1 where two stages are on different devices, else 0. None: all are.
     """
 
@@ -166,7 +168,7 @@ class Prices:
     link: Floats  # seconds that its hops take, both directions
     times: Floats  # the longer of the two: copies run beside computation
     memory: Floats  # bytes
-    sent: float  # bytes over all hops, one way
+    sent: float  # bytes of all hops in the forward
 
     @property
     def slowest(self) -> float:

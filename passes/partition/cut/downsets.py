@@ -3,10 +3,10 @@
 ::
 
     a ─ b ─┐          {}  {a}  {a b}  {a c}  {a b c}  {a b c d}
-    └── c ─ d         a set that has with every node all that comes before it
+    └── c ─ d         a downset has, with each of its nodes, all predecessors of the node
 
-A cut into k stages is a chain of k + 1 of them, from nothing to everything. A family of downsets is
-a matrix of bools, a row each.
+A cut into k stages is a chain of k + 1 downsets, from the empty one to that of all nodes. A family
+of downsets is a matrix of bools: a row for each downset, and a column for each node.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WORD = 64
 def all_downsets(dag: Dag, limit: int) -> Family | None:
     """Every downset, or None if there are more than ``limit``.
 
-    Node by node, in topological order: a downset of the nodes so far either takes the next one, if
-    it has all that comes before it, or does not. So each is made once.
+    They are made node by node, in topological order: to each downset of the nodes so far the next
+    node may be added or not, if the downset has all its predecessors. So each is made once.
     """
     return _grown(dag, np.zeros(dag.size, dtype=bool), range(dag.size), limit)
 
@@ -65,12 +65,14 @@ def _peeled(
     outer: Sequence[Sequence[int]],
     rng: random.Random,
 ) -> Iterator[int]:
-    """The nodes of a part from its border on, each after all that lie between it and the border."""
+    """The nodes of a part in an order that leads away from its border: each node comes after all
+    nodes that lie between it and the border."""
     inside = [int(n) for n in np.flatnonzero(part)]
     left = {n: sum(bool(part[m]) for m in outer[n]) for n in inside}
     ready = [n for n, count in left.items() if not count]
     while ready:
-        # Early ones first, on the whole: a ball around the border, and each time another.
+        # Nodes that have been ready for long tend to be taken first, so that the nodes taken form
+        # a ball around the border; the draw makes it another ball each time.
         node = ready.pop(min(rng.randrange(len(ready)), rng.randrange(len(ready))))
         yield node
         for other in inner[node]:
@@ -81,7 +83,8 @@ def _peeled(
 
 
 def _grown(dag: Dag, base: NDArray[np.bool_], free: Sequence[int], limit: int) -> Family | None:
-    """``base`` with any of the free nodes that keep it a downset; None if more than ``limit``."""
+    """All downsets that consist of ``base`` and some of the free nodes; None if there are more than
+    ``limit``."""
     words = -(-dag.size // WORD)
     sets = np.zeros((min(limit, 64), words), dtype=np.uint64)
     sets[0] = _packed(base[None, :])[0]
@@ -131,7 +134,8 @@ def prefixes(order: Sequence[int]) -> Family:
 
 
 def united(*families: Family) -> Family:
-    """All members, each once, smaller ones first, in an order that depends on nothing else."""
+    """The union of families, without duplicates, sorted by size. The order does not depend on that
+    of the families."""
     sets = np.unique(_packed(np.concatenate(families)), axis=0)
     family = _unpacked(sets, families[0].shape[1])
     smaller_first: Family = family[np.argsort(family.sum(axis=1), kind="stable")]
@@ -139,6 +143,6 @@ def united(*families: Family) -> Family:
 
 
 def members(family: Family, part: Family) -> NDArray[np.bool_]:
-    """Which members of a family are in another one, too."""
+    """For each member of a family whether it is a member of another family too."""
     known = {row.tobytes() for row in _packed(part)}
     return np.array([row.tobytes() in known for row in _packed(family)], dtype=bool)

@@ -1,15 +1,18 @@
-"""Search: the best cut whose every boundary is of a given family of downsets.
+"""Search: the best cut whose every boundary belongs to a given family of downsets.
 
-With all downsets of the DAG the best cut of all; with the beginnings of one order the best cut that
-is contiguous in it. Dynamic programming over downsets (as for pipeline parallelism: Tarnawski et
-al., "Efficient algorithms for device placement of DNN graph operators", 2020), backwards: how good
-can the stages from s on be, if those before have computed this much? Then forwards, by branch and
-bound with that as the bound. Where all links are alike the bound is exact, and the first way down
-is the answer; where they are not, the bound takes for each value the best link that it may use.
+If the family has all downsets of the DAG, the result is the best of all cuts; if it has the
+beginnings of one topological order, the result is the best cut that is contiguous in that order.
 
-What a stage between two downsets computes is a difference, and what it sends and receives a matrix
-product: a value with d users is worth one column for each number c of users that may be behind the
-first boundary: ``[made, and c users behind I] * [more than c users behind J]``.
+The search has two parts. Dynamic programming over downsets runs from the last stage to the first,
+and computes for each boundary how fast the remaining stages can be at best (the method is that of
+Tarnawski et al., "Efficient algorithms for device placement of DNN graph operators", 2020). Branch
+and bound then runs from the first stage to the last, with these values as its bound. If all links
+are alike, the bound is exact, so that the first descent gives the answer. Where they differ, the
+bound assumes for each value the best link that it may use.
+
+The compute time of a stage between the downsets I and J is a difference of two sums; its traffic is
+a matrix product: a value with d users has one column for each number c < d of users that may lie
+before the first boundary, with the entry ``[made in I, c users in I] * [more than c users in J]``.
 """
 
 from __future__ import annotations
@@ -24,21 +27,22 @@ from numpy.typing import NDArray
 from passes.partition.cut.dag import OUTSIDE, Dag, Floats, Ints, Machine, prices
 from passes.partition.cut.downsets import Family
 
-EQUAL = 1e-9  # sums of floats in different orders: what differs by less is the same
-BLOCK = 1 << 21  # pairs of downsets at a time
+EQUAL = 1e-9  # relative: sums of the same floats in different orders differ by less than this
+BLOCK = 1 << 21  # the number of pairs of downsets that are compared in one step, for memory
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A cut: the stage of each node; and a bound on the slowest stage of all cuts of the family."""
+    """A cut, as the stage of each node, and a lower bound for the slowest stage of all cuts of the
+    family."""
 
     stage: tuple[int, ...]
     bound: float
-    is_proven: bool  # whether the search went to its end
+    is_proven: bool  # whether the search has looked at all cuts that could be better
 
 
 class TooMuch(Exception):
-    """The search would take, or has taken, more steps than it may, and has found nothing."""
+    """The search would exceed its limit of steps, or has reached it before there was any cut."""
 
 
 @dataclass
@@ -46,12 +50,13 @@ class Search:
     """The search for the best cut of one DAG on one machine, over one family of downsets.
 
     Args:
-        limit: only cuts whose slowest stage takes no longer are looked for.
-        pins: node to stage.
-        enough: no slack is given above so many seconds.
-        places: ``[downset, boundary]``: which downset may be behind which stage. None: any.
-        work: how many multiplications the dynamic program may take, and
-        visits: how many boundaries the branch and bound may look at.
+        limit: cuts whose slowest stage takes more seconds than this are not considered.
+        pins: the stage of each node that has to be in a certain stage.
+        enough: slack is given only as long as the slowest stage takes at most so many seconds.
+        places: ``[downset, boundary]``: whether a downset may be that boundary. None: each downset
+            may be any boundary.
+        work: the most multiplications that the dynamic program may take.
+        visits: the most boundaries that the branch and bound may look at.
     """
 
     dag: Dag
@@ -79,7 +84,8 @@ class Search:
     # ------------------------------------------------------------------------------- what is where
 
     def _columns(self) -> None:
-        """For each value and number of users behind a boundary, one column."""
+        """Make the columns: one for each value and number of its users that lie before a
+        boundary."""
         values = [v for v in self.dag.values if len(v.users) > (v.source == OUTSIDE)]
         self.column = np.array([i for i, v in enumerate(values) for _ in v.users], dtype=np.int64)
         self.level = np.array([c for v in values for c in range(len(v.users))], dtype=np.int64)
@@ -97,7 +103,7 @@ class Search:
         self.used = used
         self.made = self.family[:, self.source] | self.given[None, :]
         self.live = self.made & (used < np.array([len(v.users) for v in values])[None, :])
-        # What the caller gives is free as far as its first user.
+        # An input of the model goes straight to its first user, so that this way costs nothing.
         self.moves = np.where(self.given[self.column] & (self.level == 0), 0.0, 1.0)
         self._kept()
         inputs = [v for v in self.dag.values if v.source == OUTSIDE]
@@ -107,7 +113,8 @@ class Search:
             self.begun[:, i] = self.family[:, list(v.users)].any(axis=1)
 
     def _kept(self) -> None:
-        """As :func:`_columns`, for memory that several nodes keep for the backward."""
+        """Make the columns for memory that several nodes keep for the backward, as :meth:`_columns`
+        does for values."""
         kept = self.dag.kept
         self.keepers = np.zeros((len(self.family), len(kept)), dtype=np.int32)
         for i, k in enumerate(kept):
@@ -117,7 +124,7 @@ class Search:
         self.kept_size = np.array([k.size for k in kept for _ in k.nodes])
 
     def _best_links(self, stage: int) -> tuple[Floats, Floats]:
-        """Seconds of one hop of each value into a stage, and out of it, by the best links."""
+        """The seconds of one hop of each value into a stage, and out of it, over the best links."""
         m = self.machine
         assert m.bandwidth is not None and m.latency is not None
 
@@ -132,7 +139,8 @@ class Search:
         return enter, leave
 
     def _boundaries(self) -> list[Ints]:
-        """Which downsets may be behind stage 0, 1, ...: they leave not too much on either side."""
+        """The downsets that may be the boundary before stage 0, 1, ...: those for which neither the
+        stages before the boundary nor the stages after it exceed the limit, even at best."""
         k, rows = self.machine.stages, self.dag.seconds
         n = self.dag.size
         found: list[Ints] = [np.flatnonzero(self.count == 0)]
@@ -162,7 +170,8 @@ class Search:
     def _between(
         self, stage: int, first: Ints, then: Ints, limit: float
     ) -> tuple[Floats, NDArray[np.bool_]]:
-        """Seconds of a stage between downsets ``[first, then]``; inf where it cannot be."""
+        """The seconds of a stage between the downsets ``[first, then]``, inf where there can be no
+        such stage; and whether the stage is possible within the limit."""
         compute = self._weight(stage, then)[None, :] - self._weight(stage, first)[:, None]
         can = compute <= limit * (1 + EQUAL)
         can &= self.count[first][:, None] < self.count[then][None, :]
@@ -182,15 +191,15 @@ class Search:
         return any(seconds.any() for seconds in self._best_links(stage))
 
     def _waits(self, first: Ints) -> tuple[Ints, Floats]:
-        """The columns of values that are used further on, behind any of the downsets; and which of
-        them are behind which. They are few: where the downsets are near each other, what lies
-        between them and the end has not been made."""
+        """The columns of values that cross any of these boundaries, and a matrix that says which
+        value crosses which boundary. The columns are few where the boundaries are near each other,
+        since values that are made after all of them cross none."""
         waits = self.made[first][:, self.column] & (self.used[first][:, self.column] == self.level)
         columns = np.flatnonzero(waits.any(axis=0))
         return columns, waits[:, columns].astype(np.float64)
 
     def _comes(self, then: Ints, columns: Ints) -> NDArray[np.bool_]:
-        """Which of these columns come before which downsets."""
+        """Whether the next user of each column lies before the boundary ``then``."""
         comes: NDArray[np.bool_] = (
             self.used[np.ix_(then, self.column[columns])] > self.level[columns]
         )
@@ -200,7 +209,7 @@ class Search:
         enter, leave = self._best_links(stage)
         columns, waits = self._waits(first)
         values, live = self.column[columns], self.live[then]
-        going = live[:, values] * leave[values]  # if the stage has it, it sends it on
+        going = live[:, values] * leave[values]  # a value that is used later is sent on
         arriving = enter[values] * self.moves[columns] + going
         total: Floats = waits @ (self._comes(then, columns) * arriving).T
         leaving = np.flatnonzero(live.any(axis=0))
@@ -209,8 +218,8 @@ class Search:
         return total
 
     def _sent(self, first: Ints, then: Ints, sizes: Floats | None = None) -> Floats:
-        """Bytes that a stage between two downsets receives from others; ``sizes``: of the values,
-        if others than their own are to be summed."""
+        """The bytes that a stage between two downsets receives from other stages. ``sizes``: sum
+        these numbers, one for each value, in place of the sizes of the values."""
         if not len(self.column):
             return np.zeros((len(first), len(then)))
         columns, waits = self._waits(first)
@@ -233,7 +242,7 @@ class Search:
             need = need + m.held[stage] * (
                 waits[:, kept].astype(np.float64) @ (comes * self.kept_size[kept]).T
             )
-        if self.stays.any() and m.apart[:stage, stage].any():  # wherever it is brought from
+        if self.stays.any() and m.apart[:stage, stage].any():  # whichever stage sends it
             need = need + self._sent(first, then, self.stays)
         if m.received[stage]:
             need = need + m.received[stage] * self._sent(first, then, self.taken_in)
@@ -244,7 +253,8 @@ class Search:
     # ------------------------------------------------------------------------------------ the walk
 
     def _blocks(self, stage: int) -> Iterator[tuple[slice, slice]]:
-        """The pairs that a stage may be between, in blocks: by weight, both are sorted."""
+        """The pairs of boundaries between which a stage may lie, in blocks. Boundaries are sorted
+        by the time of what lies before them, so that pairs that are too far apart are left out."""
         first, then = self.boundaries[stage], self.boundaries[stage + 1]
         if not len(first) or not len(then):
             return
@@ -264,9 +274,8 @@ class Search:
                 yield block, here
 
     def _backwards(self, limit: float, by_bytes: bool) -> list[Floats]:
-        """For each boundary and downset: the least that the stages after it can do.
-
-        The slowest of them, or with ``by_bytes`` the bytes that they receive, none of them taking
+        """For each boundary and downset, a lower bound for the stages after it: on the time of the
+        slowest of them or, with ``by_bytes``, on the bytes that they receive. No stage may take
         longer than ``limit``.
         """
         k = self.machine.stages
@@ -289,7 +298,8 @@ class Search:
     def run(self, slack: float = 0.0) -> SearchResult | None:
         """The best cut, or None if there is none within ``limit``.
 
-        Of all cuts whose slowest stage is at most ``slack`` above the best, one that sends least.
+        Among all cuts whose slowest stage is slower than the best by at most the fraction
+        ``slack``, it is one that sends the fewest bytes.
         """
         to_go = self._backwards(self.limit, by_bytes=False)
         bound = float(to_go[0][0]) if len(to_go[0]) else np.inf

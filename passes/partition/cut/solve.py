@@ -1,8 +1,9 @@
 """Solve: the best cut of a DAG into stages, with a bound that says how good it is.
 
-Small, or narrow, graphs are solved exactly: the search runs over all downsets. Of others the search
-runs over the beginnings of several orders, then over downsets near the boundaries found, again and
-again while that gains; large ones are made small first, and fine again near the boundaries.
+Small or narrow graphs are solved exactly, by a search over all their downsets. For other graphs the
+search runs over the beginnings of several topological orders, and then over the downsets near the
+boundaries of the best cut so far, as long as that improves it. Large graphs are coarsened first,
+and made fine again near the boundaries.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from passes.partition.cut.downsets import (
 )
 from passes.partition.cut.search import EQUAL, Search, TooMuch
 
-DOWNSETS = 20_000  # as many as are all looked at
+DOWNSETS = 20_000  # a graph with more downsets than these is not solved exactly
 WORK = 5e9  # multiplications of one search
-LARGE = 400  # nodes; more are made fewer
+LARGE = 400  # a graph with more nodes than these is coarsened
 VISITS = 200  # boundaries that one inexact search may look at
 NEAR = 8000  # downsets near all boundaries together
-PATIENCE = 4  # rounds without gain, and the search ends
-LIGHT = 1e-3  # of the bound: what all nodes that the exact path leaves aside take, together
-FINE = 12  # nodes on each side of a boundary
+PATIENCE = 4  # the search ends after so many rounds without an improvement
+LIGHT = 1e-3  # of the bound: the time of all nodes together that the exact path leaves aside
+FINE = 12  # the nodes on each side of a boundary that are not coarsened
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to compute at most. ``downsets=0`` switches the exact path off."""
+    """Limits on the time that solving takes. ``downsets=0`` switches the exact path off."""
 
     downsets: int = DOWNSETS
     work: float = WORK
@@ -63,8 +64,9 @@ class Effort:
 class Cut:
     """The stage of each node, what that costs, and how good it is.
 
-    ``bound``: no cut has a slowest stage that takes less. ``is_exact``: all cuts were looked at
-    (but perhaps for where light nodes at the fringe go), so that the bound is that of the fastest.
+    ``bound``: the slowest stage of every cut takes at least so many seconds. ``is_exact``: the
+    search has covered all cuts (except, perhaps, for the stages of very light nodes with a single
+    edge), so that the bound is the time of the fastest.
     """
 
     stage: tuple[int, ...]
@@ -80,13 +82,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class Task:
-    """The part of the problem that stays the same while one DAG is made coarse and fine again."""
+    """The part of the problem that stays the same while the DAG is coarsened and refined."""
 
     machine: Machine
     slack: float = 0.0
     pins: Mapping[int, int] = field(default_factory=dict)
     effort: Effort = Effort()
-    enough: float = np.inf  # seconds: a slowest stage that takes no more is within the slack
+    enough: float = np.inf  # seconds: slack is given only up to here, see Search
 
 
 def solve(
@@ -99,9 +101,9 @@ def solve(
 ) -> Cut | None:
     """The cut whose slowest stage is fastest.
 
-    Of all that are at most ``slack`` slower it is one that sends least. ``pins`` puts nodes into
-    stages. None if no cut fits the memory and the pins (where the exact path is not taken: if none
-    has been found).
+    Among all cuts that are slower by at most the fraction ``slack`` it is one that sends the fewest
+    bytes. ``pins`` gives the stages of some nodes. The result is None if no cut fits the memory and
+    the pins; for graphs that are not solved exactly, if the search has come upon none.
     """
     if dag.size < machine.stages or not _may_fit(dag, machine):
         return None
@@ -132,9 +134,10 @@ def solve_in_order(
     pins: Mapping[int, int] | None = None,
     enough: float = np.inf,
 ) -> tuple[int, ...] | None:
-    """As :func:`solve`, of the cuts that are contiguous in the order of the nodes.
+    """The cut whose slowest stage is fastest, among those that are contiguous in the order of the
+    nodes; see :func:`solve`.
 
-    No slack is given where the slowest stage takes more than ``enough`` seconds.
+    Slack is given only as long as the slowest stage takes at most ``enough`` seconds.
     """
     if dag.size < machine.stages:
         return None
@@ -142,11 +145,12 @@ def solve_in_order(
 
 
 def can_fit(dag: Dag, machine: Machine, pins: Mapping[int, int] | None = None) -> bool:
-    """Whether a cut is found that fits the memory and the pins, however slow.
+    """Whether there is a cut that fits the memory and the pins, however slow.
 
-    Large graphs are looked at in the order of their nodes only: there is next to always a cut.
+    For large graphs only cuts in the order of the nodes are tried, since one of these nearly always
+    fits if any cut does; a False may be wrong for them.
     """
-    machine = replace(machine, bandwidth=None, latency=None)  # which say nothing of memory
+    machine = replace(machine, bandwidth=None, latency=None)  # links take no memory
     if dag.size < machine.stages or not _may_fit(dag, machine):
         return False
     if solve_in_order(dag, machine, pins=pins) is not None:
@@ -161,8 +165,8 @@ def _in_order(dag: Dag, task: Task) -> tuple[int, ...] | None:
 
 
 def _multilevel(dag: Dag, task: Task, in_order: bool = False) -> tuple[int, ...] | None:
-    """A cut of a DAG that has been made small; then again and again of one that is fine where the
-    last one cut."""
+    """A cut of a coarsened DAG, which is then improved several times, each time on a DAG that is
+    fine near the boundaries of the last cut and coarse elsewhere."""
     effort = replace(task.effort, near=task.effort.near // 4, patience=1)  # there are many levels
     task = replace(task, effort=effort)
     parts = [task.pins.get(node) for node in range(dag.size)]
@@ -202,7 +206,7 @@ def _small(
 
 
 def _moved(parts: Sequence[T], home: Sequence[int], size: int) -> list[T]:
-    """For each of ``size`` clusters what its nodes have in common."""
+    """For each of ``size`` clusters the part that its nodes have in common."""
     moved: list[T] = [parts[0]] * size
     for part, h in zip(parts, home, strict=True):
         moved[h] = part
@@ -219,14 +223,15 @@ class _Answer:
 
 
 def _exact(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
-    """The answer of the exact path; None where that would take too much."""
+    """The answer of the exact path; None where it would take too long."""
     if not task.effort.downsets or dag.size > 10 * task.effort.large:
         return None
     return _over_all(dag, task, found) or _exact_but_for_pendants(dag, task, found)
 
 
 def _exact_but_for_pendants(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
-    """The same for the DAG without light nodes at its fringe: a bound for that is one for all."""
+    """The answer of the exact path for the DAG without its light nodes of a single edge. A bound
+    for that DAG is a bound for the whole one too."""
     if not np.isinf(np.asarray(task.machine.memory)).all():
         return None
     light = LIGHT * lower_bound(dag, task.machine)
@@ -242,7 +247,7 @@ def _exact_but_for_pendants(dag: Dag, task: Task, found: Sequence[int] | None) -
     start: list[int] | None = None
     if found is not None:
         start = _moved([found[c] for c in cluster], home, small.size)
-        if len(set(start)) < task.machine.stages:  # a stage was of such nodes alone
+        if len(set(start)) < task.machine.stages:  # a stage consisted of such nodes only
             start = None
     answer = _over_all(small, replace(task, pins=_pinned(task.pins, home)), start)
     if answer is None or answer.cut is None:
@@ -275,18 +280,19 @@ def _limit(dag: Dag, task: Task, found: Sequence[int] | None) -> float:
 
 
 def _lines(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The best cut whose boundaries are beginnings of some topological orders."""
+    """The best cut whose boundaries are beginnings of several topological orders."""
     families = [prefixes(order) for order in orders(dag)]
     for family in families:
         found = _searched(dag, task, family, found) or found
-    if found is None:  # no order fits the memory; what fits it best is where to look
+    if found is None:  # no order fits the memory: begin at the cut that fits it best
         found = _roomiest(dag, task)
     found = _searched(dag, task, united(*families), found) or found
     return None if found is None else tuple(found)
 
 
 def _roomiest(dag: Dag, task: Task) -> tuple[int, ...] | None:
-    """A cut that fits the memory, if one is found by looking at nothing else."""
+    """A cut that fits the memory, from a search that looks at the memory only; None if that has no
+    such cut."""
     if np.isinf(np.asarray(task.machine.memory)).all():
         return None
     found = tightest(dag, task.machine, pins=task.pins, effort=task.effort)
@@ -300,15 +306,17 @@ def tightest(
     pins: Mapping[int, int] | None = None,
     effort: Effort | None = None,
 ) -> tuple[int, ...] | None:
-    """The cut of which the fullest device is least full, be it above its memory."""
+    """The cut that minimises the fraction of its memory that the fullest device uses, which may be
+    more than 1."""
     found = solve(_by_memory(dag, machine), Machine(machine.stages), pins=pins, effort=effort)
     return None if found is None else found.stage
 
 
 def _by_memory(dag: Dag, machine: Machine) -> Dag:
-    """The DAG with, in place of seconds, the part of each stage's memory that a node takes.
+    """The DAG with the fraction of a stage's memory that each node takes in place of its seconds.
 
-    At least: what several nodes keep counts for the first alone, and what is brought for none.
+    These fractions are lower bounds: memory that several nodes keep counts for the first of them
+    only, and values that are brought to a stage do not count.
     """
     assert machine.memory is not None and machine.held is not None
     saved = dag.saved.copy()
@@ -319,7 +327,7 @@ def _by_memory(dag: Dag, machine: Machine) -> Dag:
 
 
 def _may_fit(dag: Dag, machine: Machine) -> bool:
-    """Whether no bound says that all cuts need more memory than there is."""
+    """Whether the lower bound leaves room: False means that every cut needs too much memory."""
     if np.isinf(np.asarray(machine.memory)).all():
         return True
     return lower_bound(_by_memory(dag, machine), Machine(machine.stages)) <= 1 + EQUAL
@@ -342,9 +350,10 @@ def _searched(
 
 
 def _improved(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The cut, made better by looking at downsets near its boundaries, until that gains no more.
+    """The cut, improved by searches over the downsets near its boundaries, until these gain
+    nothing.
 
-    Which nodes count as near is drawn anew each time (always the same for the same graph).
+    The nodes that count as near are drawn anew for each search, from a fixed seed.
     """
     if found is None:
         return None
