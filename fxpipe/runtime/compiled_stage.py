@@ -36,6 +36,7 @@ from fxpipe.ir._torch import (
     pytree,
     transforms,
 )
+from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import GROWS, SEED
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
@@ -90,6 +91,8 @@ class StageBackend:
         try:
             self._compile = graph_compiler(backend, mode, options, self.dynamic)
         except Exception as error:
+            if not is_the_models(error):
+                raise
             names = ", ".join(map(repr, torch.compiler.list_backends()))
             raise ValueError(
                 f"stage_backend is {reprlib.repr(given)}, which torch.compile does not take: "
@@ -239,12 +242,14 @@ class CompiledStage:
             return None
         try:
             alike.append(self._compiled(args, leaves, shapes, alike))
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
+        except NotLifted as refusal:
+            self._warn(str(refusal))
+            return None
         except Exception as error:
+            if not is_the_models(error):
+                raise
             text = str(error).strip().splitlines()
-            said = text[0] if text else ""
-            self._warn(said if isinstance(error, NotLifted) else f"{type(error).__name__}: {said}")
+            self._warn(f"{type(error).__name__}: {text[0] if text else ''}")
             return None
         return alike[-1]
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from fxpipe.runtime import compiled_stage
 from fxpipe.runtime.compiled_stage import StageBackend
 
 pytestmark = pytest.mark.filterwarnings("error:.*is not compiled")
@@ -404,6 +405,19 @@ def test_a_stage_that_needs_values_runs_as_it_is():
         with pytest.warns(UserWarning, match="stage_0 is not compiled by aot_eager"):
             found = pipe(x)
         assert torch.equal(found, torch.cat([model(part) for part in x.chunk(4)]))
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), torch.OutOfMemoryError("no room")])
+def test_a_bug_of_ours_is_no_reason_to_run_a_stage_as_it_is(monkeypatch, error):
+    """A warning would hide it, and so it would a lack of memory, in runs that are merely slower."""
+
+    def fail(*_):
+        raise error
+
+    fail.__code__ = fail.__code__.replace(co_filename=compiled_stage.__file__)
+    monkeypatch.setattr(compiled_stage, "Lifted", fail)
+    with compiled(seeded(Plain), "eager") as pipe, pytest.raises(type(error)):
+        pipe(torch.randn(8, 8))
 
 
 def test_hooks_that_are_added_later_are_called():
