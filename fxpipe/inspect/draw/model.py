@@ -6,12 +6,10 @@ import operator
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import NamedTuple
 
 import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
-from fxpipe import ops
 from fxpipe.inspect.draw.fold import Box, fold
 from fxpipe.inspect.draw.picture import (
     CLUSTER,
@@ -26,11 +24,11 @@ from fxpipe.inspect.draw.picture import (
     sources_of,
     type_text,
 )
-from fxpipe.ir.graph import ACTION, MICROBATCH, VALUE, is_work
+from fxpipe.inspect.draw.places import Place, are_beside, drawing_order, in_words, places_of
+from fxpipe.ir.graph import MICROBATCH, VALUE, is_work
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.tensors import tensor_bytes
 from fxpipe.ir.text import human_bytes
-from passes.common.skips import stage_of
 
 BOXES = 80  # in a drawing of more boxes than these, modules are folded
 PART_BOXES = 240  # the same limit for graphs that have micro-batches, and no modules to fold
@@ -45,25 +43,6 @@ Edges = dict[tuple[str, str], Line]
 
 _OUTPUTS = 8  # the most lines to the output: of more, one line is drawn for each stage
 _LINES = 3  # the most lines from a number: one that is used more often is named where it is used
-
-
-class Place(NamedTuple):
-    """The place where a node is drawn: its stage and its micro-batch, each None if it has none. In
-    a step graph ``part`` is "forward" or "backward"."""
-
-    stage: int | None
-    microbatch: int | None
-    part: str = ""
-
-    def __str__(self) -> str:
-        said = []
-        if self.stage is not None:
-            said.append(f"stage {self.stage}")
-        if self.microbatch is not None:
-            said.append(f"mb {self.microbatch}")
-        if self.part:
-            said.append(self.part)
-        return ", ".join(said) or "the caller"
 
 
 def draw_model(
@@ -98,10 +77,10 @@ class _DrawnNodes:
     def __init__(self, gm: fx.GraphModule, wanted: Place, limit: int) -> None:
         self.picture = Picture("model", nodesep="0.25", ranksep="0.35")
         self.wanted = wanted
-        self.places = _places(gm.graph)
+        self.places = places_of(gm.graph)
         kept = [node for node in gm.graph.nodes if self._is_wanted(self.places[node])]
         if not kept:
-            raise ValueError(f"no node is of {wanted}: there are {_known(self.places.values())}")
+            raise ValueError(f"no node is of {wanted}: there are {in_words(self.places.values())}")
         self.boxes = fold([n for n in kept if is_work(n)], limit, self.places.__getitem__)
         self.box_of = {node: box for box in self.boxes for node in box.nodes}
         for node in kept:
@@ -141,7 +120,7 @@ class _DrawnNodes:
             users = [user for user in node.users if user in self.box_of]
             boxes = {self.box_of[user].name for user in users}
             is_here = node in self.box_of
-            if is_here and any(_are_beside(place, self.places[user]) for user in users):
+            if is_here and any(are_beside(place, self.places[user]) for user in users):
                 found.add(node)
             if _is_number(node) and (not is_here or len(boxes) > _LINES):
                 found.add(node)
@@ -257,7 +236,7 @@ class _DrawnNodes:
             if place != Place(None, None):
                 columns.setdefault(place.microbatch, []).append(place)
         for column in columns.values():
-            for upper, lower in pairwise(sorted(column, key=_when)):
+            for upper, lower in pairwise(sorted(column, key=drawing_order)):
                 for box in self._lasts(upper, edges):
                     self.picture.order(box.name, _title(lower))
 
@@ -288,58 +267,6 @@ class _DrawnNodes:
             return min(s for s in known if s > target) - 1 > target
         before = [s for s in known if s < target]
         return bool(before) and max(before) + 1 < target
-
-
-def _known(places: Iterable[Place]) -> str:
-    """The stages and micro-batches of a graph, in words, for a message."""
-    all_of = zip(*(place[:2] for place in places), strict=True)
-    stages, microbatches = ([value for value in values if value is not None] for values in all_of)
-    said = [f"stages 0 to {max(stages)}"] if stages else []
-    said += [f"micro-batches 0 to {max(microbatches)}"] if microbatches else []
-    return " and ".join(said) or "none"
-
-
-_BACKWARD = (
-    *(ops.loss_backward, ops.replay, ops.backward, ops.backward_input, ops.weight_grad),
-    ops.optimize,
-)
-
-
-def _places(graph: fx.Graph) -> dict[fx.Node, Place]:
-    """The place of every node. In a step graph, all nodes that depend on a backward are drawn as
-    part of the backward."""
-    is_step = any(ACTION in node.meta for node in graph.nodes)
-    places: dict[fx.Node, Place] = {}
-    for node in graph.nodes:
-        place = _place(node)
-        if is_step and place != Place(None, None):
-            parts = {places[source].part for source in node.all_input_nodes}
-            is_backward = node.target in _BACKWARD or "backward" in parts
-            place = place._replace(part="backward" if is_backward else "forward")
-        places[node] = place
-    return places
-
-
-def _place(node: fx.Node) -> Place:
-    """The stage and micro-batch of a node; those of its first user for a parameter."""
-    stage = stage_of(node)
-    if stage is None and node.op == "get_attr":
-        users = [user for user in node.users if stage_of(user) is not None]
-        first = min(users, key=lambda user: user.meta["stage"], default=node)
-        return Place(stage_of(first), first.meta.get(MICROBATCH))
-    return Place(stage, node.meta.get(MICROBATCH))
-
-
-def _when(place: Place) -> tuple[bool, int]:
-    """The key that sorts the clusters of a micro-batch in the order in which they run."""
-    stage = -1 if place.stage is None else place.stage
-    is_backward = place.part == "backward"
-    return is_backward, -stage if is_backward else stage
-
-
-def _are_beside(one: Place, other: Place) -> bool:
-    """Whether two places are in different micro-batches, which are drawn beside each other."""
-    return Place(None, None) not in (one, other) and one.microbatch != other.microbatch
 
 
 def _is_number(node: fx.Node) -> bool:
