@@ -96,7 +96,9 @@ def compile(
         in_dims, out_dims: the batch dimension of inputs and outputs, where it cannot be inferred:
             an int or None for all, or nested like the arguments, or the output. An output without
             one (None) is averaged, weighted by the sizes of the micro-batches; where "sum" is said,
-            or it is found to be a sum over the rows, it is added up.
+            or it is found to be a sum over the rows, it is added up. In ``in_dims``, "list" says
+            that a list has one element for each row, as ``{"images": "list", "targets": "list"}``
+            for a detection model: it is cut between its elements.
         deferred_batch_norm: update the running statistics of batch norms once for each mini-batch,
             as without a pipeline. Each micro-batch is normalised by its own statistics either way.
         tracer: "auto", "symbolic", "export", or ``(model, args, kwargs) -> fx.GraphModule``.

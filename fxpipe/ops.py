@@ -57,8 +57,8 @@ def _may_hold_proxies(values: Iterable[Any]) -> bool:
 
 @_op
 def scatter(
-    tensor: Tensor, dim: int | None, chunks: int, copied: bool = False
-) -> tuple[Tensor, ...]:
+    tensor: Any, dim: _microbatch.InDim, chunks: int, copied: bool = False
+) -> tuple[Any, ...]:
     """Cut a mini-batch into ``chunks`` micro-batches along ``dim``.
 
     ::
@@ -68,7 +68,8 @@ def scatter(
 
     The sizes of the parts differ by one row at most, and larger parts come first. The parts are
     views of ``tensor``; if ``copied``, of a copy of it, which the model may write to. Without a
-    dimension (None) each micro-batch has the whole tensor.
+    dimension (None) each micro-batch has the whole tensor. "list": the tensors are those of a list
+    with one element for each row, and there is one for each micro-batch.
     """
     return _microbatch.scatter(tensor.clone() if copied else tensor, dim, chunks)
 
@@ -118,7 +119,7 @@ def gather(
         values: the output of each micro-batch; all have the same structure.
         dims: the batch dimension of the tensors in an output, one for all or one for each leaf.
             "sum": the outputs are added up. "any": all are the same, and the first one is taken.
-            "weighted": they are added up, each times its weight.
+            "weighted": they are added up, each times its weight. "list": they stay apart.
         parts: the micro-batches' parts of an input, by whose sizes an average weighs the outputs.
         parts_dim: the batch dimension of ``parts``.
         weights: of each micro-batch's loss (see :func:`loss_weights`).

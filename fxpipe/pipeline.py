@@ -94,7 +94,7 @@ class Pipeline(ModelProxy):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these arguments, computed micro-batch by micro-batch."""
         mode, values, unrolled = self._runner.ready(args, kwargs)
-        return mode.traced.rebuild(self._runner.run(unrolled, values))
+        return mode.rebuild(self._runner.run(unrolled, values))
 
     @_opaque
     def step(

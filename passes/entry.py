@@ -15,7 +15,7 @@ from torch import fx, nn
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.text import summary
 from fxpipe.runtime.compiled_stage import CompiledStages
-from fxpipe.runtime.microbatch import Dims
+from fxpipe.runtime.microbatch import Dims, InDim
 from fxpipe.schedule import Schedule
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
@@ -93,7 +93,7 @@ class ToPipeline:
     leads_to: ClassVar[Level] = Level.PIPELINE
     devices: tuple[str, ...]
     chunks: int
-    in_dims: tuple[int | None, ...]
+    in_dims: tuple[InDim, ...]
     out_dims: tuple[Dims, ...]
     checkpoint: str = "never"
     checkpoint_segments: int = 1
@@ -110,7 +110,7 @@ class ToStep:
     loss: nn.Module
     schedule: Schedule
     devices: tuple[str, ...]
-    in_dims: tuple[int | None, ...]
+    in_dims: tuple[InDim, ...]
     targets: tuple[bool, ...] = ()
     checkpoint: str = "never"
     checkpoint_segments: int = 1

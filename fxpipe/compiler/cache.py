@@ -55,6 +55,8 @@ class Cache:
         # A tensor that is given twice cannot be told apart: such a call takes the slow look-up.
         if found is None or len(places) != len(tensors):
             return
+        if any(id(value) not in places for value in values):  # parts of a list of tensors
+            return
         if len(self._served) > MANY:
             self._served.clear()
         served = self._served.setdefault(found, [])

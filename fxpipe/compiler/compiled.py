@@ -18,7 +18,7 @@ from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
 from fxpipe.runtime.compiled_stage import CompiledStages
-from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, Dims
+from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, Dims, InDim, Parts, joined
 from fxpipe.runtime.program import Program
 from fxpipe.trace import Traced
 from fxpipe.trace.premises import are_alike
@@ -41,7 +41,7 @@ class Mode:
 
     traced: Traced
     stage_graph: fx.GraphModule
-    in_dims: list[int | None]
+    in_dims: Sequence[InDim]
     out_dims: list[Dims]
     example: Sample
     history: History
@@ -51,6 +51,8 @@ class Mode:
     """Fills the arguments of the call, by their names, with tensors."""
     chunks: int | None = None
     """The number of micro-batches, where the graph is for one batch size only; else None."""
+    rows: int | None = None
+    """The number of rows, where they are elements of lists; else None."""
     notes: list[str] = field(default_factory=list)
     """Remarks of the check whether cutting the batch into micro-batches changes any result."""
     bindings: list[Binding] = field(default_factory=list)
@@ -115,4 +117,20 @@ class Mode:
 
     def batch_of(self, values: Sequence[Any]) -> int | None:
         """The number of rows in the mini-batch, from the values of the placeholders."""
-        return batch_size(values, self.in_dims)
+        return self.rows or batch_size(values, self.in_dims)
+
+    def rebuild(self, output: Any) -> Any:
+        """The output of the pipeline graph as the model's own structure."""
+        if self.rows is None or self.chunks in (None, 1):
+            return self.traced.rebuild(output)
+        return joined(
+            [
+                self.traced.rebuild(
+                    pytree.tree_map(
+                        lambda leaf, i=i: leaf.values[i] if isinstance(leaf, Parts) else leaf,
+                        output,
+                    )
+                )
+                for i in range(self.chunks or 1)
+            ]
+        )

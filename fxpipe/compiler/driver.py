@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from fxpipe.ir.progress import report_progress
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.call import Asked, Meaning, Targets, known_dims, loss_dim, meaning_of
+from fxpipe.meaning.listed import Listed, in_parts, of_one_shape
 from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
 from fxpipe.meaning.weights import named_arguments
@@ -130,7 +131,7 @@ class Compiler:
         function = self.options.loss_fn
         if function is None:
             return mode.loss_dim
-        if chunks == 1 or not mode.example.batch:
+        if chunks == 1 or not (mode.rows or mode.example.batch):
             return None
         some, named = mode.example.repeated()
         if any(tensor.is_meta for tensor in Structure.of((some, named))[0]):
@@ -140,7 +141,7 @@ class Compiler:
             return loss_dim(
                 model,
                 (some, named),
-                mode.in_dims,
+                mode.example.dims,
                 function,
                 Targets(target.leaves, target.has_batch, target.nesting.fill),
                 Asked(
@@ -265,6 +266,8 @@ class Compiler:
 
         ``call`` is the call as the user has made it, for which the guards are.
         """
+        if meaning.listed is not None:
+            return self._of_lists(twin, args, kwargs, meaning, meaning.listed, call)
         if meaning.one_row_only:
             return self._compiled(twin, args, kwargs, meaning, call, 1)
         try:
@@ -295,6 +298,29 @@ class Compiler:
         except AnotherStrategy:  # the caller raises ``why`` then, which says more
             return None
 
+    def _of_lists(
+        self,
+        twin: Twin,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        meaning: Meaning,
+        listed: Listed,
+        call: GuardedCall,
+    ) -> Mode:
+        """A mode for lists of this length, with an element for each row: the model is traced with
+        the list of the first micro-batch, and each element is an input of the graph."""
+        chunks = self.options.even_chunks_for(listed.rows)
+        rows = listed.rows // chunks
+        one = replace(meaning, in_dims=listed.in_dims(rows))
+        some, named = listed.part(0, rows)
+        mode = self._compiled(twin, some, named, one, call, chunks)
+        own = map_tensors(Tensor.detach, (args, kwargs))
+        mode.rows, mode.example = listed.rows, Sample(own, meaning.in_dims, listed.rows)
+        mode.traced.bind = in_parts(self.model, mode.traced.bind, chunks, self.options.in_dims)
+        if mode.traced.front_end != "symbolic":
+            of_one_shape(mode.traced.bind(args, kwargs), listed.names)
+        return mode
+
     def _compiled(
         self,
         twin: Twin,
@@ -314,9 +340,11 @@ class Compiler:
         options, dims = self.options, meaning.in_dims
         tensors, _ = Structure.of((args, kwargs))
         batch = batch_size(tensors, dims)
-        traced_with, varying = (args, kwargs), dims
-        if chunks is not None and batch is not None:
-            traced_with = with_rows((args, kwargs), dims, batch // chunks)
+        traced_with = args, kwargs
+        varying = [dim if isinstance(dim, int) else None for dim in dims]
+        if chunks is not None:
+            if batch is not None and meaning.listed is None:
+                traced_with = with_rows((args, kwargs), dims, batch // chunks)
             varying = [None] * len(dims)
 
         with self._where_it_runs(twin.model, tensors), attributes_read(twin.model) as reads:
@@ -343,7 +371,7 @@ class Compiler:
             example=Sample.of(args, kwargs, dims, batch),
             guards=Guards(
                 call,
-                _kind(prepared.traced, chunks),
+                _kind(prepared.traced, None if meaning.listed else chunks),
                 Premises(self.model, _but_for_states(twin.reads(reads))),
                 prepared.traced.largest_batch,
             ),
@@ -410,7 +438,7 @@ class Compiler:
 
         return ToStages(
             inputs=tuple(values),
-            in_dims=tuple(dims),
+            in_dims=tuple(dim if isinstance(dim, int) else None for dim in dims),
             devices=options.names,
             partition=CutAlike(
                 self.layout,

@@ -36,6 +36,7 @@ from fxpipe.ir._torch import pytree
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure, is_opened, leaves
 from fxpipe.meaning.sample import batch_size
+from fxpipe.runtime.microbatch import InDim
 from fxpipe.trace import bound_arguments
 from fxpipe.trace.premises import Attribute, Premises
 
@@ -60,7 +61,7 @@ class GuardedCall:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        dims: Sequence[int | None] | None = None,
+        dims: Sequence[InDim] | None = None,
     ) -> None:
         self.model, self.args, self.kwargs, self.dims = model, args, kwargs, dims
 
@@ -180,14 +181,14 @@ class ShapeGuard:
     kind: ClassVar[str] = "shape"
     place: int  # among the tensors of the call
     path: str
-    dim: int | None
+    dim: InDim
     dtype: torch.dtype | None
     sizes: tuple[int | None, ...] | None
     example: str = field(compare=False)
     shape: tuple[int, ...] = field(compare=False)
 
     @staticmethod
-    def of(place: int, path: str, tensor: Tensor, dim: int | None, kind: str) -> ShapeGuard:
+    def of(place: int, path: str, tensor: Tensor, dim: InDim, kind: str) -> ShapeGuard:
         """The guard on a tensor of a call, for a program of a kind."""
         shape = tuple(tensor.shape)
         varies = None if kind == ONE_SIZE else dim
@@ -262,7 +263,7 @@ class RowsGuard:
 
     kind: ClassVar[str] = "rows"
     most: int
-    dims: tuple[int | None, ...]
+    dims: tuple[InDim, ...]
 
     def _rows(self, call: GuardedCall) -> int:
         return batch_size(call.tensors, self.dims) or 0

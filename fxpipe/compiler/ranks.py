@@ -38,6 +38,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.runner import Runner
 from fxpipe.ir.graph import STAGE, WRITTEN, attribute, stage_nodes
 from fxpipe.ir.printing import format_graph
+from fxpipe.meaning.errors import BatchError
 from fxpipe.runtime.agreement import Agreement
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import run_inline
@@ -270,6 +271,12 @@ class RankCompiler(Compiler):
         assert isinstance(context.partition, CutAlike)
         cut = Agreed(context.partition, self.agreement)
         return replace(context, partition=cut, places=self.options.placement)
+
+    def _of_lists(self, *args: Any) -> Mode:
+        raise BatchError(
+            "lists with one element for each row are not cut where each rank is a process: stack "
+            "them to one tensor, to be taken apart in the model, or give chunks=1"
+        )
 
     def _compiled(self, *args: Any) -> Mode:
         mode = super()._compiled(*args)

@@ -24,6 +24,7 @@ from fxpipe.meaning.sample import Sample
 from fxpipe.runtime.ambient import is_intercepted, is_traced
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
+from fxpipe.runtime.microbatch import Parts
 from fxpipe.runtime.random import is_alone
 
 
@@ -108,7 +109,7 @@ class Runner:
         self._step = self.compiler.step(mode, chunks, wanted)
         self._last = mode, chunks
         values += wanted.leaves
-        return self._step, [v.detach() if isinstance(v, Tensor) else v for v in values]
+        return self._step, [v.detach() if isinstance(v, Tensor | Parts) else v for v in values]
 
     # -------------------------------------------------------------------------------------- to load
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,12 +25,21 @@ from fxpipe.meaning.backward import backward_problem
 from fxpipe.meaning.candidates import InDims, agree, candidates
 from fxpipe.meaning.check import Problem, Question, Trial, Verdict, check, ran
 from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.listed import Listed, any_row, is_a_row
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.said import INFER, Input, broadcast, named_inputs
 from fxpipe.meaning.sample import part
 from fxpipe.meaning.stilled import batch_norms, dropouts, still
-from fxpipe.meaning.weights import Weigh, dim_of, named_arguments, remedy, weighed, with_ignored
-from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim
+from fxpipe.meaning.weights import (
+    Fill,
+    Weigh,
+    dim_of,
+    named_arguments,
+    remedy,
+    weighed,
+    with_ignored,
+)
+from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim, InDim
 from fxpipe.trace import called, canonical, parameters_put_back, untouched
 from fxpipe.trace.patches import tensor_hooks
 from fxpipe.trace.twin import model_of
@@ -39,13 +49,15 @@ from fxpipe.trace.twin import model_of
 class Meaning:
     """How a call is cut into micro-batches, and how their outputs are put together."""
 
-    in_dims: InDims
+    in_dims: Sequence[InDim]
     outputs: dict[str, Dim] = field(default_factory=dict)
     """How each output is put together, by its path; empty where the model could not be run."""
     notes: list[str] = field(default_factory=list)
     """Remarks for the report, such as that dropout masks are those of each micro-batch."""
     one_row_only: bool = False
     """The example has one row, and the model takes no more of them."""
+    listed: Listed | None = None
+    """The call, if it has lists with one element for each row."""
 
 
 @dataclass
@@ -73,18 +85,21 @@ _LAYOUTS = torch.strided, torch.sparse_coo
 """The layouts of tensors that can be cut into micro-batches. A call with a tensor of another layout
 is not checked: tracing refuses it, with its own message."""
 
-_FOUND: WeakKeyDictionary[nn.Module, dict[Any, InDims]] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[nn.Module, dict[Any, Sequence[InDim]]] = WeakKeyDictionary()
 """The batch dimensions that an earlier check has found for a model, by the names of the tensors."""
 
 
 def known_dims(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any = None
-) -> InDims | None:
+) -> Sequence[InDim] | None:
     """The batch dimension of each tensor among the inputs, if that has been found for a call like
     this one, or if there is no choice."""
     inputs = named_inputs(model, args, kwargs, in_dims)
     found = _FOUND.get(model_of(model), {}).get(_key(inputs))
-    return found if found is not None and agree(inputs, found) else None
+    if found is None or LISTED not in found:
+        return found if found is not None and agree(inputs, found) else None
+    listed = Listed.of(model, args, kwargs, inputs)
+    return found if listed is not None and found == listed.in_dims(listed.rows) else None
 
 
 def meaning_of(
@@ -98,16 +113,64 @@ def meaning_of(
     """
     inputs = named_inputs(model, args, kwargs, asked.in_dims)
     ways = candidates(inputs)
+    is_said = not ways
+    listed = Listed.of(model, args, kwargs, inputs)
+    if len(asked.sizes(8)) == 1:  # one micro-batch, whatever it means
+        return Meaning(ways[0] if ways else [None] * len(inputs))
     before = _FOUND.get(model_of(model), {}).get(_key(inputs))
-    if before is not None and agree(inputs, before):
-        ways = [before, *(way for way in ways if way != before)]
+    is_known = before is not None and LISTED in before
+    if listed is not None and (is_said or is_known or listed.is_likely):
+        found = _in_lists(model, args, kwargs, listed, asked, is_said)
+        if found is not None:
+            _FOUND.setdefault(model_of(model), {})[_key(inputs)] = found.in_dims
+            return found
+        listed = None
+    elif before is not None and agree(inputs, before):
+        first = [None if dim is None else int(dim) for dim in before]
+        ways = [first, *(way for way in ways if way != first)]
     batch = _batch(inputs, ways[0])
-    is_one = not batch or len(asked.sizes(8)) == 1  # one micro-batch, whatever it means
+    is_one = not batch and listed is None
     if is_one or any(each.tensor.layout not in _LAYOUTS for each in inputs):
         return Meaning(ways[0])
     asking = _Asking(model, args, kwargs, inputs, asked)
+    if listed is not None:
+        asking.otherwise = partial(_in_lists, model, args, kwargs, listed, asked, False)
     found = asking.best(ways)
     _FOUND.setdefault(model_of(model), {})[_key(inputs)] = found.in_dims
+    return found
+
+
+def _in_lists(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    listed: Listed,
+    asked: Asked,
+    is_said: bool,
+) -> Meaning | None:
+    """The meaning of a call whose lists have one element for each row.
+
+    If that does not give the model's output, it is an error where the user has said so, and else
+    None.
+    """
+    asking = _Asking(model, args, kwargs, listed.inputs, asked, listed)
+    if is_said:
+        found = asking.best([listed.dims])
+        if not found.outputs:
+            raise BatchError(
+                f"the model takes no lists of another length for {listed.names}, so that they "
+                "cannot be cut between their elements, one for each row: give chunks=1"
+            )
+    else:
+        verdict = asking.verdict_of(listed.dims, is_likely=False)
+        if verdict.trial is None or verdict.is_wrong:
+            return None
+        asking.tell(listed.dims, verdict)
+        found = asking.meaning(listed.dims, verdict, [listed.dims])
+    found.in_dims = listed.in_dims(listed.rows)
+    found.outputs = {any_row(path): dim for path, dim in found.outputs.items()}
+    found.listed = listed
+    found.notes.insert(0, f"the batch is found by the check: {listed.names} along the list")
     return found
 
 
@@ -123,7 +186,7 @@ def _batch(inputs: Sequence[Input], dims: Sequence[int | None]) -> int | None:
 def loss_dim(
     model: nn.Module,
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    in_dims: InDims,
+    in_dims: Sequence[InDim],
     loss: Callable[[Any, Any], Any],
     target: Targets,
     asked: Asked,
@@ -140,16 +203,24 @@ def loss_dim(
     """
     args, kwargs = inputs
     named = named_inputs(model, args, kwargs, asked.in_dims)
-    asking = _Asking(model, args, kwargs, named, asked)
+    listed = Listed.of(model, args, kwargs, named) if LISTED in in_dims else None
+    if listed is not None:
+        named, own = listed.inputs, listed.dims
+    else:
+        own = [dim if isinstance(dim, int) else None for dim in in_dims]
+    asking = _Asking(model, args, kwargs, named, asked, listed)
     count = len(asking.tensors)
     places = [i for i, leaf in enumerate(target.leaves) if isinstance(leaf, Tensor)]
     tensors = [*asking.tensors, *(target.leaves[i] for i in places)]
-    dims = [*in_dims, *(0 if target.has_batch[i] else None for i in places)]
+    dims = [*own, *(0 if target.has_batch[i] else None for i in places)]
+
+    some = Structure.of(inputs)[0]
+    device = some[0].device if some else torch.device("cpu")
 
     def filled(tensors: Sequence[Any]) -> Any:
         given = list(target.leaves)
         for place, tensor in zip(places, tensors[count:], strict=True):
-            given[place] = tensor.to(tensors[0].device) if count else tensor
+            given[place] = tensor.to(device) if count else tensor
         return target.fill(given)
 
     def run(tensors: list[Tensor]) -> Any:
@@ -170,7 +241,7 @@ def loss_dim(
         if wrong:
             _refuse(asked, wrong.replace(LOSS, "loss_fn", 1))
     elif verdict.trial is None or LOSS in verdict.unclear:
-        first = part(tensors, dims, 0, asked.sizes(_batch(named, in_dims) or 0)[0])
+        first = part(tensors, dims, 0, asked.sizes(_batch(named, own) or 0)[0])
         if verdict.trial is None and not _is_taken(run, first):
             return None  # what it raises on a micro-batch, it raises in the step
         _refuse(asked, messages.unknown_loss(verdict))
@@ -254,9 +325,19 @@ class _Asking:
         kwargs: dict[str, Any],
         inputs: Sequence[Input],
         asked: Asked,
+        listed: Listed | None = None,
     ) -> None:
         self.model, self.inputs, self.asked = model, inputs, asked
-        self.tensors, self.structure = Structure.of(canonical(model, args, kwargs))
+        self.listed = listed
+        self.otherwise: Callable[[], Meaning | None] = lambda: None  # if no candidate fits
+        self.arguments: Fill
+        self.fill: Callable[[Sequence[Any]], Any]
+        if listed is not None:
+            self.tensors, self.fill = listed.values, listed.call
+            self.arguments = lambda values: ((), listed.by_name(values))
+        else:
+            self.tensors, structure = Structure.of(canonical(model, args, kwargs))
+            self.fill, self.arguments = structure.fill, named_arguments(model, args, kwargs)
         self.stilled = model.training
         self.with_gradients = False
         self.drew = False
@@ -267,7 +348,6 @@ class _Asking:
         self.loss = ""  # the path of the loss that the model returns, if it does
         self.returns_loss = asked.returns_loss
         self.contradiction = ""  # between the loss and what the user says of its weights
-        self.arguments = named_arguments(model, args, kwargs)
 
     def _weigh(self, function: Callable[..., Any]) -> Weigh:
         """The weight of a micro-batch by a function of the model's arguments."""
@@ -286,14 +366,16 @@ class _Asking:
         """
         verdicts: list[tuple[InDims, Verdict]] = []
         for dims in ways:
-            verdict = self._verdict(dims, is_likely=dims == ways[0])
+            verdict = self.verdict_of(dims, is_likely=dims == ways[0])
             if verdict.is_exact:
-                return self._meaning(dims, verdict, ways)
+                return self.meaning(dims, verdict, ways)
             verdicts.append((dims, verdict))
+        if (found := self.otherwise()) is not None:
+            return found
         dims, verdict = verdicts[0]
         if verdict.trial is not None and not verdict.is_wrong:
-            self._tell(dims, verdict)
-            return self._meaning(dims, verdict, ways)
+            self.tell(dims, verdict)
+            return self.meaning(dims, verdict, ways)
         return self._none(verdicts, ways)
 
     def _none(self, verdicts: list[tuple[InDims, Verdict]], ways: Sequence[InDims]) -> Meaning:
@@ -307,7 +389,7 @@ class _Asking:
                 raise BatchError(text)
             if self.asked.check == "warn":
                 warnings.warn(text, BatchWarning, stacklevel=2)
-            return self._meaning(dims, verdict, ways)
+            return self.meaning(dims, verdict, ways)
         (dims, verdict), *_ = verdicts
         batch = _batch(self.inputs, dims)
         if not _is_taken(
@@ -322,7 +404,7 @@ class _Asking:
         note = "not checked: the model takes no other number of rows"
         return Meaning(dims, notes=[note], one_row_only=batch == 1)
 
-    def _meaning(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> Meaning:
+    def meaning(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> Meaning:
         if self.contradiction:
             _refuse(self.asked, self.contradiction)
         problem = self._in_the_backward(dims, verdict)
@@ -342,7 +424,9 @@ class _Asking:
             return None
         wrong = {problem.path for problem in verdict.problems}
         unknown = wrong | self.random | {p for p, d in verdict.outputs.items() if d == WEIGHTED}
-        known = {p: d for p, d in verdict.outputs.items() if p not in unknown}
+        known = {p: d for p, d in verdict.outputs.items() if p not in unknown and not is_a_row(p)}
+        if not known:
+            return None
         try:
             return backward_problem(self._recorded, self.model, trial, dims, known)
         except Exception as error:
@@ -385,7 +469,7 @@ class _Asking:
         notes += [problem.text for problem in verdict.problems]
         return notes
 
-    def _tell(self, dims: InDims, verdict: Verdict) -> None:
+    def tell(self, dims: InDims, verdict: Verdict) -> None:
         if self.asked.check:
             for problem in verdict.problems:
                 text = messages.across(problem, self.inputs, self._remedy(dims, verdict, problem))
@@ -422,11 +506,12 @@ class _Asking:
 
     # ---------------------------------------------------------------------------- asking the model
 
-    def _verdict(self, dims: InDims, is_likely: bool) -> Verdict:
+    def verdict_of(self, dims: InDims, is_likely: bool) -> Verdict:
         batch = _batch(self.inputs, dims) or 0
         if not agree(self.inputs, dims) or not batch:
             return Verdict(takes_parts=True)
-        question = Question(self.output_of, self.tensors, dims, self.asked.sizes(batch))
+        is_listed = self.listed is not None
+        question = Question(self.output_of, self.tensors, dims, self.asked.sizes(batch), is_listed)
         self.drew = False
         verdict = check(question, self._ignored, is_likely=is_likely)
         if self.drew and not self.stilled:
@@ -464,7 +549,7 @@ class _Asking:
 
     def _recorded(self, tensors: list[Tensor], then: Callable[[Any, bool], Any]) -> Any:
         """What a function makes of the model's output, which has a history."""
-        args, kwargs = self.structure.fill(tensors)
+        args, kwargs = self.fill(tensors)
         before, self.with_gradients = self.with_gradients, True
         try:
             with tensor_hooks() as hooks, torch.inference_mode(False):
@@ -474,7 +559,7 @@ class _Asking:
 
     def output_of(self, tensors: list[Tensor], seed: int | None = None) -> Any:
         """What the model makes of these tensors, without effect on it."""
-        args, kwargs = self.structure.fill(tensors)
+        args, kwargs = self.fill(tensors)
         try:
             return self._output(args, kwargs, seed)
         except Exception as error:

@@ -11,8 +11,9 @@ from itertools import islice
 
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.said import INFER, Input
+from fxpipe.runtime.microbatch import LISTED, InDim
 
-InDims = list[int | None]
+InDims = list[int | None]  # of tensors
 
 MOST = 16  # candidates: each may cost a few runs of the model on a few rows
 
@@ -24,9 +25,13 @@ def candidates(inputs: Sequence[Input]) -> list[InDims]:
     although it happens to be as large; second dimensions (time-major data), with first ones where
     a tensor has no such second dimension, or the other way round.
 
+    There is none if lists are said to have an element for each row.
+
     Raises:
         BatchError: if what has been said of two inputs gives two batch sizes.
     """
+    if any(each.said == LISTED for each in inputs):
+        return []  # see fxpipe.meaning.listed
     found: list[InDims] = []
     for each in _all(inputs, _sizes_said(inputs)):
         if each not in found:
@@ -34,12 +39,12 @@ def candidates(inputs: Sequence[Input]) -> list[InDims]:
     return list(islice(found, MOST))
 
 
-def agree(inputs: Sequence[Input], dims: Sequence[int | None]) -> bool:
+def agree(inputs: Sequence[Input], dims: Sequence[InDim]) -> bool:
     """Whether all batch dimensions exist and are of one size."""
-    if any(d is not None and d >= i.tensor.ndim for i, d in zip(inputs, dims, strict=True)):
+    pairs = [(i.tensor, d) for i, d in zip(inputs, dims, strict=True) if isinstance(d, int)]
+    if any(dim >= tensor.ndim for tensor, dim in pairs):
         return False
-    pairs = zip(inputs, dims, strict=True)
-    return len({each.tensor.shape[dim] for each, dim in pairs if dim is not None}) <= 1
+    return len({tensor.shape[dim] for tensor, dim in pairs}) <= 1
 
 
 def _sizes_said(inputs: Sequence[Input]) -> list[int]:

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import leaves
-from fxpipe.meaning.compare import MEAN, Difference, Reading, growing, mean, reading
+from fxpipe.meaning.compare import MEAN, Difference, Reading, difference, growing, mean, reading
+from fxpipe.meaning.listed import is_a_row, rows_of
 from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
-from fxpipe.runtime.microbatch import ANY, SUM, Dim
+from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 
 SIZES = (3, 2), (4, 2)  # of the parts: some models take rows in pairs only
 TRIALS = 3
@@ -42,12 +43,19 @@ class Question:
         run: from tensors to the output, without history and without effect on the model.
         tensors, dims: those of the example, and the batch dimension of each.
         usual: the sizes of the micro-batches that the example would be cut into.
+        in_lists: whether rows are elements of lists, so that they may be in the outputs, too.
     """
 
     run: Callable[[list[Tensor]], Any]
     tensors: Sequence[Tensor]
     dims: Sequence[int | None]
     usual: tuple[int, ...] = ()
+    in_lists: bool = False
+
+    def outputs(self, tensors: list[Tensor], rows: int, start: int = 0) -> dict[str, Any]:
+        """The outputs for some rows of a sample, from one on, by their paths."""
+        output = self.run(tensors)
+        return dict(rows_of(output, rows, start) if self.in_lists else leaves(output, "output"))
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ def _checked(
         verdict.trial, count = trial, count + 1
         for path, found in _compared(trial):
             if ignored(path):
-                fits[path] = _by_shape(trial, path)
+                fits[path] = (LISTED,) if is_a_row(path) else _by_shape(trial, path)
                 continue
             if isinstance(found, Problem):
                 failed.setdefault(path, []).append(found)
@@ -229,15 +237,16 @@ def _trial(
         trial = Trial(sizes, level, tensors, {}, [])
         try:
             whole = part(tensors, [None] * len(tensors), 0, 0)
-            trial.whole.update(leaves(question.run(whole), "output"))
+            trial.whole.update(question.outputs(whole, sum(sizes)))
         except Exception as error:
             if not is_the_models(error):
                 raise
             verdict.failure = verdict.failure or error
             continue
         try:
-            pieces = trial.each(question.dims)
-            trial.parts.extend(dict(leaves(question.run(p), "output")) for p in pieces)
+            starts = accumulate(sizes, initial=0)
+            for tensors, rows, start in zip(trial.each(question.dims), sizes, starts, strict=False):
+                trial.parts.append(question.outputs(tensors, rows, start))
         except Exception as error:
             if not is_the_models(error):
                 raise
@@ -266,6 +275,9 @@ def _is_empty(output: dict[str, Any]) -> bool:
 
 def _compared(trial: Trial) -> Iterator[tuple[str, tuple[Dim, ...] | Problem]]:
     for path, whole in trial.whole.items():
+        if is_a_row(path):
+            yield path, _of_a_row(path, whole, trial)
+            continue
         if not all(path in output for output in trial.parts):
             yield path, Problem(path, f"{path} is there for some numbers of rows only")
             continue
@@ -275,8 +287,32 @@ def _compared(trial: Trial) -> Iterator[tuple[str, tuple[Dim, ...] | Problem]]:
         else:
             yield path, _constants(path, whole, parts)
     for output in trial.parts:
-        for path in output.keys() - trial.whole.keys():
+        for path in sorted(output.keys() - trial.whole.keys()):
             yield path, Problem(path, f"{path} is there for some numbers of rows only")
+
+
+def _of_a_row(path: str, whole: Any, trial: Trial) -> tuple[Dim, ...] | Problem:
+    """An output in a list with one element for each row: it is in one of the parts."""
+    rows = sum(trial.sizes)
+    parts = [output[path] for output in trial.parts if path in output]
+    if len(parts) != 1:
+        return Problem(path, f"{path} is there for some numbers of rows only")
+    if not isinstance(whole, Tensor) or not isinstance(parts[0], Tensor):
+        row = path[: path.index("]", path.index("[*")) + 1]
+        has_tensors = any(
+            isinstance(value, Tensor) and other.startswith(row)
+            for other, value in trial.whole.items()
+        )
+        if has_tensors and (whole is parts[0] or bool(whole == parts[0])):
+            return (LISTED,)
+        return Problem(path, f"{path} is {whole!r} for {rows} rows, and {parts[0]!r} for fewer")
+    if whole.is_meta:
+        return (LISTED,)
+    apart = difference(whole, parts[0])
+    if not apart:
+        return (LISTED,)
+    text = f"{path} depends on which other rows there are: in a part of {rows} rows it differs"
+    return Problem(path, f"{text} by {apart}", difference=apart)
 
 
 def _constants(path: str, whole: Any, parts: list[Any]) -> tuple[Dim, ...] | Problem:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from fxpipe.meaning.candidates import different_sizes, packed
 from fxpipe.meaning.check import Problem, Verdict
 from fxpipe.meaning.said import INFER, Input
@@ -34,8 +36,8 @@ def _lists(inputs: Sequence[Input]) -> str:
     if not name:
         return ""
     return (
-        f"a list with one element for each row, as {name} may be, is not split: give one tensor, "
-        f"torch.stack({name}), to a module that calls the model with its unbind()"
+        f'if {name} has one element for each row, in_dims={{"{name}": "list"}} has it cut '
+        "between its elements, and says what differs if that is not the model's output either"
     )
 
 
@@ -43,6 +45,8 @@ def split(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
     """Which dimensions are split."""
     said = [
         f"{each.name} along dimension {dim}"
+        if isinstance(each.tensor, Tensor)
+        else f"{each.name} along the list"
         for each, dim in zip(inputs, dims, strict=True)
         if dim is not None
     ]
@@ -124,7 +128,8 @@ def across(problem: Problem, inputs: Sequence[Input], remedy: str = "") -> str:
     masked = [
         each.name
         for each in inputs
-        if not each.tensor.is_floating_point()
+        if isinstance(each.tensor, Tensor)
+        and not each.tensor.is_floating_point()
         and not each.tensor.is_meta
         and each.tensor.dtype.is_signed
         and bool((each.tensor == IGNORED).any())

@@ -10,17 +10,18 @@ from torch import Tensor, fx
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.graph import ALIAS, LARGER, RANDOM, VALUE
 from fxpipe.meaning.errors import BatchError
+from fxpipe.meaning.listed import is_of_a_row
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.said import INFER, Slot, broadcast, from_the_front, say
 from fxpipe.meaning.weights import dim_of
-from fxpipe.runtime.microbatch import ANY, SUM, Dim, Dims
+from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim, Dims, InDim
 from passes.to_stages.rows import values_with
 
 
 def output_dims(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    in_dims: Sequence[int | None],
+    in_dims: Sequence[InDim],
     out_dims: Any,
     rebuild: Callable[[Any], Any],
     found: Mapping[str, Dim],
@@ -42,7 +43,7 @@ def output_dims(
     if all(VALUE in node.meta for node in nodes):  # pass "alias" has run it
         values = {node: node.meta[VALUE] for node in nodes}
     else:
-        env = values_with(gm, inputs, in_dims, 0)
+        env = values_with(gm, inputs, [None] * len(in_dims), 0)
         values = {node: env[node] for node in nodes}
     slots = {node: pytree.tree_map(lambda leaf: Slot(), values[node]) for node in nodes}
     structure = rebuild(fx.map_arg(output.args[0], slots.__getitem__))
@@ -58,7 +59,11 @@ def output_dims(
         own = pytree.tree_leaves(slots[node])
         leaves = zip(own, pytree.tree_leaves(values[node]), _larger(node, len(own)), strict=True)
         dims = tuple(
-            ANY if node not in varying and slot.said is INFER else _dim(slot, value, larger, found)
+            LISTED
+            if is_of_a_row(slot.path, found)
+            else ANY
+            if node not in varying and slot.said is INFER
+            else _dim(slot, value, larger, found)
             for slot, value, larger in leaves
         )
         result.append(dims[0] if len(dims) == 1 else dims)
@@ -77,7 +82,7 @@ def _larger(node: fx.Node, count: int) -> list[Any]:
     return leaves if len(leaves) == count else [None] * count
 
 
-def _varying(graph: fx.Graph, in_dims: Sequence[int | None]) -> set[fx.Node]:
+def _varying(graph: fx.Graph, in_dims: Sequence[InDim]) -> set[fx.Node]:
     """The nodes whose values may differ between micro-batches; others come of what is shared."""
     dims = iter(in_dims)
     varying: set[fx.Node] = set()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir.structure import Structure, children
 from fxpipe.meaning.errors import BatchError
-from fxpipe.runtime.microbatch import SUM
+from fxpipe.runtime.microbatch import LISTED, SUM
 from fxpipe.trace import bound_arguments
 
 INFER = object()
@@ -84,7 +84,7 @@ def from_the_front(what: str, dim: Any, name: str, shape: Sequence[int]) -> int 
 def _of_argument(in_dims: Any, names: Sequence[str], name: str) -> Any:
     if in_dims is None:
         return INFER
-    if isinstance(in_dims, int):
+    if isinstance(in_dims, int) or in_dims == LISTED:
         return in_dims
     if isinstance(in_dims, Mapping):
         unknown = set(in_dims) - set(names)
@@ -113,7 +113,7 @@ def broadcast(dims: Any, value: Any, path: str = "") -> Iterator[tuple[str, Any,
         return
     for key, part in parts.items():
         below = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
-        if dims is None or dims is INFER or dims == SUM or isinstance(dims, int):
+        if dims is None or dims is INFER or dims in (SUM, LISTED) or isinstance(dims, int):
             yield from broadcast(dims, part, below)
         elif isinstance(dims, Mapping) and dims.keys() <= parts.keys():
             yield from broadcast(dims.get(key, INFER), part, below)

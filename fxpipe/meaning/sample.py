@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir.structure import map_tensors
-from fxpipe.runtime.microbatch import first_rows
+from fxpipe.meaning.listed import Column
+from fxpipe.runtime.microbatch import InDim, first_rows
 
 MIXED, WHOLE, MOVED, GIVEN = LEVELS = "mixed", "whole rows", "moved", "given"
 """How far the rows of a sample are from those of the example, the farthest first:
@@ -31,12 +32,12 @@ class Sample:
     """The inputs that a mode has been compiled for, two rows of them."""
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    dims: list[int | None]  # of the tensors
+    dims: Sequence[InDim]  # of the tensors
     batch: int | None
 
     @staticmethod
     def of(
-        args: tuple[Any, ...], kwargs: dict[str, Any], dims: list[int | None], batch: int | None
+        args: tuple[Any, ...], kwargs: dict[str, Any], dims: Sequence[InDim], batch: int | None
     ) -> Sample:
         """Make the sample of a call: its inputs, with two rows of them at most."""
         return Sample(with_rows((args, kwargs), dims, min(2, batch or 0)), dims, batch)
@@ -46,21 +47,21 @@ class Sample:
         return with_rows(self.inputs, self.dims, self.batch or 0)
 
 
-def batch_size(values: Sequence[Any], dims: Sequence[int | None]) -> int | None:
+def batch_size(values: Sequence[Any], dims: Sequence[InDim]) -> int | None:
     """The size of the mini-batch that these tensors are of, None if none has one."""
-    sizes = (v.shape[dim] for v, dim in zip(values, dims, strict=True) if dim is not None)
+    sizes = (v.shape[dim] for v, dim in zip(values, dims, strict=True) if isinstance(dim, int))
     return next(sizes, None)
 
 
 def with_rows(
-    inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: Sequence[int | None], rows: int
+    inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: Sequence[InDim], rows: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call with so many rows, the first ones of this one's, or all of them over and over."""
     remaining = iter(dims)
 
     def resized(tensor: Tensor) -> Tensor:
         dim = next(remaining)
-        return tensor if dim is None else first_rows(tensor.detach(), dim, rows)
+        return first_rows(tensor.detach(), dim, rows) if isinstance(dim, int) else tensor
 
     args, kwargs = map_tensors(resized, inputs)
     return args, kwargs
@@ -86,6 +87,9 @@ def sampled(
         order = torch.randperm(max(batch, rows), generator=draw)[:rows] % batch
     found = []
     for tensor, dim in zip(tensors, dims, strict=True):
+        if isinstance(tensor, Column):
+            found.append(_rows_of(tensor, order.tolist(), level, draw))
+            continue
         value = tensor.detach()
         if dim is not None:
             own = value.index_select(dim, (order % value.shape[dim]).to(value.device))
@@ -94,6 +98,14 @@ def sampled(
             value = _perturbed(value, value, 0, MOVED, draw)
         found.append(value)
     return found
+
+
+def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Generator) -> Any:
+    """The rows of a list in that order, each perturbed by itself."""
+    rows = [column.tensors[i].detach() for i in order]
+    if level == GIVEN:
+        return Column(rows)
+    return Column([_perturbed(row, row, 0, level if row.ndim else MOVED, draw) for row in rows])
 
 
 def part(

@@ -16,6 +16,7 @@ from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.question import CostedModel, PlanQuestion, sketch
 from fxpipe.planning.result import Plan, PlannedStage
 from fxpipe.runtime.ambient import compiling
+from fxpipe.runtime.microbatch import LISTED
 from fxpipe.schedule import Schedule, microbatches_of, placement_of
 from fxpipe.trace import CustomTracer, canonical
 from passes.chain import Chain, chain_of
@@ -86,7 +87,13 @@ def plan(
     args, kwargs = canonical(model, example_inputs, example_kwargs or {})
     with compiling():
         args, kwargs = out_of_inference_mode((args, kwargs))
-        dims = meaning_of(model, args, kwargs, Asked(in_dims, check=False)).in_dims
+        found = meaning_of(model, args, kwargs, Asked(in_dims, check=False)).in_dims
+        if LISTED in found:
+            raise ValueError(
+                "a plan cannot be made for lists with one element for each row: stack them to one "
+                "tensor, or say their batch dimensions in in_dims"
+            )
+        dims = [dim if isinstance(dim, int) else None for dim in found]
         report_progress("trace")
         gm, known = sketch(model, args, kwargs, dims, tracer, chunks, chain)
         known = replace(known, costs=costs, spec=specs[0], optimizer_states=optimizer_states)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpipe.ir._torch import pytree
+from fxpipe.ir.structure import leaves
 
 ANY = "any"
 """Given in place of a batch dimension: the value does not depend on the batch, so that all
@@ -26,8 +29,54 @@ WEIGHTED = "weighted"
 """Given in place of a batch dimension: the value is a loss, and those of the micro-batches count by
 the weights that the user's ``loss_weight`` gives them."""
 
+LISTED = "list"
+"""Given in place of a batch dimension: the value belongs to a list with one element for each row,
+which is cut between its elements."""
+
+InDim = int | None | str
+"""The batch dimension of an input: None if all micro-batches share it, or LISTED."""
+
 Dim = int | None | str
 Dims = Dim | tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A value for each micro-batch, where they are of a list with one element for each row."""
+
+    values: tuple[Any, ...]
+
+    def detach(self) -> Parts:
+        """The tensors without their history."""
+        return Parts(tuple(value.detach() for value in self.values))
+
+    def clone(self) -> Parts:
+        """A copy of every tensor."""
+        return Parts(tuple(value.clone() for value in self.values))
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """Outputs of micro-batches, which are the same but for lists with one element for each row, as
+    the output of the mini-batch: with these lists joined."""
+    first, second, *_ = values
+    if type(first) is list:
+        pairs = zip(leaves(first), leaves(second), strict=True)
+        if any(isinstance(one, Tensor) and one is not other for (_, one), (_, other) in pairs):
+            return [row for value in values for row in value]
+    if isinstance(first, dict):
+        copied = copy.copy(first)
+        for key in first:
+            copied[key] = joined([value[key] for value in values])
+        return copied
+    if type(first) in (tuple, list):
+        return type(first)(joined(each) for each in zip(*values, strict=True))
+    parts = zip(leaves(first), leaves(second), strict=True)
+    if any(isinstance(one, Tensor) and one is not other for (_, one), (_, other) in parts):
+        raise TypeError(
+            f"the output has a {type(first).__name__} with a list in it that has one element for "
+            "each row: such lists are joined in dicts, lists and tuples only"
+        )
+    return first
 
 
 def first_rows(tensor: Tensor, dim: int, rows: int) -> Tensor:
@@ -36,14 +85,16 @@ def first_rows(tensor: Tensor, dim: int, rows: int) -> Tensor:
     return tensor.index_select(dim, these)
 
 
-def scatter(tensor: Tensor, dim: int | None, chunks: int) -> tuple[Tensor, ...]:
+def scatter(tensor: Any, dim: InDim, chunks: int) -> tuple[Any, ...]:
     """Cut a tensor into ``chunks`` parts along ``dim``, of sizes at most one apart, large ones
     first.
 
     Without a dimension (None) all micro-batches share the tensor. The parts are views, so no memory
-    is copied.
+    is copied. ``LISTED``: the value is ``Parts``, or of the only micro-batch.
     """
-    if dim is None or chunks == 1:
+    if isinstance(tensor, Parts):
+        return tensor.values
+    if not isinstance(dim, int) or chunks == 1:
         return (tensor,) * chunks
     # torch.tensor_split gives several views at once, and autograd lets nobody write to such views.
     size, extra = divmod(tensor.shape[dim], chunks)
@@ -77,7 +128,7 @@ def gather(
         return values[0]
     flat = [pytree.tree_flatten(value) for value in values]
     spec = flat[0][1]
-    columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    columns = list(zip(*(own for own, _ in flat), strict=True))
     if not isinstance(dims, tuple):
         dims = (dims,) * len(columns)
     sizes = [part.shape[parts_dim] for part in parts] or [1] * len(values)
@@ -136,22 +187,24 @@ def _number(weight: Any, microbatch: int) -> float:
     return value
 
 
-def _gathered(leaves: Sequence[Any], dim: Dim, sizes: Sequence[int]) -> Any:
-    first = leaves[0]
+def _gathered(values: Sequence[Any], dim: Dim, sizes: Sequence[int]) -> Any:
+    first = values[0]
+    if dim == LISTED:
+        return Parts(tuple(values))
     if dim == ANY:
         return first
     if dim == SUM:
-        return functools.reduce(operator.add, leaves)
+        return functools.reduce(operator.add, values)
     if isinstance(first, Tensor):
         if isinstance(dim, int):
-            return torch.cat(list(leaves), dim)
+            return torch.cat(list(values), dim)
         if first.is_floating_point() or first.is_complex():
             total = sum(sizes)
-            weighted = (leaf * (size / total) for leaf, size in zip(leaves, sizes, strict=True))
+            weighted = (leaf * (size / total) for leaf, size in zip(values, sizes, strict=True))
             return functools.reduce(torch.add, weighted)
-        others = [leaf for leaf in leaves if not torch.equal(first, leaf)]
+        others = [leaf for leaf in values if not torch.equal(first, leaf)]
     else:
-        others = [leaf for leaf in leaves if first != leaf]
+        others = [leaf for leaf in values if first != leaf]
     if others:
         raise ValueError(
             f"an output without batch dimension differs between micro-batches ({first} and "

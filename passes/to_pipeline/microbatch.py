@@ -22,7 +22,7 @@ from torch import fx, nn
 from fxpipe import ops
 from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.graph import FIRST, MICROBATCH, ONCE, ORIGIN, SEED, STAGE, WRITTEN, attribute
-from fxpipe.runtime.microbatch import ANY, WEIGHTED, Dims
+from fxpipe.runtime.microbatch import ANY, LISTED, WEIGHTED, Dims, InDim
 
 LOSS_WEIGHT = "loss_weight"  # the path of the module that gives the weights of losses
 
@@ -32,7 +32,8 @@ class Microbatch:
     """Stage graph → pipeline graph of ``chunks`` micro-batches.
 
     Args:
-        in_dims: the batch dimension of each input; None for one that all micro-batches share.
+        in_dims: the batch dimension of each input; None for one that all micro-batches share,
+            "list" for one that comes in parts, which are of a list with an element for each row.
         out_dims: for each node that the stage graph returns, in order, the batch dimension of its
             tensors (see :func:`fxpipe.ops.gather`).
         loss_weight: a module that gives the weight of a micro-batch's loss from its parts of all
@@ -41,7 +42,7 @@ class Microbatch:
 
     name: ClassVar[str] = "microbatch"
     chunks: int
-    in_dims: tuple[int | None, ...]
+    in_dims: tuple[InDim, ...]
     out_dims: tuple[Dims, ...]
     loss_weight: nn.Module | None = None
 
@@ -88,7 +89,7 @@ class Microbatch:
                 graph, name = inputs[node].graph, f"{node}_parts"
                 parts = graph.create_node("call_function", ops.scatter, args, name=name)
                 every.append(parts)
-                if node.users and dim is not None and not sizes:
+                if node.users and dim not in (None, LISTED) and not sizes:
                     sizes = (parts, dim)
                 if node.users:
                     self._parts(node, parts, copies)

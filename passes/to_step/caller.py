@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.graph import SEED, WRITTEN, add_input
+from fxpipe.runtime.microbatch import InDim
 from fxpipe.schedule import Action, Kind
 from passes.to_step.nodes import Nodes
 from passes.to_step.traffic import Place, Traffic
@@ -44,7 +45,7 @@ class Caller:
         self,
         nodes: Nodes,
         traffic: Traffic,
-        in_dims: Sequence[int | None],
+        in_dims: Sequence[InDim],
         targets: Sequence[bool],
         summed: bool,
         loss_weight: nn.Module | None = None,
@@ -77,7 +78,7 @@ class Caller:
         parts = tuple(inputs if self._weighs_inputs else self._targets)
         return self.nodes.whole(ops.loss_weights, (function, parts), "weights")
 
-    def _scatter_inputs(self, in_dims: Sequence[int | None]) -> tuple[Any, int | None]:
+    def _scatter_inputs(self, in_dims: Sequence[InDim]) -> tuple[Any, int | None]:
         """Scatter all inputs. Returns the parts of the first input that has a batch dimension,
         which give the sizes of the micro-batches, and that dimension."""
         dims = iter(in_dims)
@@ -94,11 +95,11 @@ class Caller:
                 continue
             copied = (True,) if WRITTEN in node.meta else ()
             self._parts[node] = self._scatter(self.inputs[node], dim, *copied)
-            if sizes[1] is None and dim is not None:
+            if sizes[1] is None and isinstance(dim, int):
                 sizes = self._parts[node], dim
         return sizes
 
-    def _scatter(self, tensor: fx.Node, dim: int | None, *copied: bool) -> fx.Node:
+    def _scatter(self, tensor: fx.Node, dim: InDim, *copied: bool) -> fx.Node:
         args = tensor, dim, self.count, *copied
         return self.nodes.whole(ops.scatter, args, f"{tensor.name}_parts")
 

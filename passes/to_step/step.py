@@ -35,6 +35,7 @@ from typing import ClassVar
 from torch import fx, nn
 
 from fxpipe.ir.graph import ACTION, STAGE
+from fxpipe.runtime.microbatch import InDim
 from fxpipe.schedule import Action, Kind, Needs, Schedule, joined
 from fxpipe.schedule.order import run_order
 from passes.to_stages.segments import opened
@@ -76,7 +77,7 @@ class Step:
     loss: nn.Module
     schedule: Schedule
     devices: tuple[str, ...]
-    in_dims: tuple[int | None, ...]
+    in_dims: tuple[InDim, ...]
     targets: tuple[bool, ...] = ()
     checkpoint: str = "never"
     checkpoint_segments: int = 1

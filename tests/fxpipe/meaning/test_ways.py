@@ -400,24 +400,24 @@ CASES = {
     ),
     "images in a list": (
         Detector,
-        lambda: ([torch.randn(3, 9, 9) for _ in range(3)],),
-        "BatchError",
+        lambda: ([torch.randn(3, 9, 9) for _ in range(4)],),
+        RIGHT,
     ),
     "images and targets in lists": (
         Detector,
         lambda: (
-            [torch.randn(3, 9, 9) for _ in range(3)],
-            [{"boxes": torch.randn(2, 4)} for _ in range(3)],
+            [torch.randn(3, 9, 9) for _ in range(4)],
+            [{"boxes": torch.randn(2, 4)} for _ in range(4)],
         ),
-        RIGHT,  # a sum over boxes: each micro-batch has some of every image's, and all images
+        RIGHT,
     ),
     "images and targets in lists of several lengths": (
         Detector,
         lambda: (
-            [torch.randn(3, 9, 9) for _ in range(3)],
-            [{"boxes": torch.randn(n, 4)} for n in (2, 1, 4)],
+            [torch.randn(3, 9, 9) for _ in range(4)],
+            [{"boxes": torch.randn(n, 4)} for n in (2, 1, 4, 3)],
         ),
-        "torch.stack",
+        RIGHT,
     ),
     # ------------------------------------------------------------------- means, sums, counts
     "a mean": (lambda: Net(lambda h: h.square().mean()), None, RIGHT),

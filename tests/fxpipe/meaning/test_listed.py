@@ -1,0 +1,226 @@
+"""Lists with one element for each row, as detection models take them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+
+
+class Detects(nn.Module):
+    """Stacks its images; gives boxes for each image, or the mean of the images' losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(4, 4)
+
+    def forward(self, images, targets=None):
+        h = self.c(self.b(self.a(torch.stack(images)).relu()).mean((2, 3)))
+        if targets is None:
+            return [{"boxes": row[None], "score": row.sum()} for row in h]
+        boxes = [(h[i] - t["boxes"]).abs().mean() for i, t in enumerate(targets)]
+        labels = [(h[i][t["labels"]] ** 2).mean() for i, t in enumerate(targets)]
+        return {"boxes": sum(boxes) / len(boxes), "labels": sum(labels) / len(labels)}
+
+
+class OneLoss(Detects):
+    def forward(self, images, targets=None):
+        output = super().forward(images, targets)
+        return output if targets is None else sum(output.values())
+
+
+def images(count):
+    return [torch.randn(3, 9, 9) for _ in range(count)]
+
+
+def targets(*counts):
+    return [{"boxes": torch.randn(n, 4), "labels": torch.randint(0, 4, (n,))} for n in counts]
+
+
+def losses(output, target):
+    return sum(output.values())
+
+
+def loop(model, x, y, size, loss=lambda output: output):
+    """The loss and gradients of the loop over micro-batches, the last one's gradient first."""
+    count = len(x) // size
+    parts = [loss(model(x[i : i + size], y[i : i + size])) for i in range(0, len(x), size)]
+    for part in reversed(parts):
+        (part * (1 / count)).backward()
+    return sum(part.detach() * (1 / count) for part in parts), taken(model)
+
+
+def taken(model):
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return OneLoss()
+
+
+def test_it_trains_as_the_loop_over_micro_batches(model):
+    x, y = images(4), targets(2, 1, 4, 3)
+    expected, gradients = loop(copy.deepcopy(model), x, y, 2)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        loss = pipe(x, y)
+        loss.backward()
+        assert torch.equal(loss, expected)
+        assert same(taken(model), gradients)
+        assert torch.equal(pipe.step(x, y), expected)
+        for ours, theirs in zip(taken(model), gradients, strict=True):
+            torch.testing.assert_close(ours, theirs)  # a step has an order of its own
+        assert "images and targets along the list" in str(pipe.report())
+
+
+def test_one_program_serves_targets_of_any_sizes(model):
+    twin = copy.deepcopy(model)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        pipe(images(4), targets(2, 1, 4, 3))
+        first = pipe.stage_graph
+        x, y = images(4), targets(1, 5, 2, 2)
+        loss = pipe(x, y)
+        loss.backward()
+        assert pipe.stage_graph is first
+        expected, gradients = loop(twin, x, y, 2)
+        assert torch.equal(loss, expected) and same(taken(model), gradients)
+
+
+def test_a_list_among_the_outputs_is_joined(model):
+    x = images(6)
+    with torch.no_grad(), fxpipe.compile(model.eval(), ["cpu"] * 2, chunks=3) as pipe:
+        output = pipe(x)
+        expected = [row for i in (0, 2, 4) for row in model(x[i : i + 2])]
+    assert len(output) == 6
+    for ours, theirs in zip(output, expected, strict=True):
+        assert same(ours.values(), theirs.values())
+
+
+def test_micro_batches_have_as_many_elements_each(model):
+    x = images(5)
+    with torch.no_grad(), fxpipe.compile(model.eval(), ["cpu"] * 2, chunks=2) as pipe:
+        assert len(pipe(x)) == 5
+        assert len(pipe(images(4))) == 4
+
+
+def test_a_dict_of_losses(model):
+    torch.manual_seed(0)
+    model = Detects()
+    x, y = images(4), targets(2, 1, 4, 3)
+    expected, gradients = loop(copy.deepcopy(model), x, y, 2, lambda o: sum(o.values()))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=losses) as pipe:
+        sum(pipe(x, y).values()).backward()
+        for ours, theirs in zip(taken(model), gradients, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(pipe.step(x, y), expected)
+        for ours, theirs in zip(taken(model), gradients, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("said", ["list", ("list", "list"), {"images": "list"}])
+def test_in_dims_can_say_it(model, said):
+    x, y = images(4), targets(2, 2, 2, 2)
+    expected, gradients = loop(copy.deepcopy(model), x, y, 2)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, in_dims=said) as pipe:
+        loss = pipe(x, y)
+        loss.backward()
+        assert torch.equal(loss, expected) and same(taken(model), gradients)
+
+
+def test_what_is_no_list_is_not_said_to_be_one():
+    with (
+        fxpipe.compile(nn.Linear(4, 4), ["cpu"], in_dims="list", chunks=2) as pipe,
+        pytest.raises(fxpipe.BatchError, match="in no list whose elements are built alike"),
+    ):
+        pipe(torch.zeros(4, 4))
+
+
+def test_lists_of_several_lengths_are_not_cut(model):
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, in_dims="list", chunks=2) as pipe,
+        pytest.raises(fxpipe.BatchError, match="3 and 4 elements"),
+    ):
+        pipe(images(4), targets(2, 1, 1))
+
+
+def test_a_target_of_as_many_rows_goes_with_the_list(model):
+    x, y = images(4), torch.randn(4, 4)
+
+    def loss_fn(output, target):
+        boxes = torch.cat([each["boxes"] for each in output])
+        return (boxes - target).square().mean()
+
+    twin = copy.deepcopy(model)
+    expected = sum(loss_fn(twin(x[i : i + 2]), y[i : i + 2]) for i in (0, 2)) / 2
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=loss_fn) as pipe:
+        torch.testing.assert_close(pipe.step(x, target=y), expected.detach())
+    expected.backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class Weighs(Detects):
+    def forward(self, images, scale):
+        h = self.b(self.a(torch.stack(images)).relu()).mean((2, 3))
+        return self.c(h) * scale[:, None]
+
+
+def test_tensors_beside_the_list_are_cut_along_their_rows():
+    model, x, scale = Weighs(), images(4), torch.rand(4)
+    with torch.no_grad(), fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        expected = torch.cat([model(x[i : i + 2], scale[i : i + 2]) for i in (0, 2)])
+        assert torch.equal(pipe(x, scale), expected)
+
+
+class TakesMany(Detects):
+    def forward(self, *images):
+        return self.c(self.b(self.a(torch.stack(images)).relu()).mean((2, 3)))
+
+
+def test_images_may_be_arguments_of_their_own():
+    model, x = TakesMany(), images(4)
+    with torch.no_grad(), fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        for _ in range(2):
+            assert torch.equal(pipe(*x), torch.cat([model(*x[:2]), model(*x[2:])]))
+
+
+class Mixes(Detects):
+    def forward(self, images, targets=None):
+        h = self.a(torch.stack(images)).mean((2, 3))
+        return [row + h.mean(0) for row in h]
+
+
+def test_rows_that_see_each_other_are_refused(model):
+    with (
+        fxpipe.compile(Mixes(), ["cpu"] * 2, chunks=2, in_dims="list") as pipe,
+        pytest.raises(fxpipe.BatchError, match="depends on which other rows") as error,
+    ):
+        pipe(images(4))
+    assert "images[*] along the list" in str(error.value)
+
+
+class Iterates(Detects):
+    """What runs through the rows of a tensor is traced by torch.export only."""
+
+    def forward(self, images, targets):
+        h = self.a(torch.stack(images)).mean((2, 3))
+        rows = [(row - t["boxes"]).abs().mean() for row, t in zip(h, targets, strict=True)]
+        return sum(rows) / len(rows)
+
+
+def test_an_exported_graph_is_for_elements_of_one_size_at_each_place():
+    with fxpipe.compile(Iterates(), ["cpu"] * 2, chunks=2) as pipe:
+        with pytest.raises(fxpipe.BatchError, match="pad them to one shape, or give chunks=1"):
+            pipe(images(4), targets(2, 1, 4, 3))
+        x, y = images(4), targets(2, 1, 2, 1)
+        expected = (pipe.module(x[:2], y[:2]) + pipe.module(x[2:], y[2:])) / 2
+        torch.testing.assert_close(pipe(x, y), expected)
