@@ -48,7 +48,10 @@ __all__ = [
 
 
 class Handle:
-    """Leads to a checkpointed call, by a weak reference, so that it can be run again early."""
+    """Refers to a checkpointed call, so that the call can be run again ahead of its backward.
+
+    The reference is weak: the autograd graph alone decides how long the call is kept.
+    """
 
     def __init__(self, frame: Frame) -> None:
         self._frame = weakref.ref(frame)
@@ -60,10 +63,10 @@ class Handle:
 
     @contextmanager
     def again(self) -> Iterator[Any]:
-        """Where the call can be made once more by somebody else, who gets its arguments. Nothing
-        of it goes into the graph of the first.
+        """A context with the surroundings of the call, in which the caller can repeat it.
 
-        None if that graph has all it needs: it saves nothing, or nobody wants its gradients.
+        Yields the arguments of the call, without autograd history; None if the graph of the call
+        saves no tensor, or has been freed, so that there is nothing to compute again.
         """
         frame = self._frame()
         if frame is None:
@@ -161,11 +164,11 @@ class _Recompute(torch.autograd.Function):
 
 
 def recompute(values: Any, handle: Handle | None) -> Any:
-    """The values, unchanged. When the backward reaches them, the checkpointed call is run again,
-    ahead of its own backward.
+    """Pass the values on unchanged; when the backward reaches them, the checkpointed call runs
+    again, ahead of its own backward.
 
     It runs on the streams on which it ran before. These do not wait for the gradients, which may
-    still be on their way.
+    still be on their way, so that the second run overlaps their copy.
     """
     if handle is None:
         return values

@@ -25,10 +25,11 @@ def are_being_saved() -> bool:
 
 
 class _Save(torch.autograd.Function):
-    """Saves tensors as autograd does.
+    """An autograd node that computes nothing, and only saves the tensors that it is given.
 
-    So hooks on saved tensors around the checkpoint pack them (an outer checkpoint does not keep
-    them), and autograd raises if one is written to before it is needed again.
+    Since autograd saves them, hooks on saved tensors around the checkpoint pack them (so that an
+    outer checkpoint does not keep them), and autograd raises an error if one is written to before
+    it is needed again.
     """
 
     @staticmethod
@@ -38,11 +39,15 @@ class _Save(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        raise AssertionError("nothing leads here")
+        raise AssertionError("no loss depends on the output of this node")
 
 
 class _Inner(torch.autograd.Function):
-    """A tensor that is no leaf, and so may be written to, but has no history behind it."""
+    """Gives a tensor without history one autograd node, so that it is no leaf.
+
+    An argument that was no leaf in the first run has to be none in the second: autograd refuses
+    writes to leaves that require gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor]) -> Tensor:
@@ -54,9 +59,11 @@ class _Inner(torch.autograd.Function):
 
 
 class KeptInputs:
-    """The arguments of a call, kept until it is made again.
+    """The arguments of one call, kept until the call is made again.
 
-    Tensors are saved as autograd saves them, so that they are freed when it frees the graph.
+    Args:
+        inputs: the arguments, in any structure that pytree knows.
+        preserve_rng_state: whether generators among them are kept with their present state.
     """
 
     def __init__(self, inputs: Any, preserve_rng_state: bool) -> None:
@@ -97,8 +104,10 @@ class KeptInputs:
 
 
 def _can_be_saved(leaf: Any) -> bool:
-    """Whether it is a tensor that autograd saves. It refuses inference tensors, which are kept like
-    any other object."""
+    """Whether an argument is a tensor that autograd saves.
+
+    Autograd refuses inference tensors; these are kept as any other object is, by a reference.
+    """
     return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
@@ -118,7 +127,8 @@ def _cut_off(
 
 
 def without_history(tensor: Tensor, attributes: dict[str, Any]) -> Tensor:
-    """The tensor without history, but of its class and with these attributes."""
+    """An alias of the tensor without autograd history, of the tensor's class and with these Python
+    attributes."""
     with DisableTorchFunction():
         twin = tensor.detach()
         kind = type(tensor)

@@ -51,7 +51,10 @@ class _Stop(BaseException):
 
 
 class SavedSlot:
-    """The place of one saved tensor. The second run fills it, and the backward empties it."""
+    """Stands for one saved tensor in the autograd graph.
+
+    The second run puts the tensor into the slot, and the backward takes it out.
+    """
 
     __slots__ = ("__weakref__", "frame", "like", "value", "version")
 
@@ -63,10 +66,10 @@ class SavedSlot:
 
 
 class Frame:
-    """One call of a function, which can be repeated.
+    """One call of a checkpointed function, with all that is needed to repeat it.
 
-    Only its slots own it, and only the autograd graph owns the slots: when the graph lets go of its
-    saved tensors, all of it is gone.
+    Only its slots refer to a frame, and only the autograd graph refers to the slots. So the frame
+    and what it keeps are freed as soon as the graph frees its saved tensors.
     """
 
     def __init__(
@@ -206,14 +209,15 @@ class Repetition:
         frame, index = self.frame, self.count
         if frame.surroundings.has_parameter(tensor):
             return tensor
-        # Not as soon as the last one is there: operators may save it before they compute it.
+        # The run ends at the next saved tensor, not as soon as the last slot is filled: an operator
+        # may save its result before it has computed it.
         self.stop_if_done()
         held = without_history(tensor, tensor.__dict__)
         slot = frame.slots[index]() if index < len(frame.slots) else None
         if slot is not None and slot.value is None:
             self.fill(slot, held)
         self.count += 1
-        if are_being_saved():  # which are there
+        if are_being_saved():  # these tensors are computed already, so that the run may end here
             self.stop_if_done()
         return held
 

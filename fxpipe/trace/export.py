@@ -95,9 +95,9 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
 def _next(example: Example, failure: Failure) -> list[Strategy]:
     """The strategy to try after a failure, as a list of one, or of none if nothing is left."""
     strategy = failure.strategy
-    more = whole.more(example.model, strategy.whole, failure.module)
-    if more:
-        return [replace(strategy, whole=more)]
+    kept = whole.next_modules_to_keep(example.model, strategy.whole, failure.module)
+    if kept:
+        return [replace(strategy, whole=kept)]
     # The model itself would have to be kept whole, so that no module is left to try.
     if failure.data_is_used and not strategy.detached_data:
         return [replace(strategy, whole=example.whole, detached_data=True)]
@@ -249,8 +249,8 @@ def _runs(example: Example, traced: Traced | None = None) -> Iterator[Callable[[
         ways = [example.resized(size) for size in (2, 3, 5)]
     taken = [tensors for tensors in ways if _takes(example, tensors, traced)]
     if batch is not None and len(taken) < 2:
-        more = (example.resized(size) for size in sorted({max(batch, 2), 2 * batch} - {2, 3, 5}))
-        taken += [tensors for tensors in more if _takes(example, tensors, traced)]
+        larger = (example.resized(size) for size in sorted({max(batch, 2), 2 * batch} - {2, 3, 5}))
+        taken += [tensors for tensors in larger if _takes(example, tensors, traced)]
     for tensors in taken:
         yield partial(_call, example, tensors, traced)
 

@@ -32,8 +32,11 @@ from fxpipe.trace.isolation import parameters_put_back, untouched
 
 
 def learn(example: Example) -> None:
-    """Find out which hooks of the model record what it gives; they are called from now on where the
-    model is run or traced without a trace."""
+    """Find out which hooks of the model record values that its forward returns.
+
+    Their kinds are kept in ``RECORDING``, so that they are called from now on wherever the model is
+    run or traced; all other hooks are not, since what they leave behind would outlive the trace.
+    """
     model = example.model
     RECORDING.pop(model, None)
     kinds = {code_of(hook) for _, _, hook in _forward_hooks(model)}
@@ -73,7 +76,11 @@ def changing_called(example: Example) -> Iterator[bool]:
 
 
 def _forward_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
-    """Those on calls of modules within the model, other than PyTorch's: where each is."""
+    """The hooks on forwards of the model's submodules, PyTorch's own hooks left out.
+
+    Yields, for each hook, the module's dictionary of hooks, the key that the hook has in it, and
+    the hook, so that the caller can replace it.
+    """
     for name, module in model.named_modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks) if name else ():
             for key, hook in hooks.items():
@@ -84,8 +91,11 @@ def _forward_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]
 def _output(
     example: Example, kinds: frozenset[CodeType | type], *, with_results: bool = False
 ) -> list[Any] | None:
-    """What the model gives with these hooks alone, ``with_results`` of theirs or without; None if
-    it does not run."""
+    """The output of the model, as a list of one, if only the hooks of these kinds are called; None
+    if the model raises an error then.
+
+    ``with_results``: whether what a hook returns replaces the output of its module, as usual.
+    """
     model = example.model
     referred = State(())
     for _, _, hook in _forward_hooks(model):
@@ -116,7 +126,8 @@ def _differs(plain: list[Any] | None, output: list[Any] | None) -> bool:
 
 
 def _silenced(hook: Callable[..., Any]) -> Callable[..., None]:
-    """The hook, which changes nothing of what its module is given or gives."""
+    """A hook that calls the given one and returns None, so that the inputs and outputs of the
+    module stay as they are."""
 
     def silenced(*args: Any, **kwargs: Any) -> None:
         hook(*args, **kwargs)
@@ -125,7 +136,8 @@ def _silenced(hook: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _refers_to(hook: Any) -> list[Any]:
-    """The objects that a hook has at hand: of its closure, and the one whose method it is."""
+    """The objects that a hook may write to: those of its closure, its default arguments, and the
+    object whose method it is."""
     function = getattr(hook, "__func__", hook)
     defaults = [*(getattr(function, "__defaults__", None) or ())]
     own = [getattr(hook, "__self__", None), getattr(hook, "__dict__", None)]

@@ -61,7 +61,7 @@ class Running:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and the exceptions during whose handling it was raised, one after the other."""
+    """An exception, then the one that it was raised from or while handling, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

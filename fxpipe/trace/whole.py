@@ -338,7 +338,7 @@ def kept_whole(paths: Mapping[nn.Module, str], calls: Mapping[str, Opaque]) -> I
         _calls.reset(token)
 
 
-def more(
+def next_modules_to_keep(
     model: nn.Module, paths: Mapping[nn.Module, str], module: nn.Module | None
 ) -> dict[nn.Module, str] | None:
     """The modules to keep whole in the next attempt, after an export has failed in ``module``.
