@@ -166,7 +166,8 @@ class CompiledStage:
             self._state, self._looks = State(modules), looks
 
     def __call__(self, *args: Any) -> Any:
-        """The results of the stage."""
+        """Run the stage on these arguments: its compiled code, or the stage itself where a compiler
+        has refused it or something has to see each of its operators."""
         variant = None if self._is_observed() else self._variant(args)
         if variant is None:
             if self.obstacle is not None:
@@ -191,7 +192,8 @@ class CompiledStage:
         )
 
     def _with_seeds(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments, seeds as tensors: a number would be taken for a size."""
+        """The arguments, with seeds made tensors, since a compiler would take a number for a
+        size."""
         if not self._seeds:
             return args
         return tuple(
@@ -341,7 +343,8 @@ def _like(stage: fx.GraphModule, compiled: CompiledStage) -> fx.GraphModule:
 
 
 def _ambient() -> tuple[Any, ...]:
-    """What compiled code depends on besides its inputs."""
+    """The settings of the running thread that compiled code depends on: a change of one leads to a
+    recompilation."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     return (
@@ -360,7 +363,8 @@ def _flat(value: Any) -> tuple[Any, ...]:
 
 
 def _looks(leaf: Any) -> tuple[Any, Any]:
-    """What compiled code is for, and what may be a symbol in it."""
+    """Two keys of an input. Compiled code is for one value of the first (dtype, device, layout and
+    so on); sizes, which the second one has, may be symbols in the code."""
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided:
             return (
@@ -455,7 +459,8 @@ class CompiledStages:
 
     @property
     def lines(self) -> list[str]:
-        """What is compiled, and what is not and why, in words."""
+        """Sentences for the report: which compiler the stages have, and which stages run
+        uncompiled, each with the reason."""
         said = [f"stages are compiled by {self.backend}, each when it is first called"]
         for compiled in self._all:
             said += [f"{compiled.name} runs as it is: {why}" for why in compiled.refusals]

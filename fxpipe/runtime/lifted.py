@@ -74,7 +74,7 @@ class Tensors:
         return [home[key] for home, key in self.homes]
 
     def index(self, home: Mapping[str, Any], key: str) -> int:
-        """Which of the tensors is kept there."""
+        """The position in :meth:`now` of the tensor that a dictionary has under a key."""
         return self._index[id(home), key]
 
     def looks(self) -> tuple[Any, ...]:
@@ -225,7 +225,7 @@ class Lifted:
         self.graph_module = fx.GraphModule(nn.Module(), self._graph, type(stage).__name__)
 
     def results(self, outputs: Sequence[Any]) -> Any:
-        """The results of the stage, from what the graph has given."""
+        """Put the outputs of the lifted graph into the structure of the stage's results."""
         leaves = self._leaves.copy()
         for i, value in zip(self._where, outputs, strict=True):
             leaves[i] = value

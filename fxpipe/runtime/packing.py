@@ -101,7 +101,8 @@ class Strided:
         return tensor.view(torch.uint8)
 
     def built(self, part: Tensor) -> Tensor:
-        """The tensor again, from a part that nobody else uses."""
+        """Make the tensor of the part that it has travelled as. The tensor may be a view of the
+        part, so that the caller must not use the part for anything else."""
         stored = part.view(self.dtype).view(self.stored)
         if self.is_dense:
             tensor = part.view(self.dtype).as_strided(self.stored, self.strides)
@@ -127,11 +128,11 @@ class Number:
         return 8
 
     def flat(self, value: float, device: torch.device) -> Tensor:
-        """The part."""
+        """The part that the number travels as: its eight bytes."""
         return torch.tensor([value], dtype=_NUMBERS[self.kind]).view(torch.uint8).to(device)
 
     def built(self, part: Tensor) -> Any:
-        """The number again."""
+        """Read the number from the part that it has travelled as."""
         return part.view(_NUMBERS[self.kind]).item()
 
 
@@ -193,7 +194,8 @@ def packed(values: Any, device: torch.device) -> tuple[Description, list[Tensor]
 
 
 def unpacked(description: Description, parts: Sequence[Tensor]) -> Any:
-    """The values again, from parts that nobody else uses."""
+    """Make the values of the parts that they have travelled as. Tensors may be views of the parts,
+    so that the caller must not use the parts for anything else."""
     remaining = iter(parts)
     leaves = [
         leaf.value if isinstance(leaf, Constant) else leaf.built(next(remaining))

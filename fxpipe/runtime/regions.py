@@ -50,7 +50,7 @@ class Settings:
         return Settings(options, reentrant=True)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(*args)``, checkpointed."""
+        """Call ``function(*args)`` under a checkpoint with these settings; return its result."""
         if self.reentrant and not any(isinstance(t, Tensor) and t.requires_grad for t in args):
             with torch.no_grad():
                 return function(*args)
@@ -73,7 +73,8 @@ class Region(nn.Module):
         self.body, self.settings, self.given = body, settings, given
 
     def forward(self, *inputs: Any) -> Any:
-        """What the body gives, recomputed for its backward."""
+        """Run the body under the checkpoint, and return its outputs: they are computed again in the
+        backward."""
         given = [inputs[i] for i in self.given]
         others = {i: value for i, value in enumerate(inputs) if i not in self.given}
         return self.settings.run(partial(self._run, others), *given)
@@ -84,7 +85,7 @@ class Region(nn.Module):
         return self.body.forward(*(inputs[i] for i in range(len(inputs))))
 
     def of(self, body: fx.GraphModule) -> Region:
-        """The same checkpoint of another body."""
+        """A region with another body and the settings of this one."""
         return Region(body, self.settings, self.given)
 
 
@@ -95,7 +96,7 @@ def region_of(module: nn.Module) -> Region | None:
 
 
 def with_body(module: nn.Module, body: fx.GraphModule) -> nn.Module:
-    """The region that a node calls, with another body."""
+    """A module for a node to call in place of ``module``: the same region, with another body."""
     region = region_of(module)
     assert region is not None
     return Seeded(region.of(body), module.index) if isinstance(module, Seeded) else region.of(body)

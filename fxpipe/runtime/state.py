@@ -37,7 +37,7 @@ class State:
                 self._look_into(value, DEPTH)
 
     def look_into(self, value: Any) -> None:
-        """What is in this too is put back."""
+        """Record the contents of this value as well, so that :meth:`put_back` restores them."""
         self._look_into(value, DEPTH)
 
     def _look_into(self, value: Any, depth: int) -> None:
@@ -53,7 +53,8 @@ class State:
                 self._look_into(part, depth - 1)
 
     def changed(self) -> list[tuple[nn.Module, str]]:
-        """The attributes that are another by now, or that have other contents."""
+        """The attributes that have been assigned anew, or whose contents have changed, since this
+        state was recorded: each with its module."""
         found = []
         for module, before in self._attributes:
             now = _own(module)
@@ -117,7 +118,8 @@ class State:
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    """What a module has of its own, other than what every module has."""
+    """The attributes of a module that its class or its user has added to those that every
+    ``nn.Module`` has."""
     return {name: value for name, value in vars(module).items() if name not in _EVERY}
 
 
@@ -171,7 +173,7 @@ class Attribute:
         self._state.look_into(self._value)
 
     def set(self) -> None:
-        """The module has it as it was."""
+        """Give the attribute the value and the contents again that it had when it was recorded."""
         if self._value is _MISSING:
             vars(self.module).pop(self.name, None)
         else:
@@ -179,7 +181,7 @@ class Attribute:
         self._state.put_back()
 
     def is_now(self) -> bool:
-        """Whether the module has it as it was."""
+        """Whether the attribute has the value and the contents with which it was recorded."""
         value = vars(self.module).get(self.name, _MISSING)
         return _same(value, self._value) and not self._state._differs(value, DEPTH)
 

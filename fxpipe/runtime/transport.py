@@ -66,14 +66,14 @@ def failure(rank: int, error: BaseException) -> str:
 
 
 class Arrival(Protocol):
-    """What is being received."""
+    """A transfer that has begun, and whose values may still be on their way to this rank."""
 
     def wait(self) -> Any:
-        """The values, once they are here."""
+        """Wait for the values, and return them."""
 
 
 class Transport(Protocol):
-    """What a rank's graph is given to send and receive with."""
+    """Moves values between ranks: the graph of a rank sends and receives through it."""
 
     def transmit(self, values: Any, edge: Edge, number: int) -> None:
         """Send values as the ``number``-th transfer of an edge in this run."""
@@ -84,7 +84,7 @@ class Transport(Protocol):
 
 @dataclass
 class _Receiving:
-    """An :class:`Arrival` that a thread sees to."""
+    """An :class:`Arrival` whose values are received by another thread."""
 
     future: Future[Any]
     device: torch.device
@@ -348,7 +348,8 @@ class _EdgeEnd:
         return number, pickle.dumps(description)
 
     def description(self, number: int, text: bytes) -> Description:
-        """The description that the other end means."""
+        """The description that the sender refers to by a number; ``text`` is its pickle, and
+        is empty where this end has received the description before."""
         if not text:
             return self._known[number]
         found: Description = pickle.loads(text)

@@ -85,5 +85,5 @@ def at(frame: traceback.FrameSummary) -> str:
 
 
 def source_line(filename: str, number: int) -> str:
-    """A line of code, as messages say it."""
+    """A line of code with its file and number, in the form in which messages show it."""
     return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"

@@ -232,7 +232,7 @@ def _path(paths: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:
 
 
 def _said(state: Any) -> str:
-    """What a value was that had this state, in words."""
+    """Text that shows, in a message, the value that a recorded state was taken of."""
     if isinstance(state, _Is):
         return reprlib.repr(state.value)
     kind, value = state

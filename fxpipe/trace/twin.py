@@ -133,14 +133,14 @@ class _CopiedObjects:
         self._everything = False
 
     def add(self, old: Any, new: Any) -> None:
-        """Let ``new`` be the copy of ``old``."""
+        """Record that ``new`` is the copy of ``old``."""
         self._of[id(old)] = old, new
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._of
 
     def reversed(self) -> _CopiedObjects:
-        """The originals of these copies."""
+        """The same pairs the other way round: the originals count as copies of the copies."""
         back = _CopiedObjects()
         for old, new in list(self._of.values()):
             back.add(new, old)
@@ -171,7 +171,8 @@ class _CopiedObjects:
             leading += users.get(id(value), ())
 
     def of(self, value: Any) -> Any:
-        """The copy of a value: the value itself, unless it is to be copied."""
+        """The copy of a value, which is made now if it is marked and has none; the value itself if
+        it is not to be copied."""
         if id(value) in self._of:
             return self._of[id(value)][1]
         if id(value) not in self._leading:
