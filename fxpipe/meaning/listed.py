@@ -130,11 +130,15 @@ class Listed:
 
     @property
     def is_likely(self) -> bool:
-        """Whether the first dimensions of the tensors within lists cannot all be the batch's, as
-        they are of several sizes."""
+        """Whether the lists are the batch rather than first dimensions: those of the tensors
+        within lists are of several sizes, and there is no tensor beside them with other rows."""
         columns = [value for value in self.values if isinstance(value, Column)]
         tensors = [tensor for column in columns for tensor in column.tensors]
-        return len({tensor.shape[:1] for tensor in tensors}) > 1
+        is_alone = all(
+            dim is not None or not value.ndim
+            for value, dim in zip(self.values, self.dims, strict=True)
+        )
+        return is_alone and len({tensor.shape[:1] for tensor in tensors}) > 1
 
     @property
     def values(self) -> list[Any]:

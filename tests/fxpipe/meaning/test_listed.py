@@ -193,6 +193,24 @@ def test_images_may_be_arguments_of_their_own():
             assert torch.equal(pipe(*x), torch.cat([model(*x[:2]), model(*x[2:])]))
 
 
+class TakesLevels(nn.Module):
+    """Adds up what it makes of a list of tensors, which all rows of another input share."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, levels):
+        return self.b(self.a(x)) * sum(level.sum() for level in levels)
+
+
+def test_a_list_beside_a_batch_of_another_size_is_shared():
+    model, x, levels = TakesLevels(), torch.randn(6, 4), [torch.rand(n) for n in (2, 3, 5, 7)]
+    with torch.no_grad(), fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        assert torch.equal(pipe(x, levels), torch.cat([model(part, levels) for part in x.chunk(2)]))
+        assert "ops_scatter(x, 0, 2)" in pipe.code
+
+
 class Mixes(Detects):
     def forward(self, images, targets=None):
         h = self.a(torch.stack(images)).mean((2, 3))
