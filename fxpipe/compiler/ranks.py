@@ -36,6 +36,7 @@ from fxpipe.compiler.layout import CutAlike, Layout
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.runner import Runner
+from fxpipe.ir._torch import timeout_of
 from fxpipe.ir.graph import STAGE, WRITTEN, attribute, stage_nodes
 from fxpipe.ir.printing import format_graph
 from fxpipe.meaning.errors import BatchError
@@ -43,7 +44,7 @@ from fxpipe.runtime.agreement import Agreement
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.program import Program, lower
-from fxpipe.runtime.transport import TIMEOUT, Edge, GroupTransport, RankError
+from fxpipe.runtime.transport import Edge, GroupTransport, RankError
 from passes import PartitionError, Project
 from passes.chain import Level, ToPipeline, ToStages
 from passes.to_rank.project import edge_of, transfers_of
@@ -55,7 +56,11 @@ class Ranks:
 
     group: dist.ProcessGroup
     device: torch.device
-    timeout: timedelta = TIMEOUT
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a rank waits for another one: as long as in the group that was given."""
+        return timeout_of(self.group, self.device)
 
     @staticmethod
     def of(given: Any) -> Ranks | None:

@@ -16,8 +16,9 @@ import importlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, overrides
@@ -62,6 +63,9 @@ from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # The registry of containers that torch.export and Hugging Face register their types with.
 from torch.overrides import TorchFunctionMode
@@ -394,6 +398,19 @@ class OuterModule(fx.GraphModule):
 
     def _recompile_submodules(self) -> list[Any]:  # fx would compile all of them again
         return []
+
+
+# ------------------------------------------------------------------------------------- distributed
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
+    """How long the ranks of a group wait for each other; ``device``: one of a kind that it is for.
+
+    PyTorch takes a timeout when a group is made, and does not give it back. Groups that are made
+    beside a group of the user's have to wait as long as that one does.
+    """
+    found: timedelta = group._get_backend(device).options._timeout
+    return found
 
 
 # ------------------------------------------------------------------------------------------ Dynamo

@@ -47,9 +47,6 @@ from fxpipe.runtime.streams import await_made, current, has_streams, made, on
 Edge = tuple[int, int]
 """The rank that transmits, and the rank that receives."""
 
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for another one, before it raises an error."""
-
 _CONTROL, _PAYLOAD, _MET = 7101, 7102, 7103  # tags, which gloo keeps apart
 _FAILED, _ONCE = -1, -2  # in a header, in place of the number of a description
 _MANY = 4096  # descriptions that are remembered for an edge
@@ -124,13 +121,10 @@ class GroupTransport:
     Args:
         group: the ranks among which values travel.
         device: where values arrive on this rank.
-        timeout: how long to wait for another rank, in groups that are made here. A group that talks
-            by gloo is used itself, and has its own timeout.
+        timeout: how long a transfer waits for the other rank, before it raises :class:`RankError`.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta = TIMEOUT
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self.device, self.rank = device, dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
         # Other processes take part in making a group, unless its ranks agree among themselves.

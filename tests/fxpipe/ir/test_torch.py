@@ -7,9 +7,11 @@ once the oldest release that fxpipe supports has it too, the private one can go.
 import importlib.util
 import weakref
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import fx, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -568,3 +570,13 @@ def test_a_tensor_that_is_exchanged_stays_the_same_object_with_its_hooks_and_wea
     (parameter * 3).sum().backward()
     assert torch.equal(parameter.grad, torch.full((2,), 3.0))
     assert seen == ["gradient", "accumulated"]
+
+
+def test_a_group_knows_how_long_its_ranks_wait_for_each_other(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=7))
+    try:
+        assert _torch.timeout_of(dist.group.WORLD, torch.device("cpu")) == timedelta(seconds=7)
+        assert does_not_exist_in_public(dist.ProcessGroup, "timeout", "options")
+    finally:
+        dist.destroy_process_group()

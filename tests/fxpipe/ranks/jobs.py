@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -193,6 +195,37 @@ def breaking(group: dist.ProcessGroup, where: str, call: Call, **options: Any) -
         BROKEN.clear()
         after = pipe.step(*call.args, target=call.target)
     return before, said, after
+
+
+class Hanging(Breaking):
+    """The layer that is named does not come back for long when it is told to."""
+
+    def check(self, *_: Any) -> None:
+        if BROKEN:
+            BROKEN.clear()
+            time.sleep(HANGS)
+
+
+HANGS = 24.0
+
+
+def hanging(group: dist.ProcessGroup, where: str, call: Call, timeout: float) -> str:
+    """What a rank says of a step in which a layer hangs, in a group that waits for so long (s)."""
+    ranks = dist.get_process_group_ranks(group)
+    impatient = dist.new_group(ranks, timeout=timedelta(seconds=timeout))
+    make = functools.partial(Hanging, where)
+    options = {"chunks": 4, "schedule": "1f1b", "partition": ["b", "c", "d"]}
+    with compiled(impatient, make, mean_loss, example_inputs=call.args, **options) as pipe:
+        pipe.step(*call.args, target=call.target)
+        BROKEN.append(True)
+        start = time.monotonic()
+        try:
+            said = repr(pipe.step(*call.args, target=call.target))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        ended_first = time.monotonic() - start < HANGS
+        BROKEN.clear()
+    return said if ended_first else f"after the hang: {said}"
 
 
 def apart(group: dist.ProcessGroup, kind: str) -> str:
