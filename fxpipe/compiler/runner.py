@@ -20,6 +20,7 @@ from fxpipe.ir._torch import TransformType, transforms
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Homes, Source, load, materialize
 from fxpipe.loading.storage import without_values
+from fxpipe.meaning.listed import refuse_target_in_lists
 from fxpipe.meaning.sample import Sample
 from fxpipe.runtime.ambient import is_intercepted, is_traced
 from fxpipe.runtime.clock import Record
@@ -105,6 +106,8 @@ class Runner:
             if target is None and self.options.loss_fn is not None:
                 error.add_note("the target is given by its name: step(x, target=y)")
             raise
+        if mode.rows is not None:
+            refuse_target_in_lists(target, mode.rows)
         wanted = Target.of(target, mode.batch_of(values))
         self._step = self.compiler.step(mode, chunks, wanted)
         self._last = mode, chunks

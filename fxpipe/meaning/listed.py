@@ -279,6 +279,22 @@ def of_one_shape(values: Sequence[Any], names: str) -> None:
             )
 
 
+def refuse_target_in_lists(target: Any, rows: int) -> None:
+    """Raise BatchError for a target with a list of tensors that has one element for each row: a
+    loss function would get all of it, or parts of each element, with the outputs of some rows."""
+
+    def is_rows(value: Any) -> bool:
+        return _is_list(value) and len(value) == rows
+
+    for value in pytree.tree_leaves(target, is_leaf=is_rows):
+        if is_rows(value) and Structure.of(value)[0]:
+            raise BatchError(
+                f"the target has a list of {rows} elements, one for each row, which is not cut "
+                "into micro-batches: give it to the model, as an argument, and let the model "
+                "return its loss; or give one tensor with a row for each"
+            )
+
+
 # ------------------------------------------------------------------------------------- outputs
 
 

@@ -168,6 +168,14 @@ def test_a_target_of_as_many_rows_goes_with_the_list(model):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+def test_a_list_of_targets_goes_to_the_model_not_to_the_loss(model):
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=lambda o, t: o[0]["score"]) as pipe,
+        pytest.raises(fxpipe.BatchError, match="give it to the model, as an argument"),
+    ):
+        pipe.step(images(4), target=targets(4, 4, 4, 4))
+
+
 class Weighs(Detects):
     def forward(self, images, scale):
         h = self.b(self.a(torch.stack(images)).relu()).mean((2, 3))
