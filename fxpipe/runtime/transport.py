@@ -8,8 +8,8 @@
 An edge is a pair of ranks, in one direction. All that is sent on it comes in the order in which it
 was sent. PyTorch's own communicators of two ranks are shared by both directions, and with NCCL made
 at their first use; so there is a process group for edges that lead up and one for edges that lead
-down, in each of which a pair talks in one direction only, and :meth:`Transport.connect` uses each
-edge once ahead of the first run, in one order on all ranks.
+down, in each of which a pair talks in one direction only, and :meth:`GroupTransport.connect` uses
+each edge once ahead of the first run, in one order on all ranks.
 
 The header says which run the message belongs to, so that ranks which have come to differ stop and
 say so. The description (see :mod:`fxpipe.runtime.packing`) is sent at its first use on an edge
