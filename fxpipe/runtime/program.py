@@ -6,8 +6,9 @@
     ──────────────────────────────  ==>  lane 0: cell (0,0)  cell (1,0)  cell (2,0)
                                          lane 1:             cell (0,1)  cell (1,1)  cell (2,1)
 
-A lane keeps the graph's order. A value that another lane needs is posted to it; every value is
-forgotten at its last use. With the caller for all lanes the same program runs inline.
+Cell (i, j) is stage j on micro-batch i. A lane runs its nodes in the graph's order, posts their
+values to the other lanes that need them, and forgets each value after its last use in the lane.
+Where no lanes are given the caller runs all nodes, in its own thread.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class Instruction:
 
     node: fx.Node
     function: Callable[..., Any]
-    awaits: tuple[fx.Node, ...] = ()  # values from other lanes, needed here first
-    posts: tuple[int, ...] = ()  # lanes that need the value
+    awaits: tuple[fx.Node, ...] = ()  # values from other lanes that this lane does not have yet
+    posts: tuple[int, ...] = ()  # other lanes that need the node's value
     forgets: tuple[fx.Node, ...] = ()  # values that this lane does not need any more
 
-    device: torch.device | None = field(init=False, repr=False)  # of its stage, but for the CPU
+    device: torch.device | None = field(init=False, repr=False)  # of its stage; None: the CPU
     _read: Reader = field(init=False, repr=False)
     _read_named: Reader | None = field(init=False, repr=False)
-    _named: dict[str, Any] = field(init=False, repr=False)  # where there are no nodes in them
+    _named: dict[str, Any] = field(init=False, repr=False)  # used if no nodes are in it
 
     def __post_init__(self) -> None:
         device = self.node.meta.get(DEVICE)
@@ -70,11 +71,11 @@ class Instruction:
 
 
 def _reader(argument: Any) -> Reader | None:
-    """A function that gives an argument of a node, with the values of the nodes in it taken from an
-    environment; None if there are no nodes in it.
+    """A function that takes an environment and gives an argument of a node: in place of each node
+    within the argument, it has that node's value. None if no nodes are in the argument.
 
-    It is made once, when a graph is lowered: to look for nodes at each run takes longer than many
-    operators do.
+    It is made once, when a graph is lowered, because to look for the nodes at each run would take
+    longer than many operators do.
     """
     if isinstance(argument, fx.Node):
         return itemgetter(argument)
@@ -145,11 +146,11 @@ def lower(gm: fx.GraphModule, *, placement: Sequence[int] | None = None) -> Prog
         awaits = [n for n in node.all_input_nodes if lane_of[n] != lane]
         awaits = [n for n in awaits if (lane, n) not in arrived]
         arrived.update((lane, n) for n in awaits)
-        own = [n for n in node.all_input_nodes if last_use[lane, n] is node]
+        forgets = [n for n in node.all_input_nodes if last_use[lane, n] is node]
         if (lane, node) not in last_use and node.op != "output":
-            own.append(node)
+            forgets.append(node)
         program.lanes[lane].append(
-            Instruction(node, _function(gm, node), tuple(awaits), others(node), tuple(own))
+            Instruction(node, _function(gm, node), tuple(awaits), others(node), tuple(forgets))
         )
     return program
 
@@ -181,17 +182,17 @@ def _function(gm: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
     target = str(node.target)
     if node.op == "get_attr":
         value = attribute(gm, target)
-        # A tensor may be exchanged between runs, a stage may not.
+        # A tensor is read at each run, as it may have been replaced; a stage is never replaced.
         return (lambda: value) if isinstance(value, nn.Module) else lambda: attribute(gm, target)
     if node.op == "call_module":
-        # Its forward is called, and not the module: fx prints errors in a call of a module to
-        # stderr.
+        # The module's forward is called, and not the module itself, because fx prints an error in
+        # the call of a graph module to stderr.
         forward: Callable[..., Any] = gm.get_submodule(target).forward
         return forward
     raise ValueError(f"a pipeline graph has no {node.op} nodes: {format_node(node)}")
 
 
-# ------------------------------------------------------------------------------ where it went wrong
+# ------------------------------------------------------------------------------ notes on exceptions
 
 
 def _where(node: fx.Node, error: BaseException) -> str:
@@ -232,7 +233,6 @@ def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
 
 
 def _model_line(node: fx.Node) -> str | None:
-    """The line of the model's source that a node comes from: the innermost of its stack trace that
-    is the model's. None if there is none."""
+    """The innermost line of the model's source in a node's stack trace; None if there is none."""
     frame = model_frame(node.meta.get("stack_trace"))
     return f"  {frame['text']}" if frame else None

@@ -6,14 +6,14 @@
                    └── tape        └── tape ── backward ── grad y ┐
     grad x ── backward (tape of the stage) ───────────────────────┘
 
-A stage's forward records an autograd graph of its own: what comes in is cut off from what has made
-it, what goes out is handed on without history. A :class:`Tape` keeps both ends until the backward.
-Gradients of parameters go into ``.grad`` there and then, so that they are summed in the order in
-which the backwards run.
+The forward of each stage records a separate autograd graph: its arguments are detached from the
+graph that made them, and its results are detached before the next stage gets them. A :class:`Tape`
+keeps the two ends of that graph until the stage's backward runs. Each backward adds the gradients
+of parameters to ``.grad`` at once, so they are summed in the order in which the backwards run.
 
-The backward may be done in two halves (Qi et al., "Zero Bubble Pipeline Parallelism", 2023): a
-module that :func:`defer` runs gives the gradient of its input at once, and those of its parameters
-later.
+A backward may run in two halves (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). For a module
+that :func:`defer` has run, the first half computes the gradients of the module's inputs, and the
+second half, which may run much later, those of its parameters.
 """
 
 from __future__ import annotations
@@ -40,34 +40,35 @@ from fxpipe.runtime.shared import share
 from fxpipe.runtime.streams import CALLER, await_made, device_of, pass_on, stream
 
 Deferred = tuple[GradientEdge | Tensor, Tensor, list[Tensor]]
-"""Where a backward begins, the gradient there, and the parameters that it is for."""
-_recording = threading.local()  # .tape: that of the forward which runs in this thread
+"""A backward that is put off to the second half: the tensor, or edge of the graph, at which it
+starts, the gradient there, and the parameters whose gradients it computes."""
+_recording = threading.local()  # .tape: the tape of the forward that runs in this thread
 
 
 class Tape:
-    """The autograd graph of one forward, by its two ends: the arguments and the results.
+    """The autograd graph of one forward, held by its two ends: the arguments and the results.
 
-    A backward starts at the results and leaves gradients at the arguments; parameters get theirs in
-    ``.grad`` as in any backward.
+    A backward starts at the results and gives the gradients of the arguments. It adds the gradients
+    of parameters to ``.grad``, as any backward does.
     """
 
     def __init__(self) -> None:
-        self.found: list[Tensor | None] = []  # gradients, one for each leaf of the arguments
-        self.build: Callable[[list[Any]], Any] = tuple  # the arguments, from their leaves
+        self.grads: list[Tensor | None] = []  # gradients, one for each leaf of the arguments
+        self.build: Callable[[list[Any]], Any] = tuple  # makes the arguments from their leaves
         self.results: list[list[Any]] = []  # the leaves of each result
-        self.handle: Handle | None = None  # of a checkpointed forward
-        self.repeat: Callable[..., tuple[Any, ...]] | None = None  # the same, not checkpointed
-        self.deferred: list[Deferred] = []  # gradients of parameters, to be computed
-        self.later: list[Callable[[], Iterable[Deferred]]] = []  # compute some that are added to it
+        self.handle: Handle | None = None  # recomputes the forward; None if not checkpointed
+        self.repeat: Callable[..., tuple[Any, ...]] | None = None  # the forward without checkpoint
+        self.deferred: list[Deferred] = []  # backwards that the second half runs
+        self.later: list[Callable[[], Iterable[Deferred]]] = []  # give more of these, in that half
         self.stage: nn.Module | None = None
-        self.penalties: list[Penalty] = []  # gradients of its parameters that the loss has brought
-        self.homes: dict[Tensor, Tape] = {}  # of a loss: the parameters in it, and whose they are
-        self.is_elsewhere = False  # whether it only stands for one of another process
+        self.penalties: list[Penalty] = []  # the loss's gradients for parameters of this stage
+        self.homes: dict[Tensor, Tape] = {}  # of a loss that has parameters in it: their stages'
+        self.is_elsewhere = False  # whether the stage runs in another process, and records nothing
 
     def record(self, function: Callable[..., tuple[Any, ...]], args: Any) -> tuple[Any, ...]:
         """Run a function, recording its graph. Returns its results, detached from that graph."""
         leaves, self.build = flattened(args)
-        self.found = [None] * len(leaves)
+        self.grads = [None] * len(leaves)
         outer, _recording.tape = getattr(_recording, "tape", None), self
         try:
             return self._record(function, leaves)
@@ -77,20 +78,24 @@ class Tape:
     def _record(
         self, function: Callable[..., tuple[Any, ...]], leaves: list[Any]
     ) -> tuple[Any, ...]:
+        # Autograd does not see a tensor within a tuple, so it records the node for the anchor.
         anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
-            own = [
-                _GraphEntry.apply(anchor, (leaf,), self.found, i) if _is_inner(leaf) else leaf  # type: ignore[no-untyped-call]
+            entries = [
+                _GraphEntry.apply(anchor, (leaf,), self.grads, i) if _is_inner(leaf) else leaf  # type: ignore[no-untyped-call]
                 for i, leaf in enumerate(leaves)
             ]
-            results = function(*self.build(own))
+            results = function(*self.build(entries))
             self.results = [leaves_in(result) for result in results]
             return tuple(mapped(_cut_off, result) for result in results)
 
     def backward(self, grads: Sequence[Any], inputs: Sequence[Tensor] | None = None) -> Any:
-        """The gradients of the arguments, from those of the results (None: there is none).
+        """Run the backward. Returns the gradients of the arguments, and adds those of parameters to
+        ``.grad``.
 
-        Those of parameters are added to theirs. ``inputs``: for these leaves only.
+        Args:
+            grads: the gradient of each result; None for a result that has none.
+            inputs: the leaves of the graph to which the backward goes; None for all.
         """
         roots, given = [], []
         for leaves, grad in zip(self.results, grads, strict=True):
@@ -103,16 +108,16 @@ class Tape:
             self._begin_at_penalties(roots, given)
         if roots and inputs != []:
             run_backward(tuple(roots), tuple(given), tuple(inputs or ()))
-        found, self.found = self.found, []
-        return self.build(found)
+        own, self.grads = self.grads, []
+        return self.build(own)
 
     def _begin_at_penalties(self, roots: list[Tensor], given: list[Tensor]) -> None:
-        """Let the gradients that the loss has for parameters of this stage (see
-        :mod:`fxpipe.runtime.penalty`) be summed with those of the stage itself: in this backward if
-        it reaches the parameter, else in its second half."""
+        """Let the backward add the gradients that the loss itself has for parameters of this stage
+        (see :mod:`fxpipe.runtime.penalty`): this backward also starts at such a parameter if it
+        reaches the parameter anyway; otherwise the second half adds the gradient."""
         reached = set(leaves_of(roots))
         for parameter, grad in self.penalties:
-            if gradient_hooks(parameter)[0]:  # they have seen it when it was made
+            if gradient_hooks(parameter)[0]:  # were called with it already, when it was computed
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             elif parameter in reached:
                 roots.append(parameter)
@@ -123,30 +128,30 @@ class Tape:
 
 
 class _GraphEntry(torch.autograd.Function):
-    """Where a value comes into a graph of its own, and its gradient is left.
+    """Lets an autograd graph begin at a value. Its backward puts the value's gradient into a list.
 
-    A leaf would not do: autograd lays the gradient of a leaf out like the leaf, in a copy if need
-    be, and kernels may sum in another order when memory is laid out otherwise.
+    A leaf, whose ``.grad`` could be read, would not do: autograd gives the gradient of a leaf the
+    leaf's memory layout, in a copy if need be, and the next kernel may then sum in another order.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, value: tuple[Tensor], found: list[Tensor | None], index: int
+        ctx: Any, anchor: Tensor, value: tuple[Tensor], results: list[Tensor | None], index: int
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.found, ctx.index = found, index
+        ctx.results, ctx.index = results, index
         return value[0].detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
-        ctx.found[ctx.index] = grads[0]
+        ctx.results[ctx.index] = grads[0]
         return None, None, None, None
 
 
 @contextmanager
 def _recorded_by(tape: Tape | None) -> Iterator[None]:
-    """In this thread, let :func:`defer` put parameters' gradients off to this tape's second half;
-    with None it puts nothing off."""
+    """A context in which :func:`defer`, in this thread, puts the gradients of parameters off to the
+    second half of this tape's backward; with None it puts none off."""
     outer, _recording.tape = getattr(_recording, "tape", None), tape
     try:
         yield
@@ -155,7 +160,8 @@ def _recorded_by(tape: Tape | None) -> Iterator[None]:
 
 
 def recording() -> Tape | None:
-    """The tape to whose second half parameters' gradients may be put off in this thread, if any."""
+    """The tape of the forward that runs in this thread, whose backward may have a second half. None
+    if no forward is recorded, or nothing may be put off in it."""
     return getattr(_recording, "tape", None)
 
 
@@ -164,8 +170,9 @@ def _has_history(value: Any) -> bool:
 
 
 def _is_inner(value: Any) -> bool:
-    """Whether its gradient is handed on: a parameter, or a replica of one, gathers its own."""
-    if type(value) is Tensor:  # which no parameter is; to ask whether it is one takes longer
+    """Whether the backward hands the value's gradient to the stage that made the value. Parameters,
+    and replicas of parameters, keep theirs in ``.grad``."""
+    if type(value) is Tensor:  # so it is no parameter; to ask isinstance takes longer
         return value.requires_grad
     return _has_history(value) and not isinstance(value, nn.Parameter)
 
@@ -179,43 +186,55 @@ def _cut_off(value: Any) -> Any:
 def forward(
     stage: nn.Module, args: tuple[Any, ...], passed: Sequence[int], single: bool, checkpoint: bool
 ) -> tuple[tuple[Any, ...], Tape]:
-    """Run a stage. Gives its results, and after them the arguments that are ``passed`` on.
+    """Run a stage. Returns its results and its tape.
 
-    ``single``: the stage returns one result, not a tuple of them.
+    Args:
+        args: what the stage takes.
+        passed: indices of the arguments that later stages need, too. They follow the results, so
+            that the gradients from those later stages come back through this stage's backward.
+        single: whether the stage returns one result, and not a tuple of them.
+        checkpoint: whether the forward keeps no activations, and :func:`replay` runs it again.
     """
     tape = Tape()
     tape.stage = stage
 
-    def results(own: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # Made last: in the backward, what comes from behind is the first of a sum.
+    def results(outputs: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The views are made after the stage has used the arguments. The backward runs in reverse,
+        # so that the gradient from later stages comes first when an argument's are summed.
         return (
-            *((own,) if single else own),
-            *(mapped(_through, args[i]) for i in passed),
+            *((outputs,) if single else outputs),
+            *(mapped(_view, args[i]) for i in passed),
         )
 
     def run(*args: Any) -> tuple[Any, ...]:
         return results(stage.forward(*args), args)
 
     def run_checkpointed(*args: Any) -> tuple[Any, ...]:
-        with _recorded_by(None):  # its graph may never be gone through
-            seeded = CheckpointOptions(preserve_rng_state=False)  # what draws is given a seed
-            own, tape.handle = checkpointed(stage.forward, *args, options=seeded)
-        return results(own, args)
+        with _recorded_by(None):  # a backward in halves uses the graph that replay() records
+            # Functions that draw random numbers are given seeds, so there is no state to keep.
+            seeded = CheckpointOptions(preserve_rng_state=False)
+            outputs, tape.handle = checkpointed(stage.forward, *args, options=seeded)
+        return results(outputs, args)
 
     tape.repeat = run if checkpoint else None
     return tape.record(run_checkpointed if checkpoint else run, args), tape
 
 
-def _through(value: Any) -> Any:
+def _view(value: Any) -> Any:
     return value.view_as(value) if _has_history(value) else value
 
 
 def loss(
     function: nn.Module, output: Any, target: Any, number: int, stages: Sequence[Tape]
 ) -> tuple[Tensor, Tape]:
-    """The loss of a micro-batch: ``function(output, target)``, a scalar.
+    """The loss of a micro-batch: ``function(output, target)``, a scalar, and its tape.
 
-    ``stages``: their tapes, which are given the gradients of parameters that are in the loss.
+    ``number`` is the micro-batch's. ``stages`` are the tapes of all stages: if the loss depends
+    directly on a stage's parameter (by a penalty on weights, say), :func:`loss_backward` leaves
+    that gradient with the stage's tape.
+
+    Raises ValueError for a loss that is no real scalar, that depends on no parameter, or that
+    depends directly on a parameter of a stage in another process.
     """
     tape = Tape()
 
@@ -248,24 +267,30 @@ def loss(
     tape.homes = {parameter: stages[home] for parameter, home in homes.items()}
     if any(stage.is_elsewhere for stage in tape.homes.values()):
         raise ValueError(
-            "the loss depends on a parameter of a stage that another rank has (by a penalty on "
-            "weights, say), whose gradient would stay here: leave it to the optimizer "
-            "(weight_decay), or compute such a loss with all stages in one process"
+            "the loss depends directly on a parameter (by a penalty on weights, say) whose stage "
+            "is on another rank, which would not get this gradient: leave the penalty to the "
+            "optimizer (weight_decay), or run all stages in one process"
         )
     return value.detach(), tape
 
 
 def elsewhere(stage: nn.Module) -> Tape:
-    """A tape that stands for that of a stage which another process runs."""
+    """An empty tape for a stage that another process runs."""
     tape = Tape()
     tape.stage, tape.is_elsewhere = stage, True
     return tape
 
 
 def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
-    """The gradient of a loss's output, weighted by the micro-batch's part of the mini-batch."""
+    """Run the backward of a micro-batch's loss. Returns the gradient of the model's output.
+
+    Args:
+        tape: what :func:`loss` has recorded.
+        weight: of the micro-batch's loss in the loss of the mini-batch.
+        scale: a factor for all gradients (a gradient scaler's), or None.
+    """
     ((value,),) = tape.results
-    if not weight:  # its gradient may be none: that of a mean over nothing
+    if not weight:  # not computed and multiplied by 0: a mean over nothing has the gradient NaN
         tape.homes = {}
         return tape.backward((None,))[0]
     grad = torch.full_like(value, weight)
@@ -277,32 +302,34 @@ def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
             homes[penalty[0]].penalties.append(penalty)
         inputs = [leaf for leaf in leaves_of([value]) if leaf not in homes]
         tape.homes = {}
-    (found,) = tape.backward((grad,), inputs)
-    return found
+    (of_output,) = tape.backward((grad,), inputs)
+    return of_output
 
 
 def added(first: Any, second: Any) -> Any:
-    """Two gradients of one value, each of which may be None or have others inside."""
+    """The sum of two gradients of one value. Each is a tensor, a pytree of tensors, or None."""
     if first is None or second is None:
         return second if first is None else first
     return first + second if isinstance(first, Tensor) else pytree.tree_map(added, first, second)
 
 
 def backward(tape: Tape, grads: Sequence[Any]) -> Any:
-    """The whole backward of a stage: gradients of its arguments, and into its parameters."""
-    found = tape.backward(grads)
+    """Run the whole backward of a stage. Returns the gradients of the stage's arguments, and adds
+    those of its parameters to ``.grad``."""
+    of_arguments = tape.backward(grads)
     weight_grad(tape)
-    return found
+    return of_arguments
 
 
 def backward_input(tape: Tape, grads: Sequence[Any]) -> Any:
-    """The first half of a backward: the gradients of the arguments, and of those parameters that
-    are not deferred."""
+    """Run the first half of a backward. Returns the gradients of the stage's arguments, and adds to
+    ``.grad`` those of parameters that are not deferred."""
     return tape.backward(grads)
 
 
 def weight_grad(tape: Tape) -> None:
-    """The second half: the gradients that have been deferred, in the order of the backward."""
+    """Run the second half of a backward: add the gradients of parameters that the first half has
+    deferred to ``.grad``, in the order in which it has met them."""
     deferred, tape.deferred = tape.deferred, []
     later, tape.later = tape.later, []
     deferred += itertools.chain.from_iterable(compute() for compute in later)
@@ -314,8 +341,8 @@ def weight_grad(tape: Tape) -> None:
 def replay(tape: Tape, halved: bool = False) -> None:
     """Run a checkpointed stage again, ahead of its backward.
 
-    ``halved``: of its backward in halves. Then a new graph takes the place of the first, one in
-    which gradients are deferred.
+    ``halved``: whether that backward runs in halves. If so, the tape records this second run, and
+    its graph, in which gradients are deferred, replaces the first one.
     """
     if tape.handle is None or tape.repeat is None:  # it is not checkpointed
         return
@@ -329,7 +356,8 @@ def replay(tape: Tape, halved: bool = False) -> None:
 
 
 def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
-    """Values without history on the target stream's device."""
+    """The values, moved to the target stream's device and without their autograd history. A tensor
+    still says, by ``requires_grad``, whether a gradient is wanted for it."""
     device = device_of(target)
 
     def move(value: Any) -> Any:
@@ -344,28 +372,29 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
 
 
 def replicate(parameter: Tensor, target: str, user: str) -> Tensor:
-    """A leaf with the parameter's value, on the target stream's device, for the user stream."""
+    """A parameter of the same value on the target stream's device. The ``user`` stream waits until
+    the value is there."""
     value = moved(parameter.detach(), device_of(target), CALLER)
     await_made(stream(user), value)
     return nn.Parameter(value, parameter.requires_grad)
 
 
 def gathered(replica: Tensor) -> Tensor | None:
-    """The gradient that the backwards have summed up in a replica; None if there was none."""
+    """The gradient that backwards have summed up in a replica of a parameter; None without any."""
     return replica.grad
 
 
 def accumulate(parameter: Tensor, grad: Tensor | None) -> None:
-    """Add a gradient to a parameter's, as a backward does it, with its hooks."""
+    """Add a gradient to a parameter's ``.grad``, by a backward that calls the parameter's hooks."""
     if grad is not None:
         with torch.enable_grad():
             torch.autograd.backward(share(parameter), grad)
 
 
 def optimize(stepping: Stepping | None, stage: nn.Module, shared: Sequence[str]) -> None:
-    """Let an optimizer step the parameters of one stage, if there is one.
+    """Step the parameters of one stage; without optimizers (None), do nothing.
 
-    ``shared``: those that it has, but are another stage's.
+    ``shared``: the names of parameters that another stage has as well, and that are stepped there.
     """
     if stepping is not None:
         others = {id(stage.get_parameter(name)) for name in shared}
@@ -373,7 +402,11 @@ def optimize(stepping: Stepping | None, stage: nn.Module, shared: Sequence[str])
 
 
 def weights(parts: Sequence[Tensor], dim: int | None, summed: bool = False) -> tuple[float, ...]:
-    """Each micro-batch's part of the mini-batch; of a loss that is a sum all of it."""
+    """The weight of each micro-batch's loss in the loss of the mini-batch.
+
+    A loss is taken as a mean over rows, so its weight is the micro-batch's part of the rows along
+    ``dim``, or the same for all without a dimension. If the losses are sums, all weights are 1.
+    """
     if summed:
         return (1.0,) * len(parts)
     if dim is None:
@@ -383,15 +416,17 @@ def weights(parts: Sequence[Tensor], dim: int | None, summed: bool = False) -> t
 
 
 def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The loss of the mini-batch."""
+    """The loss of the mini-batch: the sum of the micro-batches' losses, each times its weight."""
     total: Tensor = weighted_sum(losses, weights)
     return total
 
 
-class _Deferred(torch.autograd.Function):
-    """Runs a function in a graph of its own, whose backward can be had in two parts.
+class _InHalves(torch.autograd.Function):
+    """Runs a function as one node of the autograd graph, which keeps the function's inner graph.
 
-    Its parameters are known to that graph only: the outer one leads to them in no other way.
+    The node's backward computes the gradients of the function's inputs with the inner graph. It
+    leaves those of the function's parameters to the second half, and only the inner graph has these
+    parameters: the backward of the outer graph cannot compute their gradients any earlier.
     """
 
     @staticmethod
@@ -407,17 +442,17 @@ class _Deferred(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.tape, ctx.parameters, ctx.starts = tape, parameters, []
 
-        def own(value: Any) -> Any:
+        def start(value: Any) -> Any:
             if _is_inner(value):
                 value = _cut_off(value)
                 ctx.starts.append(value)
             return value
 
         with torch.enable_grad():
-            given = [own(value) for value in args]  # in the order of the tensors
-            named = {name: own(value) for name, value in kwargs.items()}
+            given = [start(value) for value in args]  # in the order of ``tensors``
+            named = {name: start(value) for name, value in kwargs.items()}
             output = function(*given, **named)
-        # Where the way back begins, and not the output, which may be long gone by then.
+        # The backward starts at this edge. To keep the output instead would keep its memory.
         ctx.end = get_gradient_edge(output)
         return output.detach()
 
@@ -425,36 +460,39 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         end, starts, parameters = ctx.end, ctx.starts, ctx.parameters
         ctx.end = ctx.starts = ctx.parameters = None
-        found: tuple[Tensor | None, ...] = (None,) * max(1, len(starts))
+        of_inputs: tuple[Tensor | None, ...] = (None,) * max(1, len(starts))
         if grad is not None and starts:
             retain = bool(parameters)
-            found = run_backward(
+            of_inputs = run_backward(
                 (end,), (grad,), tuple(starts), retain_graph=retain, accumulate=False
             )
         if grad is not None and parameters:
             ctx.tape.deferred.append((end, grad, parameters))
-        return None, None, None, None, None, *found
+        return None, None, None, None, None, *of_inputs
 
 
 def defer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module; in a backward of two halves, the gradients of its parameters, and of those
-    among the arguments, come in the second. Outside of a step this is a plain call, and where
-    somebody has hooks on all modules, whose backward would come by them twice.
+    """Call a module so that, in a backward of two halves, the second half computes the gradients of
+    its parameters and of parameters among the arguments.
 
-    The halves cost this Python more than the whole, at each operator, which has just swept it out
-    of the caches: nothing is done here that can be left, such as to look into nested arguments.
+    This is a plain call outside of a step. It also is one if hooks are registered for all modules:
+    with a backward in halves, such a hook would be called twice.
+
+    Each such call pays for the Python in here, which is out of the CPU's caches each time, as the
+    module's kernels have filled them. So this does only what it must, and does not look for tensors
+    in nested arguments.
     """
     tape = recording()
     if tape is None or not torch.is_grad_enabled() or all_are_watched():
         return module(*args, **kwargs)
     values = (*args, *kwargs.values())
     given = [value for value in values if _has_history(value)]
-    own = module.parameters() if module._modules else module._parameters.values()
-    parameters = [p for p in own if p is not None and p.requires_grad]
+    held = module.parameters() if module._modules else module._parameters.values()
+    parameters = [p for p in held if p is not None and p.requires_grad]
     parameters += [value for value in given if isinstance(value, nn.Parameter)]
     if not parameters:
         return module(*args, **kwargs)
     tensors = [value for value in given if not isinstance(value, nn.Parameter)]
-    if not tensors:  # then something has to make this part of the graph
+    if not tensors:  # autograd records a node only if an input requires a gradient
         tensors = [torch.empty(0, requires_grad=True)]
-    return _Deferred.apply(tape, module, parameters, args, kwargs, *tensors)  # type: ignore[no-untyped-call]
+    return _InHalves.apply(tape, module, parameters, args, kwargs, *tensors)  # type: ignore[no-untyped-call]

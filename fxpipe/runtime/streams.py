@@ -1,8 +1,9 @@
 """Streams by name, on any kind of device, and the events after which a value may be used.
 
 ``"cuda:1/compute"`` is the stream on which the running thread computes on that device.
-``"cuda:1/copy"`` stands for the streams of the links that end there: each pair of devices has two
-links, one for each direction, so that no copy waits for another that goes elsewhere::
+``"cuda:1/copy"`` stands for the copy streams of all links to that device. A link copies from one
+device to another and has a stream on each of the two. Each pair of devices has a link for either
+direction, so that no copy waits for a copy between other devices::
 
     cuda:0                                      cuda:1
     compute ── a ──•event                       compute ─────────────── uses a
@@ -57,8 +58,8 @@ def has_streams(device: torch.device | None) -> bool:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what this thread launches on the device is recorded for a graph (of CUDA, say),
-    instead of being done."""
+    """Whether this thread's launches on the device are captured in a graph (a CUDA graph, say), and
+    not executed."""
     if not has_streams(device):
         return False
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
@@ -83,12 +84,12 @@ Ends = tuple[torch.Stream | None, torch.Stream | None]
 def link(source: torch.device, target: torch.device, of_inputs: bool = False) -> Ends:
     """The streams of a link, at its source and at its target; None where a device has none.
 
-    ``of_inputs``: the link for what the caller gives, which must not queue behind what stages send.
+    ``of_inputs``: the link for the caller's inputs, which must not queue behind what stages send.
     """
     return _link(source, target, of_inputs)
 
 
-@cache  # it would keep calls apart that give the same argument by name, by place, or by default
+@cache  # link() itself is not cached: link(a, b) and link(a, b, False) would be two links
 def _link(source: torch.device, target: torch.device, of_inputs: bool) -> Ends:
     ends = (device if has_streams(device) else None for device in (source, target))
     one, other = (None if device is None else torch.Stream(device) for device in ends)
@@ -96,11 +97,11 @@ def _link(source: torch.device, target: torch.device, of_inputs: bool) -> Ends:
 
 
 def beside(devices: Iterable[torch.device]) -> Any:
-    """A context in which autograd nodes are made that must not hold up what is computed.
+    """A context for making autograd nodes that compute nothing, so that nothing waits for them.
 
-    The engine lets the stream on which a node was made wait for the gradients that the node gets,
-    before its backward. So that the compute stream need not wait for them, such a node is made on
-    a stream aside, on which nothing is computed.
+    Before a node's backward, the engine lets the stream on which the node was made wait for the
+    node's incoming gradients. Were that the compute stream, its next kernels would wait as well.
+    Within this context it is a stream aside, on which nothing is computed.
     """
     return on(*(_aside(device) for device in dict.fromkeys(devices) if has_streams(device)))
 
@@ -136,10 +137,10 @@ def on(*streams: torch.Stream | None) -> Iterator[None]:
         torch.accelerator.set_device_index(device)
 
 
-# ------------------------------------------------------------------- from when on a value is there
+# ------------------------------------------------------------------------- when a value is computed
 
 _EVENTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The event of a tensor: once it has come, the tensor has been made."""
+"""For a tensor: the event that is recorded behind the work which computes the tensor."""
 
 
 def made(values: Any, by: torch.Stream | None) -> None:
@@ -169,8 +170,8 @@ def _event(tensor: Tensor) -> torch.Event | None:
 def await_made(waiting: torch.Stream | None, values: Any) -> None:
     """Let a stream wait, from now on, until the values have been made.
 
-    Their memory is kept until the stream is done with it. A value without an event was made by this
-    thread's own streams, whose order already puts its use after its making.
+    Their memory is kept until the stream is done with it. A value without an event was made on this
+    thread's own streams; these run in order, so that every use of it comes after its making.
     """
     if waiting is None:
         return
@@ -194,23 +195,23 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-# In each thread, ``given``: what the caller has handed over for the run; and ``passed``: by compute
-# stream, the events of its last crossings.
+# Of each thread: ``given`` is the HandOver of the run that it takes part in, and ``passed`` has the
+# events that keep_pace() has recorded last on each compute stream.
 _here = threading.local()
 
 AHEAD = 4
-"""How many crossings of a compute stream the host may launch ahead of the device. A stage crosses
-twice, when its values arrive and when they leave, so that two stages' work is in the queue."""
+"""How many crossings of a compute stream (see keep_pace) the host may launch ahead of the device.
+One run of a stage has two, as its values arrive and as they leave: the queue holds two runs."""
 
 
 def keep_pace(computing: torch.Stream | None) -> None:
-    """Note that values cross to or from a compute stream, and let the host thread wait for the
-    crossing that is ``AHEAD`` back.
+    """Note that values cross to or from a compute stream, and let the host thread wait until the
+    device has reached the crossing ``AHEAD`` before this one.
 
-    What two streams use is free again only once both have *done* what they were given (see
-    :func:`keep`), and not, as memory of one stream, once they have been *given* it. So a host
-    thread that ran ahead without bound would need memory for all micro-batches, whatever the
-    schedule. No value is waited for here: the order of the streams does not depend on it.
+    Memory that one stream uses can be reused as soon as the host has *launched* the last use. But
+    memory that two streams use is free only when both have *done* their work (see :func:`keep`). So
+    a host thread that ran ahead without bound would need memory for all micro-batches, whatever the
+    schedule. This bounds memory only: values are right without it.
     """
     if computing is None:
         return
@@ -225,7 +226,7 @@ def keep_pace(computing: torch.Stream | None) -> None:
 
 
 class HandOver:
-    """The caller's tensors in a run: from when on they may be read, and until when they are.
+    """Keeps, for one run, when the caller's tensors may be read, and when they have been read.
 
     Args:
         streams: those on which the caller computes. Copies of what it gives wait for the work that
@@ -238,19 +239,20 @@ class HandOver:
         self._reads: list[tuple[torch.device, torch.Event]] = []
 
     def begun(self, device: torch.device) -> torch.Event | None:
-        """The event at which what the caller has on the device is made; None if that is unknown."""
+        """The event after which the caller's tensors on the device are computed; None if that is
+        unknown."""
         return self._begun.get(device)
 
-    def is_read(self, tensor: Tensor, by: torch.Stream) -> None:
-        """Note that the copies which a stream has been given so far read a tensor."""
+    def note_read(self, tensor: Tensor, by: torch.Stream) -> None:
+        """Note that a stream has been given a copy that reads a tensor."""
         self._reads.append((tensor.device, by.record_event()))
 
     def give_back(self) -> None:
-        """Wait until the caller's tensors have been read, so that it may write to them again.
+        """Wait until the caller's tensors have been read, so that the caller may write to them.
 
-        Its streams wait for what is on devices, and the host for what is in its own memory: from
-        pinned memory a device reads when it gets there, and not when the copy is launched. Only
-        copies are waited for, and they wait for no computation.
+        For a tensor on an accelerator, the caller's stream waits. For a tensor in the host's memory
+        the host waits: a copy from pinned memory reads when the device gets to it, and not when the
+        host launches it. All these waits are for copies that themselves wait for no computation.
         """
         for device, event in self._reads:
             if has_streams(device):
@@ -262,7 +264,7 @@ class HandOver:
 
 @contextmanager
 def handed_over(given: HandOver) -> Iterator[None]:
-    """A context in which this thread takes part in a run, to which the caller has given tensors."""
+    """A context in which this thread takes part in the run to which ``given`` belongs."""
     before = getattr(_here, "given", None)
     _here.given = given
     try:
@@ -272,7 +274,8 @@ def handed_over(given: HandOver) -> Iterator[None]:
 
 
 def await_callers(waiting: torch.Stream | None, tensor: Tensor) -> None:
-    """The stream waits for a tensor that the caller has given, and keeps its memory."""
+    """Let a stream wait until a tensor that the caller has given is computed, and keep the tensor's
+    memory until the stream is done with it."""
     if waiting is None:
         return
     given = _given()
@@ -286,16 +289,16 @@ def await_callers(waiting: torch.Stream | None, tensor: Tensor) -> None:
 
 
 def read_callers(tensor: Tensor, by: torch.Stream | None) -> None:
-    """Note that a stream has been given a copy of the caller's tensor.
+    """Note that a stream has been given a copy that reads one of the caller's tensors.
 
-    The caller gets it back at the end of the run (:meth:`HandOver.give_back`); outside of a run,
-    at once.
+    The end of the run waits for that copy (:meth:`HandOver.give_back`). Outside of a run this
+    function waits for it.
     """
     if by is None:
         return
     given = _given()
     reading = given or HandOver([])
-    reading.is_read(tensor, by)
+    reading.note_read(tensor, by)
     if given is None:
         reading.give_back()
 
