@@ -6,7 +6,7 @@
     chain = fxpipe.default_chain().before("split", Mine()).after("step", Other()).without("verify")
     fxpipe.compile(model, devices, passes=chain)
 
-The default order is in :mod:`passes.order`, and what the list consists of in :mod:`passes.entry`.
+The default order is in :mod:`passes.order`. An entry of the list is a :class:`passes.entry.Entry`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "run",
 ]
 
-WIDTH = 100  # of a chain that is printed
+WIDTH = 100  # characters in a line of a printed chain
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class Chain:
     """The passes of a compilation, in order: first those that lead to the stage graph, then those
     from there to the pipeline graph, then those from the stage graph to the step graph.
 
-    A chain does not change: its methods give another one. ``print`` shows it.
+    A chain is immutable: its methods return a new one. ``print(chain)`` shows it as a table.
+
+    Raises ValueError if a pass is missing, or comes too late, that another one needs, or if no pass
+    leads to one of the levels.
     """
 
     entries: tuple[Entry[Any], ...]
@@ -70,9 +73,9 @@ class Chain:
                 )
 
     def before(self, name: str, *passes: Pass | Entry[Any]) -> Chain:
-        """The chain with more passes ahead of the one of that name.
+        """A new chain, with ``passes`` ahead of the pass that is called ``name``.
 
-        They are given a graph of the level that the named pass takes.
+        The added passes are given a graph of the level that the named pass takes.
 
         Raises:
             ValueError: if no pass, or more than one, has the name.
@@ -83,9 +86,9 @@ class Chain:
         return Chain((*self.entries[:at], *own, *self.entries[at:]))
 
     def after(self, name: str, *passes: Pass | Entry[Any]) -> Chain:
-        """The chain with more passes behind the one of that name.
+        """A new chain, with ``passes`` behind the pass that is called ``name``.
 
-        They are given a graph of the level that the named pass gives.
+        The added passes are given a graph of the level that the named pass gives.
 
         Raises:
             ValueError: if no pass, or more than one, has the name.
@@ -96,7 +99,7 @@ class Chain:
         return Chain((*self.entries[: at + 1], *own, *self.entries[at + 1 :]))
 
     def without(self, *names: str) -> Chain:
-        """The chain without the passes of these names.
+        """A new chain, without the passes that have these names.
 
         Raises:
             ValueError: if no pass, or more than one, has such a name, or another pass that stays in
@@ -106,9 +109,10 @@ class Chain:
         return Chain(tuple(e for i, e in enumerate(self.entries) if i not in left_out))
 
     def replace(self, name: str, own: Pass | Entry[Any]) -> Chain:
-        """The chain with another pass in the place, and under the name, of one.
+        """A new chain, in which the pass ``own`` replaces the pass that is called ``name``.
 
-        It has to take and give graphs of the same levels, and to note what the other notes.
+        It gets the replaced pass's name. It has to take and give graphs of the same levels, and to
+        write the same metadata (``node.meta``), since later passes read that.
 
         Raises:
             ValueError: if no pass, or more than one, has the name.
@@ -122,11 +126,14 @@ class Chain:
     def passes(
         self, context: Context, *, since: str | None = None, until: str | None = None
     ) -> Iterator[Pass]:
-        """The passes that lead to the graph that ``context`` is for, each made when it is due.
+        """Yield the passes that lower a graph to the level that ``context`` is for, in order.
+
+        Each pass is made when the caller asks for it. Passes that do not apply are left out.
 
         Args:
-            since: the name of the first pass; None: from the beginning.
-            until: the name of the pass ahead of which to stop; None: to the end.
+            context: what is known of the compilation, from which the passes are made.
+            since: the name of the pass to begin with; None: the first one.
+            until: the name of the pass to stop ahead of; None: go on to the end.
         """
         begin = 0 if since is None else self._place(since)
         end = len(self.entries) if until is None else self._place(until)
@@ -172,13 +179,13 @@ def _restored(entries: Iterable[Entry[Any] | str]) -> Chain:
 
 
 def _own_entry(own: Pass | Entry[Any], level: Level, leads_to: Level) -> Entry[Any]:
-    """Make the chain's entry for a pass that a user has written."""
+    """The chain's entry for a pass that a user has written; ``level`` is that of its graphs."""
     if isinstance(own, Entry):
         return replace(own, leads_to=leads_to)
     if isinstance(own, type) or not callable(own):
         raise TypeError(
             f"{own!r} is no pass: give an object with a name that is called with a graph module "
-            "and returns one, or a passes.chain.Entry, which makes it from what is known then"
+            "and returns one, or a passes.chain.Entry, whose make is called when the pass is due"
         )
     name = getattr(own, "name", None) or getattr(own, "__name__", type(own).__name__)
     about = own if hasattr(own, "__name__") else type(own)
@@ -191,7 +198,7 @@ def _said_of(documented: Any) -> type | str:
 
 @dataclass(frozen=True)
 class _AsItIs:
-    """Makes a pass that there is already."""
+    """The ``make`` of an entry whose pass a user has made already: it returns that pass."""
 
     given: Pass
 
@@ -222,7 +229,7 @@ def chain_of(passes: Chain | None) -> Chain:
 
 
 def run(passes: Iterable[Pass], gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph after these passes, one after the other."""
+    """Run passes on a graph module, one after the other, and return the result of the last."""
     for rewrite in passes:
         gm = rewrite(gm)
     return gm

@@ -1,5 +1,5 @@
-"""An entry of the chain: the name of a pass, the levels that it leads from and to, what it needs,
-and how it is made from what is known of the compilation."""
+"""An entry of the chain: the name of a pass, the levels of the graphs that it takes and gives, the
+passes that it needs before it, and how it is made from what is known of the compilation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class Pass(Protocol):
 
     @property
     def name(self) -> str:
-        """The name it is listed under."""
+        """The name of the pass in the chain."""
 
     def __call__(self, gm: fx.GraphModule, /) -> fx.GraphModule:
-        """Rewrite. The module given may be changed in place and returned."""
+        """Rewrite a graph module and return it. The given one may be changed in place."""
 
 
 class Level(StrEnum):
-    """What kind of graph it is that a pass takes or gives."""
+    """The kinds of graph between the traced model and the training step; a pass takes one of them,
+    and gives the same or another one."""
 
     MODEL = "model"
     STAGE = "stage"
@@ -41,7 +42,7 @@ class Level(StrEnum):
     STEP = "step"
 
 
-# ---------------------------------------------------------------- what passes are made from
+# --------------------------------------------------- contexts: what is known when passes are made
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,24 @@ class ToStages:
     """What is known when a model graph is lowered to a stage graph.
 
     Args:
-        inputs: the model's, one for each placeholder.
+        inputs: example inputs of the model, one for each placeholder of its graph.
         in_dims: the batch dimension of each input; None for one that all micro-batches share.
         devices: the names of the devices, one for each stage.
         partition: the pass that gives each node its stage; None as long as nothing is cut.
         outputs: the pass that finds the batch dimensions of the outputs; None if nobody needs them.
-        chunks: how many micro-batches the costs and the rows are for.
-        chunks_asked_for: how many micro-batches the user has asked for, if any.
+        chunks: the number of micro-batches for which passes "rows" and "cost" count time and
+            memory.
+        chunks_asked_for: the number of micro-batches that the user has asked for; None if the
+            compiler chooses it.
         traced_chunks: None for a graph that takes any batch size. For one that was traced with a
             single micro-batch: how many of these there are in a mini-batch.
-        costs, spec, optimizer_states, measured_on: what a node costs, for the pass "cost".
-        deferred_batch_norm: whether running statistics are updated once for each mini-batch.
-        places: for each stage the process that runs it, if there are several; see pass "tied".
+        costs: where the costs of nodes come from, as for :func:`fxpipe.compile`.
+        spec: the description of the device by which times are estimated.
+        optimizer_states: how many tensors of a parameter's size the optimizer keeps for it.
+        measured_on: the device on which costs are measured; None: the model's.
+        deferred_batch_norm: whether batch norms update their running statistics once for each
+            mini-batch.
+        places: for each stage the rank that runs it, if there are several; see pass "tied".
     """
 
     leads_to: ClassVar[Level] = Level.STAGE
@@ -84,10 +91,14 @@ class ToStages:
 class ToPipeline:
     """What is known when a stage graph is unrolled over ``chunks`` micro-batches.
 
-    ``loss_weight``: the module that gives the weight of a micro-batch's loss, if an output has it.
-    ``out_dims``: for each node that the stage graph returns, in order, the batch dimension of its
-    tensors. ``compiled`` makes compiled stages; None: stages run as they are. The others are those
-    of :func:`fxpipe.compile`, and of :class:`ToStages`.
+    Args:
+        devices, in_dims: as for :class:`ToStages`.
+        out_dims: for each node that the stage graph returns, in order, the batch dimension of its
+            tensors.
+        checkpoint, checkpoint_segments: as for :func:`fxpipe.compile`.
+        loss_weight: the module that gives the weight of a micro-batch's loss; None unless an output
+            is averaged with such weights.
+        compiled: makes compiled stages; None: stages run uncompiled.
     """
 
     leads_to: ClassVar[Level] = Level.PIPELINE
@@ -128,7 +139,7 @@ C = TypeVar("C", ToStages, ToPipeline, ToStep)
 
 
 def _always(context: Any) -> bool:
-    """Whether a pass applies to which nothing else is said."""
+    """The ``applies`` of an entry whose pass is always run."""
     return True
 
 
@@ -139,11 +150,13 @@ class Entry(Generic[C]):
     Args:
         name: what it is called in the chain.
         make: makes the pass, from what is known of the compilation.
-        source, target: the level of the graph that it takes, and of the one that it gives.
+        source, target: the level of the graph that the pass takes, and of the one that it gives.
         about: the class of the pass, whose documentation says what it does; or a sentence.
-        needs: the names of passes that have to come before it, as it reads what they note.
-        applies: whether it is run; ``when`` says the same for people.
-        leads_to: the graph that is being made when it runs: "stage", "pipeline" or "step".
+        needs: the names of passes that have to come before it, since it reads metadata that they
+            write, or a graph that they give.
+        applies: tells from what is known of the compilation whether the pass is run; ``when`` says
+            the same in words, for the printed chain.
+        leads_to: the level of the graph that the compiler is making when the pass runs.
     """
 
     name: str

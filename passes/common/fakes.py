@@ -1,4 +1,4 @@
-"""Not a pass: run graphs on fake tensors.
+"""Runs graphs on fake tensors, for the passes "alias", "rows", "cost" and "shared".
 
 A fake tensor has a shape, memory that its views share, and autograd history, but no values.
 """
@@ -36,7 +36,7 @@ class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     A model on "meta" is examined as if it were on a real device, for two reasons: "meta" lacks
     kernels that real devices have (attention that never stores the whole matrix of its weights),
-    and real devices lay out results alike.
+    and it may give results other strides than real devices do.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,8 @@ class Somewhere(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 class FakeInterpreter(fx.Interpreter):
-    """Runs nodes with fakes in place of parameters and buffers too: nothing real is written to."""
+    """Runs the nodes of a graph on fake tensors. Parameters and buffers are replaced by fakes, too,
+    so that no real tensor is written to."""
 
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode | None = None) -> None:
         super().__init__(gm)
@@ -83,8 +84,8 @@ class FakeInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run a node.
 
-        Raises :class:`fxpipe.ir.errors.NeedsValues`, which names the node, if it needs the values
-        of tensors: fakes have none.
+        Raises :class:`fxpipe.ir.errors.NeedsValues`, which names the node, if the node needs the
+        values of tensors, since fakes have none.
         """
         try:
             return super().run_node(n)
@@ -92,8 +93,9 @@ class FakeInterpreter(fx.Interpreter):
             where = (n.meta.get("stack_trace") or "").strip().splitlines()
             raise NeedsValues(
                 f"the model needs the values of tensors to know what to compute: {format_node(n)} "
-                f'({error}); keep it to tensors, or give tracer="export", which keeps '
-                "modules whole that need values" + "".join(f"\n{line}" for line in where[-2:])
+                f'({error}); compute it by tensor operations, or give tracer="export", which does '
+                "not trace into modules that need values, but calls them"
+                + "".join(f"\n{line}" for line in where[-2:])
             ) from error
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -101,7 +103,7 @@ class FakeInterpreter(fx.Interpreter):
         return mutable(args), mutable(kwargs)
 
     def fake(self, value: Any) -> Any:
-        """The value, its tensors faked; the same tensor always gives the same fake."""
+        """The value with a fake in place of each tensor; a tensor always gets the same fake."""
         return pytree.tree_map_only(
             Tensor, lambda t: self.mode.from_tensor(t, static_shapes=True), value
         )
@@ -127,8 +129,8 @@ class FakeInterpreter(fx.Interpreter):
 def _without_values(call: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
     """Call a function on fakes; if its kernel looks at values, run the operator in Python instead.
 
-    Some kernels look at values only to refuse those that make no sense: the inverse short-time
-    Fourier transform checks its windows. The operator's Python implementation does not look.
+    Some kernels look at values only to check them: that of the inverse short-time Fourier transform
+    checks its windows. The operator's implementation in Python does not look.
     """
     try:
         return call(target, args, kwargs)
@@ -139,18 +141,21 @@ def _without_values(call: Callable[..., Any], target: Any, args: Any, kwargs: An
 
 @contextmanager
 def _numbers(buffers: Mapping[str, Tensor], fakes: Mapping[str, FakeTensor]) -> Iterator[None]:
-    """Give the fakes of scalar buffers their values, as long as a module runs.
+    """Give the fakes of scalar buffers their values for as long as a module runs.
 
     A module may read such a number: a batch norm without momentum divides by the number of batches
-    so far. No shape depends on it, so that 1 stands for a number on "meta", which has no value.
+    so far. A buffer on "meta" has no value. Its fake is given the value 1, as no shape depends on
+    it.
     """
     numbers = [name for name, buffer in buffers.items() if buffer.dim() == 0]
-    with disable_current_modes():  # a mode may count operators, and these are not the model's
+    with disable_current_modes():  # these operators are not the model's: no mode may count them
         for name in numbers:
-            own = buffers[name]
-            known = not own.is_meta and not isinstance(own, FakeTensor)
+            buffer = buffers[name]
+            has_value = not buffer.is_meta and not isinstance(buffer, FakeTensor)
             fakes[name].constant = (
-                own.detach().clone() if known else torch.ones((), dtype=own.dtype, device="cpu")
+                buffer.detach().clone()
+                if has_value
+                else torch.ones((), dtype=buffer.dtype, device="cpu")
             )
     try:
         yield

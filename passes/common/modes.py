@@ -1,4 +1,5 @@
-"""Not a pass: the checkpoint modes, which say which micro-batches keep no activations.
+"""The checkpoint modes, which say which micro-batches keep no activations, for the passes
+"partition", "checkpoint" and "step".
 
 ::
 
@@ -41,10 +42,10 @@ def checkpointed(mode: str, chunks: int) -> int:
 def alive(
     mode: str, chunks: int, stages: int, order: Schedule | None = None
 ) -> tuple[list[float], list[float]]:
-    """For each stage, of how many micro-batches it holds the activations at once, and of how many
-    only the inputs.
+    """For each stage, the number of micro-batches whose activations it holds at the same time, at
+    most, and the number of checkpointed ones of which it holds the inputs only.
 
-    ``order``: the order of the step; None: every forward may come before any backward.
+    ``order``: the schedule of the step; None: all forwards may come before the first backward.
     """
     again = checkpointed(mode, chunks)
     if order is None:

@@ -1,4 +1,4 @@
-"""Not a pass: how a user names nodes of the model graph.
+"""How a user names nodes of the model graph, in what is given to the passes "partition" and "cost".
 
 The name of a node stands for that node, and the path of a module for all nodes of the module.
 """

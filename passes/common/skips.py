@@ -1,4 +1,4 @@
-"""Skips: which stage sends which value to which other stage.
+"""Which stage sends which value to which other stage, for the pass "portals" and the report.
 
 ::
 
@@ -10,8 +10,8 @@ user to the next: every stage gets it once, and its gradient, on the way back, i
 last user to the first, as the model's own backward does (the bits are the same). A hop to the next
 stage is a copy; one that passes over stages is a skip, and goes through a portal.
 
-A parameter that several devices need is brought from its own stage to each of the others, once for
-all micro-batches (pass "tied").
+A parameter that stages on several devices use lives in the first of these stages. It is brought
+from there to each of the others once for all micro-batches (pass "tied").
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SkipLayout:
 
     @property
     def brought(self) -> tuple[Hop, ...]:
-        """The hops of parameters, which are brought once for all micro-batches."""
+        """The hops of parameters, each of which is made once for all micro-batches."""
         return tuple(hop for hop in self.hops if hop.once)
 
     def __str__(self) -> str:

@@ -1,12 +1,12 @@
-"""All micro-batches: costs that are those of one micro-batch are multiplied by how many there are,
-since all other passes expect those of a mini-batch.
+"""All micro-batches: the pass multiplies costs by the number of micro-batches, where the model was
+traced with a single one, since later passes expect the costs of a mini-batch.
 
 ::
 
     traced with 2 of 6 rows     linear: 2 rows, 1.5 ms        after     linear: 4.5 ms, 3 copies
 
-A graph that takes one batch size only has been traced with a single micro-batch, so that its costs
-are those of one micro-batch. All later passes expect the costs of a whole mini-batch.
+A graph that takes one batch size only has been traced with a single micro-batch, so that pass
+"cost" gives its nodes the costs of one micro-batch.
 """
 
 from __future__ import annotations

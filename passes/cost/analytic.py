@@ -7,8 +7,8 @@ the cut can balance the stages.
                                           relu:   0.2 ms, 0, 2 MB, 2 MB ...
 
 No numbers are computed: nodes run on fake tensors, forward and backward, and the FLOPs and bytes
-that they would compute and move are counted. Of nodes that do the same (the same operator, shapes,
-dtypes and settings) one is run.
+that they would compute and move are counted. Of several nodes that do the same (the same operator,
+shapes, dtypes and settings) only one is run.
 
 Measured and given costs, which replace the times of this pass, are in
 :mod:`passes.cost.measured` and :mod:`passes.cost.given`.
@@ -35,9 +35,9 @@ from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 from passes.cost.load import Counting, Load
 from passes.cost.signature import signature
 
-WORK = "work"  # of a node's meta: its :class:`Work`
-BACKWARD = 2  # the work of a backward, in forwards, where it cannot be counted
-ADAM = 2  # how many tensors Adam keeps for each parameter
+WORK = "work"  # key of ``node.meta``: the node's :class:`Work`
+BACKWARD = 2  # where a backward cannot be counted, it is taken for so many times its forward
+ADAM = 2  # how many tensors of a parameter's size Adam keeps for it
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class AnalyticCost:
 class Work:
     """The work of a node, for a mini-batch.
 
-    ``saved_inputs`` and ``saved_outputs`` are the places, among its input and output tensors, of
-    those that it saves for the backward; ``saved_inside`` are the bytes of each further saved
-    tensor. ``edges`` says how many edges of the autograd graph lead to each of its inputs.
+    ``saved_inputs`` and ``saved_outputs`` are the indices, among the node's input and output
+    tensors, of those that it saves for the backward; ``saved_inside`` has the bytes of each further
+    saved tensor. ``edges`` says how many edges of the autograd graph lead to each of its inputs.
     """
 
     forward: Load
@@ -129,7 +129,8 @@ def edges_to(node: fx.Node) -> Counter[fx.Node]:
     """How many edges of the autograd graph lead from a node to each node that it uses: the number
     of gradients that it gives to each.
 
-    A parameter that pass "shared" hands to a module counts as two, which stands for any number.
+    For a parameter that pass "shared" hands to a module the number is not known: it is given as 2,
+    which stands for "several".
     """
     work: Work | None = node.meta.get(WORK)
     places = iter(() if work is None else work.edges)
@@ -146,7 +147,7 @@ def edges_to(node: fx.Node) -> Counter[fx.Node]:
 
 
 class _Runs:
-    """Runs nodes on fake tensors; of nodes that do the same, one is run.
+    """Runs nodes on fake tensors; of several nodes that do the same, only one is run.
 
     ``chunks``: the number of micro-batches.
     """
@@ -155,8 +156,8 @@ class _Runs:
         self.gm, self.chunks = gm, chunks
         self.interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
         self.known: dict[Any, Work] = {}
-        self.inside = 0  # the latest number of a memory that is no node's value: below zero
-        self.copies: dict[int, int] = {}  # how often each memory exists in a mini-batch
+        self.inside = 0  # memories that hold no node's value get the numbers -1, -2, ...
+        self.copies: dict[int, int] = {}  # how many of each memory there are in a mini-batch
         for node in gm.graph.nodes:
             if LARGER in node.meta:
                 self._count(node)
@@ -202,10 +203,11 @@ class _Runs:
             if NO_BACKWARD not in node.meta:
                 try:
                     _run_backward(ahead.outputs, [*ahead.leaves, *ahead.parameters], backward)
-                except Exception as error:  # a user's backward may fail on fake tensors in any way
+                except Exception as error:  # a user's backward may raise anything on fake tensors
                     if not is_the_models(error):
                         raise
-                    # It may need values, or run the module on real tensors. An estimate will do.
+                    # The backward may need values, or run the module on real tensors: its load is
+                    # estimated from the forward's.
                     backward = ahead.load.times(BACKWARD)
         where_in = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.inputs)))}
         where_out = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.outputs)))}
@@ -219,8 +221,8 @@ class _Runs:
         )
 
     def _forward(self, node: fx.Node, values: str) -> _Forward:
-        """Run the forward of a node on fake tensors. ``values`` is the metadata with the inputs:
-        those of the example's batch, or those of a larger batch."""
+        """Run the forward of a node on fake tensors. ``values`` is the key of the metadata in which
+        its inputs are: VALUE for those of the example's batch, LARGER for those of a larger one."""
         interpreter = self.interpreter
         wants = iter([t.requires_grad for t in _inputs(node)])
         args, kwargs = fx.map_arg(
@@ -232,7 +234,7 @@ class _Runs:
         )
         args, kwargs = mutable((args, kwargs))
         inputs = tensors_of((args, kwargs))
-        ends = [tensor.grad_fn or id(tensor) for tensor in inputs]  # before a write to them
+        ends = [tensor.grad_fn or id(tensor) for tensor in inputs]  # ahead of writes
         kept: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -272,14 +274,14 @@ class _Forward:
     load: Load
     leaves: list[Tensor]
     inputs: list[Tensor]
-    ends: list[Any]  # for each input the node of the autograd graph that leads to it
+    ends: list[Any]  # for each input the autograd node that made it; of a leaf, its id
     outputs: list[Tensor]
     parameters: list[Tensor]
     kept: dict[int, int]  # the bytes of each memory that is saved for the backward
 
     @property
     def inside(self) -> tuple[int, ...]:
-        """Bytes of each tensor kept for the backward that is neither an input nor an output."""
+        """The bytes of each tensor that is saved for the backward and is no input or output."""
         shown = {memory_of(t) for t in (*self.inputs, *self.outputs)}
         return tuple(size for memory, size in self.kept.items() if memory not in shown)
 
@@ -294,8 +296,8 @@ def _run_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor], load: Loa
 
 
 def _fresh(tensor: Tensor, leaves: list[Tensor], wants_gradient: bool) -> Tensor:
-    """A copy of an input that may be written to; a parameter is given as it is. The leaf that gets
-    the gradient is added to ``leaves``."""
+    """An input for a node that may write to it: a clone of a new autograd leaf, or, for a
+    parameter, the parameter itself. The leaf, which gets the gradient, is added to ``leaves``."""
     if isinstance(tensor, nn.Parameter):
         leaves.append(tensor)
         return tensor

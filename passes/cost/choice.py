@@ -1,4 +1,4 @@
-"""Not a pass: chooses the cost pass that ``costs=`` asks for."""
+"""Makes the pass "cost" of the kind that the option ``costs=`` asks for."""
 
 from __future__ import annotations
 

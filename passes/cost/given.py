@@ -3,7 +3,7 @@ costs were measured.
 
 ::
 
-    {"conv1": 0.004, "layer1": 0.02}         seconds; those of a module are shared among its nodes
+    {"conv1": 0.004, "layer1": 0.02}         seconds; a module's are divided among its nodes
     Profile.of(gm, "h200").save("unet.json") a profile of every node, to be loaded elsewhere
 """
 
@@ -29,7 +29,7 @@ FORMAT = 1
 
 
 class ProfileError(ValueError):
-    """The given costs are no times, are of another model, or their file is no profile."""
+    """The given costs are no times or belong to another model, or their file is no profile."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,12 @@ class GivenCost:
     """Model graph with fake values (pass "alias") → the same, with the costs that are given.
 
     Args:
-        costs: seconds of nodes or modules, forward and backward together, by name: a third is the
-            forward's, where there is a backward. Nodes that are not named take no time. Bytes and
-            FLOPs are those of :class:`AnalyticCost`, unless a whole :class:`Cost` is given. Or a
-            :class:`Profile`, which has to name every node.
+        costs: a dict from names of nodes or modules to seconds, forward and backward together: a
+            third of them counts as the forward's, where there is a backward. Nodes that are not
+            named take no time. Bytes and FLOPs are those of :class:`AnalyticCost`, unless a whole
+            :class:`Cost` is given in place of the seconds. Or a :class:`Profile`, which has to name
+            every node.
+        device, optimizer_states, chunks: as for :class:`AnalyticCost`.
 
     Raises :class:`ProfileError` for names that the model does not have, and for what is no time.
     """
@@ -151,7 +153,7 @@ def _check_times(given: Mapping[str, float | Cost]) -> None:
         times = (cost.forward_s, cost.backward_s) if isinstance(cost, Cost) else (cost,)
         if not all(isinstance(time, int | float) and 0 <= time < math.inf for time in times):
             raise ProfileError(
-                f"costs gives {cost!r} for {name!r}: give seconds, 0 or more, or a Cost of such"
+                f"costs gives {cost!r} for {name!r}: give seconds, 0 or more, or a Cost of seconds"
             )
 
 

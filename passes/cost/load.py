@@ -1,4 +1,4 @@
-"""Not a pass: counts the FLOPs that operators compute and the bytes that they move, while they run
+"""Counts the FLOPs that operators compute and the bytes that they move, while pass "cost" runs them
 on fake tensors."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Load:
     flops: int = 0
     bytes: int = 0
     operators: int = 0
-    is_half: bool = False  # whether it computes in 16 bits
+    is_half: bool = False  # whether some operator computes in 16 bits
 
     def times(self, count: int, launches: int | None = None) -> Load:
         """The load of ``count`` repetitions; operators are launched ``launches`` times, if that is

@@ -35,7 +35,7 @@ from fxpipe.runtime.random import RandomState
 from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost
 from passes.cost.signature import signature
 
-ROUNDS = 25  # the most rounds, beside the warm-up
+ROUNDS = 25  # the most rounds after the warm-up
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class MeasuredCost:
             copied to it, node by node.
         budget_s: no round begins after this many seconds. The first one, a warm-up, always runs to
             its end, and counts if it is the only one.
+        spec, optimizer_states, chunks: as ``device``, ``optimizer_states`` and ``chunks`` of
+            :class:`AnalyticCost`.
 
     Raises ValueError for a model on "meta", which computes nothing.
     """
@@ -68,8 +70,8 @@ class MeasuredCost:
         )
         if device is not None and device.type == "meta":
             raise ValueError(
-                'costs="measured" runs the model, which is on "meta" or is to be: give a model and '
-                'inputs with values, or costs="analytic"'
+                'costs="measured" runs the model, which is on "meta" or would be moved there: give '
+                'a model and inputs with values, and real devices, or costs="analytic"'
             )
         gm = AnalyticCost(self.spec, self.optimizer_states, self.chunks)(gm)
         work = list(stage_nodes(gm.graph))
@@ -168,9 +170,9 @@ class _TimingInterpreter(fx.Interpreter):
                 lambda: torch.autograd.grad(tape.outputs, tape.inputs, gradients, allow_unused=True)
             )
         except RuntimeError as error:
-            if not is_the_models(error):  # the memory of the device is not enough, say
+            if not is_the_models(error):  # such as an out-of-memory error
                 raise
-            # PyTorch's reentrant checkpoint accumulates gradients, or does nothing.
+            # PyTorch's reentrant checkpoint refuses autograd.grad: estimate its backward.
             return BACKWARD * tape.forward_s
         return seconds
 

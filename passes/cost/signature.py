@@ -1,4 +1,4 @@
-"""Not a pass: finds nodes that cost the same, so that only one of them has to be measured.
+"""Finds nodes that cost the same, so that pass "cost" has to run only one of them.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Not a pass: the automatic cut of a model graph, on the terms of an :class:`Auto`.
+"""The automatic cut of a model graph, which pass "partition" makes as an :class:`Auto` says.
 
 ::
 
@@ -31,7 +31,7 @@ from passes.partition.problem import OBJECTIVES, CutProblem, PartitionError, pro
 
 @dataclass(frozen=True)
 class Auto:
-    """The settings of an automatic cut.
+    """The settings of an automatic cut: ``partition=fxpipe.Auto(...)``.
 
     Args:
         objective: the quantity that the cut balances among the stages: "time", "memory" (all bytes

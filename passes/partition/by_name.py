@@ -1,4 +1,4 @@
-"""Not a pass: stages by the names of modules and nodes, for cuts that the user gives.
+"""Stages by the names of modules and nodes, for a cut that the user gives to pass "partition".
 
 ::
 

@@ -1,13 +1,13 @@
-"""Partition: the pass gives every node of the model graph its stage, as the user says or as
-balances the stages best.
+"""Partition: the pass gives every node of the model graph the number of its stage, as the user
+says or so that the stages are balanced.
 
 ::
 
-    a ─ b ─ c ─ d ─ e ─ f          ["e"], or {"a": 0, "e": 1}, or as :class:`Auto` finds
+    a ─ b ─ c ─ d ─ e ─ f          partition=["e"], {"a": 0, "e": 1}, or "auto"
     0   0   0   0   1   1
 
-As the user says, by the names of modules and nodes (``passes/partition/by_name.py``), or
-automatically (:mod:`passes.partition.automatic`).
+A user says it by the names of modules and nodes (``passes/partition/by_name.py``). The automatic
+cut is in :mod:`passes.partition.automatic`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,29 @@ from passes.partition.ways import Change, ways_out
 __all__ = ["Partition", "PartitionError", "Spec"]
 
 Spec = str | Auto | Sequence[str] | Mapping[str, int] | Callable[[fx.GraphModule], Any]
-"""How a user says the cut: "auto" or :class:`Auto`, names that begin stages, name to stage, or a
-function of the model graph that returns one of these."""
+"""How a user says the cut: "auto" or an :class:`Auto`, a list of names that begin stages, a dict
+from names to stages, or a function of the model graph that returns one of these."""
 
 
 @dataclass(frozen=True)
 class Partition:
     """Model graph (with costs, if cut automatically) → the same, with ``meta["stage"]``.
 
-    ``meta["gap"]`` of the graph module says how far from optimal an automatic cut by time is at
-    most. ``devices`` describes the devices, one a stage, where they differ or have limits;
-    ``chunks`` and ``checkpoint`` are as for :func:`fxpipe.compile`. ``order`` gives the order of a
-    training step for so many stages, which decides how many micro-batches are under way at once,
-    and so what fits (None: it may be all of them);
-    ``placement`` numbers the devices of the stages, where one has several. ``explains``: whether a
-    refusal says what is short and what would help, which takes some more cuts.
+    After an automatic cut by time, ``meta["gap"]`` of the graph module says by which fraction its
+    slowest stage is slower than the best possible, at most.
+
+    Args:
+        stages: the number of stages.
+        spec: how the model is cut, as for ``partition`` of :func:`fxpipe.compile`.
+        devices: the description of each stage's device, if the devices differ or have limits of
+            memory.
+        chunks, checkpoint: as for :func:`fxpipe.compile`.
+        order: gives, for a number of stages, the schedule of the training step. It decides how many
+            micro-batches are under way at the same time, and so what fits into memory. None: all of
+            them may be.
+        placement: the number of each stage's device, if one device has several stages.
+        explains: whether the error for a model that does not fit says how much memory is missing
+            and what would help; to find that takes further cuts.
 
     Raises :class:`PartitionError` if there are fewer places to cut than needed, a name is unknown,
     the asked-for stages need each other in a circle, or the devices have too little memory.
@@ -66,7 +74,7 @@ class Partition:
         gm.meta.pop(GAP, None)
         if next(stage_nodes(gm.graph), None) is None:
             raise PartitionError(
-                f"{self.stages} stages asked for, but the model computes nothing: it gives its "
+                f"{self.stages} stages asked for, but the model computes nothing: it returns its "
                 "inputs, or constants, as they are"
             )
         spec = self.spec(gm) if callable(self.spec) else self.spec
@@ -126,10 +134,10 @@ class Partition:
         return recomputed(self.checkpoint, self.chunks)
 
     def can_fit(self, graph: fx.Graph, spec: Auto) -> bool:
-        """Whether there is a cut that fits, which takes less time than to find the fastest."""
+        """Whether some cut fits into memory; to say so takes less time than the fastest cut."""
         try:
             found, target, pins = posed(graph, self._machine, spec, self.devices, self._again)
-        except PartitionError:  # there are not as many nodes
+        except PartitionError:  # the model has fewer nodes than stages
             return False
         return can_fit(found.dag, target, pins)
 

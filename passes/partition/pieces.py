@@ -1,12 +1,13 @@
-"""Not a pass: the pieces of a model graph that no cut can separate, and what the largest one means.
+"""The pieces of a model graph that no cut can separate, and how much a heavy one costs a pipeline.
 
 ::
 
     embed ─ lstm ─ head          times 1 18 1: in any number of stages, one takes 90% of the time,
-            ────                 and a pipeline is at most 1.1 times as fast as one lane
+            ────                 and a pipeline is at most 1.1 times as fast as a single device
 
-Most pieces are single nodes. Nodes that write to memory which others read, and nodes that take the
-result of another one apart, form a piece with these (:func:`passes.partition.problem.together`).
+Pass "partition" names the heaviest piece in its messages, and so does the report. Most pieces are
+single nodes. A node that writes to memory forms a piece with the nodes that read it, and a node
+that takes a tuple apart with the node that makes it (:func:`passes.partition.problem.together`).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from fxpipe.ir.printing import operator_name
 from fxpipe.ir.source import model_frame
 from passes.partition.problem import together
 
-MOST = 0.75  # of the time: a pipeline whose largest piece takes more is hardly worth having
+MOST = 0.75  # if one piece takes a larger part of the time, the user is warned
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Nodes that stay in one stage, and which part of the model's time they take."""
+    """Nodes that stay in one stage, and the fraction of the model's time that they take."""
 
     nodes: list[fx.Node]
     share: float
@@ -47,7 +48,7 @@ class Piece:
         """The largest node, the module that it calls, and the line of the model that it is from."""
         node = self.largest
         module, frame = _module(node), model_frame(node.meta.get("stack_trace"))
-        called = getattr(module, "module", module)  # what a front end has wrapped
+        called = getattr(module, "module", module)  # a front end may have wrapped it
         is_ours = called is None or type(called).__module__.startswith(("fxpipe.", "torch.fx."))
         said = [] if is_ours else [type(called).__name__]
         if frame is not None:
@@ -79,7 +80,7 @@ class Piece:
 
     @property
     def takes(self) -> str:
-        """Which part of the time it takes, as a clause."""
+        """A clause such as "lstm takes 90% of the time"."""
         return f"{self.name} take{'s' * (len(self.nodes) == 1)} {self.share:.0%} of the time"
 
     def __str__(self) -> str:
@@ -96,7 +97,7 @@ def heaviest(graph: fx.Graph) -> Piece:
 
 
 def pieces(work: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The nodes, those together that no cut may separate."""
+    """All nodes of a model graph, in groups whose nodes no cut may separate."""
     own = set(work)
     joined = UnionFind(work)
     for group in together(work):
@@ -108,7 +109,7 @@ def pieces(work: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def warn_of_the_heaviest(graph: fx.Graph, stages: int) -> None:
-    """Say so where a pipeline is of little use, since one piece takes most of the time."""
+    """Warn the user if a pipeline is of little use, since one piece takes most of the time."""
     piece = heaviest(graph)
     if stages > 1 and piece.share > MOST:
         why, help = piece.reason

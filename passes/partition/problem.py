@@ -1,15 +1,17 @@
-"""Not a pass: the problem of cutting a model graph into stages, as a weighted DAG.
+"""The problem of cutting a model graph into stages, which pass "partition" solves as one of cutting
+a weighted DAG.
 
 ::
 
     model graph                                   DAG
     conv ─ bn ─ relu_ ─ getitem ...               0 ─ 1 ─ 2 ...   seconds, bytes, order
 
-A valid cut has no edge of the DAG that leads from a later stage to an earlier one. Beside the data
-edges the DAG has edges of order, so that every valid cut gives the bits that the model gives:
+In a valid cut no edge of the DAG leads from a later stage to an earlier one. Beside the data edges
+the DAG has edges that only keep an order, so that every valid cut gives the bits that the model
+gives:
 
 - A node that reads memory has an edge to a node that writes to that memory later in the program:
-  they may be in different stages, but the reader not in a later one.
+  they may be in different stages, but the reader may not be in the later one.
 - The users of a value have edges in the order of the program if there are three or more. Autograd
   sums the gradients of a value from that of the last user to that of the first, and a sum of floats
   depends on its order. The last two users need no edge between them (if each gives one gradient),
@@ -47,8 +49,8 @@ OBJECTIVES: Mapping[str, Callable[[Cost], float]] = {
     "params": lambda cost: cost.param_bytes,
     "flops": lambda cost: cost.flops + cost.backward_flops,
 }
-"""The quantities that a cut can balance: the largest sum of a stage is made as small as it can
-be."""
+"""The quantities that a cut can balance, by name. A stage has the sum of its nodes' quantities; the
+cut makes the largest sum of all stages as small as possible."""
 
 
 class PartitionError(ValueError):
@@ -59,9 +61,9 @@ class PartitionError(ValueError):
 class CutProblem:
     """A model graph as a DAG to be cut.
 
-    ``work`` are the nodes of the graph, and ``whole`` is the DAG of them. In ``dag`` nodes that
-    have to stay in one stage are contracted to one node: ``home`` says, for each node of ``whole``,
-    to which node of ``dag`` it belongs.
+    ``work`` has the nodes of the graph that stages consist of, and ``whole`` is the DAG of these.
+    In ``dag`` nodes that have to stay in one stage are contracted to one node: ``home`` says, for
+    each node of ``whole``, to which node of ``dag`` it belongs.
     """
 
     work: list[fx.Node]
@@ -202,9 +204,9 @@ def order_of_sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Pairs of users of one value, the first of which must not be in a later stage than the second.
     If a cut respects all pairs, gradients of values are summed in the model's order.
 
-    The gradient that the caller gives for an output always comes first in the sum. An input may
-    have users outside of this graph: other stages, where one stage is cut into segments. A node
-    that returns its input unchanged passes on all gradients of its own users.
+    The gradient that the caller gives for an output always comes first in the sum. An input may get
+    gradients from outside of this graph: where a stage is cut into segments, other stages may use
+    the input, too. A node that returns its input unchanged passes on all gradients of its users.
     """
     work = list(stage_nodes(graph))
     position = {node: i for i, node in enumerate(work)}
@@ -271,9 +273,9 @@ def _at_first_users(work: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
 def together(work: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
     """Groups of nodes that have to stay in one stage.
 
-    One kind are nodes whose values are aliases of memory that is written to. The other kind is a
-    ``getitem`` node and the node whose result it takes apart: stages hand each other tensors, so
-    that a tuple is taken apart in the stage that computes it.
+    These are, first, the nodes that pass "alias" has put into one group because of a write to
+    memory that they share. Second, a ``getitem`` node and the node whose tuple it takes apart: what
+    goes from stage to stage are tensors, so that a tuple is taken apart where it is computed.
     """
     aliases: dict[int, list[fx.Node]] = {}
     for node in work:

@@ -1,4 +1,5 @@
-"""Not a pass: changes that would make a model fit into the devices' memory, the smallest first.
+"""The changes that would make a model fit into the devices' memory, the smallest change first, for
+the messages of pass "partition" and of plans.
 
 ::
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, islice, product
 from typing import Any
 
-MORE = 4  # at most so many times the number of devices is tried
+MORE = 4  # at most this many times the present number of devices is tried
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Compiled: stages are called as a backend of ``torch.compile`` has compiled them.
+"""Compiled: each stage is replaced by one that a backend of ``torch.compile`` compiles.
 
 ::
 
@@ -25,7 +25,7 @@ from fxpipe.runtime.compiled_stage import CompiledStages
 class Compiled:
     """Pipeline or step graph → the same, with compiled stages in place of its stages.
 
-    ``stages``: makes them, one for each stage, whichever graph it is in.
+    ``stages`` makes the compiled stages; a stage that is in both graphs is compiled once.
     """
 
     stages: CompiledStages

@@ -1,4 +1,5 @@
-"""Copies: values that a stage uses are copied to its device, all those from one source by one node.
+"""Copies: values that a stage receives are copied to its device, all values from one stage by one
+node.
 
 ::
 
@@ -7,7 +8,7 @@
     after      cell (i, 0) ──┬── b ──┬── copy ──┬── cell (i, 1)
                              └── c ──┘          └──
 
-What the caller gives (the model's inputs) is copied straight to the first stage that uses it.
+An input of the model is copied straight from the caller to the first stage that uses it.
 """
 
 from __future__ import annotations

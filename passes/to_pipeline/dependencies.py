@@ -1,5 +1,5 @@
-"""Dependencies: the pass adds edges for autograd, so that at every stage the backward of a
-micro-batch comes after that of the next one.
+"""Dependencies: the pass adds edges to the autograd graph, so that every stage runs the backwards
+of the micro-batches in reverse order, the last one first.
 
 ::
 
@@ -7,9 +7,10 @@ micro-batch comes after that of the next one.
                                  └ ─ ─ phony ─ ─ ┐
     cell (1, j)                       ── wait ── join ── stage ──
 
-The phony is forked off the exit of one cell and joined into the entry of the next micro-batch's.
-Where no value that enters has a gradient (in a first stage, or one that gets integers only), there
-is no backward at the entry to be ordered: the phony is joined into the exit.
+A phony is a tensor without elements. It is forked off at the exit of one cell and joined in at the
+entry of the next micro-batch's cell, so that autograd cannot run the backward of the first cell
+before that of the second. Where no value that enters a cell has a gradient (in a first stage, or in
+one that gets integers only), the entry has no backward: the phony is joined in at the exit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Portals: a skip is sent straight from the stage that makes it to the one that uses it, and the
-stages between see nothing of it.
+"""Portals: a skip is sent straight from the stage that makes it to the one that uses it, past the
+stages between.
 
 ::
 
@@ -7,9 +7,9 @@ stages between see nothing of it.
 
     after      cell (i, 0) ── a ── portal_blue ── portal_copy ── portal_orange ── cell (i, 3)
 
-Each hop that passes over stages gets one such triple for each micro-batch, and the stages between
-see nothing of it. Hops to the next stage, and inputs of the model, are left to pass "copies". See
-:mod:`passes.common.skips` for the route of a value with several users.
+Each hop that passes over stages gets three such nodes for each micro-batch. Hops to the next stage,
+and inputs of the model, are left to pass "copies". The route of a value with several users is in
+:mod:`passes.common.skips`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from passes.to_pipeline.cells import Cell, Writer, cells
 
 @dataclass(frozen=True)
 class Portals:
-    """Pipeline graph → the same, long skips through portals. ``devices``: one for each stage."""
+    """Pipeline graph → the same, with skips through portals. ``devices``: one for each stage."""
 
     name: ClassVar[str] = "portals"
     devices: tuple[str, ...]

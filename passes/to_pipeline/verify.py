@@ -1,11 +1,11 @@
-"""Verify: the pass proves that what crosses stages is copied, waited for and ordered in the
-backward, or says where it is not.
+"""Verify: the pass proves that all values that cross stages are copied and waited for, and that the
+backward is in order, or raises an error that names the node where it is not so.
 
 ::
 
     every value that crosses stages is carried by a copy or a portal,
     waits on both sides, leaves by one gate and enters by one gate,
-    and between adjacent micro-batches runs a phony: fork (i, j) ─ ─ join (i + 1, j)
+    and a phony orders the backwards of adjacent micro-batches: fork (i, j) ─ ─ join (i + 1, j)
 
 The pass changes nothing in the graph. Run it after passes of your own.
 """

@@ -1,21 +1,20 @@
 """Alias: the pass runs the model graph on fake tensors and notes which values share memory and
-which nodes write to it, so that no cut hides a write from those who see it.
+which nodes write to it, so that no cut separates an in-place write from the reads that see it.
 
 ::
 
     a = linear(x)         makes memory A
-    v = a[:, 0]           sees A
-    w = v.mul_(2)         writes to A: what it writes to is {a, v}
-    y = relu(a)           reads, after the write, a value made before it:
-                          a, v and w have to stay in one stage, so that the a that y gets is the
-                          written one
+    v = a[:, 0]           is a view of A
+    w = v.mul_(2)         writes to A, which is the memory of a and of v
+    y = relu(a)           reads, after the write, a value that was made before it:
+                          a, v and w have to stay in one stage, so that y sees the write
 
     a = linear(x)
     b = relu_(a)          writes to A, but afterwards only b is read: a cut between a and b is fine
     y = linear(b)         if the second stage writes to a copy (pass "split" sees to that)
 
-A tensor that a node gives back as it came (``relu_(a)``, an identity) is one value, and goes by its
-last name from there on.
+Where a node returns the very tensor that it was given (``relu_(a)``, an identity), later nodes are
+made to take the tensor from that node, so that one tensor is one value of the graph.
 
 To see whether a node writes, the pass runs it and compares the version counters of its arguments
 before and after. So functions, methods, ``out=``, item assignment and ``inplace=True`` modules are
@@ -40,14 +39,14 @@ from passes.common.fakes import FakeInterpreter, backward_edges, history_of
 
 @dataclass(frozen=True)
 class Alias:
-    """Model graph → the same, each node with its fake value and what it does to memory.
+    """Model graph → the same, with metadata on each node's value and on what it does to memory.
 
     ``meta["val"]`` is the node's fake value for ``inputs`` (one for each placeholder);
-    ``meta["writes"]`` names the nodes whose memory it writes to; ``meta["alias"]`` is a number that
-    nodes share which have to stay in one stage; ``meta["same_as"]`` names the nodes whose tensors
-    the node returns just as it was given them; ``meta["random"]`` is set where random numbers are
-    drawn, and ``meta["no_backward"]`` where a value has autograd history that the backward from the
-    outputs does not reach.
+    ``meta["writes"]`` names the nodes whose memory it writes to; ``meta["alias"]`` is the number of
+    a group of nodes that have to stay in one stage; ``meta["same_as"]`` names the nodes whose
+    tensors the node returns just as it was given them; ``meta["random"]`` is set where random
+    numbers are drawn, and ``meta["no_backward"]`` where a value has autograd history that the
+    backward from the outputs does not reach.
     """
 
     name: ClassVar[str] = "alias"
@@ -79,8 +78,8 @@ class Alias:
         outputs = [seen.env[node] for node in gm.graph.output_node().all_input_nodes]
         reached = set(backward_edges(outputs))
         live = _live(gm.graph, written, position)
-        # A write gives all tensors on the memory another history than the one that earlier users
-        # saw, so these nodes are taken to be reached.
+        # A write replaces the autograd history of all tensors on its memory. The one that earlier
+        # users saw is no longer known, so that these nodes are taken to be reached.
         rewritten = set(seen.sharing(set().union(*seen.written.values())))
         for node, value in seen.env.items():
             made_by = history_of(value) if isinstance(value, Tensor) else None
@@ -99,11 +98,11 @@ class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.drawn |= _drops(func, args, kwargs)
+            self.drawn |= _draws(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator that can draw random numbers draws any in this call.
 
     Attention and recurrent layers draw none where the probability of dropout is zero, or outside of
@@ -120,7 +119,7 @@ class _Watcher(FakeInterpreter):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self.garbage_collect_values = False  # freed memory would be reused, and its number with it
+        self.garbage_collect_values = False  # new values would get the memory of freed ones
         self.kept: list[Tensor] = []
         self.given: dict[int, list[fx.Node]] = {}  # by memory: nodes whose results are there
         self.written: dict[fx.Node, set[int]] = {}  # by node: the memories that it writes to
@@ -132,7 +131,7 @@ class _Watcher(FakeInterpreter):
         if node.op != "call_module":
             return []
         buffers = [self.fake(b) for b in self.fetch_attr(str(node.target)).buffers()]
-        self.kept += buffers  # or their ids would be used again
+        self.kept += buffers  # else other tensors could get their ids
         return buffers
 
     def sharing(self, memories: set[int]) -> list[fx.Node]:
@@ -221,11 +220,12 @@ def _inseparable(
 ) -> set[fx.Node]:
     """The nodes that have to be in the same stage as a node that writes to memory.
 
-    ``sharing``: all nodes whose results are on that memory; ``before``: those ahead of the writer.
+    ``sharing``: all nodes whose results are on that memory; ``before``: those of them that come
+    before the writer.
     """
     if any(node.op == "get_attr" for node in before):
-        # A buffer or parameter is there once, and the next micro-batch writes to it as well: all
-        # nodes that touch it have to stay together.
+        # All micro-batches write to the same buffer or parameter, one after the other: all nodes
+        # that touch it have to stay together.
         touching = {user for node in sharing for user in node.users if user.op != "output"}
         return touching | {n for n in sharing if n.op not in ("get_attr", "placeholder")}
     is_read_later = any(position[user] > position[writer] for node in before for user in node.users)

@@ -9,9 +9,9 @@ they do without a pipeline.
                                └─ mean, variance, count ─ update_statistics
 
 The node ``update_statistics`` is in no stage's module, so that it runs once (pass "split"). Pass
-"microbatch" gives it the statistics of all micro-batches. A batch norm within a checkpoint of the
-model is taken apart there; the checkpoint then gives the statistics, too, and the update is behind
-it, where no second run of the checkpoint repeats it.
+"microbatch" gives it the statistics of all micro-batches. A batch norm in a checkpoint that the
+model itself has is taken apart in the body of the checkpoint. The checkpoint then returns the
+statistics, too, and the update comes after it, so that no recomputation repeats the update.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fxpipe.runtime.regions import region_of
 class DeferredBatchNorm:
     """Model graph → the same, in which batch norms that keep running statistics are taken apart.
 
-    Only batch norms in training mode are, be they modules of ``torch.nn`` (symbolic tracing) or
-    calls of ``aten.batch_norm`` (export). ``SyncBatchNorm`` stays as it is, since its statistics
-    are those of several processes.
+    Only batch norms in training mode are taken apart, be they modules of ``torch.nn`` (symbolic
+    tracing) or calls of ``aten.batch_norm`` (export). ``SyncBatchNorm`` stays as it is, since it
+    computes its statistics from the batches of several processes.
     """
 
     name: ClassVar[str] = "batch_norm"
@@ -94,8 +94,8 @@ def _counters(gm: fx.GraphModule) -> dict[int, fx.Node]:
 def _taken_over(gm: fx.GraphModule, counters: dict[int, fx.Node], mean: Any) -> fx.Node | None:
     """The node of ``num_batches_tracked`` beside the running mean of a batch norm.
 
-    The node that counts it up is erased, since ``update_statistics`` counts mini-batches. None if
-    the graph does not count, or uses the count.
+    The node that adds one to it is erased, since ``update_statistics`` counts mini-batches. None if
+    the graph does not count batches, or uses their number.
     """
     path = f"{mean.target.rpartition('.')[0]}.num_batches_tracked"
     try:

@@ -1,12 +1,12 @@
-"""Devices: tensors that a stage makes itself, such as positions and masks, are made on its device,
-and not where the model was traced.
+"""Devices: tensors that a stage makes itself, such as positions and masks, are made on the stage's
+device, and not on the device that the model was traced on.
 
 ::
 
     traced on the CPU                       stage 1, on "cuda:1"
     arange(8, device=cpu)                   arange(8, device=cuda:1)
 
-A trace fixes the device of what the model makes itself (positions, masks) to that of the example.
+Tracing writes the example's device into the calls that make such tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxpipe.runtime.regions import regions_in, with_body
 
 @dataclass(frozen=True)
 class Devices:
-    """Stage graph → the same, with the stages' devices in place of the one it was traced on."""
+    """Stage graph → the same, with each stage's device in place of the one it was traced on."""
 
     name: ClassVar[str] = "devices"
     traced: torch.device

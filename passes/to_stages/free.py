@@ -1,5 +1,5 @@
-"""Free: what costs nothing to compute is computed again in each stage that uses it, so that it need
-not be sent there.
+"""Free: values that cost nothing to compute, such as positions and sizes, are computed again in
+each stage that uses them, and are not sent there.
 
 ::
 
@@ -51,26 +51,26 @@ EXPANSIONS = {".expand", ".expand_as", "expand", "broadcast_to"}
 
 @dataclass(frozen=True)
 class Free:
-    """Model graph with ``meta["stage"]`` → the same, free values made again in each stage that uses
-    them."""
+    """Model graph with ``meta["stage"]`` → the same, with a copy of each node whose value costs
+    nothing in every stage that uses the value."""
 
     name: ClassVar[str] = "free"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        again = _Again(gm.graph)
+        copies = _Recomputed(gm.graph)
         for node in list(stage_nodes(gm.graph)):
             for source in node.all_input_nodes:
                 if source.meta.get(STAGE, node.meta[STAGE]) != node.meta[STAGE]:
-                    own = again.here(source, node)
+                    own = copies.here(source, node)
                     if own is not source:
                         node.replace_input_with(source, own)
-        again.forget()
-        if again.made:
+        copies.erase_unused()
+        if copies.made:
             gm.recompile()
         return gm
 
 
-class _Again:
+class _Recomputed:
     """Makes copies of nodes whose values are free, at most one copy for each stage."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -78,12 +78,12 @@ class _Again:
         self.made: dict[tuple[fx.Node, int], fx.Node] = {}
         self.sources: set[fx.Node] = set()  # the nodes that have been copied
         self.written = {name for node in graph.nodes for name in node.meta.get(WRITES, ())}
-        self.makers: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.makers: dict[fx.Node, frozenset[fx.Node]] = {}  # of tensors that may be made again
         for node in graph.nodes:
             self._follow(node)
 
     def _follow(self, node: fx.Node) -> None:
-        """Note the nodes that make a tensor out of nothing but numbers, if they may do it again."""
+        """If a tensor is made of nothing but numbers, note all nodes that make it in ``makers``."""
         if not self._may_be_repeated(node) or not isinstance(node.meta.get(VALUE), Tensor):
             return
         tensors = [n for n in node.all_input_nodes if not _is_number(n)]
@@ -102,7 +102,7 @@ class _Again:
         )
 
     def here(self, source: fx.Node, user: fx.Node) -> fx.Node:
-        """The value for a user in another stage: made again there if that is free."""
+        """The node that gives ``source`` to a user: a copy in the user's stage if that is free."""
         stage = user.meta[STAGE]
         if source.op in ("placeholder", "get_attr") or source.meta[STAGE] == stage:
             return source
@@ -131,7 +131,7 @@ class _Again:
             [n.meta.get(VALUE) for n in tensors]
         ) < tensor_bytes(node.meta[VALUE])
 
-    def forget(self) -> None:
+    def erase_unused(self) -> None:
         """Erase copied nodes that have no user left, unless a stage would be left without nodes."""
         count = Counter(node.meta[STAGE] for node in stage_nodes(self.graph))
         for node in reversed(self.graph.nodes):
@@ -140,7 +140,7 @@ class _Again:
                 self.graph.erase_node(node)
 
     def _is_at(self, tensor: fx.Node, stage: int) -> bool:
-        """Whether a tensor is made in a stage, or is sent there for another user."""
+        """Whether a stage has a tensor anyway: makes it, or receives it for another user."""
         if tensor.meta.get(STAGE) == stage:
             return True
         users = (user for user in tensor.users if user.meta.get(STAGE) == stage)

@@ -35,9 +35,12 @@ class WrittenInputs:
     first and written back. If there are any, pass "alias" is run once more, so that the new nodes
     have fake values, too.
 
-    ``inputs``: the model's, one for each placeholder; ``in_dims``: the batch dimension of each;
-    ``chunks``: how many micro-batches there will be, if that is known. Raises :class:`InputError`
-    where an input without batch dimension, which all micro-batches share, is written to.
+    Args:
+        inputs: example inputs of the model, one for each placeholder.
+        in_dims: the batch dimension of each; None for one that all micro-batches share.
+        chunks: how many micro-batches there will be; None if that is not known yet.
+
+    Raises :class:`InputError` where an input that all micro-batches share is written to.
     """
 
     name: ClassVar[str] = "inputs"

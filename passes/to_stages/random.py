@@ -1,5 +1,5 @@
-"""Random: nodes that draw random numbers are given a seed, so that what they draw does not depend
-on the lanes and is the same when it is recomputed.
+"""Random: nodes that draw random numbers are given a seed, so that the numbers do not depend on
+which stage runs first, and are the same when a checkpointed stage is recomputed.
 
 ::
 
@@ -8,9 +8,8 @@ on the lanes and is the same when it is recomputed.
     after      seed ───┬──────────────────┐
                    x ─ dropout ─ linear ─ dropout_1
 
-The seed is an input of the graph (None: use the global generator), which pass "microbatch" draws
-for every micro-batch. So what a stage draws does not depend on other lanes, and is the same again
-when a checkpointed stage is recomputed.
+The seed is an input of the graph (None: use the global generator). Pass "microbatch" draws one for
+every micro-batch.
 """
 
 from __future__ import annotations

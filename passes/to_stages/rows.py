@@ -1,16 +1,16 @@
 """Rows: the pass finds which tensors are divided among the micro-batches, and which each
-micro-batch has in full, so that costs count these once for each.
+micro-batch has in full, so that costs count the latter once for each micro-batch.
 
 ::
 
-    x (32, 8) ──────────┬─ linear (32, 4)         with one row more x and linear are larger: a
-    w (4, 8) ─ exp (4, 8) ─┘                      micro-batch has a part of them. exp is as it was:
-                                                  each of 8 micro-batches makes, and keeps, its own
+    x (32, 8) ──────────┬─ linear (32, 4)         with one row more, x and linear are larger: a
+    w (4, 8) ─ exp (4, 8) ─┘                      micro-batch has a part of them. exp is not: each
+                                                  of 8 micro-batches computes and keeps an exp
 
-A weight that is computed in the forward, a mask or a table of positions without a batch, a mean
-over the batch: all that is as large for one row as for many is there once for each micro-batch, and
-so are the inputs that all of them share, where they have to be copied to a device. Parameters and
-buffers are not counted: there is one of each, however many micro-batches there are.
+A tensor that is as large for one row as for many is there once for each micro-batch: a weight that
+the forward computes, a mask or a table of positions without a batch dimension, a mean over the
+batch. So is an input that all micro-batches share, where it has to be copied to a device. There is
+one of each parameter and buffer, however many micro-batches there are: these are not counted.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from passes.common.fakes import FakeInterpreter, fake_mode
 
 @dataclass(frozen=True)
 class Rows:
-    """Model graph with fake values (pass "alias") → the same, with ``meta["copies"]``, how many
-    there are of each tensor in a mini-batch, ``meta["grows"]``, its dimensions that are larger for
-    more rows, and ``meta["larger"]``, the values with more rows.
+    """Model graph with fake values (pass "alias") → the same, with metadata on its tensors.
+
+    ``meta["copies"]`` says how many there are of each tensor in a mini-batch, ``meta["grows"]``
+    which of its dimensions are larger for more rows, and ``meta["larger"]`` has the fake values of
+    a run with more rows.
 
     The pass runs the graph on fake tensors with a larger batch, and sees which tensors grow. It
-    notes nothing where the graph takes no other batch size, where the results do not grow, or where
-    there is only one micro-batch: readers of the graph then take every tensor to be divided.
+    writes nothing where the graph takes no other batch size, where the results do not grow, or
+    where there is only one micro-batch: later passes then take every tensor to be divided.
 
     Args:
-        inputs: the model's, one for each placeholder.
+        inputs: example inputs of the model, one for each placeholder.
         in_dims: the batch dimension of each; None for one that all micro-batches share.
         chunks: how many micro-batches there will be.
     """

@@ -1,4 +1,4 @@
-"""Not a pass: a stage cut in segments, each to be checkpointed on its own.
+"""Cuts a stage into segments, which the passes "checkpoint" and "step" checkpoint one by one.
 
 ::
 
@@ -57,7 +57,7 @@ def _copied(stage: fx.GraphModule) -> fx.GraphModule:
 
 
 def opened(gm: fx.GraphModule, count: int) -> tuple[fx.GraphModule, list[int]]:
-    """The stage graph with segments as its stages, and for each segment the stage that it is of."""
+    """The stage graph with segments for stages, and for each segment the stage it is part of."""
     calls = gm.graph.find_nodes(op="call_module")
     parts = {call: segmented(attribute(gm, str(call.target)), count) for call in calls}
     stage_of: list[int] = []

@@ -35,9 +35,9 @@ class Shared:
     """Model graph with fake values (pass "alias") → the same, in which each parameter that has
     several uses is a value with several users.
 
-    A use is a node that needs the parameter, or an edge of the autograd graph: a module that is
-    called twice, a weight that two modules share, and one that a recurrent module uses at each
-    step.
+    A use is a node that needs the parameter, or an edge of the autograd graph that leads to it. So
+    a module that is called twice has parameters with several uses, and so have two modules that
+    share a weight, and a recurrent module that uses its weights at each step.
     """
 
     name: ClassVar[str] = "shared"
@@ -135,7 +135,8 @@ def _by_nodes(gm: fx.GraphModule) -> set[int]:
 def _by_edges(interpreter: FakeInterpreter) -> set[int]:
     """The parameters that several edges of the autograd graph lead to."""
     gm: Any = interpreter.module
-    fakes = [(interpreter.fake(p), p) for _, p in _parameters(gm)]  # kept, or ids would be reused
+    # The fakes are kept as long as their ids are compared: the id of a freed one is used again.
+    fakes = [(interpreter.fake(p), p) for _, p in _parameters(gm)]
     originals = {id(fake): id(p) for fake, p in fakes}
     # Recurrent modules keep lists of their weights, and run on the real ones.
     originals |= {id(p): id(p) for _, p in fakes}

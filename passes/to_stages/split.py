@@ -90,7 +90,7 @@ class Split:
                     at_top[given] = item
                     _describe(given, item)
 
-        # What comes after all micro-batches is no part of any stage.
+        # Nodes that run once, after all micro-batches, are in no stage's module.
         for node in (*once, gm.graph.output_node()):
             for source in node.all_input_nodes:
                 if source.op == "get_attr" and source not in at_top:
@@ -110,7 +110,7 @@ def _members(graph: fx.Graph) -> list[list[fx.Node]]:
     if unlabelled:
         raise SplitError(
             f"node {unlabelled[0]!r} has no stage ({len(unlabelled)} such nodes); "
-            "label every node that is work before the split"
+            "give every node that computes something a stage"
         )
     for node in work:
         for source in node.all_input_nodes:
@@ -177,8 +177,9 @@ def _stage_module(
     for node in gives:
         result = own[node]
         if NO_BACKWARD in node.meta:
-            # The model's backward does not reach this value. The pipeline's would, with no gradient
-            # for it, since a gate passes all gradients of a stage at once: so it is detached.
+            # The model's backward does not reach this value. The pipeline's would, since a gate
+            # hands a stage the gradients of all its results, with none for this one: so the value
+            # is detached.
             result = graph.call_function(torch.detach, (result,))
         results.append(result)
     graph.output(results[0] if len(results) == 1 else tuple(results))

@@ -1,5 +1,5 @@
 """Tied: a parameter that stages on several devices use is sent to each device once for all
-micro-batches, and not with each of them.
+micro-batches, and not again with every micro-batch.
 
 ::
 
@@ -36,12 +36,12 @@ from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
 @dataclass(frozen=True)
 class Tied:
     """Model graph with ``meta["stage"]`` after pass "shared" → the same, with a node "bring" for
-    each shared parameter and each stage on another device than where it lives.
+    each shared parameter and each stage on another device than the one where the parameter lives.
 
     Args:
         devices: one for each stage.
-        places: what tells the places of the stages apart, such as the process of each, where
-            devices of different places may have one name. Empty: the devices do.
+        places: for each stage the rank that runs it, if several processes run the pipeline: their
+            devices may have the same names. Empty: each name of a device means one place.
     """
 
     name: ClassVar[str] = "tied"

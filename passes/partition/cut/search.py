@@ -42,7 +42,7 @@ class SearchResult:
 
 
 class TooMuch(Exception):
-    """The search would exceed its limit of steps, or has reached it before there was any cut."""
+    """The search would exceed its limit of steps, or has reached it without finding any cut."""
 
 
 @dataclass
@@ -52,7 +52,8 @@ class Search:
     Args:
         limit: cuts whose slowest stage takes more seconds than this are not considered.
         pins: the stage of each node that has to be in a certain stage.
-        enough: slack is given only as long as the slowest stage takes at most so many seconds.
+        enough: a slower cut that sends fewer bytes is taken only if its slowest stage takes at most
+            this many seconds.
         places: ``[downset, boundary]``: whether a downset may be that boundary. None: each downset
             may be any boundary.
         work: the most multiplications that the dynamic program may take.
@@ -209,7 +210,7 @@ class Search:
         enter, leave = self._best_links(stage)
         columns, waits = self._waits(first)
         values, live = self.column[columns], self.live[then]
-        going = live[:, values] * leave[values]  # a value that is used later is sent on
+        going = live[:, values] * leave[values]  # the stage sends on a value that later stages use
         arriving = enter[values] * self.moves[columns] + going
         total: Floats = waits @ (self._comes(then, columns) * arriving).T
         leaving = np.flatnonzero(live.any(axis=0))
@@ -218,8 +219,9 @@ class Search:
         return total
 
     def _sent(self, first: Ints, then: Ints, sizes: Floats | None = None) -> Floats:
-        """The bytes that a stage between two downsets receives from other stages. ``sizes``: sum
-        these numbers, one for each value, in place of the sizes of the values."""
+        """The bytes that a stage between two downsets receives from other stages.
+
+        ``sizes``: numbers, one for each value, that are summed in place of the values' bytes."""
         if not len(self.column):
             return np.zeros((len(first), len(then)))
         columns, waits = self._waits(first)
@@ -242,7 +244,8 @@ class Search:
             need = need + m.held[stage] * (
                 waits[:, kept].astype(np.float64) @ (comes * self.kept_size[kept]).T
             )
-        if self.stays.any() and m.apart[:stage, stage].any():  # whichever stage sends it
+        # A value that stays takes memory, whichever of the stages on other devices sends it.
+        if self.stays.any() and m.apart[:stage, stage].any():
             need = need + self._sent(first, then, self.stays)
         if m.received[stage]:
             need = need + m.received[stage] * self._sent(first, then, self.taken_in)

@@ -38,10 +38,10 @@ from passes.partition.cut.downsets import (
 from passes.partition.cut.search import EQUAL, Search, TooMuch
 
 DOWNSETS = 20_000  # a graph with more downsets than these is not solved exactly
-WORK = 5e9  # multiplications of one search
+WORK = 5e9  # the most multiplications of one search
 LARGE = 400  # a graph with more nodes than these is coarsened
-VISITS = 200  # boundaries that one inexact search may look at
-NEAR = 8000  # downsets near all boundaries together
+VISITS = 200  # the most boundaries that one inexact search may look at
+NEAR = 8000  # the most downsets near all boundaries together that one search looks at
 PATIENCE = 4  # the search ends after so many rounds without an improvement
 LIGHT = 1e-3  # of the bound: the time of all nodes together that the exact path leaves aside
 FINE = 12  # the nodes on each side of a boundary that are not coarsened
@@ -66,7 +66,7 @@ class Cut:
 
     ``bound``: the slowest stage of every cut takes at least so many seconds. ``is_exact``: the
     search has covered all cuts (except, perhaps, for the stages of very light nodes with a single
-    edge), so that the bound is the time of the fastest.
+    edge), so that the bound is the time of the fastest cut.
     """
 
     stage: tuple[int, ...]
@@ -88,7 +88,7 @@ class Task:
     slack: float = 0.0
     pins: Mapping[int, int] = field(default_factory=dict)
     effort: Effort = Effort()
-    enough: float = np.inf  # seconds: slack is given only up to here, see Search
+    enough: float = np.inf  # seconds, as for :class:`Search`
 
 
 def solve(
@@ -103,7 +103,7 @@ def solve(
 
     Among all cuts that are slower by at most the fraction ``slack`` it is one that sends the fewest
     bytes. ``pins`` gives the stages of some nodes. The result is None if no cut fits the memory and
-    the pins; for graphs that are not solved exactly, if the search has come upon none.
+    the pins or, for a graph that is not solved exactly, if the search has found none that does.
     """
     if dag.size < machine.stages or not _may_fit(dag, machine):
         return None
@@ -120,7 +120,7 @@ def solve(
             found = _better(dag, task, _multilevel(dag, task), found)
     else:
         found = _improved(dag, task, _lines(dag, task, found))
-        answer = _exact(dag, task, found)  # by now there may be less to look at
+        answer = _exact(dag, task, found)  # a better cut leaves fewer downsets to search
         if answer is not None:
             return answer.cut
     return None if found is None else Cut(found, prices(dag, machine, found), bound, False)
@@ -137,7 +137,8 @@ def solve_in_order(
     """The cut whose slowest stage is fastest, among those that are contiguous in the order of the
     nodes; see :func:`solve`.
 
-    Slack is given only as long as the slowest stage takes at most ``enough`` seconds.
+    A slower cut that sends fewer bytes is taken only if its slowest stage takes at most ``enough``
+    seconds.
     """
     if dag.size < machine.stages:
         return None
@@ -206,7 +207,7 @@ def _small(
 
 
 def _moved(parts: Sequence[T], home: Sequence[int], size: int) -> list[T]:
-    """For each of ``size`` clusters the part that its nodes have in common."""
+    """For each of ``size`` clusters the part of its nodes, which all are in one part."""
     moved: list[T] = [parts[0]] * size
     for part, h in zip(parts, home, strict=True):
         moved[h] = part
@@ -230,8 +231,8 @@ def _exact(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
 
 
 def _exact_but_for_pendants(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | None:
-    """The answer of the exact path for the DAG without its light nodes of a single edge. A bound
-    for that DAG is a bound for the whole one too."""
+    """The answer of the exact path for the DAG without its light nodes that have a single edge. A
+    bound for that DAG is a bound for the whole one, too."""
     if not np.isinf(np.asarray(task.machine.memory)).all():
         return None
     light = LIGHT * lower_bound(dag, task.machine)
@@ -291,8 +292,8 @@ def _lines(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, ...]
 
 
 def _roomiest(dag: Dag, task: Task) -> tuple[int, ...] | None:
-    """A cut that fits the memory, from a search that looks at the memory only; None if that has no
-    such cut."""
+    """A cut that fits the memory, from a search that looks at the memory only; None if this search
+    finds none."""
     if np.isinf(np.asarray(task.machine.memory)).all():
         return None
     found = tightest(dag, task.machine, pins=task.pins, effort=task.effort)
