@@ -90,7 +90,7 @@ class Record:
         self._begin = time.perf_counter()
 
     def begin(self, streams: Iterable[torch.Stream]) -> None:
-        """The run begins, on these streams, once they have done what they were given before."""
+        """Wait until these streams have done their earlier work, and note that the run begins."""
         streams = list(streams)
         for each in streams:
             each.synchronize()

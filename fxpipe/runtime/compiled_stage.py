@@ -1,4 +1,4 @@
-"""Stages that a compiler of graphs has compiled, each by itself, forward and backward.
+"""Stages whose forward and backward are compiled, each stage by itself.
 
 ::
 
@@ -7,10 +7,11 @@
     x ── linear ── relu ── linear ── y        ==>       x ── compiled code ── y
                                               grad x ◁── compiled code ◁── grad y
 
-A stage is compiled when it is first called, for inputs of that kind, with symbols for the sizes
-that grow with the batch: a smaller micro-batch takes the same code. What a compiler refuses runs as
-it is, with a warning. Compilers are those of ``torch.compile``; Dynamo is not needed, since a stage
-is a graph already, and no code of Dynamo's runs in the calls.
+A stage is compiled at its first call with inputs of one kind (of dtypes and devices, say). Sizes
+that grow with the batch are symbols, so that a smaller micro-batch causes no recompilation. A stage
+that cannot be compiled runs uncompiled, with a warning. The backends are those of
+``torch.compile``; Dynamo is not needed, since a stage is a graph already, and none of Dynamo's
+guards run when a stage is called.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _OPTIONS = {"backend", "mode", "options", "dynamic"}
 
 
 class StageBackend:
-    """A compiler of graphs, as ``torch.compile`` knows it.
+    """A compiler of graphs: a backend of ``torch.compile``.
 
     Args:
         given: what the user has given: the name of a backend, a function that takes a graph module
@@ -114,24 +115,24 @@ class StageBackend:
 
 @dataclass(frozen=True)
 class _Variant:
-    """What has been compiled for inputs of one kind."""
+    """The compiled code of a stage for inputs of one kind."""
 
     lifted: Lifted
     inputs: SymbolicInputs
     shapes: tuple[Any, ...]
     function: Callable[..., Any]
-    later: tuple[int, ...]  # of its inputs, whose gradients a second half of the backward gives
+    later: tuple[int, ...]  # the inputs whose gradients the backward's second half computes
 
 
 class CompiledStage:
-    """Runs a stage as a backend compiles it, or as it is where it cannot be compiled.
+    """Runs the compiled code of a stage, or the stage itself where it cannot be compiled.
 
     Args:
         name: what the stage is called in warnings.
         in_halves: whether its backward can be run in two halves, in a step.
 
-    ``module`` is the stage as a module whose ``forward`` does that. It has the parameters, buffers
-    and modules of the stage, also when these are replaced.
+    The attribute ``module`` is a module that shares the parameters, buffers and submodules of the
+    stage, also when these are replaced, and whose ``forward`` runs the compiled code.
     """
 
     def __init__(
@@ -141,8 +142,8 @@ class CompiledStage:
         self.tensors = Tensors(stage)
         self.module = _like(stage, self)
         self.obstacle: str | None = None
-        self.times = 0  # it has been compiled
-        self.refusals: dict[str, None] = {}  # what has been warned of, in order
+        self.times = 0  # how often it has been compiled
+        self.refusals: dict[str, None] = {}  # the reasons given in warnings, in order
         self._state: State | None = None
         self._looks: Any = None
         placeholders = stage.graph.find_nodes(op="placeholder")
@@ -152,12 +153,12 @@ class CompiledStage:
         self.refresh()
 
     def _forget(self) -> None:
-        self._known: dict[Any, _Variant | None] = {}  # by everything about a call but its values
-        self._variants: dict[Any, list[_Variant]] = {}  # by everything but values and sizes
+        self._known: dict[Any, _Variant | None] = {}  # by kinds and sizes of inputs; None: refused
+        self._variants: dict[Any, list[_Variant]] = {}  # by kinds of inputs
 
     def refresh(self) -> None:
-        """Notice, ahead of a run, what has changed since the last one: the kinds of parameters, the
-        attributes and hooks of modules in the stage. Compiled code depends on these."""
+        """Ahead of a run, drop the compiled code if something that it depends on has changed since
+        the last run: what parameters look like, or attributes and hooks of modules in the stage."""
         self.obstacle = obstacle(self.stage)
         looks = self.tensors.looks()
         if self._state is None or looks != self._looks or self._state.changed():
@@ -166,8 +167,8 @@ class CompiledStage:
             self._state, self._looks = State(modules), looks
 
     def __call__(self, *args: Any) -> Any:
-        """Run the stage on these arguments: its compiled code, or the stage itself where a compiler
-        has refused it or something has to see each of its operators."""
+        """Run the stage on these arguments: its compiled code, or the stage itself if it cannot be
+        compiled, or if a hook, mode or transform has to see each of its operators."""
         variant = None if self._is_observed() else self._variant(args)
         if variant is None:
             if self.obstacle is not None:
@@ -181,7 +182,8 @@ class CompiledStage:
         return variant.lifted.results(outputs)
 
     def _is_observed(self) -> bool:
-        """Whether something wants to see each operator, or each call of a module."""
+        """Whether a hook, a mode or a function transform has to see each operator, or each call of
+        a module, so that these must run one by one."""
         return bool(
             self.obstacle is not None
             or all_are_watched()
@@ -192,8 +194,7 @@ class CompiledStage:
         )
 
     def _with_seeds(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments, with seeds made tensors, since a compiler would take a number for a
-        size."""
+        """The arguments, with each seed as a tensor: a compiler would take a number for a size."""
         if not self._seeds:
             return args
         return tuple(
@@ -202,8 +203,8 @@ class CompiledStage:
         )
 
     def _variant(self, args: tuple[Any, ...]) -> _Variant | None:
-        """What has been compiled for a call like this one; it is compiled now if need be. None if
-        it cannot be."""
+        """The compiled code for a call with these arguments; it is compiled now if need be. None if
+        that is impossible."""
         if any(args[i] is None for i in self._seeds):
             return None
         kinds, sizes = [_ambient()], []
@@ -219,7 +220,7 @@ class CompiledStage:
             return self._known[static, shapes]
         except (KeyError, TypeError):
             pass
-        with alone():  # compiling changes the default generators, and puts them back
+        with alone():  # the compiler changes the default generators for a while
             if len(self._known) > MANY:
                 self._known.clear()
             try:
@@ -260,8 +261,8 @@ class CompiledStage:
     ) -> _Variant:
         """Compile the stage for arguments like these.
 
-        Sizes that are known to grow with the batch are symbols, as are those in which the inputs
-        differ from others that it has been compiled for.
+        A size is a symbol if it is known to grow with the batch, or if it is another one than in
+        an earlier call that the stage was compiled for.
         """
         is_recorded = torch.is_grad_enabled()
         with (
@@ -296,29 +297,29 @@ class CompiledStage:
     def _varying(
         self, args: tuple[Any, ...], leaves: list[Any], alike: list[_Variant]
     ) -> list[set[int]]:
-        """Of each leaf that varies: the dimensions that are symbols."""
-        found: list[set[int]] = [set() for _ in leaves]
+        """For each of the leaves, the dimensions whose sizes are symbols."""
+        symbolic: list[set[int]] = [set() for _ in leaves]
         if self.backend.dynamic is False:
-            return found
-        own = iter(found)
+            return symbolic
+        remaining = iter(symbolic)
         for arg, grows in zip(args, self._grows, strict=True):
             within = [leaf for leaf in pytree.tree_leaves(arg) if varies(leaf)]
             tensors = [leaf for leaf in within if isinstance(leaf, Tensor)]
             known = iter(grows if grows and len(grows) == len(tensors) else [()] * len(tensors))
             for leaf in within:
-                dims = next(own)
+                dims = next(remaining)
                 if isinstance(leaf, Tensor):
                     dims.update(next(known))
         for i, leaf in enumerate(leaves):
             for variant in alike:
                 size, other = _size(leaf), variant.shapes[i]
                 if isinstance(size, tuple):
-                    found[i] |= {d for d, n in enumerate(size) if n != other[d]}
+                    symbolic[i] |= {d for d, n in enumerate(size) if n != other[d]}
         if self.backend.dynamic:
-            found = [
+            symbolic = [
                 set(range(leaf.dim())) if isinstance(leaf, Tensor) else set() for leaf in leaves
             ]
-        return found
+        return symbolic
 
     def _warn(self, why: str) -> None:
         if why not in self.refusals:
@@ -330,7 +331,7 @@ class CompiledStage:
 
 
 def _like(stage: fx.GraphModule, compiled: CompiledStage) -> fx.GraphModule:
-    """A module that has all that a stage has, but another ``forward``."""
+    """A module that shares all attributes of a stage, but whose ``forward`` runs ``compiled``."""
     module: fx.GraphModule = object.__new__(type(stage))  # its __init__ would make code anew
     module.__dict__.update(stage.__dict__)
 
@@ -363,8 +364,8 @@ def _flat(value: Any) -> tuple[Any, ...]:
 
 
 def _looks(leaf: Any) -> tuple[Any, Any]:
-    """Two keys of an input. Compiled code is for one value of the first (dtype, device, layout and
-    so on); sizes, which the second one has, may be symbols in the code."""
+    """Two keys of an input: its kind (dtype, device, layout and so on), for which code is compiled,
+    and its sizes and strides, which may be symbols in that code."""
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided:
             return (
@@ -382,7 +383,7 @@ def _looks(leaf: Any) -> tuple[Any, Any]:
 
 
 def _is_trained(value: Any) -> bool:
-    """Whether its gradient is put off to the second half of a backward."""
+    """Whether the value is a trained parameter, whose gradient the second half computes."""
     return isinstance(value, nn.Parameter) and value.requires_grad
 
 
@@ -391,16 +392,16 @@ def _size(leaf: Any) -> Any:
 
 
 def _stand_in(leaf: Any) -> Any:
-    """A tensor that looks like one, where its values do not matter, nor where its memory begins."""
+    """A tensor of the same shape, strides and dtype without memory, which is enough for guards."""
     if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _example(tensor: Tensor, *, own: bool = False) -> Tensor:
-    """A tensor without history that looks like one.
+    """A tensor of the same shape, strides, dtype and device, without autograd history.
 
-    ``own``: in memory of its own, which begins where the tensor begins.
+    ``own``: it is in new memory, with the storage offset 0.
     """
     if isinstance(tensor, nn.Parameter):
         return tensor
@@ -426,9 +427,9 @@ class CompiledStages:
         self._in_halves: dict[fx.GraphModule, CompiledStage] = {}
 
     def of(self, stage: fx.GraphModule, name: str) -> fx.GraphModule:
-        """The stage as a module whose ``forward`` runs what has been compiled.
+        """The stage as a module whose ``forward`` runs the compiled code.
 
-        ``name``: what the stage is called in warnings; the first one counts.
+        ``name``: what the stage is called in warnings. A later call does not change it.
         """
         if as_it_is(stage) is not stage:
             return stage
@@ -437,14 +438,14 @@ class CompiledStages:
         return self._made[stage].module
 
     def in_halves(self, stage: fx.GraphModule) -> fx.GraphModule:
-        """The stage as a module like that of :meth:`of`, whose backward can be run in halves."""
+        """The stage as a module as in :meth:`of`, whose backward can also run in two halves."""
         name = f"{type(stage).__name__} in halves"
         if stage not in self._in_halves:
             self._in_halves[stage] = CompiledStage(stage, name, self.backend, in_halves=True)
         return self._in_halves[stage].module
 
     def refresh(self) -> None:
-        """Notice what has changed since the last run; see :meth:`CompiledStage.refresh`."""
+        """Drop compiled code that is no longer right; see :meth:`CompiledStage.refresh`."""
         for compiled in self._all:
             compiled.refresh()
 
@@ -468,6 +469,7 @@ class CompiledStages:
 
 
 def as_it_is(stage: fx.GraphModule) -> fx.GraphModule:
-    """The stage that a module is which :class:`CompiledStages` has made; any other as it is."""
+    """The uncompiled stage of a module that :class:`CompiledStages` has made. Any other stage is
+    returned unchanged."""
     compiled = vars(stage).get("compiled")
     return compiled.stage if isinstance(compiled, CompiledStage) else stage

@@ -2,14 +2,14 @@
 
 ::
 
-    as it is      x ── dropout (draws from the default generator) ── y
+    uncompiled    x ── dropout (draws from the default generator) ── y
 
     compiled      seed ── draw ─┐
                   x ─────────── mul ── y
 
 So compiled code gives the same numbers for the same seed, in whichever thread it runs, and again
-when a checkpoint runs it a second time. A function that draws once gets the numbers that it would
-get if it ran as it is (see :class:`fxpipe.runtime.random.Seeded`).
+when a checkpoint runs it a second time. A function that draws once gets the same numbers as when it
+runs uncompiled (see :class:`fxpipe.runtime.random.Seeded`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir._torch import TorchDispatchMode
-from fxpipe.runtime.random import own_seed, seeded
+from fxpipe.runtime.random import derived_seed, seeded
 
 
 class DrawsOtherwise(RuntimeError):
@@ -44,15 +44,15 @@ def draw(
     """A tensor of random numbers.
 
     Args:
-        seed: the micro-batch's, a number on the CPU.
-        index: which function of the model draws.
+        seed: the micro-batch's, a whole number in a tensor on the CPU.
+        index: the number of the function that draws, among those that are given this seed.
         number: how many times that function has drawn before in the same call.
         kind: the method of a tensor that draws: "bernoulli_", "uniform_" or "normal_".
-        low, high: its arguments; "bernoulli_" takes the first.
+        low, high: the arguments of that method; "bernoulli_" takes ``low`` only.
+        size, stride, dtype, device: of the tensor.
     """
     arguments = (low,) if kind == "bernoulli_" else (low, high)
-    own = own_seed(int(seed), index, number)
-    with seeded(own, [device]):
+    with seeded(derived_seed(int(seed), index, number), [device]):
         empty = torch.empty_strided(size, stride, dtype=dtype, device=device)
         drawn: Tensor = getattr(empty, kind)(*arguments)
     return drawn
@@ -77,7 +77,7 @@ def _like(
 class Draws(TorchDispatchMode):
     """Within this context operators that draw random numbers are traced as :func:`draw`.
 
-    Raises DrawsOtherwise for an operator that draws and is not known here.
+    Raises DrawsOtherwise for an operator that draws and has no rewrite in this module.
     """
 
     def __init__(self, seed: Tensor, index: int) -> None:
@@ -146,7 +146,8 @@ _REWRITTEN: dict[Any, Callable[..., Any]] = {
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a tensor has no values, since a compiler looks at what is done with it."""
+    """Whether a value is a tensor without values by which a compiler traces (a fake tensor, say):
+    it is of a subclass then."""
     return isinstance(value, Tensor) and type(value) is not Tensor
 
 

@@ -9,10 +9,10 @@
     grad x ◁─ backward ◁─ grad y        grad x ◁─ first half ◁─ grad y, saved
     grad weight ◁─┘                              └─ kept ── second half ── grad weight
 
-AOTAutograd traces the joint graph, and cuts it in forward and backward. The backward is cut once
-more by what depends on what: the first half has all that gradients of inputs need, and the second
-the rest. Each of the three graphs is compiled by the backend, so that a half costs no Python at
-its operators (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
+AOTAutograd traces the joint graph, and cuts it into forward and backward. The backward is cut once
+more along its data dependencies: the first half computes all that the gradients of inputs depend
+on, and the second half the rest (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). The backend
+compiles each of the three graphs, so that no Python runs for the operators in a half.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fxpipe.ir._torch import (
 )
 from fxpipe.runtime.step import Deferred, Tape, recording
 
-_here = threading.local()  # .deferral: that of the compiled backward which runs in this thread
+_here = threading.local()  # .deferral: of the compiled backward that is about to run in this thread
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
-_MASK = -1  # the place among its arguments of what it is to compute: (input, weight, bias)
+_MASK = -1  # its last argument says which gradients it computes: (input, weight, bias)
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -50,34 +50,37 @@ def compiled_in_halves(
     later: Collection[int],
     compile: Compile,
 ) -> Callable[..., Any]:
-    """A function that computes a graph, and whose backward can be had in two halves.
+    """Compile a graph as a function whose backward can run in two halves.
 
     Args:
-        fakes: the inputs that it is compiled for.
+        inputs: has the symbols for those sizes of the inputs that may differ from call to call.
+        fakes: fake tensors of the inputs.
         later: the indices of those inputs whose gradients are computed in the second half.
         compile: compiles a graph without gradients for example inputs.
     """
 
     def forward(graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        return boxed(_without_gradients(graph, examples, inputs, compile))
+        return boxed(_compile_without_gradients(graph, examples, inputs, compile))
 
     def backward(graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         halves = cut(graph, later)
         if halves is None:
             return forward(graph, examples)
-        first = _without_gradients(halves.first, _values(halves.first), inputs, compile)
-        second = _without_gradients(halves.second, _values(halves.second), inputs, compile)
+        first, second = (
+            _compile_without_gradients(half, _values(half), inputs, compile)
+            for half in (halves.first, halves.second)
+        )
         return boxed(_Backward(halves, first, second))
 
     return compiled_ahead(gm, fakes, forward, backward)
 
 
 def _values(gm: fx.GraphModule) -> list[Any]:
-    """Example inputs of a graph: the fakes that it has been traced with."""
+    """Example inputs of a graph: the fake tensors that it was traced with."""
     return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
 
 
-def _without_gradients(
+def _compile_without_gradients(
     gm: fx.GraphModule, examples: Sequence[Any], inputs: SymbolicInputs, compile: Compile
 ) -> Callable[..., Any]:
     with torch.no_grad(), inputs.compiling():
@@ -92,12 +95,12 @@ class Halves:
     """A backward in two halves.
 
     Args:
-        first, second: the graphs. The first gives gradients, and after them what it keeps for the
-            second.
-        takes: of the inputs of the whole, those that each of the two takes. The second takes what
-            is kept ahead of them.
-        gives: of the gradients of the whole, those that each of the two gives.
-        count: how many gradients the whole gives.
+        first, second: the graphs. The first returns gradients, and after them the values that the
+            second needs from it.
+        takes: for each half, which inputs of the whole backward it takes, by index. Ahead of these
+            inputs the second half takes the values that the first returns for it.
+        gives: for each half, which gradients of the whole backward it computes, by index.
+        count: how many gradients the whole backward returns.
     """
 
     first: fx.GraphModule
@@ -108,9 +111,9 @@ class Halves:
 
 
 def cut(backward: fx.GraphModule, later: Collection[int]) -> Halves | None:
-    """A backward in two halves; None if there is nothing to be computed in the second.
+    """Cut the graph of a backward into two halves. None if the second would compute nothing.
 
-    ``later``: which of its results are gradients that the second half is to give.
+    ``later``: which of its results are gradients for the second half to compute, by index.
     """
     _take_convolutions_apart(backward, later)
     grads = _results(backward)
@@ -119,7 +122,7 @@ def cut(backward: fx.GraphModule, later: Collection[int]) -> Halves | None:
         gives[i in later].append(i)
     now, then = ([grads[i] for i in half] for half in gives)
     early = _needed(now)
-    for node in backward.graph.nodes:  # a tuple cannot be kept, what is taken out of it can
+    for node in backward.graph.nodes:  # the first half returns tensors, and so a tuple's elements
         if node.target is operator.getitem and node.args[0] in early:
             early.add(node)
     late = _needed(then) - early
@@ -140,21 +143,21 @@ def cut(backward: fx.GraphModule, later: Collection[int]) -> Halves | None:
 
 
 def _results(gm: fx.GraphModule) -> dict[int, fx.Node]:
-    """The nodes that a graph returns, by their places among all that it returns."""
+    """The nodes that a graph returns, by their indices among its results; others are None."""
     results: Any = gm.graph.output_node().args[0]
     return {i: result for i, result in enumerate(results) if isinstance(result, fx.Node)}
 
 
 def _needed(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes, and all that they are computed from."""
-    found: set[fx.Node] = set()
+    """The nodes, and all nodes that they depend on."""
+    needed: set[fx.Node] = set()
     front = list(nodes)
     while front:
         node = front.pop()
-        if node not in found:
-            found.add(node)
+        if node not in needed:
+            needed.add(node)
             front += node.all_input_nodes
-    return found
+    return needed
 
 
 def _part(
@@ -163,35 +166,38 @@ def _part(
     inside: Collection[fx.Node],
     results: list[fx.Node],
 ) -> fx.GraphModule:
-    """A graph of some nodes. It has those of the inputs as placeholders that it needs."""
+    """A graph of the nodes ``inside`` that returns ``results``. Its placeholders are those of the
+    ``inputs`` that it needs."""
     graph = fx.Graph()
-    own: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     needed = {source for node in inside for source in node.all_input_nodes} | set(results)
     for node in inputs:
-        # All sizes: shapes of other inputs are in terms of them, and a compiler has to know each.
+        # Every size is an input, used or not: shapes of other inputs are expressions of the sizes,
+        # and a compiler has to know each symbol in them.
         if node in needed or isinstance(node.meta.get("val"), torch.SymInt):
-            own[node] = graph.placeholder(node.name)
-            own[node].meta = dict(node.meta)
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
     for node in gm.graph.nodes:
-        if node in own or node.op in ("placeholder", "output"):
+        if node in copies or node.op in ("placeholder", "output"):
             continue
         if node in inside or node.op == "get_attr":
-            own[node] = graph.node_copy(node, own.__getitem__)
-    graph.output(tuple(own[node] for node in results))
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
     graph.eliminate_dead_code()
     return fx.GraphModule(gm, graph)
 
 
 def _used(part: fx.GraphModule, placeholders: Sequence[fx.Node]) -> list[int]:
-    """Which of the inputs of the whole a part of it takes."""
+    """The indices of those placeholders of the whole backward that a half has."""
     names = {node.name for node in part.graph.find_nodes(op="placeholder")}
     return [i for i, node in enumerate(placeholders) if node.name in names]
 
 
 def _take_convolutions_apart(gm: fx.GraphModule, later: Collection[int]) -> None:
-    """Let gradients of a convolution's input and of its weight be computed by two nodes.
+    """Replace the backward of each convolution by two nodes: one computes the gradient of its input
+    and the other those of its weight and bias, so that the cut can go between them.
 
-    PyTorch has one operator for both, with a mask that says which of them it is to compute.
+    PyTorch has one operator for all three, with a mask that says which of them to compute.
     """
     early = _needed([node for i, node in _results(gm).items() if i not in later])
     for node in gm.graph.find_nodes(op="call_function", target=_CONVOLUTION):
@@ -217,14 +223,16 @@ def _take_convolutions_apart(gm: fx.GraphModule, later: Collection[int]) -> None
 
 @dataclass(frozen=True)
 class _Deferral:
-    """Whose second half it is, and the parameters, by the indices of the inputs that they are."""
+    """The tape that is to run the second half of a compiled backward, and the parameters that get
+    their gradients from it, by their indices among the inputs of the compiled function."""
 
     tape: weakref.ref[Tape]
     parameters: dict[int, nn.Parameter]
 
 
 class _Backward:
-    """The backward of one call: the first half at once, the second when the tape asks for it."""
+    """The compiled backward: it runs the first half at once, and leaves the second to a tape. If no
+    tape is there to run the second half (see :func:`defer_to_tape`), it runs both."""
 
     def __init__(
         self, halves: Halves, first: Callable[..., Any], second: Callable[..., Any]
@@ -249,7 +257,7 @@ class _Backward:
         parameters = [deferral.parameters[i] for i in late]
 
         def compute() -> Iterator[Deferred]:
-            with without_autocast(kept):  # the casts are in the graph
+            with without_autocast(kept):  # the compiled graph contains autocast's casts
                 grads = self.second(*kept)
             for parameter, grad in zip(parameters, grads, strict=True):
                 yield parameter, grad, [parameter]
@@ -260,7 +268,7 @@ class _Backward:
 
 @contextmanager
 def without_autocast(values: Sequence[Any]) -> Iterator[None]:
-    """A context in which operators on these tensors take them as they are."""
+    """A context in which autocast is off on the devices of these tensors."""
     with ExitStack() as stack:
         for kind in {value.device.type for value in values if isinstance(value, Tensor)}:
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -268,10 +276,11 @@ def without_autocast(values: Sequence[Any]) -> Iterator[None]:
 
 
 def defer_to_tape(outputs: Sequence[Any], parameters: dict[int, nn.Parameter]) -> None:
-    """Let the second half of the backward from these outputs be done when the tape that records in
-    this thread asks for it. Where no tape does, the backward does both halves.
+    """Put off the second half of the backward from these outputs, until the tape that records in
+    this thread runs it. If no tape records here, the backward runs both halves.
 
-    ``parameters``: those that get their gradients then, by the indices of the inputs.
+    ``parameters``: those that get their gradients from the second half, by their indices among the
+    inputs of the compiled function.
     """
     tape = recording()
     node = None if tape is None else _compiled_node(outputs)
@@ -282,12 +291,13 @@ def defer_to_tape(outputs: Sequence[Any], parameters: dict[int, nn.Parameter]) -
     def begin(*grads: Any) -> None:
         _here.deferral = deferral
 
-    # By a hook, since an accelerator's backward runs in a thread of the autograd engine.
+    # The hook runs in the backward's thread, which on an accelerator is the autograd engine's.
     node.register_prehook(begin)
 
 
 def _compiled_node(outputs: Sequence[Any]) -> torch.autograd.graph.Node | None:
-    """The autograd node of the compiled backward; views may have been made of what it gives."""
+    """The autograd node of the compiled backward; None if these outputs have none. The outputs may
+    be views of what the compiled function returns, so the node may be a few nodes further back."""
     front = [t.grad_fn for t in outputs if isinstance(t, Tensor) and t.grad_fn is not None]
     for _ in range(len(front) * 4):
         if not front:

@@ -1,14 +1,15 @@
-"""Lanes: a host thread for each stage, which does one thing after the other.
+"""Lanes: a host thread for each of the pipeline's devices, which runs the stages there in order.
 
-On the CPU the thread is the stage's stream; on an accelerator it keeps the stage's stream fed. A
-run gives every lane its instructions, and values travel through the lanes' inboxes::
+On the CPU the thread itself computes, as a stream would; on an accelerator it launches work on the
+device's stream. A run gives every lane its instructions, and lanes post values to each other's
+inboxes::
 
     caller ──x──> inbox 0: lane 0 ──b──> inbox 1: lane 1 ──y──> inbox of the caller
 
-What PyTorch keeps per thread (grad mode, inference mode, autocast, default device, current streams)
-is the caller's in every lane, and so are context variables. Each lane has a copy of the caller's
-context for each run: a variable that it sets has that value in this lane until the run ends, and
-neither the caller nor another lane sees it.
+PyTorch keeps some state per thread: grad mode, inference mode, autocast, default device, current
+streams. A run gives every lane the caller's state, and a copy of the caller's context variables: a
+variable that a lane sets has that value in this lane until the run ends, and neither the caller nor
+another lane sees it.
 
 When one lane fails, or the caller is interrupted, every lane drops the run, and the first exception
 is raised at the caller.
@@ -47,7 +48,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[fx.Node | None, Any]] = SimpleQueue()
-        self._arrived: Env = {}  # and not yet taken
+        self._arrived: Env = {}  # values that have been received, but not taken
 
     def post(self, node: fx.Node | None, value: Any) -> None:
         """Put a node's value in. None for a node says that the run has failed."""
@@ -170,7 +171,7 @@ class _Taking:
     """What a lane takes over from the caller when a run starts.
 
     ``device`` is the lane's. ``streams`` are the caller's current streams on all devices of the
-    run, on which the lane computes too.
+    run, on which the lane computes too. ``given`` knows when the caller's tensors may be read.
     """
 
     device: torch.device
@@ -220,7 +221,7 @@ def run_inline(program: Program, values: Sequence[Any], record: Record | None = 
 
 
 def _run_there(instruction: Instruction, env: Env, stopwatch: Stopwatch | None) -> None:
-    """Run an instruction with its device as the current one, and measure it if asked to."""
+    """Run an instruction with its device as the current one, and time it with the stopwatch."""
     with nullcontext() if instruction.device is None else _current(instruction.device):
         if stopwatch is None:
             instruction.run(env)

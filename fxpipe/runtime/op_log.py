@@ -1,4 +1,4 @@
-"""The operators that a function runs, to be shown when it does not run the same ones twice."""
+"""A log of the operators in a forward and its recomputation, for the error when the two differ."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fxpipe.ir.source import is_of_a_model
 
 
 class OpLog(TorchDispatchMode):
-    """Writes down each operator that runs within, and the model's line that calls it.
+    """A context that logs each operator run within it, and the line of the model that calls it.
 
-    It starts anew each time it is entered.
+    Entering the context clears the log.
     """
 
     supports_higher_order_operators = True
@@ -30,7 +30,7 @@ class OpLog(TorchDispatchMode):
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:  # the second run detaches all that is saved
+        if func is torch.ops.aten.detach.default:  # only a recomputation detaches what is saved
             return func(*args, **(kwargs or {}))
         given = ", ".join(_shown(leaf) for leaf in pytree.tree_leaves((args, kwargs or {})))
         self.calls.append((f"{func}({given})", _line()))
@@ -38,7 +38,7 @@ class OpLog(TorchDispatchMode):
 
 
 def compared(first: OpLog, second: OpLog) -> str:
-    """What both have written down, one after the other. The first difference has an arrow."""
+    """The text of both logs, one after the other. An arrow marks the first difference in each."""
     pairs = zip(first.calls, second.calls, strict=False)
     same = next(
         (i for i, (one, other) in enumerate(pairs) if one[0] != other[0]),

@@ -42,7 +42,7 @@ class Stepping:
     ) -> None:
         self._zero_grad = zero_grad
         own = {id(parameter) for parameter in parameters}
-        self._each = [_One(optimizer) for optimizer in optimizers]
+        self._each = [_StepInParts(optimizer) for optimizer in optimizers]
         self._foreign = [_Foreign(each.optimizer) for each in self._each if each.is_foreign(own)]
 
     def part(self, parameters: Collection[Tensor]) -> None:
@@ -100,13 +100,13 @@ def _version(grad: Tensor | None) -> int | None:
     return None if grad is None else grad._version
 
 
-class _One:
+class _StepInParts:
     """The step of one optimizer, in parts where its parameters can be stepped one by one."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._in_parts = _has_plain_step(optimizer)
-        self._known = len(optimizer.state)
+        self._entries_before = len(optimizer.state)
         self._done: set[int] = set()
 
     def is_foreign(self, own: Collection[int]) -> bool:
@@ -132,7 +132,7 @@ class _One:
         self._step(lambda parameter: id(parameter) not in self._done)
         mark_stepped(self.optimizer)
         state = self.optimizer.state
-        if len(state) > self._known:  # new entries are in the order of the lanes: sort them
+        if len(state) > self._entries_before:  # new ones are in the order of the lanes: sort them
             for parameter in _parameters(self.optimizer):
                 if parameter in state:
                     state[parameter] = state.pop(parameter)
@@ -148,7 +148,7 @@ class _One:
         # Not copy.copy: it calls the methods for pickling, and the parts have to share one state.
         part = object.__new__(type(self.optimizer))
         part.__dict__.update(vars(self.optimizer), param_groups=groups)
-        # A learning rate scheduler wraps ``step`` in the optimizer itself, which would step all.
+        # A learning rate scheduler sets ``step`` on the optimizer, which would step all parameters.
         part.__dict__.pop("step", None)
         with torch.no_grad():
             part.step()
@@ -165,6 +165,6 @@ def _has_plain_step(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):
         return False
-    own: Any = vars(optimizer).get("step")  # a learning rate scheduler wraps the class's step here
+    own: Any = vars(optimizer).get("step")  # a learning rate scheduler sets a wrapped one
     hooks = step_hooks(optimizer)
     return (own is None or getattr(own, "__wrapped__", None) is kind.step) and not any(hooks)

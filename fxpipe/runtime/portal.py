@@ -10,10 +10,11 @@
     backward: orange puts the gradient of t' into the hidden cell and hands its phony on; the copy
     moves it to the source's cell; blue, reached through the phony, gives it to t.
 
-The data goes through the cells, out of autograd's sight, and autograd sees the phony only: no stage
-in between has to hand the tensor on. The idea is torchgpipe's (Kim et al., 2020, section 3.2).
+Each side has a cell (:class:`Hidden`). The data travels from cell to cell, unseen by autograd,
+which sees the phony only: no stage in between has to hand the tensor on. The idea is torchgpipe's
+(Kim et al., 2020, section 3.2).
 
-A cell has a *life*: how often its tensor may still be taken out. At zero it lets go of the tensor.
+A cell has a *life*: how often its tensor may still be taken out. At zero it drops the tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class PortalError(RuntimeError):
 
 
 class Hidden:
-    """Holds one value outside autograd for ``life`` takers, and their gradients if it has any."""
+    """A cell that holds one value outside autograd until it has been taken ``life`` times. In the
+    backward it holds the gradients from those that took it."""
 
     def __init__(self, tensor: Any, life: int = 1) -> None:
         if life < 1:
@@ -74,9 +76,8 @@ class Hidden:
         """Keep a consumer's gradient; ``None`` (a consumer that yields none) adds nothing."""
         if grad is None:
             return
-        # A backward that has failed on its way leaves its gradient here; the next one starts anew.
-        # The autograd engine numbers its runs, but not in its public interface: a test fails if a
-        # version of PyTorch no longer does.
+        # Gradients of another backward, which has failed before anybody took them, are dropped. The
+        # engine's number of a backward is no public interface of PyTorch: a test covers it.
         running = running_backward()
         if running != self._backward:
             self._grads = []

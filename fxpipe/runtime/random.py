@@ -1,10 +1,10 @@
 """Random numbers that depend on a seed and nothing else, drawn while other lanes draw theirs.
 
-CPU lanes share one default generator, so that what a stage draws would depend on what the others
-happen to have drawn. Therefore every micro-batch is given a seed, by the caller, and a function
-that draws random numbers runs on a generator seeded from it. The default generator is borrowed for
-that, under a lock, and given back as it was: only functions that draw wait for each other, and for
-the loss, which may draw from the default generator itself.
+CPU lanes share one default generator, so the numbers that a stage draws would depend on what the
+other lanes happen to have drawn. Therefore the caller gives every micro-batch a seed, and a
+function that draws random numbers first seeds the default generator from it. Meanwhile it holds a
+lock, and at its end it gives the generator its former state. So only functions that draw wait for
+each other, and for the loss, which may draw from the default generator without a seed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
 
-LOCK = threading.RLock()  # held by whoever needs the default generators to be nobody else's
-_here = threading.local()  # .alone: whether it is held by this thread, while it runs others' code
+LOCK = threading.RLock()  # held by the thread that reads or changes the default generators
+_here = threading.local()  # .alone: whether this thread is within alone()
 
 
 @contextmanager
@@ -35,12 +35,13 @@ def alone() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Whether other threads wait for this one to draw: so it must not wait for them."""
+    """Whether this thread is within :func:`alone`. Lanes that draw wait for it then, so it must not
+    wait for lanes."""
     return getattr(_here, "alone", False)
 
 
 def seeds(count: int) -> tuple[int, ...]:
-    """Seeds drawn from the default generator: ``torch.manual_seed`` decides about all."""
+    """Seeds drawn from the default generator, so that ``torch.manual_seed`` determines them all."""
     with LOCK:
         return tuple(torch.randint(2**62, (count,)).tolist())
 
@@ -52,7 +53,7 @@ class RandomState:
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        with LOCK:  # not while another lane has borrowed them
+        with LOCK:  # which another lane holds while it has changed them
             self.cpu = torch.get_rng_state()
             self.others = [
                 (backend, device, backend.get_rng_state(device))
@@ -102,8 +103,8 @@ class GeneratorState:
 
 @contextmanager
 def borrowed(devices: Iterable[torch.device]) -> Iterator[RandomState]:
-    """The default generators of the CPU and these devices are nobody else's meanwhile, and as they
-    were afterwards."""
+    """A context in which no other thread of ours uses the default generators of the CPU and these
+    devices. At its end they have the states again that they had before."""
     with alone():
         before = RandomState(devices)
         try:
@@ -114,31 +115,32 @@ def borrowed(devices: Iterable[torch.device]) -> Iterator[RandomState]:
 
 @contextmanager
 def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
-    """The default generators of the CPU and these devices start from a seed, for now."""
+    """A context in which the default generators of the CPU and these devices start from a seed. At
+    its end they have the states again that they had before."""
     with borrowed(devices) as state:
         torch.default_generator.manual_seed(seed)
         for backend, device, _ in state.others:
-            with torch.accelerator.device_index(device.index):  # it seeds the current device's
+            with torch.accelerator.device_index(device.index):  # for it seeds the current device
                 backend.manual_seed(seed)
         yield
 
 
-def own_seed(seed: int, index: int, number: int = 0) -> int:
-    """The seed of a function's own, from that of its micro-batch.
+def derived_seed(seed: int, index: int, number: int = 0) -> int:
+    """The seed of a function that draws, computed from the seed of its micro-batch.
 
-    ``index`` tells functions apart that are given the same seed, and ``number`` what one of them
-    draws in several parts.
+    ``index`` is the function's number among those that are given the same seed. ``number`` counts
+    the draws of one call of the function, where each draw needs a seed.
     """
-    # Neighbouring seeds and indices must not give neighbouring generators the same seed.
+    # Not a plain sum: (seed + 1, index) and (seed, index + 1), say, must not give the same seed.
     mixed = seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03 + number * 0x8CB92BA72F3D8DD7
     return mixed % 2**63
 
 
 class Seeded(nn.Module):
-    """A function, or module, that draws random numbers, as one that is given a seed.
+    """A module that takes a seed and then runs a function (or module) that draws random numbers.
 
-    ``index`` tells functions that are given the same seed apart. Without a seed (None) the function
-    runs as it is.
+    ``index`` is the function's number among those that are given the same seed. Where the seed is
+    None, the function draws from the default generator as it stands.
     """
 
     def __init__(self, function: Callable[..., Any], index: int) -> None:
@@ -147,11 +149,11 @@ class Seeded(nn.Module):
         self.index = index
 
     def forward(self, seed: int | None, *args: Any, **kwargs: Any) -> Any:
-        """``function(*args, **kwargs)``, drawing from a generator of its own."""
+        """``function(*args, **kwargs)``, whose random numbers depend on the seed only."""
         if seed is None:
             return self.function(*args, **kwargs)
         tensors = (t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-        with seeded(own_seed(seed, self.index), {t.device for t in tensors}):
+        with seeded(derived_seed(seed, self.index), {t.device for t in tensors}):
             return self.function(*args, **kwargs)
 
 

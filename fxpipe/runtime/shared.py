@@ -22,7 +22,7 @@ class _Share(torch.autograd.Function):
 
 
 def share(parameter: Tensor) -> Tensor:
-    """Make a parameter a value: a view of it, at which the gradients of all its uses meet.
+    """A view of a parameter to be used in its place, at which the gradients of all uses are summed.
 
     The view has an autograd node of its own, since the backward of PyTorch's ``view_as`` takes no
     sparse gradients, which embeddings may have.
@@ -44,9 +44,11 @@ def call(module: nn.Module, values: Mapping[str, Tensor], *args: Any, **kwargs: 
 def replica(
     module: nn.Module, values: Mapping[str, Tensor]
 ) -> tuple[nn.Module, list[tuple[nn.Module, str, Tensor]]]:
-    """A module that has values in place of some parameters and buffers, and shares all others.
+    """A copy of a module that has values in place of some parameters and buffers, and shares all
+    others.
 
-    Returns as well for each of the values the module that has it, and its name there.
+    Also returns, for each value: the (sub)module of the copy that has it, its name there, and the
+    value.
     """
     made = _replica(module)
     replicas: dict[str, nn.Module] = {"": made}
@@ -81,7 +83,7 @@ def _replica(module: nn.Module | None) -> nn.Module:
     assert module is not None
     replica: nn.Module = object.__new__(type(module))  # GraphModule's __new__ would make a class
     replica.__dict__.update(module.__dict__)
-    for part in ("_parameters", "_modules", FLAT_WEIGHTS):  # the last one: recurrent modules
+    for part in ("_parameters", "_modules", FLAT_WEIGHTS):  # the last: of recurrent modules
         if part in replica.__dict__:
             replica.__dict__[part] = replica.__dict__[part].copy()
     return replica

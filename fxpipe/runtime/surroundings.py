@@ -54,7 +54,7 @@ class Surroundings:
         preserve_rng_state: bool,
         writes_again: bool = False,
     ) -> None:
-        # Casts of parameters that were kept in the second call would outlive its autocast.
+        # Without autocast's cache: parameters that the second call casts would stay in it.
         self._ambient = replace(Ambient.here(), autocast_cache=False)
         self._asks_subclasses = asks_torch_function()
         self._context = copy_context()
@@ -76,14 +76,14 @@ class Surroundings:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """The second call is made within this context, and finds all as the first found it."""
+        """A context for the second call, in which everything is as it was before the first call."""
         with (
             self._tensors.as_before(),
             self._written.as_before(),
             self._state.as_before(),
             self._random.restored() if self._random else nullcontext(),
             self._ambient.applied(),
-            # A subclass's backward may have switched off that its functions are asked.
+            # The backward of a tensor subclass may run with ``__torch_function__`` disabled.
             EnableTorchFunction() if self._asks_subclasses else nullcontext(),
         ):
             yield
@@ -115,31 +115,31 @@ class _FirstTensors:
         open_ones = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         owners: list[dict[str, Any]] = [m._parameters for m in open_ones]
         owners += [m._buffers for m in open_ones]
-        self.own = [(own, key, tensor) for own in owners for key, tensor in own.items()]
+        self.places = [(owner, key, tensor) for owner in owners for key, tensor in owner.items()]
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Within this context the module has the tensors of the first call."""
         exchanged = [
-            (own, key, own[key], tensor)
-            for own, key, tensor in self.own
-            if own.get(key, tensor) is not tensor
+            (owner, key, owner[key], tensor)
+            for owner, key, tensor in self.places
+            if owner.get(key, tensor) is not tensor
         ]
         try:
-            for own, key, _, tensor in exchanged:
-                own[key] = tensor
+            for owner, key, _, tensor in exchanged:
+                owner[key] = tensor
             yield
         finally:
-            for own, key, now, _ in exchanged:
-                own[key] = now
+            for owner, key, now, _ in exchanged:
+                owner[key] = now
 
 
 class _WrittenState:
-    """The buffers and parameters that a module writes to, as they were before.
+    """Copies of the buffers and parameters that a module writes to, made before the first call.
 
-    A batch norm must not count a batch twice, and what reads its buffer must read the same again.
-    Which ones a module writes to is found out when it is called first in a mode (of training), and
-    remembered by their names.
+    In the second call the module writes to copies: a batch norm must not count a batch twice, and a
+    module that reads a buffer must read the same value again. The first call in each mode (training
+    or not, of each submodule) notices which tensors are written to; their names are remembered.
     """
 
     # By identity: a module may define equality, and have no hash then.
@@ -149,7 +149,7 @@ class _WrittenState:
         self.module = module
         self.buffers: dict[str, Tensor] = {}
         self.parameters: dict[str, Tensor] = {}
-        self.standing_in: set[int] = set()  # memories of parameters while they are as before
+        self.standing_in: set[int] = set()  # memory of parameters' copies in as_before()
         if self.module is None:
             return
         self.mode = tuple(module.training for module in self.module.modules())
@@ -183,7 +183,7 @@ class _WrittenState:
             yield
         now = self.module.get_buffer
         self.buffers = {n: old for n, old in self.buffers.items() if not same_values(now(n), old)}
-        if not was_lazy:  # the buffers that have been made meanwhile are not known
+        if not was_lazy:  # a lazy module has made tensors in this call, which were not watched
             self._known[self.module][self.mode] = _Written([*self.buffers], [*self.parameters])
 
     @contextmanager
@@ -194,7 +194,7 @@ class _WrittenState:
             yield
             return
         homes = [(*_owner(self.module, name), old) for name, old in self.buffers.items()]
-        own = [home[key] for home, key, _ in homes]
+        buffers = [home[key] for home, key, _ in homes]
         parameters = [(self.module.get_parameter(n), old) for n, old in self.parameters.items()]
         data = [parameter.data for parameter, _ in parameters]
         try:
@@ -206,7 +206,7 @@ class _WrittenState:
             yield
         finally:
             self.standing_in = set()
-            for (home, key, _), buffer in zip(homes, own, strict=True):
+            for (home, key, _), buffer in zip(homes, buffers, strict=True):
                 home[key] = buffer
             for (parameter, _), now in zip(parameters, data, strict=True):
                 parameter.data = now
@@ -227,7 +227,8 @@ def _owner(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]
 
 
 def module_of(fn: Callable[..., Any]) -> nn.Module | None:
-    """The module that is called, or whose method is, be it with some arguments given already."""
+    """The module that a call of ``fn`` runs: ``fn`` itself, or the module whose method it is, also
+    within a ``functools.partial``. None if it is neither."""
     while isinstance(fn, partial):
         fn = fn.func
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
