@@ -1,10 +1,11 @@
-"""The check of the backward: gradients of a model on some rows at once, beside those on the same
-rows in parts, added up.
+"""The check of the backward: the gradients of a model on a whole sample are compared with the sum
+of its gradients on the parts of the sample.
 
-A model whose outputs are right for any rows has the right gradients too, unless its backward is
-not the derivative of its forward: one that a user has written (``torch.autograd.Function``), or
-that hooks change, may put rows together. So a backward runs only where the histories of the whole
-and of a part are not the same.
+If the outputs of the parts, put together, are those of the whole, then so are the gradients, as
+long as the backward is the derivative of the forward. A backward that a user has written
+(``torch.autograd.Function``), or that hooks change, need not be: it may mix rows. So a backward
+runs only where the autograd graphs of the whole and of a part are not equal; a graph with such a
+backward equals no other.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from fxpipe.meaning.sample import part
 from fxpipe.runtime.microbatch import ANY, SUM, Dim
 from fxpipe.trace.gradients import (
     Projections,
-    apart,
-    coarsest,
+    gradient_difference,
     has_gradient,
     history_of,
+    irregular,
+    largest_eps,
     listed,
     projections,
     total,
-    uneven,
 )
 
 Recorded = Callable[[list[Tensor], Callable[[Any, bool], Any]], Any]
-"""Runs a model on tensors, with a history, and gives what a function makes of its output; the
-function is told, too, whether hooks may change gradients."""
+"""``recorded(tensors, use)`` runs a model on tensors while autograd records, and returns
+``use(output, hooked)``; ``hooked`` says whether the run has registered hooks on tensors, which may
+change gradients."""
 
 
 def backward_problem(
@@ -44,13 +46,15 @@ def backward_problem(
     dims: Sequence[int | None],
     outputs: Mapping[str, Dim],
 ) -> Problem | None:
-    """What differs between the gradients of the whole of a sample and those of its parts.
+    """What differs between the gradients on the whole sample and the sum of those on its parts;
+    None if nothing does.
 
     Args:
         recorded: runs the model.
         trial: the sample.
         dims: the batch dimensions of the inputs.
-        outputs: how outputs are put together, by their paths; gradients begin at these.
+        outputs: how the outputs of the parts are put together, by the outputs' paths. The backward
+            begins at these outputs.
     """
     pieces = trial.each(dims)
     whole = part(trial.tensors, [None] * len(trial.tensors), 0, 0)
@@ -59,15 +63,16 @@ def backward_problem(
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
 
     def gradients(tensors: list[Tensor], weight: Callable[[str], Tensor | None]) -> Projections:
-        """Those of the parameters, where outputs have these gradients."""
+        """The gradients of the parameters on these rows, where the backward begins with the
+        gradient ``weight(path)`` at each output."""
 
         def go_back(output: Any, _: bool) -> Projections:
             ends = []
             for path, value in leaves(output, "output"):
-                own = weight(path) if path in outputs and has_gradient(value) else None
-                if own is not None:
-                    ends.append((value, own.to(value)))
-            return projections([end for end, _ in ends], [own for _, own in ends], trained)
+                given = weight(path) if path in outputs and has_gradient(value) else None
+                if given is not None:
+                    ends.append((value, given.to(value)))
+            return projections([end for end, _ in ends], [given for _, given in ends], trained)
 
         found: Projections = recorded(tensors, go_back)
         return found
@@ -78,15 +83,17 @@ def backward_problem(
         gradients(tensors, partial(_given_to_part, trial, outputs, number))
         for number, tensors in enumerate(trial.each(dims))
     ]
-    found = apart(expected, total(parts), coarsest(trained.values()))
+    found = gradient_difference(expected, total(parts), largest_eps(trained.values()))
     if not found:
         return None
     rows, sizes = sum(trial.sizes), " and ".join(map(str, trial.sizes))
-    by_themselves = f"from {sizes} rows by themselves"
+    alone, together = f"{sizes} rows by themselves", f"{rows} rows at once"
     if found.lost:
-        text = f"{listed(found.lost)} has no gradient {by_themselves}, and has one"
+        names = listed(found.lost)
+        text = f"{names} has no gradient from {alone}, and one from {together}"
     elif found.gained:
-        text = f"{listed(found.gained)} has a gradient {by_themselves}, and has none"
+        names = listed(found.gained)
+        text = f"{names} has a gradient from {alone}, and none from {together}"
     else:
         name = found.others[0]
         one, other = expected[name], total(parts)[name]
@@ -95,25 +102,26 @@ def backward_problem(
         text = (
             f"the gradient of {listed(found.others)} depends on which rows go through the backward "
             f"together: added up from {sizes} rows it differs by {by:.2g} (in a random direction; "
-            f"its size is {one.size:.2g}) from that"
+            f"its size is {one.size:.2g}) from the gradient of {together}"
         )
-    return Problem("gradient", f"{text} of {rows} rows at once")
+    return Problem("gradient", text)
 
 
 def _history(output: Any, hooked: bool) -> Hashable:
     history = history_of([value for _, value in leaves(output)])
-    return object() if hooked else history  # hooks may do anything: it is equal to no other
+    return object() if hooked else history  # hooks may do anything: the object equals no other
 
 
 def _given(path: str, like: Tensor) -> Tensor:
-    """The gradient of an output of all rows, with which the backward begins."""
-    return uneven(like.shape, zlib.crc32(path.encode()) % 1000)
+    """The gradient with which the backward of the whole sample begins at an output."""
+    return irregular(like.shape, zlib.crc32(path.encode()) % 1000)
 
 
 def _given_to_part(
     trial: Trial, outputs: Mapping[str, Dim], number: int, path: str
 ) -> Tensor | None:
-    """The gradient of an output of the part of that number."""
+    """The gradient with which the backward of part ``number`` begins at an output, so that the sum
+    over all parts is the backward of the whole sample; None if the part contributes nothing."""
     dim, weight = outputs[path], _given(path, trial.whole[path])
     if isinstance(dim, int):
         sizes = [output[path].shape[dim] for output in trial.parts]

@@ -1,14 +1,15 @@
-"""The checkpoints that a model has itself: each becomes one node of its graph.
+"""A model's own calls of a checkpoint function: each becomes one node of the model's graph.
 
 ::
 
     y = torch.utils.checkpoint.checkpoint(self.block, x)        block_checkpoint(x)
 
-While a front end traces, PyTorch's function calls what it is given, and the nodes that this makes
-are marked. Afterwards the marked nodes are moved into a :class:`~fxpipe.runtime.regions.Region`,
-which is run as the model has asked for. A checkpoint of the old kind (``use_reentrant=True``)
-becomes the same: its gradients are equal, and export would take its forward for one without
-gradients.
+While a front end traces, the checkpoint function is patched: it only calls the function that it is
+given, and all nodes that are created in this call are marked. Afterwards the marked nodes are moved
+into a :class:`~fxpipe.runtime.regions.Region`, which runs them under a checkpoint with the options
+that the model has given. A reentrant checkpoint (``use_reentrant=True``) becomes a region as well:
+the gradients are equal, while export, which would see its forward run under ``no_grad``, would
+trace a function without gradients.
 """
 
 from __future__ import annotations
@@ -33,28 +34,35 @@ from fxpipe.runtime.checkpoint import CheckpointOptions
 from fxpipe.runtime.regions import Region, Settings
 from fxpipe.trace.patches import patched
 
-_CUSTOM = "custom"  # what is in there export keeps
-_WITHIN, _GIVEN = "fxpipe_within", "fxpipe_given"  # the numbers of checkpoints, outer ones first
-_DESCRIBE = "val", "tensor_meta", "stack_trace"
+_CUSTOM = "custom"  # the entry of a node's metadata that torch.export copies to its final graph
+# Marks, in this entry: the numbers of the calls that a node has been created in, and of the calls
+# that it is an argument of; outer calls come first.
+_WITHIN, _GIVEN = "fxpipe_within", "fxpipe_given"
+_DESCRIBE = "val", "tensor_meta", "stack_trace"  # metadata that describes the value of a node
 
 
 @dataclass
 class Calls:
-    """The calls of checkpoints that a front end has come by; ``graph``: that it writes now."""
+    """The model's calls of checkpoint functions that a front end has traced."""
 
     graph: Callable[[], fx.Graph | None]
+    """Returns the graph that the front end is writing now; None while it is writing none."""
     found: list[Settings] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)  # in which they have ended: inner ones first
+    """The settings of each call; the number of a call is its place in this list."""
+    order: list[int] = field(default_factory=list)
+    """The numbers of the calls in the order in which they have ended: inner ones first."""
 
     @contextmanager
     def noted(self, settings: Settings, args: Sequence[Any]) -> Iterator[None]:
-        """Mark the nodes that are made meanwhile as those of one call."""
+        """Note one call: the nodes that are created inside the ``with`` block are marked as its
+        nodes, and the nodes of ``args`` as its arguments."""
         graph = self.graph()
         if graph is None:
             yield
             return
         if any(isinstance(a, Tensor) and a.is_leaf and a.requires_grad for a in args):
-            settings = replace(settings, reentrant=False)  # it certainly has gradients
+            # A parameter is among the arguments: gradients are recorded in every run.
+            settings = replace(settings, reentrant=False)
         number, before = len(self.found), next(reversed(graph.nodes), None)
         self.found.append(settings)
         for node in map(_node_of, args):
@@ -92,9 +100,11 @@ def graph_of_export() -> fx.Graph | None:
 
 @contextmanager
 def noted(graph: Callable[[], fx.Graph | None]) -> Iterator[Calls]:
-    """Yields the calls of checkpoints in the model that this thread traces, which grow.
+    """Yields the checkpoint calls of the model that this thread traces inside the ``with`` block,
+    to which each new call is added.
 
-    What is patched is what ``checkpoint`` itself calls: a model has imported the function by then.
+    Not ``checkpoint`` is patched but the functions that it calls: the file of the model may have
+    imported ``checkpoint`` by name, and would call the original.
     """
     calls = Calls(graph)
 
@@ -148,8 +158,8 @@ def noted(graph: Callable[[], fx.Graph | None]) -> Iterator[Calls]:
 
 @contextmanager
 def with_any_backward() -> Iterator[None]:
-    """Reentrant checkpoints are run so that ``torch.autograd.grad`` goes through them; PyTorch's
-    refuse to."""
+    """Inside the ``with`` block reentrant checkpoints allow ``torch.autograd.grad``, which
+    PyTorch's implementation refuses: they run as regions do."""
 
     def replace(_: Any) -> Any:
         def apply(_: type, function: Any, preserve: bool, *args: Any) -> Any:
@@ -165,7 +175,8 @@ def with_any_backward() -> Iterator[None]:
 
 
 def enclose(gm: fx.GraphModule, calls: Calls) -> None:
-    """Make each call of a checkpoint one node, which calls a region."""
+    """Make each checkpoint call one node, which calls a region. The nodes of a call in which sizes
+    depend on values stay as they are, without a checkpoint."""
     for number in calls.order:
         nodes = _of_call(gm.graph, number)
         if nodes and not any(free_unbacked_symbols(n.meta.get("val")) for n in nodes):
@@ -175,20 +186,21 @@ def enclose(gm: fx.GraphModule, calls: Calls) -> None:
 
 
 def _of_call(graph: fx.Graph, number: int) -> list[fx.Node]:
-    """The nodes of a call; with those between them that have come there without a mark."""
+    """The nodes of a call: those between the first marked one and the last, since a front end may
+    have inserted nodes without a mark."""
     work = [n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
     marked = [i for i, n in enumerate(work) if number in _marks(n, _WITHIN)]
     return work[marked[0] : marked[-1] + 1] if marked else []
 
 
 def _enclose(gm: fx.GraphModule, nodes: Sequence[fx.Node], number: int, settings: Settings) -> None:
-    graph, own, inside = gm.graph, set(nodes), fx.Graph()
+    graph, enclosed, inside = gm.graph, set(nodes), fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    given = [n for n in graph.nodes if number in _marks(n, _GIVEN) and n not in own]
+    given = [n for n in graph.nodes if number in _marks(n, _GIVEN) and n not in enclosed]
     inputs = dict.fromkeys(
         source
         for source in (*given, *(s for node in nodes for s in node.all_input_nodes))
-        if source not in own and (source.op != "get_attr" or source in given)
+        if source not in enclosed and (source.op != "get_attr" or source in given)
     )
     for source in inputs:
         copies[source] = inside.placeholder(source.name)
@@ -197,7 +209,7 @@ def _enclose(gm: fx.GraphModule, nodes: Sequence[fx.Node], number: int, settings
             if source not in copies:  # a parameter or a buffer
                 copies[source] = inside.node_copy(source)
         copies[node] = inside.node_copy(node, copies.__getitem__)
-    results = [node for node in nodes if not own.issuperset(node.users)]
+    results = [node for node in nodes if not enclosed.issuperset(node.users)]
     values = [copies[node] for node in results]
     inside.output(values[0] if len(values) == 1 else tuple(values))
 
@@ -207,7 +219,7 @@ def _enclose(gm: fx.GraphModule, nodes: Sequence[fx.Node], number: int, settings
     with graph.inserting_after(last):
         name = f"{path[0].replace('.', '_')}_checkpoint".lstrip("_")
         node = graph.create_node("call_module", name, tuple(inputs), name=name)
-    node.target = node.name  # which is unique
+    node.target = node.name  # fx has made the name unique
     node.meta = {"nn_module_stack": stack, "stack_trace": nodes[0].meta.get("stack_trace")}
     node.meta[WHOLE] = "the model checkpoints it", "checkpoint smaller parts of it, each by itself"
     places = map(list(inputs).index, given or inputs)
@@ -223,13 +235,13 @@ def _enclose(gm: fx.GraphModule, nodes: Sequence[fx.Node], number: int, settings
                 at = value = graph.call_function(getitem, (node, i))
         value.meta |= {key: result.meta[key] for key in _DESCRIBE if key in result.meta}
         value.meta[_CUSTOM] = {_WITHIN: outer, _GIVEN: _marks(result, _GIVEN)}
-        result.replace_all_uses_with(value, delete_user_cb=lambda user: user not in own)
+        result.replace_all_uses_with(value, delete_user_cb=lambda user: user not in enclosed)
     for each in reversed(nodes):
         graph.erase_node(each)
 
 
 def _common_stack(nodes: Sequence[fx.Node]) -> dict[str, Any]:
-    """The modules that all of the nodes are in."""
+    """The part of ``nn_module_stack`` that all of the nodes share, from the model inwards."""
     stacks = [list(node.meta.get("nn_module_stack", {}).items()) for node in nodes]
     common = takewhile(
         lambda items: all(item == items[0] for item in items), zip(*stacks, strict=False)

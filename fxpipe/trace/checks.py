@@ -17,7 +17,7 @@ from fxpipe.ir.structure import is_opened, leaves
 from fxpipe.runtime.regions import Region
 from fxpipe.trace.errors import Refused, first_line, may_be_the_models, suppressed
 from fxpipe.trace.example import Effects, Example, Traced
-from fxpipe.trace.gradients import apart, coarsest, listed
+from fxpipe.trace.gradients import gradient_difference, largest_eps, listed
 from fxpipe.trace.isolation import parameters_put_back, untouched
 
 ON_THE_EXAMPLE = "on the example"
@@ -36,8 +36,8 @@ class Reference:
 
 def references(example: Example) -> list[Reference]:
     """Runs of the model, with which a graph of it is compared: one on two rows (on one row more
-    than the example has, if it has one or two), and one on the fewest rows of :func:`_few_rows`
-    that the model takes, which records a history for gradients.
+    than the example has, if it has one or two), and one, with gradients recorded, on the fewest
+    rows of :func:`_few_rows` that the model takes.
 
     A batch size that a front end has frozen shows at any other size; few rows show it as well as
     many, and take less time. Where the model does not take a batch of these sizes, the example
@@ -105,7 +105,7 @@ def _at_size(
 
 def _refuse_what_is_done_once(example: Example) -> None:
     """Raise TraceError for a model that writes to parameters in its first call only (to initialise
-    them by the data, say): a graph of that call would write to them at every call."""
+    them from the data, say): a graph of that call would write to them in every call."""
     written = []
     with untouched(example.model), torch.no_grad():
         for _ in range(2):
@@ -186,7 +186,7 @@ def _compare_gradients(
         if not may_be_the_models(error):
             raise
         raise Refused(f"the backward of its graph fails: {first_line(error)}") from error
-    found = apart(expected, actual, coarsest(example.model.parameters()))
+    found = gradient_difference(expected, actual, largest_eps(example.model.parameters()))
     if found.lost:
         raise Refused(f"its graph has no gradient for {listed(found.lost)}, and the model has one")
     if found.gained:

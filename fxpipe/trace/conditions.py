@@ -61,17 +61,18 @@ def _assert(tensor: Tensor, value: bool, frame: FrameType) -> None:
 
 
 def _goes_on_with(frame: FrameType) -> bool | None:
-    """The truth value with which the condition that a frame is evaluating does not raise.
+    """The truth value of the condition that a frame is evaluating for which the model goes on
+    without an error.
 
-    None if the condition is no check, as both branches go on, or if other values decide too.
+    None if the condition is no check, as neither branch raises, or if other values decide as well.
     """
     code = frame.f_code
     checks = is_of_a_model(code.co_filename) or code.co_filename.startswith(_DISTRIBUTIONS)
     if not checks or not _branches(code, frame.f_lasti):
         return None
-    # An instruction has a place in the source. That of the instruction which branches may be the
-    # whole statement; the instruction before it has computed the value, and its place is that of
-    # the expression.
+    # Each instruction has a place in the source. The place of the instruction that branches may be
+    # the whole statement. The instruction before it has computed the value, and its place is the
+    # expression.
     last = frame.f_lasti // 2
     places = list(islice(code.co_positions(), last - 1, last + 1))
     for test, raises_with in _checks(code.co_filename):
@@ -82,13 +83,13 @@ def _goes_on_with(frame: FrameType) -> bool | None:
 
 
 _DISTRIBUTIONS = torch.distributions.__path__[0]
-"""The folder of distributions, which look at the values of their parameters and samples, and raise
-an error for those that they do not have."""
+"""The folder of ``torch.distributions``, whose classes check the values of their parameters and
+samples, too, and raise an error for values out of range."""
 
 
 def _branches(code: CodeType, instruction: int) -> bool:
-    """Whether an instruction takes the truth value of a tensor to branch by it. A call, of ``all``
-    for one, takes truth values as well, and what it decides by them cannot be known here."""
+    """Whether an instruction takes the truth value of a tensor to branch by it. A call (of ``all``,
+    say) takes truth values as well, but what depends on them cannot be known here."""
     name = dis.opname[code.co_code[instruction]]
     # From Python 3.13 on a comparison may take the truth value of its result itself.
     return "JUMP" in name or name in ("TO_BOOL", "COMPARE_OP")
@@ -115,6 +116,7 @@ def _checks(filename: str) -> list[tuple[ast.expr, bool]]:
     return found
 
 
+# Statements by which a block may end, or be left for a while, without raising.
 _LEAVES = ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom, ast.Await, ast.Try
 
 

@@ -1,7 +1,7 @@
 """The front end that traces with ``torch.export``, for models that symbolic tracing cannot trace.
 
-Where an export fails, it is tried again by another strategy: with the module that has failed kept
-whole, as one node that export does not look into.
+If an export fails, the next strategy is tried: the module that could not be traced is kept whole,
+as one node that export does not look into.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Strategy:
 
 
 class Failure(Exception):
-    """An attempt to export has failed: the strategy that it went by, the error, and the module to
-    blame, None if it is not within the model."""
+    """An attempt to export has failed. Has the strategy of the attempt, the error, and the module
+    to blame, which is None if no module within the model is."""
 
     def __init__(self, strategy: Strategy, error: Exception, module: nn.Module | None) -> None:
         super().__init__(str(error))
@@ -98,7 +98,7 @@ def _next(example: Example, failure: Failure) -> list[Strategy]:
     kept = whole.next_modules_to_keep(example.model, strategy.whole, failure.module)
     if kept:
         return [replace(strategy, whole=kept)]
-    # The model itself would have to be kept whole, so that no module is left to try.
+    # No module is left to be kept whole, other than the model itself, which cannot be.
     if failure.data_is_used and not strategy.detached_data:
         return [replace(strategy, whole=example.whole, detached_data=True)]
     return []
@@ -157,7 +157,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
 
 
 def _to_blame(model: nn.Module, error: Exception, running: Running) -> nn.Module | None:
-    """The module that an attempt has failed in, None if it is not within the model."""
+    """The module in which an attempt has failed; None if that is the model itself, or unknown."""
     if isinstance(error, whole.Blamed):
         return error.module
     module = running.raised_by(error)
@@ -199,14 +199,15 @@ def _warn_of_hooks(model: nn.Module) -> None:
     if hooked:
         warnings.warn(
             f"hooks on {hooked[0]!r} ({len(hooked)} such modules) will not be called: the model is "
-            'traced by torch.export, which leaves no modules; if it can be, use tracer="symbolic"',
+            'traced by torch.export, whose graph calls no modules; if tracer="symbolic" can trace '
+            "the model, hooks are called",
             stacklevel=2,
         )
 
 
 class _OnTensors(nn.Module):
-    """The model as a function from tensors to a list of tensors, so that export need not handle
-    other arguments and outputs. ``keep`` is called with the structure of the output."""
+    """The model as a function from tensors to a list of tensors: export does not accept all types
+    of arguments and outputs. ``keep`` is called with the structure of the output."""
 
     def __init__(self, example: Example, keep: Callable[[Structure], None]) -> None:
         super().__init__()
@@ -223,6 +224,7 @@ class _OnTensors(nn.Module):
         return outputs
 
 
+# The operators by which an exported graph checks what it has been specialised for.
 _GUARDS = {
     torch.ops.aten._assert_async.msg,
     torch.ops.aten._assert_scalar.default,
@@ -336,7 +338,7 @@ def _on_the_model(
             copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = _without_wrapper(node.meta)
     enclose_vmaps(graph, attributes)
-    # Dead are the nodes that only guards used, and all but one name of tied parameters.
+    # Nodes that only guards used are dead now, as are reads of a tied parameter by its other names.
     graph.eliminate_dead_code(partial(_is_needed, attributes))
     attributes |= whole.as_nodes(graph, calls, attributes)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
@@ -375,8 +377,8 @@ def _updates_statistics(node: fx.Node) -> bool:
 
 def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blamed | None:
     """An error that blames the module in which a number or a size first depends on the values of
-    tensors; None if none does. It matters since the cut, the costs and the micro-batches need sizes
-    that are known before the model runs."""
+    tensors; None if no size does. The cut, the costs and the micro-batches need sizes that are
+    known before the model runs."""
     for node in graph_module.graph.nodes:
         if free_unbacked_symbols(node.meta.get("val")):
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
@@ -384,14 +386,14 @@ def _size_by_value(graph_module: fx.GraphModule, model: nn.Module) -> whole.Blam
             frame = model_frame(node.stack_trace)
             where = f" (at {frame['file']}:{frame['number']}: {frame['code']})" if frame else ""
             return whole.Blamed(
-                owner, f"how large a tensor is, or a number, follows from values of tensors{where}"
+                owner, f"a number, or the size of a tensor, depends on values of tensors{where}"
             )
     return None
 
 
 def _enclosed(traced: Traced, example: Example, unknown: whole.Blamed) -> None:
-    """Make one node of the operators whose sizes depend on values; raise ``unknown`` where that is
-    impossible."""
+    """Make one node of the operators whose sizes depend on values; raise ``unknown``, the error of
+    :func:`_size_by_value`, if that is impossible."""
     try:
         enclose_unknown_sizes(traced.graph_module, _runs(example, traced))
     except Exception as error:

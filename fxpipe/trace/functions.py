@@ -52,7 +52,7 @@ class Application:
         before = [version_of(tensor) for tensor in tensors]
         outputs = self(*tensors)
         if [version_of(tensor) for tensor in tensors] != before:
-            raise _lost(self.function, "and writes to its inputs")
+            raise _lost(self.function, "writes to its inputs")
         # New tensors are made, since an operator must not return one of its inputs.
         return [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
@@ -84,7 +84,7 @@ def functions_called(calls: dict[str, whole.Opaque] | None) -> Iterator[list[typ
     it is then kept whole.
     """
     called: list[type] = []
-    is_within = False  # a Function that is applied by another one is part of that one's node
+    is_within = False  # whether a Function runs now: those that it applies are part of its node
 
     def handle(function: type, args: Any, kwargs: Any) -> Any:
         nonlocal is_within
@@ -95,9 +95,9 @@ def functions_called(calls: dict[str, whole.Opaque] | None) -> Iterator[list[typ
             return NotImplemented
         tensors, structure = Structure.of((args, kwargs))
         if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-            raise _lost(function, "and is given sizes")
+            raise _lost(function, "is given a size, or no tensor at all")
         if any(isinstance(each, nn.Module) for each in structure.constants()):
-            raise _lost(function, "and is given a module")
+            raise _lost(function, "is given a module")
         key = f"{function.__name__}.{len(called)}"
         calls[key] = application = Application(function, structure)
         is_within = True
@@ -113,4 +113,8 @@ def functions_called(calls: dict[str, whole.Opaque] | None) -> Iterator[list[typ
 
 
 def _lost(function: type, why: str) -> Refused:
-    return Refused(f"{function.__name__} has a backward of its own, which export loses, {why}")
+    """An error for a Function whose backward export would lose and which cannot be one node."""
+    return Refused(
+        f"{function.__name__} defines a backward, which export would lose, and cannot be one node "
+        f"of the graph, since it {why}"
+    )

@@ -1,8 +1,9 @@
-"""What a backward comes to, without a second set of gradients: of the history that a run has left,
-its shape; of the gradient of each tensor, a few numbers.
+"""Comparing the gradients of two runs of a model, without keeping both sets of gradients in memory.
 
-Two runs with equal values and equal histories have equal gradients, so that a backward is only
-needed where the histories differ, or say too little.
+Two runs with equal outputs and equal autograd graphs have equal gradients. So the autograd graphs,
+the runs' *histories*, are compared first (:func:`history_of`). A backward runs only where they
+differ, or where a history does not determine the gradients; of each gradient a few numbers are kept
+(:func:`projections`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from fxpipe.ir.autograd import reached
 
-TOLERANCE = 1e-3  # relative to the size of the gradient: kernels sum in another order
-SMALL = 0.01  # of the largest gradient: below this size one may be a mere rounding error
+TOLERANCE = 1e-3  # relative to a gradient's norm: two runs may add up in different orders
+SMALL = 0.01  # a gradient below this share of the largest one may be a mere rounding error
 
 
 def has_gradient(value: Any) -> bool:
-    """Whether a value is a tensor with a history, of real numbers."""
+    """Whether a value is a floating-point tensor that requires a gradient."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
 
 
@@ -51,7 +52,7 @@ def history_of(results: list[Any]) -> Hashable:
     starts = tuple(end and (number[end[0]], end[1]) for end in ends)
     found: list[Hashable] = []
     for node in nodes:
-        # A Function of the user's may have an attribute called ``name``.
+        # ``name()`` is not called on the node of a user's Function: the user may have set ``name``.
         kind = object() if isinstance(node, BackwardCFunction) else node.name()
         if hasattr(node, "variable"):
             found.append(id(node.variable))
@@ -70,8 +71,10 @@ def history_of(results: list[Any]) -> Hashable:
 
 @dataclass(frozen=True)
 class Projection:
-    """A gradient in a few numbers: its products with tensors of uneven numbers, and its size (the
-    square root of the sum of the squares of its elements)."""
+    """A gradient in a few numbers: its inner products with fixed tensors, and its norm (``size``).
+
+    Almost any change of the gradient changes the inner products.
+    """
 
     numbers: tuple[float, ...]
     size: float
@@ -82,16 +85,17 @@ class Projection:
 
 
 Projections = dict[str, Projection | None]
-"""By the names of tensors; None for one without a gradient."""
+"""The projection of each tensor's gradient, by the tensor's name; None if it has no gradient."""
 
 
 def projections(
     outputs: Sequence[Tensor], weights: Sequence[Tensor], leaves: Mapping[str, Tensor]
 ) -> Projections:
-    """The gradients of leaves for a weighted sum of the outputs, each in a few numbers.
+    """Run the backward of a weighted sum of the outputs; return the projection of each leaf's
+    gradient, by the leaf's name.
 
-    A gradient is taken by a hook as soon as it has been accumulated, and is gone before the next
-    one is there. The gradients of the leaves must be None.
+    A hook on each leaf projects its gradient and frees it as soon as it has been accumulated, so
+    that few gradients are in memory at once. ``grad`` of each leaf has to be None beforehand.
     """
     found: Projections = dict.fromkeys(leaves)
 
@@ -99,7 +103,8 @@ def projections(
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
             before, now = found[name], _projected(grad)
-            found[name] = now if before is None else before + now  # within a backward one more
+            # A nested backward, as of a reentrant checkpoint, may have given a part of it already.
+            found[name] = now if before is None else before + now
 
     with ExitStack() as hooks:
         for name, leaf in leaves.items():
@@ -110,51 +115,58 @@ def projections(
     return found
 
 
-def uneven(shape: Sequence[int], seed: int) -> Tensor:
-    """Numbers without a pattern, of the size of one. They are not drawn: draws are stilled while a
-    model is checked."""
+def irregular(shape: Sequence[int], seed: int) -> Tensor:
+    """A fixed tensor of numbers without a pattern, about as large as one. They are computed, since
+    random numbers are replaced by constants while a model is checked
+    (:mod:`fxpipe.meaning.stilled`)."""
     count = torch.arange(1, 1 + math.prod(shape), dtype=torch.float64)
     return (count * (1 + seed * 0.6180339887498949)).cos().view(tuple(shape)) * math.sqrt(2)
 
 
 def _projected(grad: Tensor) -> Projection:
-    """The products with two tensors of rank one and of uneven numbers: such a tensor takes no
-    memory, and hardly a change of the gradient leaves its product with it as it was."""
+    """The projection of a gradient. The fixed tensors of its inner products are outer products of
+    two vectors each, so that they need not be built in memory."""
     grad = torch.view_as_real(grad) if grad.is_complex() else grad
     grad = grad.to_dense() if grad.layout != torch.strided else grad
     rows = grad.shape[0] if grad.ndim > 1 else 1
     grad = grad.reshape(rows, -1).to(torch.promote_types(grad.dtype, torch.float32))
-    left = torch.stack([uneven((rows,), seed) for seed in (1, 2)]).to(grad)
-    right = uneven((grad.shape[1],), 3).to(grad)
+    left = torch.stack([irregular((rows,), seed) for seed in (1, 2)]).to(grad)
+    right = irregular((grad.shape[1],), 3).to(grad)
     return Projection(tuple((left @ (grad @ right)).tolist()), grad.norm().item())
 
 
 def total(parts: Sequence[Projections]) -> Projections:
-    """The gradients of a sum, from those of its terms."""
+    """The projections of the gradients that several backwards accumulate, from the projections of
+    each backward."""
     found: Projections = {}
     for name in parts[0]:
-        own = [each for part in parts if (each := part[name]) is not None]
-        found[name] = sum(own[1:], own[0]) if own else None
+        given = [each for part in parts if (each := part[name]) is not None]
+        found[name] = sum(given[1:], given[0]) if given else None
     return found
 
 
 @dataclass(frozen=True)
-class Apart:
-    """In which gradients two backwards differ, by the names of the tensors."""
+class GradientDifference:
+    """The names of the tensors whose gradients differ between two backwards."""
 
     lost: list[str]
-    """Those that only the first one gives."""
+    """Tensors that get a gradient in the first backward only."""
     gained: list[str]
-    """Those that only the second one gives."""
+    """Tensors that get a gradient in the second backward only."""
     others: list[str]
-    """Those that have another value."""
+    """Tensors that get a gradient in both, of different values."""
 
     def __bool__(self) -> bool:
         return bool(self.lost or self.gained or self.others)
 
 
-def apart(expected: Projections, actual: Projections, eps: float) -> Apart:
-    """How the gradients of two backwards differ. ``eps``: of the numbers they are computed in."""
+def gradient_difference(
+    expected: Projections, actual: Projections, eps: float
+) -> GradientDifference:
+    """How the gradients of two backwards differ.
+
+    ``eps`` is the machine epsilon of the dtype that they are computed in (:func:`largest_eps`).
+    """
     lost = [name for name, each in expected.items() if each and not actual[name]]
     gained = [name for name, each in expected.items() if actual[name] and not each]
     largest = max((each.size for each in expected.values() if each), default=0.0)
@@ -168,11 +180,12 @@ def apart(expected: Projections, actual: Projections, eps: float) -> Apart:
         moved = max(abs(a - b) for a, b in zip(each.numbers, other.numbers, strict=True))
         if not moved <= tolerance * scale and not _are_nan(each, other):
             others.append(name)
-    return Apart(lost, gained, others)
+    return GradientDifference(lost, gained, others)
 
 
-def coarsest(tensors: Iterable[Tensor]) -> float:
-    """The largest rounding error, relative to one, of the types that these tensors are of."""
+def largest_eps(tensors: Iterable[Tensor]) -> float:
+    """The largest machine epsilon among the dtypes of these tensors; 0.0 if none is of floating
+    point."""
     return max((torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point()), default=0.0)
 
 
@@ -181,6 +194,6 @@ def _are_nan(one: Projection, other: Projection) -> bool:
 
 
 def listed(names: Sequence[str]) -> str:
-    """A few names, and how many more there are."""
+    """The first three names and the number of the others, as text."""
     more = len(names) - 3
     return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")

@@ -30,7 +30,9 @@ _NOTHING: dict[Any, Any] = {}
 
 
 class _NowUntouched(threading.local):
-    models: frozenset[nn.Module] | set[nn.Module] = frozenset()  # ``untouched`` in this thread now
+    """The models that this thread is inside a block of :func:`untouched` of."""
+
+    models: frozenset[nn.Module] | set[nn.Module] = frozenset()
 
 
 _here = _NowUntouched()
@@ -58,10 +60,10 @@ class Since:
 def untouched(model: nn.Module) -> Iterator[Since]:
     """Make runs and traces of a model inside the ``with`` block free of side effects.
 
-    At its end the modules' attributes and what they contain, the values of buffers, the gradients
-    and the states of the random number generators are put back. Hooks are not called inside the
-    block, other than PyTorch's own (those of the older parametrizations, ``weight_norm``, compute
-    weights), and hooks that record what the model gives.
+    At the end of the block the modules' attributes and what they contain, the values of buffers,
+    the gradients and the states of the random number generators are put back. Inside the block the
+    user's hooks are not called, except those that record outputs of modules for the model's own
+    output. PyTorch's hooks are called: that of the older ``weight_norm`` computes a weight.
 
     Yields an object that tells what the model has done inside the block so far.
     """
@@ -81,8 +83,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
     ]
     saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
     gradients = [(p, p.grad) for p in model.parameters()]
-    own = (*model.parameters(), *tensors)
-    state, python_state = RandomState({t.device for t in own}), random.getstate()
+    devices = {t.device for t in (*model.parameters(), *tensors)}
+    state, python_state = RandomState(devices), random.getstate()
     outer = _here.models
     try:
         _here.models = {*outer, model}
@@ -140,23 +142,24 @@ def _hooks_on(parameter: nn.Parameter) -> list[dict[int, Any]]:
 @contextmanager
 def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Inside the ``with`` block all parameters and buffers of a model are on ``device``; after it
-    each of them has the very memory that it had before.
+    each of them is back in the memory that it had before.
 
-    A model whose stages have been placed on several devices cannot run as a plain module, and to be
-    traced again it has to. The device needs room for the whole model.
+    To be traced once more, a model has to run as a plain module, which it cannot while its stages
+    are on several devices. The device needs room for the whole model.
     """
-    own = (*model.parameters(), *model.buffers())
-    before = [(t, t.data, t.grad) for t in own if t.device != device and not t.is_meta]
+    tensors = (*model.parameters(), *model.buffers())
+    before = [(t, t.data, t.grad) for t in tensors if t.device != device and not t.is_meta]
     try:
         try:
             for tensor, data, _ in before:
-                # A gradient stays behind: autograd lets none be set that is on another device.
+                # Autograd refuses a gradient that is on another device than its tensor.
                 tensor.grad = None
                 tensor.data = data.to(device)
         except torch.OutOfMemoryError as error:
             error.add_note(
-                f"to be traced for another kind of call the model has to be on {device}, that of "
-                "the inputs, as a whole: make this call first with inputs on the CPU"
+                f"this call is of another kind than those before it: to trace the model for it, "
+                f"the whole model was moved to {device}, where the inputs are. Make the first call "
+                "of this kind with inputs on the CPU"
             )
             raise
         yield
@@ -201,8 +204,8 @@ def buffers_kept(model: nn.Module) -> Iterator[list[Any]]:
 
 
 def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    """The output of a model; ``fxpipe.skip`` is told of the modules while they run. What the model
-    sets in context variables is not seen afterwards."""
+    """Call a model and return its output. ``fxpipe.skip`` learns which module is running, and
+    context variables that the model sets are set during this call only."""
     with skip.tracking(model):
         return copy_context().run(model, *args, **kwargs)
 
@@ -230,7 +233,7 @@ def parameters_put_back(model: nn.Module) -> Iterator[dict[str, Write]]:
 
 @dataclass(frozen=True)
 class Write:
-    """The first write to a parameter: the values ahead of it, and the line of code that writes."""
+    """The first write to a parameter: the values before it, and the line of code that writes."""
 
     before: Tensor
     where: str  # "file:line: code", or "a module of PyTorch"

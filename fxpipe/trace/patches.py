@@ -16,10 +16,10 @@ The table has the attribute that is patched, the function that patches it, and t
     autograd.grad, autograd.backward    eased             to refuse a backward within a forward
     Tensor.data                         data_used         to see its use: export loses its writes
     utils.checkpoint, fxpipe.checkpoint noted             to keep a model's checkpoint as one node
-    Tensor.__bool__                     asserted          to assert what a check of values finds
-    fx's own patches                    fx_here           for fx patches nn.Module for all threads
-    torch.compiler.is_compiling         eased             for torch.export sets it for all threads
-    torch.export._ignore_backend_dec... eased             for it turns cuDNN off for all threads
+    Tensor.__bool__                     asserted          to keep checks of values, as assertions
+    fx's own patches                    fx_here           as fx patches nn.Module for all threads
+    torch.compiler.is_compiling         eased             as torch.export sets it for all threads
+    torch.export._ignore_backend_dec... eased             as it turns cuDNN off for all threads
     ShapeEnv.create_unbacked_sym...     values_read       to see who reads a number from a tensor
     logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
 """
@@ -122,6 +122,7 @@ def caller() -> FrameType:
 
 
 def _function_here(original: Callable[..., Any], replacement: Callable[..., Any]) -> Any:
+    """A function that calls ``replacement`` in this thread, and ``original`` in every other."""
     thread = threading.get_ident()
 
     @functools.wraps(original)
@@ -182,7 +183,7 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def silent() -> Iterator[None]:
     """Inside the ``with`` block, what PyTorch logs and what this thread writes to ``sys.stderr`` is
-    dropped: ``torch.export`` prints the attempts that fail there as well."""
+    dropped: ``torch.export`` prints an attempt that fails to ``sys.stderr``, too."""
     before = sys.stderr
     stream: Any = _Stderr(before)
     with LOCK, quiet():
@@ -267,10 +268,11 @@ def tensor_hooks() -> Iterator[list[Tensor]]:
 @contextmanager
 def eased() -> Iterator[None]:
     """Inside the ``with`` block ``torch.export`` accepts two things on which it fails without need:
-    conversions within a forward that change nothing, and distributions that check their arguments.
+    calls of ``module.to()`` within a forward that change nothing, and distributions that check
+    their arguments.
 
-    It also refuses a backward within the forward, with a message that says so; and what export sets
-    for the whole process, it does not set for other threads.
+    A backward within the forward, on which export fails as well, is refused with a message that
+    says so. Flags that export sets for the whole process are set for this thread only.
     """
     with ExitStack() as stack:
         stack.enter_context(patched(nn.Module, "_apply", _only_where_needed))
@@ -287,14 +289,15 @@ def eased() -> Iterator[None]:
 
 
 def _as_before(original: Callable[[], bool]) -> Callable[[], bool]:
-    """A replacement of a function, which gives for ever what that function gives now."""
+    """A replacement of a function: it always returns what the function returns now."""
     before = original()
     return lambda: before
 
 
 def _only_where_needed(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """A replacement of ``nn.Module._apply`` that does nothing where a module has the dtype and
-    device already: the original would replace its parameters, which export has made fakes of."""
+    device already: the original would replace the module's parameters, in whose place export has
+    put fake tensors."""
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = (*self.parameters(recurse), *self.buffers(recurse))

@@ -1,12 +1,12 @@
-"""Blaming the right module where ``torch.export`` cannot decide a branch by a number that was read
-from a tensor: the module that has read the number, not the one that branches by it.
+"""Which module to blame where ``torch.export`` cannot decide a branch, because the condition has a
+number that was read from a tensor: the module that has read the number, not the one that branches.
 
 ::
 
-    n = int(self.columns)       the module that reads: kept whole, it gives a tensor of known size
-    pad(x, (0, n))
+    n = int(self.columns)       a module that reads: to keep it whole helps, as its output then
+    pad(x, (0, n))              has a known size
     ...
-    if x.shape[1] > 6:          a module that cannot decide, through no fault of its own
+    if x.shape[1] > 6:          a module that cannot be traced because of the one above
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def blamed_on_the_reader(error: Exception, read: Mapping[Symbol, whole.Blamed]) 
 
 
 def _reading() -> str:
+    """The message for a number that is being read now, with the line of the model that reads it."""
     lines = [frame for frame in traceback.extract_stack() if is_model_line(frame)]
     where = f" (read at {at(lines[-1])})" if lines else ""
     return f"{DEPENDS_ON_VALUES}{where}"

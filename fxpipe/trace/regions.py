@@ -1,5 +1,5 @@
-"""Enclosing: groups of operators of an exported graph become one node each, as the single operators
-could not be cut into stages or run alone.
+"""Groups of operators of an exported graph that are enclosed in one node each, as the operators
+could not be cut into different stages, or run one by one.
 
 ::
 
@@ -10,7 +10,7 @@ could not be cut into stages or run alone.
     _vmap_increment_nesting      operators between these two see one row of many, as under
     _vmap_decrement_nesting      torch.vmap: they become one node together
 
-Such a group is made a module, which takes all tensors that it needs as inputs, parameters too.
+Such a group becomes a module, which takes all tensors that it needs as inputs, parameters too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from fxpipe.ir.graph import WHOLE
 from fxpipe.trace import whole
 
 _KEPT = "stack_trace", "nn_module_stack"
+# Of each kind of group: why it is one node, and how the user can make several nodes of it.
 _VMAP = "it is one call of torch.vmap", "call torch.vmap for its parts, one after the other"
 _SIZES = "sizes within it depend on values of tensors", whole.WITHOUT_VALUES
 
@@ -142,15 +143,16 @@ def _enclose(
     """Replace nodes by one node that calls a module of this name; return the module.
 
     The module takes tensors only, and gives a list of tensors: sizes that it needs are computed
-    again inside, from the tensors that have them.
+    again inside, from the tensors that have them. ``why`` is kept in the metadata of the node, for
+    messages.
     """
-    own, inside = set(nodes), fx.Graph()
+    enclosed, inside = set(nodes), fx.Graph()
     inputs: list[fx.Node] = []
     copies: dict[fx.Node, fx.Node] = {}
 
     def find_inputs(node: fx.Node) -> None:
         for source in node.all_input_nodes:
-            if source in own or source in copies:
+            if source in enclosed or source in copies:
                 continue
             if isinstance(source.meta.get("val"), Tensor):
                 inputs.append(source)
@@ -167,7 +169,7 @@ def _enclose(
 
     for node in nodes:
         find_inputs(node)
-    results = [node for node in nodes if not own.issuperset(node.users)]
+    results = [node for node in nodes if not enclosed.issuperset(node.users)]
     made = [copied(node) for node in nodes]
     inside.output([copy for copy, node in zip(made, nodes, strict=True) if node in results])
     module = attributes[name] = fx.GraphModule(attributes, inside, name)
@@ -182,7 +184,7 @@ def _enclose(
         with graph.inserting_after(at):
             at = graph.call_function(getitem, (call, i))
         at.meta = dict(node.meta)
-        node.replace_all_uses_with(at, delete_user_cb=lambda user: user not in own)
+        node.replace_all_uses_with(at, delete_user_cb=lambda user: user not in enclosed)
     for node in reversed(nodes):
         graph.erase_node(node)
     return module
@@ -190,7 +192,7 @@ def _enclose(
 
 def _move_behind(last: fx.Node, nodes: Sequence[fx.Node]) -> None:
     """Move those nodes that stand between ``nodes`` and depend on one of them to behind ``last``,
-    the last of ``nodes``: one node that takes their place is going to stand there."""
+    the last of ``nodes``: the node that replaces ``nodes`` is going to stand there."""
     needing, between = set(nodes), []
     node = nodes[0]
     while node is not last:

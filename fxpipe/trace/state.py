@@ -2,13 +2,14 @@
 
 ::
 
-    self.t += 1                                  a graph has no such line: it would have the t
-    return y * min(1, self.t / 100)              of the first call for ever
+    self.t += 1                                  a graph has no such line: it would go on with
+    return y * min(1, self.t / 100)              the t of the first call for ever
 
-The model is run with each changed attribute as later calls find it. Where that makes a difference
-to what the model gives, the module that has the attribute is kept whole: its forward really runs,
-once for each micro-batch and in their order. The model itself cannot be kept whole, and is refused.
-Where it makes none, a pipeline does not change the attribute, and says so.
+The model is run with the values that later calls find in the changed attributes. If that makes a
+difference to the model's outputs or buffers, the module that has the attribute is kept whole: its
+forward really runs, once for each micro-batch and in their order. The model itself cannot be kept
+whole, so it is refused. If it makes no difference, a pipeline leaves the attribute unchanged, and a
+warning says so.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Unit = tuple[nn.Module, str]
 Setter = Callable[[], None]
 """A function that sets one attribute of a module to another value."""
 
-_FAR = 1000  # calls from now
+_FAR = 1000  # how many calls ahead an attribute that may count calls is tried
 
 
 def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
@@ -87,22 +88,26 @@ def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
 
 @dataclass(frozen=True)
 class _Later:
-    """What a later call of the model finds: the attributes that calls change, and the hooks on
-    modules, which belong together. A flag may say that the hooks are there."""
+    """The state in which a later call finds the model: the attributes that calls change, and the
+    hooks that they register. Hooks are always set together with attributes, since one of these may
+    be a flag that says whether the hooks are registered."""
 
     attributes: dict[Unit, Setter]
     hooks: list[Setter]
 
     def set(self, *units: Unit) -> list[Setter]:
+        """Functions that put the hooks and some of the attributes into this state."""
         return [self.attributes[unit] for unit in units] + self.hooks
 
 
 def _later_states(
     example: Example, tensors: list[Tensor], changed: Iterable[Unit]
 ) -> tuple[list[_Later], list[Unit]]:
-    """What the second and the third call find; and which of the attributes each call changes.
+    """The states in which the second and the third call find the model, and those of the
+    ``changed`` attributes that the second call changes, too.
 
-    All rows are the last one: a value that is computed once, and kept, may depend on them.
+    In these calls every row is the example's last row: an attribute that a call computes from its
+    input and keeps then differs from the example's.
     """
     others = [
         tensor if dim is None else tensor.narrow(dim, -1, 1).expand_as(tensor)
@@ -118,7 +123,7 @@ def _later_states(
                 example.call([tensor.clone() for tensor in others])
             lasting = before.changed()
             hooks: list[Setter] = [
-                partial(own.update, dict(own)) for m in modules for own in _hooks(m) if own
+                partial(some.update, dict(some)) for m in modules for some in _hooks(m) if some
             ]
             attributes = {unit: Attribute(*unit).set for unit in changed}
             later.append(_Later(attributes, hooks))
@@ -126,16 +131,18 @@ def _later_states(
 
 
 def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """A module's dictionaries of hooks, one of each kind."""
     return [vars(module)[kind] for kind in HOOKS if kind in vars(module)]
 
 
 def _that_matter(
     example: Example, reference: Reference, changed: list[Unit], later: list[_Later]
 ) -> list[Unit]:
-    """The attributes on which what the model gives depends.
+    """The changed attributes on which the model's outputs or buffers depend.
 
-    Later calls find all attributes changed together. Each is tried by itself only if that makes a
-    difference: one of two flags that belong together, alone, is a state that no call finds.
+    All attributes are changed together first, as later calls find them. Only if that makes a
+    difference is each tried alone: to change one of two flags that belong together is a state in
+    which no call finds the model.
     """
     together = any(_differs(example, reference, state.set(*changed)) for state in later)
     alone = [
@@ -148,7 +155,8 @@ def _that_matter(
 
 
 def _far(unit: Unit) -> list[list[Setter]]:
-    """A number as the next call finds it, and as it is after many calls, if it counts them."""
+    """If an attribute is a number, the setters that add one to it, and a large number, as if it
+    counted calls; else none."""
     module, name = unit
     number: Any = vars(module).get(name)
     if type(number) not in (int, float):
@@ -185,13 +193,13 @@ def _with_a_forward(model: nn.Module, name: str) -> nn.Module:
 def _tell(
     example: Example, tensors: list[Tensor], owners: list[nn.Module], name: str, path: str
 ) -> None:
-    others = f", and so in {len(owners) - 1} modules more" if len(owners) > 1 else ""
+    others = f", as in {len(owners) - 1} more modules" if len(owners) > 1 else ""
     where = _where(example, tensors, (owners[0], name))
     kind, path = type(example.model).__name__, f"{path}.{name}".removeprefix(".")
     warnings.warn(
         f"{kind} sets {path} in its forward{where}{others}; a pipeline does not, so that {path} is "
-        "after a call what it was before. What the model gives does not depend on it; let the "
-        "forward return what you need of it",
+        "after a call what it was before. The outputs of the model do not depend on it; if you "
+        "read it, let the forward return it",
         stacklevel=2,
     )
 
@@ -222,8 +230,8 @@ def _where(example: Example, tensors: list[Tensor], unit: Unit) -> str:
 
 
 def compare(example: Example, reference: Reference, traced: Traced, tolerance: float) -> None:
-    """Raise ``Refused`` unless two calls of the graph, one after the other, give what two of the
-    model give, and leave the same state behind."""
+    """Raise ``Refused`` unless two calls of the graph, one after the other, give the outputs of two
+    calls of the model, and leave the same state behind."""
     outputs = [list(_two_calls(example, reference, each)) for each in (None, traced)]
     for one, other in zip(*outputs, strict=True):
         found = difference(one, other, tolerance)

@@ -35,7 +35,9 @@ def front_end(example: Example) -> Traced:
     model = example.model
     for module, path in example.whole.items():
         if State(module.modules()).has_tensors():
-            raise Refused(f"{path} has tensors among its state, which torch.export can keep whole")
+            raise Refused(
+                f"{path} has tensors among its state, and only torch.export can keep it whole then"
+            )
     tracer = _SymbolicTracer(example)
     # ``untouched`` removes the constants that fx leaves on the model as attributes.
     with (
@@ -79,8 +81,8 @@ class _SymbolicTracer(fx.Tracer):
         for name, module in model.named_modules():
             if module in self.watched and is_recorded(model, module):
                 warnings.warn(
-                    f"hooks on {name!r} will not be called, other than those that record what the "
-                    "model gives: for these it is looked into",
+                    f"hooks on {name!r} will not be called, except those that record what the "
+                    "model gives: the module is traced into, so that these are called",
                     stacklevel=2,
                 )
         self.rebuild: Callable[[Any], Any] = lambda output: output
@@ -89,16 +91,16 @@ class _SymbolicTracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node, and is not looked into.
 
-        A module with hooks does, so that its hooks are called with it; hooks that record what the
-        model gives are called during the trace instead. So does a module with a state that it
-        changes. So do PyTorch's modules, except ``nn.Sequential`` and transformers: one may want to
-        cut between their layers.
+        A module with hooks becomes one node, so that its hooks are called with it; hooks that
+        record what the model gives are called during the trace instead. So does a module that
+        changes a state of its own, and so do PyTorch's modules, except ``nn.Sequential`` and
+        transformers: one may want to cut between their layers.
         """
         is_whole = super().is_leaf_module(m, module_qualified_name)
-        if has_hooks(m):  # all others are gone meanwhile
+        if has_hooks(m):  # ``untouched`` has left only hooks that record what the model gives
             return False
-        own = m in self.watched or m in self.example.whole
-        return own or (is_whole and not isinstance(m, _OF_LAYERS))
+        is_kept = m in self.watched or m in self.example.whole
+        return is_kept or (is_whole and not isinstance(m, _OF_LAYERS))
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(m, torch.jit.ScriptModule):

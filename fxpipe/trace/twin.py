@@ -43,7 +43,9 @@ _MODELS: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictio
 _LONG = 4096  # a longer container is data: it is not searched for modules
 _FAR = 100_000  # the most objects that are searched
 _CONTAINERS = dict, list, set, deque, tuple
+# Types of containers that a twin always gets copies of, since the forward may write to them.
 _OWN = dict, OrderedDict, defaultdict, list, set, deque
+# Types of objects that lead to no module and no tensor of a model.
 _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType),
     *(torch.dtype, torch.device, torch.Size, fx.Graph),
@@ -86,7 +88,8 @@ class Twin:
         self._back = self._alive.reversed()
 
     def restore(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """Put the model's own modules and tensors into a graph of the twin; return the graph."""
+        """Put the model's modules and tensors in place of the twin's into a graph module; return
+        it."""
         for part in [m for m in gm.modules() if m not in self._back]:
             self._back.mark([vars(part)])
             for key, value in list(vars(part).items()):
@@ -97,15 +100,15 @@ class Twin:
         return gm
 
     def original(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that has the model's own modules and tensors, in place of the twin's, in what
-        it is bound to."""
+        """The same function with the model's modules and tensors in place of the twin's, wherever
+        its closure or its bound arguments lead to them."""
         self._back.mark([function])
         found: Callable[..., Any] = self._back.of(function)
         return found
 
     def learned(self) -> None:
-        """Let the model have what has been found out of the twin: which of its hooks are part of
-        it, and which of its modules compute with a state that they change."""
+        """Enter for the model what the trace has learned about the twin: which hooks record what
+        it gives, and which modules compute with a state that they change."""
         model = model_of(self.model)
         if self.model in RECORDING:
             RECORDING[model] = RECORDING[self.model]
@@ -114,23 +117,23 @@ class Twin:
         STATEFUL.update(old for old, new in self._pairs if new in STATEFUL)
 
     def reads(self, reads: Reads) -> Reads:
-        """The attributes that the twin has read, as the model's, with the states that they have
-        there. Those that the trace itself has assigned before it read them are left out."""
-        names = {new: old for old, new in self._pairs}
+        """The attributes that the trace has read of the twin, as attributes of the model, with
+        their states in the model. An attribute that the trace has assigned before it was read is
+        left out."""
+        models = {new: old for old, new in self._pairs}
         return {
-            (names.get(module, module), name): state_of(names.get(module, module), name)
+            (models.get(module, module), name): state_of(models.get(module, module), name)
             for (module, name), state in reads.items()
             if state_of(module, name) == state
         }
 
 
 class _CopiedObjects:
-    """The copies of objects, by the ids of those that they are copies of."""
+    """Copies of objects, by the ids of the originals."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Any, Any]] = {}  # the original is kept, or its id might be reused
-        self._leading: dict[int, Any] = {}  # objects to be copied, which are not yet
-        self._everything = False
+        self._leading: dict[int, Any] = {}  # marked objects, by id: they lead to one with a copy
 
     def add(self, old: Any, new: Any) -> None:
         """Record that ``new`` is the copy of ``old``."""
@@ -147,11 +150,14 @@ class _CopiedObjects:
         return back
 
     def mark(self, roots: list[Any], *, containers: bool = False) -> None:
-        """Mark what has to be copied of all that can be reached from some objects: whatever leads
-        to an object that has a copy. With ``containers`` these are also the roots' lists, dicts
-        and sets, and those within them, which the forward of a model may write to."""
+        """Search all objects that can be reached from ``roots``, and mark those that have to be
+        copied since they lead to an object that has a copy.
+
+        With ``containers`` all lists, dicts and sets in the roots, and those nested in these, are
+        marked too: the forward of a model may write to them.
+        """
         leading: list[Any] = _containers(roots) if containers else []
-        own = {id(value) for value in leading}
+        always = {id(value) for value in leading}
         users: dict[int, list[Any]] = {}
         seen = {id(value) for value in roots}
         front = list(roots)
@@ -165,7 +171,7 @@ class _CopiedObjects:
                         seen.add(id(part))
                         front.append(part)
         for value in leading:  # this one grows, too
-            if id(value) in self._leading or not (id(value) in own or _can_be_copied(value)):
+            if id(value) in self._leading or not (id(value) in always or _can_be_copied(value)):
                 continue
             self._leading[id(value)] = value
             leading += users.get(id(value), ())
@@ -214,9 +220,9 @@ class _CopiedObjects:
 
     def fill(self, new: Any, old: Any) -> None:
         """Give an object the attributes of another one, or the copies of these."""
-        own = getattr(old, "__dict__", {})
-        if own:
-            vars(new).update({key: self.of(value) for key, value in own.items()})
+        attributes = getattr(old, "__dict__", {})
+        if attributes:
+            vars(new).update({key: self.of(value) for key, value in attributes.items()})
         for key in _slots(old):
             object.__setattr__(new, key, self.of(getattr(old, key)))
 
@@ -301,6 +307,7 @@ def _content(cell: types.CellType) -> list[Any]:
 
 
 def _slots(value: Any) -> list[str]:
+    """The names of an object's attributes that its classes keep in ``__slots__``."""
     slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
     names = (name for each in slots for name in ([each] if isinstance(each, str) else each))
     return [name for name in names if name not in _NO_SLOTS and hasattr(value, name)]
@@ -310,8 +317,8 @@ _NO_SLOTS = "__dict__", "__weakref__"
 
 
 def _can_be_copied(value: Any) -> bool:
-    """Whether a second object like it can be made without a call of the user's code. One that does
-    something when it dies cannot: it would do so twice."""
+    """Whether a copy of an object can be made without calling the user's code. An object with a
+    ``__del__`` is not copied: what it does at the end would be done twice."""
     kinds = (types.FunctionType, types.MethodType, partial, weakref.ref, *_CONTAINERS)
     if isinstance(value, kinds):
         return True
@@ -329,7 +336,8 @@ def _bare(value: Any) -> Any:
 
 
 def _tensors(modules: list[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parameters, buffers and other tensors that are attributes, each with the twin's."""
+    """The parameters, buffers and other tensors that are attributes of modules, each with the
+    tensor that the twin has in its place. A tensor that is left out is shared with the twin."""
     parameters = [p for m in modules for p in m._parameters.values() if p is not None]
     kept = {memory_number(p) for p in parameters if p.layout == torch.strided}
     memories: dict[int, torch.UntypedStorage] = {}
@@ -341,10 +349,10 @@ def _tensors(modules: list[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
     for module in modules:
         for tensor in (*module._buffers.values(), *vars(module).values()):
             if not isinstance(tensor, Tensor) or id(tensor) in seen or tensor.requires_grad:
-                continue  # what requires a gradient gets it where it is
+                continue  # if it requires a gradient, this is accumulated in the model's tensor
             seen.add(id(tensor))
             if tensor.is_meta:
-                continue  # there is nothing to write to
+                continue  # it has no values that the trace could write to
             if tensor.layout != torch.strided or type(tensor) is not Tensor:
                 yield tensor, _with(tensor.detach().clone(), tensor)
             elif memory_number(tensor) not in kept:
@@ -356,13 +364,13 @@ def _tensors(modules: list[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
 def _alias(parameter: Tensor) -> Tensor:
     """Another parameter in the same memory, with the same attributes, but no gradient or hooks."""
     if type(parameter) is not nn.Parameter or parameter.is_inference():
-        return parameter  # a second one of its kind cannot be made
+        return parameter  # no alias can be made of a subclass, or of an inference tensor
     return _with(nn.Parameter(parameter.detach(), parameter.requires_grad), parameter)
 
 
 def _copied(tensor: Tensor, memories: dict[int, torch.UntypedStorage]) -> Tensor:
-    """A copy of a tensor. Copies share memory where the tensors do: ``memories`` has those that
-    have been copied, by their numbers."""
+    """A copy of a tensor. Copies of tensors that share memory share it, too: ``memories`` has the
+    storages that have been copied, by the memory numbers of the originals."""
     number = memory_number(tensor)
     if number not in memories:
         memories[number] = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
@@ -372,5 +380,6 @@ def _copied(tensor: Tensor, memories: dict[int, torch.UntypedStorage]) -> Tensor
 
 
 def _with(new: Tensor, old: Tensor) -> Tensor:
+    """``new``, with the Python attributes of ``old``."""
     new.__dict__.update(old.__dict__)
     return new

@@ -93,7 +93,7 @@ class Call:
         for run in runs[1:]:
             if not (first.inputs.fits(run.inputs) and first.outputs.fits(run.outputs)):
                 raise NotWhole(
-                    module, "its inputs and outputs are built otherwise for another batch size"
+                    module, "its inputs or outputs are nested otherwise at another batch size"
                 )
         known = first.inputs.constants()
         for number in _numbers(first.outputs):
@@ -149,8 +149,8 @@ class Whole(nn.Module):
     the outputs' shapes and a history for autograd, and has the same side effects: it writes to the
     buffers that the module writes to, and draws random numbers if the module does.
 
-    Raises RuntimeError where the module's outputs are not built, or not shaped, as when it was
-    traced.
+    Raises RuntimeError where the module's outputs have another structure than in the trace, or
+    other shapes than the rules give.
     """
 
     def __init__(self, call: Call) -> None:
@@ -164,8 +164,9 @@ class Whole(nn.Module):
         outputs, structure = Structure.of(self.module(*args, **kwargs))
         if not self.seen.outputs.fits(structure):
             raise RuntimeError(
-                f"{type(self.module).__name__} gave what is built otherwise than when it was "
-                "traced: what it gives depends on the values of the inputs"
+                f"{type(self.module).__name__} gave an output of another structure than when it "
+                "was traced: the structure depends on the values of the inputs, and a graph needs "
+                "to know it ahead"
             )
         for output, shape in zip(outputs, self.seen.shapes, strict=True):
             if list(output.shape) != shape.of(tensors):
@@ -174,7 +175,7 @@ class Whole(nn.Module):
                     f"place of {tuple(shape.of(tensors))}: how large it is depends on the values "
                     "of the inputs, and a graph needs to know it ahead"
                 )
-        # To the graph the outputs are no aliases of the inputs: those that are get copied.
+        # To the graph the outputs are new tensors, so that an alias of an input has to be copied.
         memory = {memory_of(tensor) for tensor in tensors}
         return [t.clone() if memory_of(t) in memory else t for t in outputs]
 
@@ -232,7 +233,7 @@ OP = torch.ops.fxpipe.whole.default
 @contextmanager
 def _instead(paths: Mapping[nn.Module, str], stand_in: Callable[..., Any]) -> Iterator[None]:
     """Inside the ``with`` block ``stand_in(module, forward, key, args, kwargs)`` is called in place
-    of the forward of each of these modules; of a module with hooks, in place of the hooks, too.
+    of the forward of each of these modules; if a module has hooks, also in place of the hooks.
 
     ``forward`` is the module's original method. ``key`` tells the calls apart: it is the module's
     path and, from the second call on, a number.
@@ -241,12 +242,12 @@ def _instead(paths: Mapping[nn.Module, str], stand_in: Callable[..., Any]) -> It
     names = {module: CALL if has_hooks(module) else "forward" for module in paths}
 
     def replaced(module: nn.Module, path: str) -> Callable[..., Any]:
-        own = getattr(module, names[module])
+        original = getattr(module, names[module])
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             counts[path] += 1
             key = path if counts[path] == 1 else f"{path}_{counts[path]}"
-            return stand_in(module, own, key, args, kwargs)
+            return stand_in(module, original, key, args, kwargs)
 
         return forward
 
@@ -325,9 +326,13 @@ def kept_whole(paths: Mapping[nn.Module, str], calls: Mapping[str, Opaque]) -> I
         tensors, structure = Structure.of((args, kwargs))
         known = calls.get(key)
         if not isinstance(known, Call) or not known.inputs.fits(structure):
-            raise NotWhole(module, "it is called otherwise than it was")
+            raise NotWhole(
+                module, "it is called with other arguments than when its shapes were learned"
+            )
         if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-            raise NotWhole(module, "it is given values that depend on those of tensors")
+            raise NotWhole(
+                module, "it is given a number that depends on values of tensors, or no tensor"
+            )
         return known.outputs.fill(OP(tensors, key))
 
     token = _calls.set(calls)
@@ -375,7 +380,7 @@ def as_nodes(
     that the new nodes call, by key.
 
     A region without gradients is a graph within the graph, an attribute that ``graph`` reads. Its
-    operators are replaced as well, and the modules that they call become its own::
+    operators are replaced as well, and the modules that it then calls are added to it::
 
         x ── wrap_with_set_grad_enabled(False, submod_1, x)    submod_1: x ── whole([x], "vision")
                                                           ↓
@@ -386,7 +391,7 @@ def as_nodes(
     used: dict[str, nn.Module] = {
         key: Whole(call) for key, call in seen_here.items() if isinstance(call, Call)
     }
-    if graph.owning_module is not None:  # a graph takes calls only of modules that are there
+    if graph.owning_module is not None:  # only modules of the owner may be called in its graph
         for key, module in used.items():
             graph.owning_module.add_submodule(key, module)
     for node in nodes:
