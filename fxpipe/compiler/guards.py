@@ -481,6 +481,9 @@ class Guards:
     def __str__(self) -> str:
         return f"compiled for {', '.join(filter(None, map(str, self._all)))}"
 
+    def __repr__(self) -> str:
+        return f"<Guards: {self}>"
+
 
 # ------------------------------------------------------------------------------- the fast look-up
 

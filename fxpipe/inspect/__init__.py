@@ -1,1 +1,2 @@
-"""Looking at graphs: drawings and reports."""
+"""What a user can look at: drawings of graphs, the report, the report page, and dumps of a
+compilation."""

@@ -39,12 +39,12 @@ from fxpipe.inspect.html import page_html
 from fxpipe.ir.printing import format_code
 from passes import Pass
 
-CONTEXT = 2  # lines that are shown around a change
+CONTEXT = 2  # so many unchanged lines are shown before and after a change
 
 
 @dataclass(frozen=True)
 class Dump:
-    """The folder for dumps, as ``compile(dump=...)`` or the variable ``FXPIPE_DUMP`` names it.
+    """The folder for dumps, which ``compile(dump=...)`` or the variable ``FXPIPE_DUMP`` names.
 
     Each chain of passes gets a new numbered folder within it, so that no dump is overwritten; only
     the index is written again.
@@ -80,13 +80,13 @@ class Dump:
             try:
                 folder.mkdir()
                 break
-            except FileExistsError:  # another process has made it just now: take the next number
+            except FileExistsError:  # another process made it just now: take the next number
                 continue
         return folder
 
 
 class Trail:
-    """Runs the passes of one chain, and writes the graph after each of them to a folder."""
+    """Runs the passes of one chain, and writes the graph after each pass to a folder."""
 
     def __init__(self, folder: Path, title: str, gm: fx.GraphModule) -> None:
         self._folder, self._title = folder, title
@@ -95,7 +95,8 @@ class Trail:
         self._record(gm, "before", BEGIN)
 
     def __call__(self, rewrite: Pass, gm: fx.GraphModule) -> fx.GraphModule:
-        """Run a pass, and write the graph that it gives; an error that it raises is written too."""
+        """Run a pass, and write the graph that it returns. If it raises an error, that is written,
+        and raised again."""
         begin = time.perf_counter()
         try:
             gm = rewrite(gm)
@@ -115,7 +116,8 @@ class Trail:
         self._last = now
 
     def _links(self, number: int, now: Snapshot, gm: fx.GraphModule) -> str:
-        """Write the graph in full, as text, code and drawing; gives the links to these files."""
+        """Write the graph in full, as text, code and drawing. Returns HTML links to these files.
+        A graph whose text the pass has not changed is not drawn again."""
         stem = f"{number:02}-{_file_name(now.name)}"
         files = {f"{stem}.txt": now.text, f"{stem}.py": whole_code(gm)}
         if self._last is None or now.text != self._last.text:
@@ -139,11 +141,11 @@ def _number(chain: Path) -> int:
     return int(chain.name.partition("-")[0])
 
 
-# -------------------------------------------------------------------------------- a graph, written
+# --------------------------------------------------------------------------------- files of a graph
 
 
 def whole_code(gm: fx.GraphModule) -> str:
-    """The generated Python of a graph, and of those that it calls."""
+    """The generated Python of a graph, and of the graphs that it calls."""
     return "\n\n".join(
         f"# {path}:\n{format_code(part)}" if path else format_code(part) for path, part in parts(gm)
     )
@@ -152,7 +154,7 @@ def whole_code(gm: fx.GraphModule) -> str:
 def _drawing(file: str, gm: fx.GraphModule) -> dict[str, str]:
     try:
         return {file: render_svg(draw_graph(gm))}
-    except NoLayout:  # no Graphviz here: the text says the same
+    except NoLayout:  # without Graphviz there is no drawing, but the text says the same
         return {}
 
 
@@ -162,7 +164,10 @@ def _drawing(file: str, gm: fx.GraphModule) -> dict[str, str]:
 def history_html(history: History) -> str:
     """The sections of a page that say what each pass of a chain has changed."""
     if not history.snapshots:
-        return f"<p>Not kept, since a graph has more than {KEPT} nodes: compile with dump=.</p>"
+        return (
+            f"<p>The graphs are not kept, since one has more than {KEPT} nodes: compile with "
+            "dump= to see them.</p>"
+        )
     pairs = zip([None, *history.snapshots], history.snapshots, strict=False)
     return "".join(change_html(number, *pair) for number, pair in enumerate(pairs))
 
@@ -170,8 +175,12 @@ def history_html(history: History) -> str:
 def change_html(
     number: int, before: Snapshot | None, now: Snapshot, *, links: str = "", is_open: bool = False
 ) -> str:
-    """A section of a page that shows what a pass has changed. ``is_open``: whether the changes are
-    unfolded when the page opens."""
+    """A section of a page that shows what a pass has changed.
+
+    ``before``: the graph before the pass; None for the first graph, which no pass has made.
+    ``links``: HTML links to files of the graph. ``is_open``: whether the changed lines are unfolded
+    when the page opens.
+    """
     body = f"<p>{links} <span>{now.nodes} nodes</span></p>"
     if before is not None:
         body += _metadata_html(before.metadata, now.metadata)

@@ -66,7 +66,7 @@ document.querySelectorAll("input[type=range]").forEach((zoom) => {
 
 
 def page_html(title: str, body: str, script: str = "") -> str:
-    """A whole page; ``body`` and ``script`` are taken as they are."""
+    """A whole page. ``body`` (HTML) and ``script`` (JavaScript) are not escaped."""
     title = html.escape(title)
     code = f"<script>{script}</script>" if script else ""
     return (
@@ -96,7 +96,8 @@ class Section:
 
 
 def sections_html(title: str, sections: Sequence[Section]) -> str:
-    """A page of sections, with links to them; its tables sort, and its drawings zoom."""
+    """A page of sections, with links to them at its top, and with the script that sorts tables and
+    zooms drawings."""
     links = "".join(
         f'<a href="#{part.anchor}">{html.escape(part.heading)}</a> ' for part in sections
     )
@@ -111,7 +112,7 @@ def list_html(lines: Iterable[str]) -> str:
 
 
 Row = Sequence[tuple[float | str, str]]
-"""Each cell of a row: the value by which the column is sorted, and its text."""
+"""A row of a table. Each cell is a pair: the value by which its column is sorted, and its text."""
 
 
 def table_html(columns: Sequence[str], rows: Iterable[Row]) -> str:
@@ -132,7 +133,7 @@ def table_html(columns: Sequence[str], rows: Iterable[Row]) -> str:
 
 def drawing_html(name: str, svg: str) -> str:
     """A drawing with a slider that zooms it."""
-    # It is embedded as an image: ids that two inline drawings have in common would clash.
+    # The SVG is embedded as an image, since ids that two inline SVGs have in common would clash.
     data = base64.b64encode(svg.encode()).decode()
     name = html.escape(name)
     return (

@@ -15,7 +15,7 @@ _FILL, _EDGE, _FIXED = "#CCE3F0", "#0072B2", "#BBBBBB"
 
 def draw_memory(timeline: Timeline) -> str:
     """Draw the memory of a timeline as SVG: one row for each lane, all rows on one scale. Memory
-    that is held during the whole step (parameters and what is kept for them) is grey."""
+    that is held during the whole step (parameters, gradients, optimizer state) is grey."""
     most = max(timeline.peak_memory, default=0.0) or 1.0
     height = len(timeline.memory) * (_ROW + _GAP) + 60
     width = _LEFT + _WIDTH + 100
@@ -60,7 +60,7 @@ def _axis(timeline: Timeline, top: float) -> Iterator[str]:
         x = _LEFT + _WIDTH * part / 4
         yield _text(x, top + 10, human_time(timeline.makespan * part / 4), "middle")
     yield f'<rect x="{_LEFT}" y="{top + 22}" width="14" height="12" fill="{_FIXED}"/>'
-    yield _text(_LEFT + 20, top + 32, "parameters, and what is kept for them")
+    yield _text(_LEFT + 20, top + 32, "parameters, gradients, optimizer state")
     yield f'<rect x="{_LEFT + 260}" y="{top + 22}" width="14" height="12" fill="{_FILL}"/>'
     yield _text(_LEFT + 280, top + 32, "activations")
 

@@ -28,10 +28,12 @@ class Page:
     """The contents of a report page. ``str`` of it is the HTML.
 
     Args:
+        title: the heading of the page.
+        report: the report, whose table and lines the page shows first.
         drawings: drawings as SVG, by their headings.
         timeline: a training step, with the memory that each lane holds.
-        changes: what each pass has changed: one history for each chain of passes.
-        codes: the Python code of graphs, by their names.
+        changes: one history for each chain of passes, which says what each pass has changed.
+        codes: the Python code of graphs, by the graphs' names.
     """
 
     title: str
@@ -53,7 +55,7 @@ class Page:
                 *(Section(name, drawing_html(name, svg)) for name, svg in self.drawings.items()),
                 Section("Training step", drawing_html("timeline", step)),
                 Section("Memory", drawing_html("memory", draw_memory(self.timeline))),
-                Section("What travels", travels),
+                Section("Values sent", travels),
                 Section("Passes", "".join(_chains(self.changes))),
                 Section("Code", "".join(text_html(*code) for code in self.codes.items())),
             ],
@@ -65,8 +67,8 @@ COLUMNS = ("value", "from", "to", "way", "bytes")
 
 def _said(layout: SkipLayout) -> str:
     return (
-        f"<p>Values that travel from stage to stage, for a mini-batch: {len(layout.hops)}; "
-        f"skips over stages among them: {len(layout.skips)}.</p>"
+        f"<p>{len(layout.hops)} values are sent to a stage for each mini-batch; "
+        f"{len(layout.skips)} of them are skips, which pass over stages.</p>"
     )
 
 

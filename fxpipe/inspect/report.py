@@ -20,9 +20,9 @@ from fxpipe.schedule import Timeline
 from passes.common.skips import SkipLayout
 from passes.partition.pieces import Piece, pieces
 
-UNEVEN = 1.2  # slowest stage over the mean: above this the report says what limits the cut
-USUAL = 4  # the advice compares with so many micro-batches for each stage, a usual choice
-WORTH = 0.1  # advice is given if the bubble would shrink by this fraction of all lanes' time
+UNEVEN = 1.2  # if the slowest stage takes so many times the mean, the report says what limits it
+USUAL = 4  # the report says what the bubble would be with this usual number of chunks per stage
+WORTH = 0.1  # ... if that would shrink the bubble by at least this fraction of all lanes' time
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,12 @@ class Report:
     """A summary of a pipeline: a table of its stages, and lines below it. ``str`` of it is text for
     a terminal.
 
-    Times are estimates, in seconds, of the forward and backward of one mini-batch; bytes are those
-    of one mini-batch. A stage counts as idle while its lane waits, in the predicted training step.
+    Times are estimates, in seconds, for the forward and backward of one mini-batch; bytes are for
+    one mini-batch too. A stage is idle while its lane waits in the predicted training step.
 
     Args:
-        devices, costs: the device and the cost of each stage.
+        model_graph: the traced model, its nodes labelled with their stages.
+        devices, costs: the name of the device, and the cost, of each stage.
         layout: the values that travel between stages.
         chunks: the number of micro-batches.
         was_chosen: whether the compiler has chosen the number of micro-batches, and not the user.
@@ -42,9 +43,10 @@ class Report:
         step: a function that predicts the training step for a number of micro-batches; it gives
             None if the schedule cannot run.
         rows_given: the number of rows in the mini-batch; None if it is not known.
-        notes: remarks of the check whether cutting the batch into micro-batches changes any result.
-        refused_sizes: the sizes of micro-batches that the model does not take.
-        compiled: what compiles the stages, and which of them it does not compile.
+        notes: what the check whether micro-batches change any result has to say, in sentences.
+        refused_sizes: the sizes of micro-batches, in rows, that the model does not take.
+        compiled: the backend that compiles the stages and the stages that it leaves as they are, in
+            lines of text.
     """
 
     model_graph: fx.GraphModule
@@ -115,16 +117,16 @@ class Report:
             rows = " or ".join(map(str, sorted(self.refused_sizes)))
             lines.append(
                 f"the model takes no micro-batch of {rows} row{'s' * (rows != '1')}: a batch that "
-                "would have such is cut into fewer"
+                "would have one is cut into fewer micro-batches"
             )
         if GAP in self.model_graph.meta:
             lines.append(optimality(self.model_graph.meta[GAP]))
         lines += [f"meaning: {note}" for note in self.notes]
         lines += self.compiled
         lines += [f"skip {hop}" for hop in self.layout.skips]
-        lines += [f"brought {hop}" for hop in self.layout.brought]
+        lines += [f"shared parameter {hop}" for hop in self.layout.brought]
         lines += [
-            f"the model's own checkpoint {path}" for path in _own_checkpoints(self.model_graph)
+            f"{node} is checkpointed by the model" for node in _checkpointed(self.model_graph)
         ]
         lines += [f"advice: {line}" for line in self._advice]
         return lines
@@ -144,7 +146,7 @@ class Report:
         then = self.step(more) if more > self.chunks else None
         found = advice(self.model_graph, times)
         if then is not None and self.timeline is not None:
-            found += of_the_bubble(self.timeline.bubble, then.bubble, more)
+            found += bubble_advice(self.timeline.bubble, then.bubble, more)
         return found
 
     def __str__(self) -> str:
@@ -162,15 +164,15 @@ class Report:
         return text
 
 
-def _own_checkpoints(gm: fx.GraphModule) -> list[str]:
-    """The nodes that run a checkpoint which the model itself has (``torch.utils.checkpoint``), with
+def _checkpointed(gm: fx.GraphModule) -> list[str]:
+    """The nodes that run a part of the model which calls ``torch.utils.checkpoint`` itself, with
     their stages, in words."""
     targets = {path for path, _, _ in regions_in(gm)}
     found = []
     for node in stage_nodes(gm.graph):
         modules = (n for n in (node, *node.all_input_nodes) if n.op in ("call_module", "get_attr"))
-        # Pass "shared" turns a call of a region into an operator that takes the region as an input,
-        # a get_attr; an input that calls a module is another node's call.
+        # Pass "shared" turns the call_module of a region into an operator whose input is a get_attr
+        # of the region. Any other input that is a call_module is another node's call.
         own = (n for n in modules if n is node or n.op == "get_attr")
         if not targets.isdisjoint(str(n.target) for n in own):
             found.append(f"{node.name} (stage {node.meta[STAGE]})")
@@ -208,9 +210,13 @@ def _seconds(nodes: Sequence[fx.Node]) -> float:
     return float(sum(node.meta.get(COST, Cost()).seconds for node in nodes))
 
 
-def of_the_bubble(now: float, then: float, more: int) -> list[str]:
-    """Advice to take ``more`` micro-batches, as a list of one; an empty list if that would not
-    shrink the bubble, from ``now`` to ``then``, by enough."""
+def bubble_advice(now: float, then: float, more: int) -> list[str]:
+    """Advice to take ``more`` micro-batches, as a list of one sentence. The list is empty if the
+    bubble would not shrink by enough.
+
+    ``now`` and ``then``: the bubble as it is, and with ``more`` micro-batches, as fractions of all
+    lanes' time.
+    """
     if now - then < WORTH:
         return []
     return [f"with chunks={more} the bubble would be {then:.0%}, in place of {now:.0%}"]

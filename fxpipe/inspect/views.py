@@ -1,5 +1,4 @@
-"""Views of a pipeline: everything that a user can look at, which is its graphs and stages,
-drawings, predictions and reports."""
+"""Views of a pipeline: its graphs, stages, drawings, predictions and reports."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ from passes.common.skips import SkipLayout, skip_layout
 @dataclass(frozen=True, repr=False)
 class Stage:
     """A stage: a part of the model, as a graph module, and the lane and device on which it runs.
-    ``cost`` is an estimate for one mini-batch."""
+    ``cost`` is an estimate for one mini-batch: times in seconds, sizes in bytes."""
 
     index: int
     module: fx.GraphModule
@@ -72,7 +71,7 @@ class Stage:
 
 class Views:
     """Views of the programs that a runner ran last: their graphs, stages, drawings, predictions and
-    reports. Before the first call, they are compiled for the runner's example.
+    reports. Before the first call, a view compiles the programs for the runner's example inputs.
 
     ``measured``: the training step that :meth:`fxpipe.Pipeline.measure` has measured, or None.
     """
@@ -129,7 +128,8 @@ class Views:
 
     @property
     def skip_layout(self) -> SkipLayout:
-        """Which values travel from which stage to which, and how."""
+        """The values that stages send to each other: which stage sends which value to which stage,
+        and with how many bytes."""
         return skip_layout(self.stage_graph)
 
     @property
@@ -139,17 +139,17 @@ class Views:
 
     @property
     def guards(self) -> Guards:
-        """The guards of the last call's graphs."""
+        """The guards of the program that served the last call."""
         return self._runner.last()[0].guards
 
     @property
     def all_guards(self) -> list[Guards]:
-        """The guards of every program that is kept, the oldest first."""
+        """The guards of every program that is in the cache, the oldest first."""
         return [mode.guards for mode in self._runner.compiler.cache.modes]
 
     @property
     def front_end(self) -> str:
-        """The front end that has traced the model for the last call."""
+        """The name of the front end that traced the model for the last call."""
         return self._runner.last()[0].traced.front_end
 
     def draw(
@@ -188,16 +188,16 @@ class Views:
 
     @property
     def _drawn_step(self) -> fx.GraphModule:
-        """The step graph of the last step; if there has been none, the step graph for a call like
-        the last one, which is compiled and not run."""
+        """The step graph of the last step. If there has been no step, a step graph is compiled for
+        the last call's inputs, and not run."""
         if self._runner.last_step() is not None:
             return self.step_graph
         mode, chunks = self._runner.last()
         return self._runner.compiler.step(mode, chunks, Target.of(None, None)).graph_module
 
     def html(self) -> str | None:
-        """A drawing of the stages and the report, as HTML; None before the first call if there is
-        no example."""
+        """A drawing of the stages, and the report, as HTML. None if there has been no call and no
+        example inputs were given, since nothing can be compiled then."""
         if not self._runner.has_a_call:
             return None
         report = f"<pre>{escape(str(self.report()))}</pre>"
@@ -207,7 +207,9 @@ class Views:
             return report
 
     def write_page(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as one page: a single HTML file."""
+        """Write the report page: a single HTML file with the report, drawings, memory, what each
+        pass changed, and code. Raises NoLayout if no program that lays out drawings is installed.
+        """
         report_progress("drawing")
         codes = {f"stage {stage.index}": format_code(stage.module) for stage in self.stages}
         page = Page(
@@ -225,8 +227,8 @@ class Views:
 
     @property
     def histories(self) -> list[History]:
-        """The histories of the passes that have led to the graphs of the last call and of the last
-        step: each says what every pass has changed."""
+        """What every pass has changed in the graphs of the last call and of the last step: one
+        history for each chain of passes."""
         mode, _ = self._runner.last()
         step = self._runner.last_step()
         steps = [] if step is None else [step.history]
@@ -267,8 +269,8 @@ class Views:
         the schedule cannot run with so many."""
         is_named = isinstance(self._options.schedule, str) and self._options.schedule != AUTO
         if chunks != self.chunks and not is_named:
-            # A schedule that has to be searched for takes too long; one that the user has given
-            # action by action is for the present number of micro-batches only.
+            # To search for a schedule would take too long for a report, and a schedule that the
+            # user has given action by action is for one number of micro-batches only.
             return None
         try:
             return self._simulated(chunks, self._estimated(chunks))

@@ -232,17 +232,21 @@ def _path(paths: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:
 
 
 def _said(state: Any) -> str:
-    """Text that shows, in a message, the value that a recorded state was taken of."""
+    """Text that shows, on one line of a message, the value that a recorded state was taken of."""
     if isinstance(state, _Is):
-        return reprlib.repr(state.value)
+        return _on_one_line(state.value)
     kind, value = state
     if isinstance(kind, _Is):
-        return reprlib.repr(kind.value)
+        return _on_one_line(kind.value)
     if issubclass(kind, Mapping):
         return reprlib.repr({key: _Word(_said(each)) for key, each in value})
     if issubclass(kind, list | tuple):
         return reprlib.repr([_Word(_said(each)) for each in value])
     return reprlib.repr(value)
+
+
+def _on_one_line(value: Any) -> str:
+    return " ".join(reprlib.repr(value).split())
 
 
 class _Word(str):

@@ -8,7 +8,7 @@ and a training step.
     draw_pipeline   a box for each cell (micro-batch, stage)  the cells and their dependencies
     draw_step       a box for each action (lane, time)        the order of a training step
 
-:func:`draw_model` also draws a part of any of them in full: a stage, a micro-batch, or a cell.
+:func:`draw_model` also draws one stage, micro-batch or cell of any of these graphs node by node.
 
 Equal graphs give equal source. Lines differ by width and dashes as well as by colour (the palette
 of Okabe and Ito), so that they can be told apart in print and by the colour-blind.

@@ -26,7 +26,7 @@ from fxpipe.ir.graph import COST
 
 Path = tuple[str, ...]
 
-MANY = 4  # getitem nodes that take one result apart: more than these are folded into one box
+MANY = 4  # if more getitem nodes than this take one result apart, they are folded into one box
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Box:
 def fold(nodes: Sequence[fx.Node], limit: int, place: Callable[[fx.Node], Hashable]) -> list[Box]:
     """Fold nodes by their modules into at most ``limit`` boxes, if the modules allow that.
 
-    Where there are few enough nodes, no module is folded; only the ``getitem`` nodes that take one
+    If the nodes are few enough, no module is folded; only the ``getitem`` nodes that take one
     result apart become one box, if they are many.
 
     Args:
         nodes: the nodes to draw, in the order in which they run.
-        limit: the most boxes that there should be.
+        limit: the most boxes to draw.
         place: tells where a node is drawn; nodes of different places are never in one box.
     """
     single = _taken_apart(nodes)
@@ -113,7 +113,8 @@ def _at(depth: int, nodes: Sequence[fx.Node], place: Callable[[fx.Node], Hashabl
 
 
 def _packed(boxes: Sequence[Box], wanted: int, place: Callable[[fx.Node], Hashable]) -> list[Box]:
-    """Join neighbours of one module and place, evenly, so that about ``wanted`` boxes are left."""
+    """Join neighbouring boxes whose modules have one parent and whose place is the same, equally
+    many at a time, so that about ``wanted`` boxes are left."""
 
     def parent(box: Box) -> tuple[Hashable, Path]:
         return place(box.nodes[0]), box.paths[0][:-1]

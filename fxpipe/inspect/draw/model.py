@@ -30,19 +30,21 @@ from fxpipe.ir.printing import operator_name
 from fxpipe.ir.tensors import tensor_bytes
 from fxpipe.ir.text import human_bytes
 
-BOXES = 80  # in a drawing of more boxes than these, modules are folded
-PART_BOXES = 240  # the same limit for graphs that have micro-batches, and no modules to fold
+BOXES = 80  # a graph of more nodes than this has its modules folded
+PART_BOXES = 240  # the same limit for graphs with micro-batches, which have no modules to fold
 
-_SKIP = Line("value that passes over stages", color=SKIP_COLOURS[0], penwidth=THICK)
+_SKIP = Line("skip: a value that passes over stages", color=SKIP_COLOURS[0], penwidth=THICK)
 _NUMBER = Line("value that is no tensor", color=GREY, penwidth="0.6", arrowhead="vee")
-_NAMED = Line("value of another box, by its name", color=GREY, penwidth="0.6", arrowhead="vee")
-_ELSEWHERE = Line("from and to other parts", style="dotted", arrowhead="vee")
+_NAMED = Line("value of the box that has this name", color=GREY, penwidth="0.6", arrowhead="vee")
+_ELSEWHERE = Line(
+    "from and to parts of the graph that are not drawn", style="dotted", arrowhead="vee"
+)
 _SMALL = {"fontsize": "8", "height": "0.2", "margin": "0.05,0.02"}
 Edges = dict[tuple[str, str], Line]
 """Edges, by the names of the boxes that they connect."""
 
-_OUTPUTS = 8  # the most lines to the output: of more, one line is drawn for each stage
-_LINES = 3  # the most lines from a number: one that is used more often is named where it is used
+_OUTPUTS = 8  # if more boxes than this lead to the output, one line is drawn for each stage
+_LINES = 3  # a number that more boxes than this use has its name drawn at each, and no lines
 
 
 def draw_model(
@@ -63,7 +65,7 @@ def draw_model(
     Args:
         stage, microbatch: draw the nodes of these only, and where their values come from and go to.
         boxes: the most boxes; in larger graphs modules are folded. None stands for 80, or for 240
-            in graphs that have micro-batches, and no modules to fold.
+            in graphs with micro-batches, which have no modules to fold.
 
     Raises:
         ValueError: if no node is of that stage and micro-batch.
@@ -91,7 +93,7 @@ class _DrawnNodes:
             self.clusters.setdefault(self._place(box), []).append(box)
         self.outputs = {box.name for box in self.boxes if box.nodes[0].op == "output"}
         self.named = self._named()
-        self.outside: dict[str, list[str]] = {}  # of each oval, the text
+        self.outside: dict[str, list[str]] = {}  # the name of an oval -> its lines of text
 
     def _place(self, box: Box) -> Place:
         return self.places[box.nodes[0]]
@@ -113,8 +115,9 @@ class _DrawnNodes:
         self.boxes.append(box)
 
     def _named(self) -> set[fx.Node]:
-        """The values for which no line is drawn, but the name at each user, since lines would be
-        long or many: numbers, and values that go from one micro-batch to another beside it."""
+        """The values that are drawn as their name at each box that uses them, and not as lines,
+        which would be long or many: numbers that many boxes use or that are made outside the drawn
+        part, and values that another micro-batch uses, which is drawn beside theirs."""
         found = set()
         for node, place in self.places.items():
             users = [user for user in node.users if user in self.box_of]
@@ -149,7 +152,7 @@ class _DrawnNodes:
                 f"double frame: several nodes as one ({nodes:,} nodes in {len(self.boxes)} boxes)"
             )
         if any(box.is_folded and self._uses_named(box) for box in self.boxes):
-            self.picture.notes.append("which numbers these use is not drawn")
+            self.picture.notes.append("the numbers that a double frame uses are not drawn")
         if any(MICROBATCH in n.meta and type_text(n.meta.get(VALUE)) for n in self.box_of):
             self.picture.notes.append("shapes are those of the whole mini-batch")
         return self.picture.source()
@@ -197,8 +200,9 @@ class _DrawnNodes:
         return found
 
     def _together(self, edges: Edges) -> tuple[Edges, dict[tuple[str, str], dict[str, str]]]:
-        """The edges, and labels of some. Where very many boxes lead to the output, the lines of
-        each stage are drawn as one, whose label has their number."""
+        """The edges to draw, and the labels of those that have one. Where very many boxes lead to
+        the output, the lines that come from one stage are drawn as one line, and its label says
+        from how many boxes they come."""
         to_output = [ends for ends in edges if ends[1] in self.outputs]
         if len(to_output) <= _OUTPUTS:
             return edges, {}
@@ -218,9 +222,10 @@ class _DrawnNodes:
         return kept, said
 
     def _outside(self, where: str, value: fx.Node, box: Box) -> str:
-        """The oval that stands for the rest of the graph, where a part is drawn: it names the
-        values that the part takes from there, or gives to it."""
-        oval = f"{where} / {self._place(box)}"  # a colon would be a port
+        """The oval that stands for the rest of the graph where only a part is drawn: it names the
+        values that the part takes from the rest, or gives to it."""
+        # Graphviz would read what follows a colon in an edge's end as a port.
+        oval = f"{where} / {self._place(box)}"
         names = self.outside.setdefault(oval, [where])
         if origin(value) not in names:
             names.append(origin(value))
@@ -258,7 +263,8 @@ class _DrawnNodes:
         return _SKIP if self._is_skip(source, user) else DATA
 
     def _is_skip(self, source: fx.Node, user: fx.Node) -> bool:
-        """Whether a value skips stages on its way to a user, or a gradient does on its way back."""
+        """Whether a value passes over stages on its way to a user: an activation over later stages,
+        or a gradient over earlier ones."""
         target = self.places[user].stage
         if target is None:
             return False
@@ -289,8 +295,8 @@ def _name_at(node: fx.Node, box: Box) -> str:
 
 
 def _draw_title(dot: graphviz.Digraph, place: Place, firsts: Iterable[str]) -> None:
-    """Draw the title of a cluster as a node beside its first boxes. Lines go around nodes, while
-    they would run through the label of a cluster."""
+    """Draw the title of a cluster as a node beside the cluster's first boxes, and not as its label:
+    Graphviz leads lines around nodes, but through labels of clusters."""
     dot.node(_title(place), str(place), shape="plaintext", fontsize="11", margin="0", height="0.2")
     for name in firsts:
         dot.edge(_title(place), name, style="invis", minlen="0")

@@ -27,8 +27,8 @@ CLUSTER = {"style": "rounded,filled", "color": PALE, "fillcolor": "#F6F6F6", "la
 Point = tuple[float, float]
 
 OVAL = 26.0  # the height of an oval with one line
-THICK = "3.5"  # of skips, and nothing else
-STRAIGHT = "10"  # the weight of edges that should be straight
+THICK = "3.5"  # the width of lines for skips, and of no other lines
+STRAIGHT = "10"  # the weight that makes Graphviz draw an edge straight
 _INVISIBLE = {"style": "invis"}
 
 # ------------------------------------------------------------------------------------------- lines
@@ -64,8 +64,8 @@ CALLER = Line("from and to the caller", style="dotted", arrowhead="vee")
 
 
 def skip_lines(names: Sequence[str], what: str) -> dict[str, Line]:
-    """A kind of line for each skip value, which differs from those of the next values by its colour
-    and its dashes. ``what`` begins the explanations in the legend."""
+    """A kind of line for each skip value; the lines of values that follow each other differ by
+    colour and dashes. The legend explains a line as ``what`` and the value's name."""
     lines: dict[str, Line] = {}
     for name in dict.fromkeys(names):
         i = len(lines)
@@ -85,7 +85,7 @@ class Picture:
         self.dot = graphviz.Digraph(name)
         self.dot.attr("graph", fontname="Helvetica", fontsize="11", **attributes)
         self.dot.attr("node", fontname="Helvetica", fontsize="10", shape="box", style="rounded")
-        # Where there is no Helvetica, a wider font is taken: leave room for it.
+        # A viewer that has no Helvetica may take a wider font: the margin leaves room for it.
         self.dot.attr("node", margin="0.25,0.08")
         self.dot.attr("edge", fontname="Helvetica", fontsize="9")
         self.lines: dict[Line, None] = {}
@@ -121,7 +121,7 @@ class Picture:
 
 
 _ROOM = "&#160;" * 6
-_LEGEND = "the legend"  # with a space, as no fx node is named
+_LEGEND = "the legend"  # no fx node can have this name, since it contains a space
 
 
 def _place_legend(
@@ -163,7 +163,7 @@ def label(*lines: str) -> str:
     return r"\n".join(graphviz.escape(line) for line in lines if line)
 
 
-NAMED = 3  # of many
+NAMED = 3  # so many names of a long list are written out
 
 
 def several(names: Sequence[str]) -> list[str]:
@@ -200,13 +200,14 @@ def value_text(node: fx.Node) -> str:
 
 
 def lines_text(lines: Iterable[str]) -> str:
-    """The text of a line: left-justified and indented, or it would touch the line."""
+    """The label of an edge, as Graphviz source: left-justified and indented, since it would touch
+    the edge otherwise."""
     return "".join(f"  {graphviz.escape(line)}      " + r"\l" for line in lines if line)
 
 
 def sources_of(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a node that are drawn. For a loss these are without the tapes of the stages,
-    all of which it is given."""
+    """The inputs of a node to which lines are drawn. A loss takes the tapes of all stages too, to
+    which no lines are drawn."""
     if node.target is not ops.loss:
         return node.all_input_nodes
     tapes = node.args[4]

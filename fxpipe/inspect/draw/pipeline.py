@@ -32,7 +32,7 @@ _COPY = Line("copy")
 _USE = Line("value, not copied", arrowhead="empty")
 _ORDER = Line("fork to join: its backward comes after", style="dashed", color=GREY, arrowhead="vee")
 
-_NAMED = 3  # the most values that are named in an oval which stands for several
+_NAMED = 3  # an oval that stands for several values names at most so many of them
 
 _End = Cell | str
 """Where a line begins or ends: a cell, or the name of a scatter or gather."""
@@ -50,8 +50,8 @@ class _PipelineLink:
 
     @property
     def lane(self) -> tuple[str, str]:
-        """The lane in which it passes cells: one for each value, and for each kind of line of
-        it."""
+        """The lane in which the line passes cells: lines of the same kind for the same value share
+        one."""
         return self.line.meaning, self.value
 
     @property
@@ -60,7 +60,7 @@ class _PipelineLink:
         return cell[0] if isinstance(cell, tuple) else 0
 
     def passed(self, stages: int) -> range:
-        """The rows that the line passes, between the rows of its ends."""
+        """The rows (stages) between the rows of the line's ends."""
         first = self.tail[1] + 1 if isinstance(self.tail, tuple) else 0
         return range(first, self.head[1] if isinstance(self.head, tuple) else stages)
 
@@ -69,8 +69,8 @@ def draw_pipeline(gm: fx.GraphModule, devices: Sequence[str]) -> graphviz.Source
     """Draw the pipeline graph as a grid: a row for each stage, a column for each micro-batch, and a
     box for each cell.
 
-    All positions are computed here, since the layouts of Graphviz are no grids: it would lead lines
-    that pass a row around the outside of it.
+    All positions are computed here, since no layout of Graphviz is a grid, and since Graphviz would
+    lead a line that passes a row around the row's far end.
 
     Args:
         devices: the names of the devices, one for each stage.
@@ -102,7 +102,7 @@ def _links(graph: fx.Graph, ovals: Mapping[str, str]) -> Iterator[_PipelineLink]
         for source in node.all_input_nodes:
             tail = _end(source)
             if head is None or tail is None or head == tail or source.target is ops.scatter:
-                continue  # gather reads only the sizes of the parts from scatter: no line
+                continue  # gather only reads the micro-batches' sizes from scatter: no line
             first, last = (_drawn(end, ovals) for end in (tail, head))
             joined = next((end for end in (first, last) if end not in (tail, head)), None)
             value = origin(source) if joined is None else str(joined)
@@ -146,17 +146,17 @@ class _PipelineGrid:
     """The positions of cells, ovals and lines, in points: x grows from left to right; y is 0 at the
     top and negative below, as Graphviz counts it."""
 
-    width, height = 72.0, 44.0  # of a cell
+    width, height = 72.0, 44.0  # the size of a cell
     lane_width = 14.0
-    gap = 40.0  # between the cells of one row and of the next
-    pad = 9.0  # around the cells of a row
+    gap = 40.0  # the distance between the cells of one row and of the next
+    pad = 9.0  # the margin between the cells of a row and its frame
 
     def __init__(self, graph: fx.Graph, devices: Sequence[str]) -> None:
         self.cells = cells(graph)
         self.labels = [f"stage {stage} · {device}" for stage, device in enumerate(devices)]
         self.stages = len(devices)
         self.microbatches = 1 + max((microbatch for microbatch, _ in self.cells), default=-1)
-        room = self.microbatches * (self.width + 22)  # or more, see column
+        room = self.microbatches * (self.width + 22)  # the least width of all columns together
         called = graph.find_nodes(op="call_function", target=ops.scatter)
         self.scatters, into = _ovals(
             "scatter", {node.name: str(node.args[0]) for node in called}, room
@@ -166,8 +166,8 @@ class _PipelineGrid:
             "gather", {node.name: node.name.removesuffix("_out") for node in called}, room
         )
         self.links = list(dict.fromkeys(_links(graph, {**into, **out_of})))
-        # Short lines come first, so that long ones go around them; skips come last, beside their
-        # names.
+        # The lanes of short lines are next to the cells, so that long lines go around short ones.
+        # The lanes of skips are outermost, next to the skips' names.
         long = [link for link in self.links if link.passed(self.stages)]
         long.sort(key=lambda link: (link.line.is_skip, len(link.passed(self.stages))))
         self.lanes = list(dict.fromkeys(link.lane for link in long))
@@ -177,7 +177,7 @@ class _PipelineGrid:
 
     @property
     def head(self) -> float:
-        """The width of the rows' labels."""
+        """The width of the rows' labels, in points."""
         return max(map(width_of, self.labels), default=0) + 30
 
     @property
@@ -197,8 +197,9 @@ class _PipelineGrid:
         return 0, self.y(self.stages) - 30
 
     def y(self, stage: int) -> float:
-        """The y coordinate of the middle of a stage's row. Stage -1 is the row of the scatters'
-        ovals, and the number of stages is that of the gathers'."""
+        """The y coordinate of the middle of a stage's row, in points. The scatters' ovals are one
+        row above the first stage, at ``stage`` -1; the gathers' are one row below the last stage.
+        """
         return -(stage + 1) * (self.height + self.gap)
 
     def centre(self, cell: Cell) -> Point:
@@ -243,8 +244,8 @@ class _PipelineGrid:
         return x + self._shift(link), y + side * self.height / 2
 
     def _shift(self, link: _PipelineLink) -> float:
-        """How far from the middle of a cell a line begins or ends, so that lines do not meet: those
-        that pass rows are on the right."""
+        """How far to the right of the middle of a cell a line begins or ends, in points. Lines that
+        pass rows are on the right, so that they do not meet the others."""
         if link.passed(self.stages):
             share = (self.lanes.index(link.lane) + 1) / (len(self.lanes) + 1)
             return self.width / 2 * share
@@ -257,15 +258,16 @@ class _PipelineGrid:
 def _ovals(
     what: str, values: Mapping[str, str], room: float
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The ovals: their texts by their names; and, where there is no room for one each, from the
-    names of the nodes to the one oval that stands for all of them."""
+    """The texts of the ovals for scatters or gathers, by the ovals' names. Where the width ``room``
+    is too small for one oval each, there is one oval for all nodes, and a second dictionary gives
+    its name for each node's name."""
     texts = {name: f"{what} {value}" for name, value in values.items()}
     if len(texts) < 2 or sum(_oval_width(text) + 10 for text in texts.values()) <= room:
         return texts, {}
     said = ", ".join(list(values.values())[:_NAMED])
     if len(values) > _NAMED:
         said += f" and {len(values) - _NAMED} more"
-    together = f"{what} all"  # with a space, as no fx node is named
+    together = f"{what} all"  # no fx node can have this name, since it contains a space
     return {together: f"{what} {said}"}, dict.fromkeys(texts, together)
 
 
@@ -274,7 +276,7 @@ def _oval_width(text: str) -> float:
 
 
 def _route(points: Sequence[Point]) -> str:
-    """The position of an edge, in Graphviz's format, as a spline through all points; it ends early
+    """The position of an edge, in Graphviz's format: a spline through all points, which ends early
     enough to leave room for the arrowhead."""
     x, y = points[-1]
     is_level = points[-2][1] == y

@@ -63,7 +63,7 @@ def places_of(graph: fx.Graph) -> dict[fx.Node, Place]:
 
 
 def _place(node: fx.Node) -> Place:
-    """The stage and micro-batch of a node; those of its first user for a parameter."""
+    """The stage and micro-batch of a node. A parameter has the place of its first user."""
     stage = stage_of(node)
     if stage is None and node.op == "get_attr":
         users = [user for user in node.users if stage_of(user) is not None]

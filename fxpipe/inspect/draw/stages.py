@@ -27,8 +27,8 @@ from fxpipe.ir.graph import VALUE
 from fxpipe.ir.text import human_bytes, human_time
 from passes.common.skips import routes, stage_of
 
-MANY = 4  # of more values than these, between the same two stages, one line is drawn
-MANY_RESULTS = 2  # of more outputs than these, from the same stage, one line is drawn
+MANY = 4  # more values than this between the same two stages are drawn as one line
+MANY_RESULTS = 2  # more outputs of the model than this from the same stage are drawn as one line
 
 _NEXT = Line("value for the next stage")
 
@@ -39,8 +39,8 @@ def draw_stages(
     """Draw the stage graph: a box for each stage, and a line for each value between two stages.
 
     Args:
-        devices: one for each stage.
-        costs: one for each stage, for a whole mini-batch.
+        devices: the name of each stage's device.
+        costs: the cost of each stage, for a whole mini-batch.
     """
     picture = Picture("stages", nodesep="0.6", ranksep="0.5")
     for stage, cost in enumerate(costs):

@@ -31,26 +31,28 @@ from fxpipe.inspect.draw.picture import (
 from fxpipe.ir.graph import ACTION, MICROBATCH, STAGE
 from fxpipe.schedule import Action, Kind
 
+# The colours of the timeline (fxpipe.schedule.gantt), lighter.
 _FILL = {
     Kind.FORWARD: "#CCE3F0",
     Kind.BACKWARD: "#F7DFCC",
     Kind.BACKWARD_INPUT: "#FBEBCC",
     Kind.WEIGHT_GRAD: "#CCECE3",
-}  # those of the timeline, lighter
+}
 _MEANING = {
     Kind.FORWARD: "F: forward",
     Kind.BACKWARD: "B: backward",
     Kind.BACKWARD_INPUT: "I: gradients of the inputs",
     Kind.WEIGHT_GRAD: "W: gradients of the weights",
 }
+# No boxes are drawn for these operators: they count as part of an action of one of these kinds.
 _WITH: dict[Callable[..., Any], tuple[Kind, ...]] = {
     ops.loss: (Kind.FORWARD,),
     ops.loss_backward: (Kind.BACKWARD, Kind.BACKWARD_INPUT),
-}  # the kinds of actions of which these operators are drawn as a part
+}
 _VALUES = Line("values for the next stage")
-_GRADIENTS = Line("their gradients", style="dashed")
+_GRADIENTS = Line("gradients for the stage before", style="dashed")
 _LOSS = "the loss is part of the last stage's forward and backward"
-_RECOMPUTED = "dashed frame: keeps no activations, and computes them again"
+_RECOMPUTED = "dashed frame: keeps no activations; the forward runs again before the backward"
 
 
 def draw_step(
@@ -75,7 +77,7 @@ def draw_step(
         )
     kinds = dict.fromkeys(action.kind for action in grid.slots)
     said = [meaning for kind, meaning in _MEANING.items() if kind in kinds]
-    picture.notes += [f"1F0: of stage 1, for micro-batch 0; {', '.join(said)}", _LOSS]
+    picture.notes += [f"1F0: stage 1's forward of micro-batch 0; {', '.join(said)}", _LOSS]
     if grid.recomputed:
         picture.notes.append(_RECOMPUTED)
     return picture.source(legend_at=grid.below)
@@ -83,7 +85,7 @@ def draw_step(
 
 @dataclass(frozen=True)
 class _StepLink:
-    """A line between two actions in different lanes, of which the second needs the first."""
+    """A line between two actions in different lanes: ``head`` needs a result of ``tail``."""
 
     tail: Action
     head: Action
@@ -103,9 +105,9 @@ class _StepGrid:
     """The positions of boxes and lines, in points: x grows from left to right; y is 0 at the top
     and negative below, as Graphviz counts it."""
 
-    height = 24.0  # of a box
-    pad = 7.0  # around the boxes of a row
-    track = 5.0  # between lines that run along each other
+    height = 24.0  # the height of a box
+    pad = 7.0  # the margin between the boxes of a row and its frame
+    track = 5.0  # the distance between parallel lines in the gap between two rows
 
     def __init__(self, graph: fx.Graph, devices: Sequence[str], placement: Sequence[int]) -> None:
         self.placement = placement
@@ -133,28 +135,28 @@ class _StepGrid:
 
     @property
     def width(self) -> float:
-        """The width of a box, in points: the lines that enter and leave it need room beside each
-        other."""
+        """The width of a box, in points, with room for all lines that enter and leave it."""
         return 2 * max(15.0, 7.0 + 8 * len(self.skips))
 
     @property
     def room(self) -> float:
-        """The distance between the boxes of a row, in points; skips pass the row there."""
+        """The distance between the boxes of a row, in points, through which skips pass the row."""
         return max(14.0, 16.0 * len(self.skips))
 
     def _line(self, link: _StepLink) -> Line:
-        """The kind of a line: skips and their gradients have a colour for each pair of stages."""
+        """How a link is drawn: the skips between two stages and their gradients have one colour,
+        which differs from that of other pairs of stages."""
         if link.ends not in self.skips:
             return _GRADIENTS if link.is_back else _VALUES
         low, high = link.ends
         colour = SKIP_COLOURS[self.skips.index(link.ends) % len(SKIP_COLOURS)]
         if link.is_back:
-            return Line(f"their gradients, stage {high} to {low}", "dashed", colour, THICK)
+            return Line(f"gradients of skips, stage {high} to {low}", "dashed", colour, THICK)
         return Line(f"skips, stage {low} to {high}", "solid", colour, THICK)
 
     def _aside(self, link: _StepLink) -> float:
-        """The distance from the middle of a box to the point where a line leaves it, to the right;
-        a line enters as far to the left."""
+        """The distance, in points, by which a line leaves a box to the right of the box's middle,
+        and enters the next box to the left of that box's middle."""
         first = 5.0 + 4 * len(self.skips) if link.is_back else 2.0
         return first + 4 * (1 + self.skips.index(link.ends) if link.ends in self.skips else 0)
 
@@ -163,7 +165,8 @@ class _StepGrid:
 
     @cached_property
     def tracks(self) -> dict[_StepLink, tuple[int, int]]:
-        """For each line: the gap between rows (below that lane) in which it runs, and its track."""
+        """The gap and the track in which each line runs. Gap ``i`` is between the rows of lanes
+        ``i`` and ``i + 1``; its tracks keep lines apart that are in it at the same time."""
         ends: dict[int, list[float]] = {}
         found = {}
         for link in sorted(self.links, key=lambda link: (self.slots[link.tail], str(link.tail))):
@@ -200,10 +203,10 @@ class _StepGrid:
         return 0, self.y(last - 1) - self.height / 2 - self.pad - 24
 
     def path(self, link: _StepLink) -> list[Point]:
-        """The points of a line: out of a box, along the gap beside its row, past other rows between
-        two columns, and into the other box."""
-        way = -1 if self.lane(link.head) > self.lane(link.tail) else 1  # down, or up
-        aside = self._aside(link)  # lines of different kinds are beside each other
+        """The points of a line: it leaves the first box, runs along the gap beside that box's row,
+        passes other rows between two columns, and enters the second box."""
+        way = -1 if self.lane(link.head) > self.lane(link.tail) else 1  # -1: down, 1: up
+        aside = self._aside(link)
         start = self.x(link.tail) + aside, self.y(self.lane(link.tail)) + way * self.height / 2
         end = self.x(link.head) - aside, self.y(self.lane(link.head)) - way * self.height / 2
         gap, track = self.tracks[link]
@@ -224,7 +227,8 @@ class _StepGrid:
 
 
 def _needs(graph: fx.Graph) -> dict[Action, tuple[Action, ...]]:
-    """The actions of a step graph, in its order, each with the actions whose results it needs."""
+    """The actions that each action of a step graph needs results of; the keys are in the order of
+    the graph."""
     made: dict[fx.Node, dict[Action, None]] = {}
     needs: dict[Action, dict[Action, None]] = {}
     actions = _actions(graph)
@@ -239,8 +243,8 @@ def _needs(graph: fx.Graph) -> dict[Action, tuple[Action, ...]]:
 
 
 def _actions(graph: fx.Graph) -> dict[fx.Node, Action]:
-    """The action of each node. The loss and its backward count to the forward and the backward of
-    the last stage."""
+    """The action that each node is part of. The loss is part of the last stage's forward, and the
+    loss's backward is part of the last stage's backward."""
     found = {node: node.meta[ACTION] for node in graph.nodes if ACTION in node.meta}
     made = set(found.values())
     for target, kinds in _WITH.items():

@@ -1,4 +1,4 @@
-"""Laying out Graphviz source as SVG."""
+"""The layout of Graphviz source as SVG, by a program that is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Drawing(graphviz.Source):  # type: ignore[misc]
     """Graphviz source that notebooks show as :func:`render_svg` lays it out."""
 
     def _repr_mimebundle_(self, *_: Any, **__: Any) -> dict[str, str]:
-        # The method of the base class ends in a traceback where ``dot`` is not installed.
+        # The method of the base class would show a traceback if ``dot`` is not installed.
         try:
             return {"image/svg+xml": render_svg(self)}
         except NoLayout as error:
@@ -51,6 +51,7 @@ def _program() -> str:
     )
     if program is None:
         raise NoLayout(
-            "no program lays out drawings here: install Graphviz, or `pip install graphviz-pure`"
+            "drawings need a program that lays them out: install Graphviz, or "
+            "`pip install graphviz-pure`"
         )
     return program

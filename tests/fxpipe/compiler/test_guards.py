@@ -49,6 +49,27 @@ def test_a_symbolic_graph_has_no_sizes_and_an_argument_that_is_no_tensor_is_a_co
     assert "head.scale = 3" in said
 
 
+def test_guards_print_on_one_line_and_in_a_list_too():
+    class Config:
+        def __repr__(self):
+            return 'Config {\n  "size": 100,\n  "layers": 4,\n  "dropout": 0.1\n}'
+
+    class Configured(nn.Linear):
+        def __init__(self):
+            super().__init__(12, 12)
+            self.config = Config()
+
+        def forward(self, x):
+            return super().forward(x) if self.config else x
+
+    model = nn.Sequential(Configured(), nn.Tanh())
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        pipe(X)
+        assert "0.config = Config { " in str(pipe.guards)
+        assert "\n" not in str(pipe.guards)
+        assert str([pipe.guards]) == f"[<Guards: {pipe.guards}>]"
+
+
 def test_modes_hooks_and_autocast_are_guards():
     def prepared(model):
         model.layers[1].eval()

@@ -12,7 +12,7 @@ from tests.zoo import Chain
 X = torch.ones(6, 3)
 HEADINGS = [
     *("Summary", "Stages", "Stage graph", "Pipeline graph", "Training step", "Memory"),
-    *("What travels", "Passes", "Code"),
+    *("Values sent", "Passes", "Code"),
 ]
 
 
@@ -90,7 +90,7 @@ def test_the_drawings_are_those_of_the_pipeline(written):
 
 def test_the_values_that_travel_are_a_table(written):
     _, text = written
-    cells = section(text, "What travels").texts["td"]
+    cells = section(text, "Values sent").texts["td"]
     assert [cells[i : i + 5] for i in range(0, len(cells), 5)] == [
         ["x", "caller", "0", "caller", "72 B"],
         ["a", "0", "1", "next stage", "72 B"],

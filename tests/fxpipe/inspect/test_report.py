@@ -3,7 +3,7 @@ import torch
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.inspect.report import advice, of_the_bubble
+from fxpipe.inspect.report import advice, bubble_advice
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import ALIAS, COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
@@ -79,9 +79,9 @@ def test_a_cut_that_could_be_more_even_is_said_to_be_so_unless_it_was_searched_f
 
 
 def test_more_micro_batches_are_advised_where_they_are_worth_it():
-    (line,) = of_the_bubble(1 / 3, 1 / 9, 8)
+    (line,) = bubble_advice(1 / 3, 1 / 9, 8)
     assert line.startswith("with chunks=8 the bubble would be 11%, in place of 33%")
-    assert of_the_bubble(0.2, 0.12, 8) == []
+    assert bubble_advice(0.2, 0.12, 8) == []
 
 
 def test_the_report_says_how_long_each_stage_waits():

@@ -66,7 +66,8 @@ return head_call
         size = model.embed.weight.nbytes
         assert not pipe.skip_layout.skips
         assert pipe.skip_layout.brought == (Hop("embed.weight", 0, 1, size, once=True),)
-        assert f"brought embed.weight: stage 0 -> stage 1, {size} bytes, once" in pipe.report()
+        said = f"shared parameter embed.weight: stage 0 -> stage 1, {size} bytes, once"
+        assert said in pipe.report()
         assert {p.device.type for p in pipe.parameters()} == {"cpu"}
         for level in ("model", "stage", "pipeline"):
             assert str(pipe.draw(level))

@@ -156,7 +156,7 @@ def test_what_one_micro_batch_takes_from_the_other_is_named_beside_it():
     assert not [e for e in edges(source) if e[0].endswith("_mb0") and e[1].endswith("_mb1")]
     # The join of micro-batch 1 takes what the fork of micro-batch 0 gives.
     assert ("phony_s1_mb0 at join_s1_mb1", "join_s1_mb1") in edges(source)
-    assert "value of another box, by its name" in clusters(source)["cluster_legend"]
+    assert "value of the box that has this name" in clusters(source)["cluster_legend"]
 
 
 def test_what_comes_from_one_place_is_one_oval():
@@ -361,7 +361,7 @@ def test_the_legend_explains_the_lines_that_occur_and_no_others():
     plain, skipping = drawings(mlp(), TWO), drawings(long_skip(), FOUR)
     order = "fork to join: its backward comes after"
     assert meanings(plain["model"]) == {"value"}
-    assert meanings(skipping["model"]) == {"value", "value that passes over stages"}
+    assert meanings(skipping["model"]) == {"value", "skip: a value that passes over stages"}
     assert meanings(plain["stages"]) == {"from and to the caller", "value for the next stage"}
     assert meanings(skipping["stages"]) == meanings(plain["stages"]) | {"long skip: a"}
     assert meanings(plain["pipeline"]) == {"from and to the caller", "copy", order}
