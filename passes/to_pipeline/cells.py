@@ -1,4 +1,4 @@
-"""Not a pass: the cells of a pipeline graph, and the gates through which values enter and leave.
+"""The cells of a pipeline graph and their gates, to which all passes after "microbatch" add nodes.
 
 A cell is all that stage *j* does for micro-batch *i*: the nodes with that stage and micro-batch::
 
@@ -6,8 +6,9 @@ A cell is all that stage *j* does for micro-batch *i*: the nodes with that stage
                               │           │
               entry           └───────────┘                 exit
 
-Entry and exit are chains of gates: nodes that take and give one tuple, all values at once, so that
-in the backward no gradient passes before all are there. Each pass adds its own gate to the chain.
+Entry and exit are chains of gates. A gate is a node that takes and gives all values at once, as one
+tuple, so that in the backward no gradient passes it before all gradients have arrived. Each pass
+adds a gate of its kind to the chain.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def items(node: fx.Node) -> list[fx.Node]:
 
 
 class Writer:
-    """Adds nodes to a cell: the first one behind the node ``after``, each further one behind it."""
+    """Adds nodes to a cell: the first behind the node ``after``, each other behind the last one."""
 
     def __init__(self, cell: Cell, after: fx.Node) -> None:
         self.cell = cell
@@ -129,8 +130,8 @@ class Writer:
         """
         maker = _maker(values)
         if maker is not None and all(uses(user) for value in values for user in value.users):
-            # The values are the whole tuple of another gate: the tuple itself passes this gate, and
-            # is taken apart behind it.
+            # The values are the whole tuple of another gate, so that tuple itself passes this gate
+            # and is taken apart behind it.
             result = call(maker)
             for value in values:
                 value.replace_input_with(maker, result)

@@ -9,8 +9,8 @@ backward.
                        `..... handle ......'
 
 In the backward ``recompute`` comes before ``wait``: the stage runs again while the gradient is
-still being copied. A stage in segments is a chain of checkpoints, and it is the last segment, whose
-backward comes first, that is run again ahead::
+still being copied. A stage in segments is a chain of checkpoints. Only its last segment, whose
+backward comes first, is run again ahead of time::
 
     ── checkpoint ── checkpoint ── wait ── recompute ── copy
                           `..... handle ......'
@@ -37,9 +37,9 @@ class Checkpoint:
     """Pipeline graph → the same, in which cells are checkpointed.
 
     Args:
-        mode: which cells are: "never" none, "always" all, "except_last" all but those of the last
-            micro-batch, whose backward follows its forward at once.
-        segments: into how many segments a stage is cut, each checkpointed by itself.
+        mode: which cells are checkpointed: none ("never"), all ("always"), or all but those of the
+            last micro-batch, whose backward follows its forward at once ("except_last").
+        segments: the number of segments that a stage is cut into, each checkpointed by itself.
 
     Raises ValueError for another mode, or for several segments with the mode "never".
     """

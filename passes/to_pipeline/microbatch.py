@@ -6,8 +6,8 @@ micro-batch.
     x ─ stage_0 ─ stage_1 ─ y            x ─ scatter ─┬─ stage_0 ─ stage_1 ─┬─ gather ─ y
                                                       └─ stage_0 ─ stage_1 ─┘
 
-The cells (micro-batch i, stage j) come in the order of clock cycles, i + j = 0, 1, 2, ...: the
-order in which a pipeline runs them, and the reverse of which is the backward's.
+The cells (micro-batch i, stage j) come in the order of clock cycles, i + j = 0, 1, 2, ... Forwards
+run in this order, and backwards in the reverse one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Microbatch:
     """Stage graph → pipeline graph of ``chunks`` micro-batches.
 
     Args:
-        in_dims: the batch dimension of each input; None for one that all micro-batches share,
-            "list" for one that comes in parts, which are of a list with an element for each row.
+        in_dims: the batch dimension of each input; None for one that all micro-batches share;
+            "list" for one that comes from a list with an element for each row, and has been cut
+            into parts already.
         out_dims: for each node that the stage graph returns, in order, the batch dimension of its
             tensors (see :func:`fxpipe.ops.gather`).
         loss_weight: a module that gives the weight of a micro-batch's loss from its parts of all
@@ -75,8 +76,8 @@ class Microbatch:
     def _scatter(
         self, inputs: dict[fx.Node, fx.Node], copies: list[dict[fx.Node, fx.Node]]
     ) -> tuple[tuple[Any, ...], fx.Node | None]:
-        """Cut the inputs into parts. Returns what tells ``gather`` the sizes of the parts, and the
-        weights of their losses."""
+        """Cut the inputs into parts. Returns the arguments of ``gather`` from which it knows the
+        sizes of the micro-batches, and the node of the weights of their losses, if any."""
         sizes: tuple[Any, ...] = ()
         is_weighted = self._is_weighted
         every: list[fx.Node] = []
@@ -152,8 +153,8 @@ class Microbatch:
 
 
 def _without_means(dims: Dims) -> Dims:
-    """The batch dimensions of an output of one micro-batch, which is the mini-batch's: there is no
-    mean to be taken of what has no batch dimension, or none that is known."""
+    """The batch dimensions of an output, for a mini-batch that is a single micro-batch: an output
+    without a known batch dimension is then returned as it is, and no mean is taken of it."""
     if isinstance(dims, tuple):
         return tuple(ANY if dim is None else dim for dim in dims)
     return ANY if dims is None else dims
@@ -207,8 +208,8 @@ def _once(
 ) -> None:
     """Copy a node that runs once for all micro-batches.
 
-    Its last argument is a tuple with the values of one micro-batch, and becomes the tuple with
-    those of all.
+    Its last argument, a tuple with the values of one micro-batch, becomes a tuple with the values
+    of all micro-batches.
     """
     parts: Any
     *own, parts = node.args

@@ -10,9 +10,9 @@ where values go from one to another.
                          └── portal ─┘             portal copy
                compute ──────────────────│  copy streams       │───────── compute
 
-All values that leave a cell pass one wait, which notes the event after which they are made: their
-copies wait for it, on the streams of the links (:mod:`fxpipe.runtime.streams`). All values that
-arrive pass another one, in which the compute stream waits for their copies.
+All values that leave a cell pass one wait, which records an event on the compute stream: the copies
+of the values wait for it, on the streams of the links (:mod:`fxpipe.runtime.streams`). All values
+that arrive in a cell pass another wait, in which the compute stream waits for their copies.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from passes.to_pipeline.cells import CARRIERS, Cell, cell_of, cells
 
 
 class VerifyError(ValueError):
-    """A pipeline graph breaks a promise; the message shows the node and the promise."""
+    """A pipeline graph does not keep its promises; the message says which, and shows the node."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Project: from a graph of all stages to the part of one rank, a process that has some of them.
+"""Project: the pass takes out of a graph of all stages the part that one rank runs, a process that
+has some of the stages.
 
 ::
 
@@ -8,11 +9,12 @@
                                       ┊ (0, 1), number 0
     rank 1                            receive ─ ... ─ arrived ─ send ─ forward 1
 
-The order of the nodes of the given graph is one total order of all that happens, and every rank
-keeps it. A transfer has one place in it, behind the node that makes the value; both its ends stand
-there. That is why ranks cannot wait for each other in a circle, whatever the schedule and the
-skips: of all transfers that are not done take the first. Both its ranks have done all that comes
-before it, so it can be done, even if every transmit waits for its receive.
+The nodes of the given graph are in a total order, and every rank keeps it. A transfer has one place
+in this order, right behind the node that makes the value: there the sender's graph has the
+``transmit`` and the receiver's the ``receive``. That is why ranks cannot wait for each other in a
+circle, whatever the schedule and the skips: of all transfers that are not done take the first. Both
+its ranks have done everything that comes before it, so that it can be done, even if every transmit
+waits for its receive.
 """
 
 from __future__ import annotations
@@ -61,10 +63,11 @@ class Project:
 
 @dataclass
 class Crossing:
-    """A value that goes from one rank to another.
+    """The transfer of a value along an edge, which is a pair of ranks: (sender, receiver).
 
-    ``value`` is a node of the graph of all stages, or its whole output, and ``node`` the node
-    behind which the transfer has its place. ``number`` counts the transfers of an edge from 0.
+    ``value`` is a node of the graph of all stages, or the whole output of that graph; ``node`` is
+    the node behind which the transfer has its place. ``number`` counts the transfers of the edge,
+    from 0.
     """
 
     node: fx.Node
@@ -74,7 +77,7 @@ class Crossing:
 
 
 class Crossings:
-    """Which rank does which nodes of a graph, and what goes from rank to rank."""
+    """Finds which nodes of a graph each rank runs, and which values go from rank to rank."""
 
     def __init__(self, graph: fx.Graph, ranks: tuple[int, ...], everywhere: bool) -> None:
         self.graph, self.ranks = graph, ranks
@@ -87,7 +90,7 @@ class Crossings:
         self._number()
 
     def _owner(self, node: fx.Node) -> int | None:
-        """The rank that does a node; None if every rank does it that needs its value."""
+        """The rank that runs a node; None if every rank that needs its value runs it."""
         if node.op == "get_attr":
             for user in node.users:
                 if HOME in user.meta:  # it is a parameter that is brought to another stage
@@ -101,7 +104,7 @@ class Crossings:
         return None
 
     def _done_by(self, rank: int) -> set[fx.Node]:
-        """The nodes that a rank does: its own, and those of nobody's that it needs."""
+        """The nodes that a rank runs: those it owns, and those without an owner that it needs."""
         found: set[fx.Node] = set()
         for node in reversed(self.graph.nodes):
             if node is self.output:
@@ -116,10 +119,11 @@ class Crossings:
         return found
 
     def needed_by(self, node: fx.Node, rank: int) -> list[fx.Node]:
-        """The inputs whose values a rank needs to do a node.
+        """The inputs whose values a rank needs in order to run a node.
 
-        Tapes stay where they are. The loss takes those of all stages, to find parameters that are
-        in the loss itself; and a backward may take that of the loss, only to come after it.
+        Tapes never travel, though two kinds of nodes have tapes of other ranks among their inputs,
+        which are left out here. The loss takes the tapes of all stages, to find parameters of
+        theirs that the loss contains. A backward may take the loss's, only to come after the loss.
         """
 
         def is_here(source: fx.Node) -> bool:
@@ -134,7 +138,7 @@ class Crossings:
         return node.all_input_nodes
 
     def sent_whole(self, rank: int) -> int | None:
-        """The other rank that has all of the output, and sends it as one; None if there is none."""
+        """The other rank that has the whole output, and sends it at once; None if there is none."""
         owners = {self.owners[node] for node in self.output.all_input_nodes}
         owner = owners.pop() if len(owners) == 1 else None
         return owner if owner != rank else None
@@ -172,7 +176,7 @@ class _RankWriter:
         self.gm, self.transfers, self.rank = gm, transfers, rank
         self.graph = fx.Graph()
         self.transport = self.graph.placeholder(TRANSPORT)
-        self.own: dict[fx.Node, fx.Node] = {}  # by the nodes of the given graph
+        self.own: dict[fx.Node, fx.Node] = {}  # the rank's nodes, by the given ones
         self.receives: dict[fx.Node, fx.Node] = {}  # by the node whose value is received
         self.modules: dict[str, fx.Node] = {}  # stages of other ranks, in place of their tapes
 
@@ -216,7 +220,7 @@ class _RankWriter:
         return self.own[source]
 
     def _elsewhere(self, tape: Any, user: fx.Node) -> fx.Node:
-        """What stands in the loss for the tape of a stage of another rank."""
+        """The node that the loss takes in place of the tape of a stage of another rank."""
         forward = tape.args[0]
         assert isinstance(forward, fx.Node) and isinstance(forward.args[0], fx.Node)
         path = str(forward.args[0].target)
@@ -242,7 +246,7 @@ class _RankWriter:
     def _call(
         self, function: Any, args: tuple[Any, ...], name: str, where: fx.Node | None = None
     ) -> fx.Node:
-        """A call that belongs where the given node does."""
+        """Add a call, with the stage, micro-batch, device and stream of the node ``where``."""
         node = self.graph.create_node("call_function", function, args, name=name)
         if where is not None:
             keys = (STAGE, MICROBATCH, DEVICE, STREAM)

@@ -1,4 +1,4 @@
-"""Not a pass: prove of the graphs of all ranks that they can run together, or say where not.
+"""Proves that the graphs that pass "project" gives for all ranks can run together.
 
 ::
 
@@ -6,11 +6,11 @@
                       │                                 │
     rank 1     receive (0, 1) number 0  ──────── receive (0, 1) number 1
 
-1. The transfers of an edge have the same numbers, in the same order, at both its ends, and both
-   ends mean the same value.
-2. If every rank stops at each transfer until the other end comes to it, all ranks come to their
-   ends. This is harder than what happens: a receive does not stop a rank, only the use of what it
-   brings does.
+1. The transfers of an edge have the same numbers, in the same order, at both of its ends, and
+   transfers of the same number carry the same value.
+2. If every rank stops at each transfer until the other rank comes to it, all ranks come to their
+   ends. In a real run ranks wait less: a receive does not stop a rank, only the first use of the
+   received value does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from passes.to_rank.project import edge_of, transfers_of
 
 
 class TransferError(ValueError):
-    """The graphs of ranks do not fit together; the message names the transfers and their ranks."""
+    """The graphs of ranks do not fit together; the message names transfers and their ranks."""
 
 
 def verify(graphs: Sequence[fx.GraphModule]) -> None:

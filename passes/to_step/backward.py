@@ -1,4 +1,4 @@
-"""Not a pass: writes the backward of a stage for a micro-batch, whole or in two halves.
+"""Writes the backward of a stage for a micro-batch, whole or in two halves, for pass "step".
 
 ::
 
@@ -37,9 +37,9 @@ def write_backward(draft: Draft, at: Action) -> None:
     grads = tuple(arrived.get(value) for value in stage.gives)
     function = ops.backward_input if is_halved else ops.backward
     args: tuple[Any, ...] = cell.tape, grads
-    # If no gradient arrives from a later stage, no data dependency orders this backward. The loss
-    # may still have gradients for parameters of this stage: so it takes the loss's backward as an
-    # input.
+    # If no gradient arrives from a later stage, no data dependency makes this backward come after
+    # the loss's. The loss may still have gradients for parameters of this stage, so that the loss's
+    # backward is made an input.
     if not any(grads):
         args = *args, draft.cell(loss_stage, at.microbatch).backward
     cell.backward = draft.nodes.call(function, args, function.__name__, at)

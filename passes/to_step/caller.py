@@ -1,4 +1,4 @@
-"""Not a pass: the inputs of a step graph, which the caller of the step gives.
+"""Writes the inputs of a step graph, which the caller of the step gives, for pass "step".
 
 ::
 
@@ -53,10 +53,10 @@ class Caller:
     ) -> None:
         self.nodes, self.traffic = nodes, traffic
         self.count = nodes.schedule.microbatches
-        # By the inputs of the stage graph: the inputs of the step graph, and their scattered parts.
+        # For each input of the stage graph that of the step graph, and the node of all its parts.
         self.inputs: dict[fx.Node, fx.Node] = {}
         self._parts: dict[fx.Node, fx.Node] = {}
-        # One micro-batch's part of an input, once it has been brought to a stage.
+        # The parts, each of one micro-batch, that have been brought to a stage already.
         self._brought: dict[Place, fx.Node] = {}
         self._loss_weight, self._weighs_inputs = loss_weight, weighs_inputs
         sizes = self._scatter_inputs(in_dims)

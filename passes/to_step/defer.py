@@ -46,7 +46,7 @@ FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
 
 
 class Apply(nn.Module):
-    """A module that calls a function: ``ops.defer`` takes a module."""
+    """A module that calls a function, for ``ops.defer``, which takes modules only."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

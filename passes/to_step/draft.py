@@ -1,4 +1,4 @@
-"""Not a pass: the draft, a step graph while it is written, and what its parts share.
+"""The draft: a step graph that pass "step" has not yet written to its end.
 
 ::
 
@@ -9,8 +9,9 @@
     mb 1       values ...
 
 A cell of this table is the work of one stage for one micro-batch. The forward of a cell leaves its
-values and a tape, the loss and the backward take these up and leave gradients. The files "forward",
-"loss" and "backward" share this table, the graph and the traffic between stages, and nothing else.
+values there, and a tape, which is the autograd graph that it has recorded. The loss and the
+backward read these, and leave gradients. The files "forward", "loss" and "backward" share this
+table, the graph and the traffic between stages, and nothing else.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class CellNodes:
     """
 
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """What has arrived at the stage, and what the stage has made."""
+    """The values that have arrived at the stage, and those that it has computed."""
     grads: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """The gradients that the cell's backward gives, by the value that each is the gradient of."""
     tape: fx.Node = field(init=False)
@@ -91,7 +92,7 @@ class Draft:
         if FIRST in value.meta:
             return self.replicas.of(value)
         values = self.cell(at.stage, at.microbatch).values
-        if value not in values:  # it comes from no other stage
+        if value not in values:  # an input, a parameter or a buffer: it comes from no other stage
             is_state = value.op == "get_attr"
             values[value] = (
                 self.nodes.attribute(str(value.target))
@@ -101,8 +102,8 @@ class Draft:
         return values[value]
 
     def in_halves(self, stage: fx.GraphModule) -> fx.GraphModule:
-        """A stage rewritten so that its backward can be run in halves, which all micro-batches
-        share."""
+        """The stage rewritten so that its backward can be run in halves. It is rewritten once, for
+        all micro-batches."""
         if stage not in self._in_halves:
             self._in_halves[stage] = self._make_halves(stage)
         return self._in_halves[stage]

@@ -1,4 +1,4 @@
-"""Not a pass: which value of a stage graph visits which stages.
+"""Finds which stages each value of a stage graph visits, for pass "step".
 
 ::
 
@@ -26,7 +26,7 @@ class StepError(ValueError):
 
 @dataclass
 class Flow:
-    """A value of the stage graph, and the stages that it visits, from its own on."""
+    """A value of the stage graph, and the stages that it visits, first the one that makes it."""
 
     value: fx.Node
     stages: list[int]
@@ -43,12 +43,12 @@ class Flow:
 
 @dataclass
 class StageCall:
-    """A stage, by the nodes of the stage graph that are its call, its results and its arguments."""
+    """A stage, with the nodes of the stage graph that are its call and its results."""
 
     call: fx.Node
     module: fx.GraphModule
-    results: list[fx.Node]  # in the order of what it returns
-    passed: list[fx.Node] = field(default_factory=list)  # arguments that go on to others
+    results: list[fx.Node]  # in the order in which the stage returns them
+    passed: list[fx.Node] = field(default_factory=list)  # arguments that later stages need as well
 
     @property
     def gives(self) -> list[fx.Node]:
@@ -70,8 +70,8 @@ class StageCall:
 
 
 class Flows:
-    """The stages of a stage graph, and the stages that each value visits. The loss is one stage
-    more, after the last."""
+    """The stages of a stage graph, and the stages that each value visits. The loss counts as one
+    more stage, after the last one."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
@@ -93,8 +93,8 @@ class Flows:
 
     @property
     def edges(self) -> list[tuple[int, int]]:
-        """Pairs of stages between which values travel. Every stage leads to the last, since this
-        computes the loss too, and a loss may contain parameters of any stage."""
+        """Pairs of stages between which values travel. From every stage the pairs lead to the last
+        one: it computes the loss as well, which may contain parameters of any stage."""
         last = self.loss_stage - 1
         hops = {hop for flow in self.of.values() for hop in pairwise(flow.stages)}
         leading = {a for a, _ in hops}

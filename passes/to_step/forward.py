@@ -1,4 +1,4 @@
-"""Not a pass: writes the forward of a stage for a micro-batch.
+"""Writes the forward of a stage for a micro-batch, for pass "step".
 
 ::
 
@@ -49,8 +49,8 @@ def write_forward(draft: Draft, at: Action) -> None:
 
 
 def _module(draft: Draft, stage: StageCall, at: Action) -> fx.Node:
-    """The stage's module, as one that defers the gradients of its parameters where the schedule
-    wants these later."""
+    """The stage's module. If the schedule cuts the backward in halves, it is the rewritten module
+    that can compute the gradients of its parameters later."""
     path = str(stage.call.target)
     if draft.is_halved(at):
         return draft.nodes.module(f"{path}_deferred", draft.in_halves(stage.module), at)

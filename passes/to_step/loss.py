@@ -1,4 +1,4 @@
-"""Not a pass: writes the loss of a micro-batch, and where its backward begins.
+"""Writes the loss of a micro-batch, and its backward, for pass "step".
 
 ::
 
@@ -6,7 +6,7 @@
     (caller) ── target ──┘          └── tape ── loss_backward ── gradients of the output ─ (leave)
                                 weight, scale ──┘
 
-The loss is one stage more, in the lane of the last stage.
+The loss counts as one more stage, and runs in the lane of the last one.
 """
 
 from __future__ import annotations

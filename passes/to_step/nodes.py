@@ -1,4 +1,4 @@
-"""Not a pass: makes the nodes of a step graph, and notes to which stage and stream they belong."""
+"""Makes the nodes of a step graph, and notes their stages and streams, for pass "step"."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Nodes:
     Args:
         gm: the stage graph, whose modules and parameters the step graph uses.
         devices: one for each stage.
-        labels: for each stage the numbers by which names of nodes call it: ``(stage,)``, or
-            ``(stage, i)`` if it is segment ``i`` of that stage.
+        labels: for each stage the numbers that stand for it in the names of nodes: ``(stage,)``, or
+            ``(stage, i)`` for segment ``i`` of that stage.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Nodes:
         self.gm, self.schedule, self.devices, self.labels = gm, schedule, devices, labels
         self.attributes: dict[str, Any] = {}
 
-    def _own(self, stage: int) -> int:
-        """The number of a stage; of the last stage for the loss, which runs in its place."""
+    def _runs_in(self, stage: int) -> int:
+        """The number of a stage; for the loss that of the last stage, where the loss runs."""
         return min(stage, self.schedule.stages - 1)
 
     def whole_stage(self, stage: int) -> int:
@@ -46,15 +46,15 @@ class Nodes:
 
     def lane(self, stage: int) -> int:
         """The lane that a stage runs in."""
-        return self.schedule.placement[self._own(stage)]
+        return self.schedule.placement[self._runs_in(stage)]
 
     def stream(self, stage: int, role: str) -> str:
         """The name of a stream of the stage's device; the role is COMPUTE or COPY."""
-        return stream_name(self.devices[self._own(stage)], role)
+        return stream_name(self.devices[self._runs_in(stage)], role)
 
     def place(self, node: fx.Node, stage: int, microbatch: int, role: str = COMPUTE) -> None:
         """Note a node's stage, micro-batch, device and stream in its metadata."""
-        own = self._own(stage)
+        own = self._runs_in(stage)
         node.meta |= {
             STAGE: own,
             MICROBATCH: microbatch,
@@ -66,7 +66,7 @@ class Nodes:
         self, function: Any, args: tuple[Any, ...], name: str, at: Action, role: str = COMPUTE
     ) -> fx.Node:
         """A call that is part of an action, and belongs to the action's stage and micro-batch."""
-        label = "_".join(map(str, self.labels[self._own(at.stage)]))
+        label = "_".join(map(str, self.labels[self._runs_in(at.stage)]))
         node = self.whole(function, args, f"{name}_s{label}_mb{at.microbatch}")
         self.place(node, at.stage, at.microbatch, role)
         return node

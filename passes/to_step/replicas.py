@@ -1,4 +1,4 @@
-"""Not a pass: parameters that a step brings to another device once for all micro-batches.
+"""Writes, for pass "step", how parameters are brought to another device once for all micro-batches.
 
 Pass "tied" says which parameters these are, and which stages borrow them.
 

@@ -16,14 +16,14 @@ of the model's own backward. The loss is one stage more, in the lane of the last
 
 ::
 
-    flows      which value of the stage graph visits which stages
-    writer     all actions, one by one, in an order in which one thread can run them
-    forward, loss, backward    what an action is in the step graph
-    draft      the step graph while it is written, which these four share
-    nodes      makes nodes and says where they belong
-    caller     the inputs of the step graph, and how their parts come to the stages
-    traffic    what goes from stage to stage
-    replicas   parameters that are brought to another device once for all micro-batches
+    flows      finds which stages each value of the stage graph visits
+    writer     writes all actions, one by one, in an order in which one thread can run them
+    forward, loss, backward    write the nodes of one action
+    draft      holds the unfinished step graph, which these four share
+    nodes      makes nodes and notes their stages and streams
+    caller     writes the inputs of the step graph, and brings their parts to the stages
+    traffic    writes what goes from stage to stage
+    replicas   brings parameters to other devices, once for all micro-batches
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Not a pass: what goes from stage to stage in a step, in both directions.
+"""Writes what goes from stage to stage in a step, in both directions, for pass "step".
 
 ::
 
@@ -24,7 +24,8 @@ Place = tuple[fx.Node, int, int]  # a value of the stage graph, a stage, a micro
 
 
 class Traffic:
-    """Lets values leave their stage, and brings them to another when its action needs them."""
+    """Lets values leave their stage, and brings them to another stage when an action there needs
+    them."""
 
     def __init__(self, nodes: Nodes) -> None:
         self.nodes = nodes

@@ -1,11 +1,12 @@
-"""Not a pass: writes a step graph, action by action, in an order in which one thread can run it.
+"""Writes a step graph for pass "step", action by action, in an order that one thread can run.
 
 ::
 
     inputs ─ forward ─ ... ─ loss ─ ... ─ backward ─ ... ─ optimize ─ ... ─ the mini-batch's loss
              └────────── the actions of the schedule ───┘
-                                          optimize: after the last action of a stage, or after the
-                                          last of all, where other stages have gradients for it
+
+The parameters of a stage are optimized right after the stage's last action or, if replicas of them
+in other stages have gradients for them, after the last action of all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from passes.to_step.loss import write_loss, write_loss_backward
 
 
 def write(draft: Draft, actions: Sequence[Action]) -> fx.GraphModule:
-    """The step graph of all actions of a schedule, given in the order in which they are run."""
+    """The step graph of a schedule; ``actions`` are all its actions, in an order to run them in."""
     last = {action.stage: action for action in actions}
     homes = draft.replicas.homes  # their parameters get gradients from replicas in other stages
     for action in actions:
@@ -91,6 +92,7 @@ def _for_all(draft: Draft, value: fx.Node) -> fx.Node:
 
 
 def _made(draft: Draft, stage: int, microbatch: int, value: fx.Node) -> fx.Node:
-    """A micro-batch's value in the stage that makes it; an input's, as brought to ``stage``."""
+    """The node of a micro-batch's value in the stage that makes it; for an input, the node of the
+    part that has been brought to ``stage``."""
     home = draft.flows.of[value].stages[0] if value in draft.flows.of else stage
     return draft.cell(home, microbatch).values[value]
