@@ -18,8 +18,8 @@ from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.guards import GuardedCall, signature
 from fxpipe.trace.premises import Premises
 
-MANY = 100  # the most modes, and the most signatures of calls, that are remembered
-OFTEN = 8  # recompilations for other constants or attributes, before a warning says why
+MANY = 100  # the most modes, and the most signatures of calls, that are kept
+OFTEN = 8  # after so many compilations for other constants or attributes a warning says why
 
 
 class Cache:
@@ -49,13 +49,15 @@ class Cache:
     def remember(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode, values: list[Any]
     ) -> None:
-        """Enter a mode for the fast look-up of calls that equal this one."""
+        """Enter a mode for the fast look-up of calls with the signature of this one. ``values`` are
+        the call's tensors in the order of the graph's inputs."""
         found, tensors = signature(args, kwargs)
         places = {id(tensor): i for i, tensor in enumerate(tensors)}
-        # A tensor that is given twice cannot be told apart: such a call takes the slow look-up.
+        # If one tensor is given for two arguments, the order of the values does not say which of
+        # them an input is: such a call takes the slow look-up.
         if found is None or len(places) != len(tensors):
             return
-        if any(id(value) not in places for value in values):  # parts of a list of tensors
+        if any(id(value) not in places for value in values):  # bind has cut lists into parts
             return
         if len(self._served) > MANY:
             self._served.clear()
@@ -92,8 +94,8 @@ class Cache:
         return mode
 
     def _tell_of_constants(self, mode: Mode) -> None:
-        """Warn once, where calls that differ in arguments that are no tensors have led to OFTEN
-        compilations."""
+        """Warn if this is compilation number OFTEN of calls that differ only in arguments that are
+        no tensors."""
         now = mode.guards
         alike = [each.guards for each in self.modes if each.guards.like(now, "constant", "state")]
         constants = [each.constants for each in alike]
@@ -112,10 +114,8 @@ class Cache:
                 return
 
     def _tell_of_attributes(self, before: Premises) -> None:
-        """Warn where changes of an attribute of the model have led to OFTEN compilations.
-
-        ``before``: the state of the attributes in the latest compilation before this one.
-        """
+        """Warn that changes of an attribute of the model have led to OFTEN compilations. ``before``
+        is the state of the attributes in the compilation before this one."""
         paths = {module: name for name, module in self.model.named_modules()}
         for module, attribute in before.broken()[:1]:
             path = f"{paths[module]}.{attribute}".removeprefix(".")

@@ -91,7 +91,8 @@ class Compiler:
         self.layout = layout or Layout(len(options.devices))
         self.lowering = Lowering(model, options)
         self.cache = Cache(model)
-        self.homes: dict[str, torch.device] = {}  # of the tensors that are still on "meta"
+        self.homes: dict[str, torch.device] = {}
+        """The device of its stage for each tensor of the model that is still on "meta"."""
         self._lock = threading.RLock()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any], int]:
@@ -127,7 +128,7 @@ class Compiler:
             return mode.steps[key]
 
     def _loss_dim(self, mode: Mode, target: Target, chunks: int) -> Dim:
-        """How the losses of micro-batches make that of the mini-batch."""
+        """How the losses of the micro-batches are put together to the loss of the mini-batch."""
         function = self.options.loss_fn
         if function is None:
             return mode.loss_dim
@@ -135,7 +136,7 @@ class Compiler:
             return None
         some, named = mode.example.repeated()
         if any(tensor.is_meta for tensor in Structure.of((some, named))[0]):
-            return False  # nothing is to be checked: see notice_values
+            return False  # there are no values to check with: see notice_values
         model = Twin(self.model).model
         with self._where_it_runs(model, Structure.of((some, named))[0]):
             return loss_dim(
@@ -204,7 +205,7 @@ class Compiler:
             meaning = self._meaning(twin.model, some, named)
             call = GuardedCall(self.model, args, kwargs, meaning.in_dims)
             mode = self.cache.mode(call)
-            if mode is not None:  # it fits the batch dimensions that the check has told
+            if mode is not None:  # found now that the check has determined the batch dimensions
                 return mode
             mode = self._compile(twin, some, named, meaning, call)
         return self.cache.learn(mode)
@@ -332,10 +333,10 @@ class Compiler:
     ) -> Mode:
         """Compile the model up to the stage graph, and move its stages to their devices.
 
-        What is run and examined up to there is the twin of the model.
+        Until the stages are moved, it is the twin that is run, traced and changed, not the model.
 
-        With ``chunks`` the model is traced with one of so many micro-batches, as a graph for that
-        batch size only.
+        With ``chunks`` the mini-batch is cut into so many micro-batches, and the model is traced
+        with the first one: the graph is right for this batch size only.
         """
         options, dims = self.options, meaning.in_dims
         tensors, _ = Structure.of((args, kwargs))
@@ -358,7 +359,7 @@ class Compiler:
         prepared.traced.rebuild = twin.original(prepared.traced.rebuild)
         twin.learned()
         homes = place(self.model, stage_graph, options.devices)
-        # What this graph does not use lives where an earlier one does, or on the CPU.
+        # A tensor that this graph does not use stays where an earlier graph uses it, or on the CPU.
         cpu = torch.device("cpu")
         if self.is_on_meta():
             self.homes = {name: homes[name] or self.homes.get(name, cpu) for name in homes}
@@ -459,7 +460,7 @@ class Compiler:
         self, model: nn.Module, inputs: Sequence[Tensor]
     ) -> AbstractContextManager[None]:
         """A context in which the model can run as a plain module: if its stages have been placed on
-        several devices, all of it is on the device of the inputs meanwhile."""
+        several devices, the whole model is on the device of the inputs inside the context."""
         if not self.layout.labels or not inputs:
             return nullcontext()
         return on_one_device(model, inputs[0].device)
@@ -478,6 +479,6 @@ def _kind(traced: Traced, chunks: int | None) -> str:
 
 
 def _but_for_states(reads: Reads) -> Reads:
-    """The attributes that a graph depends on: a module that is kept whole, since it changes its
-    own, reads them at every call."""
+    """The attributes that a graph depends on. Those of a module that is kept whole because it
+    changes them are left out: its forward runs, and reads them, in every call."""
     return {(module, n): value for (module, n), value in reads.items() if module not in STATEFUL}

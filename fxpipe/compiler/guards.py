@@ -16,7 +16,7 @@ the call is compiled anew.
 All guards of a program are one list. :meth:`Guards.failure` goes through it and says which guard
 fails first, and how: ``shape of x: (8, 4) → (8, 6)``.
 
-Guards on the call look at nothing but what :func:`signature` has of it. So a program that has
+Whether the guards on the call hold follows from the call's :func:`signature`. So a program that has
 served a call serves each call of equal signature, as long as its guards on the model hold.
 """
 
@@ -42,18 +42,18 @@ from fxpipe.trace.premises import Attribute, Premises
 
 ANY_SHAPES, ANY_SIZE, ONE_SIZE = KINDS = "any shapes", "any batch size", "one batch size"
 """The kinds of programs, by the sizes of inputs that they are right for. A symbolic graph has no
-sizes as constants; an exported graph has all but the batch's; a graph that was traced with a single
-micro-batch is for batches of one size only."""
+size as a constant; an exported graph has every size but the batch size; a graph that was traced
+with a single micro-batch is for batches of one size only."""
 
 SHOWN = 8  # the most attributes, or names of modules, that are printed
 
 
 class GuardedCall:
-    """A call of a model, taken apart for the guards, as far as they ask.
+    """A call of a model, as the guards look at it. Its parts are computed when a guard asks.
 
     Args:
-        dims: for each tensor of the call its batch dimension, or None. None in place of them all:
-            as in the call that a program has been compiled for.
+        dims: the batch dimension of each tensor of the call, None for one that is shared. If
+            ``dims`` itself is None, guards do not compare batch dimensions.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class GuardedCall:
 
     @property
     def paths_of_constants(self) -> list[str]:
-        """The path of each of these, such as ``batch.names[1]``."""
+        """The path of each constant, such as ``batch.names[1]``."""
         return [
             path.removeprefix(".")
             for path, value in leaves(self.arguments)
@@ -143,7 +143,7 @@ class Guard(Protocol):
         """Whether the condition holds for a call, if all guards ahead of this one do."""
 
     def failure(self, call: GuardedCall) -> str:
-        """What was expected and what there is, where the condition does not hold."""
+        """What was expected, and what the call has instead; for a condition that does not hold."""
 
 
 # ------------------------------------------------------------------------------ guards on the call
@@ -164,7 +164,7 @@ class ArgumentsGuard:
         now = tuple(call.arguments)
         if now != self.names:
             return f"arguments: {', '.join(self.names)} → {', '.join(now)}"
-        return f"arguments: {', '.join(now)} are built otherwise"
+        return f"arguments: {', '.join(now)} are nested otherwise"
 
     def __str__(self) -> str:
         return ""
@@ -174,8 +174,8 @@ class ArgumentsGuard:
 class ShapeGuard:
     """The dtype, the sizes and the batch dimension of a tensor.
 
-    ``sizes`` has None for a size that may vary; ``dtype`` and ``sizes`` are None where the graph
-    has none of them as a constant.
+    ``sizes`` has None for a size that may vary. If the graph is right for all dtypes and sizes,
+    ``dtype`` and ``sizes`` are None. ``example`` and ``shape`` are for messages.
     """
 
     kind: ClassVar[str] = "shape"
@@ -189,7 +189,7 @@ class ShapeGuard:
 
     @staticmethod
     def of(place: int, path: str, tensor: Tensor, dim: InDim, kind: str) -> ShapeGuard:
-        """The guard on a tensor of a call, for a program of a kind."""
+        """The guard on a tensor of a call; ``kind`` is the program's, one of :data:`KINDS`."""
         shape = tuple(tensor.shape)
         varies = None if kind == ONE_SIZE else dim
         sizes = tuple(None if i == varies else n for i, n in enumerate(shape))
@@ -230,7 +230,7 @@ class ConstantGuard:
     kind: ClassVar[str] = "constant"
     place: int  # among the constants of the call
     path: str
-    value: Hashable  # with its type: 1 == 1.0 == True
+    value: Hashable  # (type, value), since 1 == 1.0 == True
     shown: str = field(compare=False)
 
     @staticmethod
@@ -249,6 +249,7 @@ class ConstantGuard:
 
 
 def _constant(value: Any) -> Hashable:
+    """A constant with its type; in place of a value that cannot be hashed, its text."""
     try:
         hash(value)
     except TypeError:
@@ -365,7 +366,8 @@ class StateGuard:
         return self.premises[-1].broken()
 
     def widen(self, other: StateGuard, free: Iterable[nn.Module]) -> None:
-        """Let this guard hold, too, where the guard of a program holds that computes the same.
+        """Let this guard also hold in the states in which ``other`` holds, the guard of a program
+        that computes the same.
 
         ``free``: the modules that the graphs call as a whole. They run their own Python, which
         reads their attributes at every call; so those of their attributes that have changed are
@@ -408,7 +410,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-# ------------------------------------------------------------------------------------ all of them
+# ----------------------------------------------------------------------- all guards of a program
 
 
 class Guards:
@@ -467,7 +469,7 @@ class Guards:
         return next((guard.failure(call) for guard in self._all if not guard.holds(call)), "")
 
     def like(self, other: Guards, *but: str) -> bool:
-        """Whether these guards expect what others expect, other than the guards of some kinds."""
+        """Whether these guards equal those of another program, leaving out the kinds ``but``."""
         ours, theirs = (
             [guard for guard in guards if guard.kind not in but] for guards in (self, other)
         )

@@ -1,5 +1,5 @@
-"""The options of :func:`fxpipe.compile`, checked when they are given: mistakes are refused at
-once."""
+"""The options of :func:`fxpipe.compile`. They are checked when they are given, so that mistakes are
+refused at once."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ from passes.partition.partition import Spec
 
 RunPass = Callable[[Pass, fx.GraphModule], fx.GraphModule]
 Observer = Callable[[str, fx.GraphModule], RunPass]
-"""Called with the title and the graph when a chain of passes begins; returns what runs each
-pass."""
+"""``observer(title, graph)`` is called when a chain of passes begins; it returns the function that
+runs each pass of the chain."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of :func:`fxpipe.compile`. ``devices`` has one for each stage, ``placement`` the
-    number of each stage's lane."""
+    """The options of :func:`fxpipe.compile`, with one device for each stage."""
 
-    devices: tuple[torch.device, ...]
-    placement: tuple[int, ...]  # of each stage: its lane
+    devices: tuple[torch.device, ...]  # of each stage
+    placement: tuple[int, ...]  # the number of each stage's lane
     schedule: str | Schedule
     loss_fn: LossFunction | None
     chunks: int | None
@@ -65,7 +64,10 @@ class Options:
         can_measure: bool,
         **others: Any,
     ) -> Options:
-        """As given to :func:`fxpipe.compile`; ``can_measure``: there are example inputs."""
+        """Make the options from what has been given to :func:`fxpipe.compile`.
+
+        ``can_measure`` says whether there are example inputs, with which costs can be measured.
+        """
         lanes = _devices(devices)
         if chunks is not None:
             chunks = count("chunks", chunks, "the number of micro-batches")
@@ -83,7 +85,7 @@ class Options:
 
     def __post_init__(self) -> None:
         self._check_fit()
-        Checkpoint(self.checkpoint, self.checkpoint_segments)  # which checks them
+        Checkpoint(self.checkpoint, self.checkpoint_segments)  # raises for wrong values
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
             raise TypeError(f"loss_fn is the class {name}: give an instance, {name}()")
@@ -102,13 +104,13 @@ class Options:
             )
         if self.check not in (True, False, "warn"):
             raise ValueError(
-                f'check is {self.check!r}: give True, "warn" (what is not the model\'s is warned '
-                "of), or False (it is accepted)"
+                f"check is {self.check!r}: give True, to refuse a pipeline that computes something "
+                'else than the model; "warn", to be warned of it; or False, to accept it'
             )
-        chain_of(self.passes)  # which checks it
+        chain_of(self.passes)  # raises for a chain that is none
 
     def _check_fit(self) -> None:
-        """Raise ValueError if the schedule does not take this number of micro-batches, or of
+        """Raise ValueError if the schedule cannot be made for this number of micro-batches or
         stages."""
         chunks = self._chunks
         if isinstance(self.schedule, str) and self.schedule != AUTO and self.chunks is not None:
@@ -126,10 +128,8 @@ class Options:
         return tuple(self.devices[self.placement.index(i)] for i in range(1 + max(self.placement)))
 
     def schedule_for(self, chunks: int, costs: Sequence[Cost]) -> Schedule:
-        """The order of a training step of so many micro-batches.
-
-        ``costs``: of the stages, for a mini-batch.
-        """
+        """The schedule of a training step with ``chunks`` micro-batches. ``costs`` has each stage's
+        cost for a mini-batch."""
         return schedule_of(
             self.schedule,
             self.placement,
@@ -140,28 +140,29 @@ class Options:
 
     @property
     def chooses_chunks(self) -> bool:
-        """Whether the number of micro-batches is chosen here, as neither ``chunks`` nor a schedule
-        says."""
+        """Whether the compiler chooses the number of micro-batches, as neither ``chunks`` nor a
+        :class:`~fxpipe.schedule.Schedule` has been given."""
         return self.chunks is None and not isinstance(self.schedule, Schedule)
 
     @property
     def _chunks(self) -> int:
-        """The number of micro-batches of a batch that has a row for each of them, or more."""
+        """The number of micro-batches of a mini-batch that has at least so many rows."""
         return microbatches_of(self.schedule, self.chunks, len(self.devices))
 
     def chunks_for(self, batch: int | None, refused: Collection[int] = ()) -> int:
-        """Micro-batches for a batch of that size: as many as are wanted, or as few less as leave
-        none empty, and none of a size that the model refuses."""
+        """The number of micro-batches of a mini-batch of ``batch`` rows: the wanted number, or the
+        largest one below it with which no micro-batch is empty or of a size in ``refused``, which
+        the model does not take."""
         most = min(self._chunks, 1 if batch is None else batch)
         return next((n for n in range(most, 1, -1) if (batch or 0) // n not in refused), 1)
 
     def sizes(self, batch: int) -> tuple[int, ...]:
-        """Of the micro-batches for a batch of that size."""
+        """The number of rows of each micro-batch of a mini-batch of ``batch`` rows."""
         chunks = self.chunks_for(batch)
         return tuple(batch // chunks + (i < batch % chunks) for i in range(chunks))
 
     def even_chunks_for(self, batch: int) -> int:
-        """The largest number of micro-batches, up to what is wanted, that divides the batch
+        """The largest number of micro-batches, up to the wanted one, that divides ``batch`` rows
         evenly."""
         return next(n for n in range(self.chunks_for(batch), 0, -1) if batch % n == 0)
 

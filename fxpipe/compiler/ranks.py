@@ -7,9 +7,9 @@
                           rank 0 says where     all compare what       all say that they are
                                                 they have made         ready for the same call
 
-Every rank compiles the whole model, and runs its own part of the step graph. So the ranks' programs
-fit together if the ranks have compiled the same; whether they have, they tell each other before
-anything is run.
+Every rank compiles the whole model, and runs its own part of the step graph. The programs of the
+ranks fit together only if all ranks have compiled the same, so the ranks compare what they have
+compiled before anything is run.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from passes.to_rank.project import edge_of, transfers_of
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a pipeline: a group, of which each rank has one device."""
+    """The processes that a pipeline runs in: the ranks of a process group, each with one device."""
 
     group: dist.ProcessGroup
     device: torch.device
 
     @property
     def timeout(self) -> timedelta:
-        """How long a rank waits for another one: as long as in the group that was given."""
+        """How long a rank waits for another one: the timeout of the process group."""
         return timeout_of(self.group, self.device)
 
     @staticmethod
@@ -91,7 +91,8 @@ class Ranks:
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each rank, as this rank calls it: all devices are its own."""
+        """One device for each rank. A rank uses no device but its own, so that its own device
+        stands for every rank's."""
         return [self.device] * dist.get_world_size(self.group)
 
     @property
@@ -120,12 +121,12 @@ class RankProgram:
 
 @dataclass
 class RankUnrolled(Unrolled):
-    """A graph of all stages, and the programs that this rank has made of it: those in which every
-    rank gets the output, and those in which the last one does."""
+    """A graph of all stages, and the programs that this rank runs of it."""
 
     every_edge: list[Edge] = field(default_factory=list)
     """The edges between all ranks, in the order in which they are connected."""
     programs: dict[bool, RankProgram] = field(default_factory=dict)
+    """``programs[True]`` gives the output to every rank, ``programs[False]`` to the last only."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Agreed:
 
     Args:
         cut: the pass that rank 0 cuts with.
-        agreement: by which it tells the others.
+        agreement: through which rank 0 tells the other ranks.
     """
 
     name: ClassVar[str] = "partition"
@@ -145,16 +146,16 @@ class Agreed:
         layout = self.cut.layout
         if layout.labels and layout.known(gm) is None:
             raise PartitionError(
-                "this call leads another way through the model, for which it would have to be cut "
-                "otherwise, and parameters have their ranks already: compile with a partition= "
-                "that suits both calls"
+                "this call takes another path through the model than the calls before it, and the "
+                "model cannot be cut anew, since its parameters have been given to ranks already: "
+                "compile with a partition= that suits all of these calls"
             )
         if self.agreement.rank == 0:
             gm = self.cut(gm)
-        own = {node.name: node.meta.get(STAGE) for node in stage_nodes(gm.graph)}
-        labels: dict[str, int] = self.agreement.ask("cut", own)[0]
-        if labels.keys() != own.keys():
-            name = min(labels.keys() ^ own.keys())
+        ours = {node.name: node.meta.get(STAGE) for node in stage_nodes(gm.graph)}
+        labels: dict[str, int] = self.agreement.ask("cut", ours)[0]
+        if labels.keys() != ours.keys():
+            name = min(labels.keys() ^ ours.keys())
             here, there = ("rank 0", f"rank {self.agreement.rank}")[:: 1 if name in labels else -1]
             raise RankError(
                 f"the model is not the same on all ranks: {here} has a node {name!r} in its graph, "
@@ -186,8 +187,8 @@ class RankLowering(Lowering):
         self.ranks, self.agreement, self.transport = ranks, agreement, transport
 
     def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
-        """The graph that a call without gradients runs: only micro-batches and their stages, as
-        all that crosses is transmitted."""
+        """The graph that a call without gradients runs: micro-batches and their stages only. It
+        needs no copies or portals, as tensors are transmitted from rank to rank."""
         options = self.options
         context = ToPipeline(
             options.names, chunks, tuple(mode.in_dims), tuple(mode.out_dims), "never", 1
@@ -203,8 +204,8 @@ class RankLowering(Lowering):
         for node in gm.graph.find_nodes(op="placeholder"):
             if WRITTEN in node.meta:
                 raise ValueError(
-                    f"the model writes to its input {node.name}, of which every rank has its own: "
-                    "let it write to a copy"
+                    f"the model writes to its input {node.name}, of which every rank has its own "
+                    "tensor, so that the ranks would differ: let it write to a copy"
                 )
         whole = super().programs(mode, gm, chunks, history)
         self._compare(mode, gm)
@@ -226,9 +227,9 @@ class RankLowering(Lowering):
         return unrolled
 
     def _compare(self, mode: Mode, gm: fx.GraphModule) -> None:
-        """Compare what this rank has compiled with what others have.
+        """Compare what this rank has compiled with what every other rank has.
 
-        Raises :class:`RankError` that says what differs.
+        Raises :class:`RankError`, which says what differs.
         """
         own = self._fingerprint(mode, gm)
         for rank, other in enumerate(self.agreement.ask("plan", own)):
@@ -302,7 +303,7 @@ class RankRunner(Runner):
 
     def __init__(self, compiler: RankCompiler) -> None:
         super().__init__(compiler)
-        self.program: RankProgram | None = None  # that has run last
+        self.program: RankProgram | None = None  # the program that has run last
 
     def ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -326,7 +327,7 @@ class RankRunner(Runner):
         assert isinstance(unrolled, RankUnrolled)
         compiler = self.compiler
         if compiler.homes:
-            return super().run(unrolled, values)  # which says that the model has no values
+            return super().run(unrolled, values)  # raises, as the model has no values yet
         mine = unrolled.programs[everywhere]
         call = _digest(format_graph(unrolled.graph_module)), everywhere, _shapes(values)
         compiler.agreement.ask(f"run of {call}")
@@ -342,8 +343,8 @@ class RankRunner(Runner):
 def owners(model: nn.Module, stage_graph: fx.GraphModule, ranks: tuple[int, ...]) -> dict[str, int]:
     """The rank of each parameter and buffer of a model that a stage graph uses, by its name.
 
-    A parameter that several stages use is of the rank that gives its value to the others; so is a
-    buffer of the first rank that uses it.
+    A parameter that several stages share belongs to the rank that sends its value to the others.
+    Any other tensor belongs to the first rank that uses it.
     """
     homes: dict[int, int] = {}
     stages = stages_of(stage_graph)

@@ -1,7 +1,7 @@
 """Candidates: which dimension of each input may be the batch's, the likeliest first.
 
 Nothing is decided here. The check (:mod:`fxpipe.meaning.check`) takes the first candidate with
-which the parts of a mini-batch, put together, are the whole.
+which the outputs of micro-batches, put together, are the outputs of the mini-batch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.said import INFER, Input
 from fxpipe.runtime.microbatch import LISTED, InDim
 
-InDims = list[int | None]  # of tensors
+InDims = list[int | None]
+"""The batch dimension of each tensor; None if all micro-batches share the tensor."""
 
 MOST = 16  # candidates: each may cost a few runs of the model on a few rows
 
 
 def candidates(inputs: Sequence[Input]) -> list[InDims]:
-    """For each input its batch dimension, or None where all micro-batches share it.
+    """The candidates for the batch dimensions of all inputs, in this order:
 
-    In this order: first dimensions of one size; the same, but for one tensor, which is shared
-    although it happens to be as large; second dimensions (time-major data), with first ones where
-    a tensor has no such second dimension, or the other way round.
+    - all first dimensions that have the same size;
+    - these but for one tensor, which is shared although its first dimension happens to be as large;
+    - second dimensions (time-major data), and the first dimension of a tensor whose second one has
+      another size; and the other way round.
 
-    There is none if lists are said to have an element for each row.
+    The list is empty if ``in_dims`` says that lists have an element for each row.
 
     Raises:
         BatchError: if what has been said of two inputs gives two batch sizes.
@@ -48,7 +50,8 @@ def agree(inputs: Sequence[Input], dims: Sequence[InDim]) -> bool:
 
 
 def _sizes_said(inputs: Sequence[Input]) -> list[int]:
-    """The batch size, where a dimension has been said."""
+    """The batch size that follows from what has been said of the inputs, as a list of one; an empty
+    list if no dimension has been said."""
     rows: dict[int, Input] = {}
     for each in inputs:
         dim = None if each.said is INFER else each.dim
@@ -60,6 +63,7 @@ def _sizes_said(inputs: Sequence[Input]) -> list[int]:
 
 
 def _all(inputs: Sequence[Input], said: list[int]) -> Iterator[InDims]:
+    """All candidates in their order, some of them more than once. ``said``: see _sizes_said."""
     free = [i for i, each in enumerate(inputs) if each.said is INFER]
     first = said or _sizes(inputs, free, 0)
     for size in first:
@@ -79,14 +83,16 @@ def _all(inputs: Sequence[Input], said: list[int]) -> Iterator[InDims]:
 
 
 def _sizes(inputs: Sequence[Input], free: Sequence[int], dim: int) -> list[int]:
-    """The sizes of a dimension: one row may be for all, so a size of one comes last."""
+    """The sizes of dimension ``dim`` of the ``free`` inputs. One comes last: a tensor with a single
+    row is likely to be shared."""
     shapes = [inputs[i].tensor.shape for i in free]
     sizes = list(dict.fromkeys(shape[dim] for shape in shapes if len(shape) > dim))
     return sorted(sizes, key=lambda size: size == 1)
 
 
 def _along(inputs: Sequence[Input], size: int, order: Sequence[int]) -> InDims:
-    """The first dimension of that size, in an order of dimensions, and what has been said."""
+    """For each input the dimension that has been said; if none has, the first dimension in
+    ``order`` that has this size."""
     return [
         next((d for d in order if d < each.tensor.ndim and each.tensor.shape[d] == size), None)
         if each.said is INFER
@@ -96,7 +102,7 @@ def _along(inputs: Sequence[Input], size: int, order: Sequence[int]) -> InDims:
 
 
 def different_sizes(rows: dict[int, Input], besides: str = "") -> str:
-    """The message for inputs of several batch sizes."""
+    """The message for inputs that have different batch sizes: ``rows`` has an input of each."""
     (one, first), (two, second), *_ = rows.items()
     return (
         f"the batch size differs between inputs: {one} in {first}, {two} in {second}{besides}; "
@@ -106,7 +112,8 @@ def different_sizes(rows: dict[int, Input], besides: str = "") -> str:
 
 
 def packed(rows: dict[int, Input]) -> str:
-    """What to do if several rows of an input belong to each of another."""
+    """Advice for two inputs of which one has several rows for each row of the other; "" if the
+    larger batch size is no multiple of the smaller one."""
     (few, _), (many, packed) = sorted(list(rows.items())[:2], key=lambda item: item[0])
     if not few or many % few:
         return ""

@@ -1,8 +1,8 @@
 """Lists with one element for each row, such as the images and the targets of a detection model.
 
-Such a list is cut between its elements, and each element goes to a micro-batch as it is. Its
-elements may be tensors or hold several tensors (a dict of boxes and labels), and tensors of one
-place may have other sizes from row to row.
+Such a list is cut between its elements, and each element goes to a micro-batch as it is. An element
+may be a tensor or hold several tensors (a dict of boxes and labels). All elements are nested alike,
+but the tensors at one place of them may have different sizes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fxpipe.trace import bound_arguments
 
 
 class Column:
-    """The tensors at one place of all elements of a list. It stands among the tensors of a call as
-    one whose first dimension is the list."""
+    """The tensors at one place of all elements of a list, such as the boxes of each row. Code that
+    handles a call's tensors takes a column for one tensor, whose first dimension is the list."""
 
     ndim = 1
     layout = torch.strided
@@ -41,11 +41,11 @@ class Column:
 
     @property
     def is_meta(self) -> bool:
-        """Whether a row has no values."""
+        """Whether the tensor of some row is on "meta", and so has no values."""
         return any(tensor.is_meta for tensor in self.tensors)
 
     def narrow(self, dim: int, start: int, length: int) -> Column:
-        """So many rows from one on."""
+        """``length`` rows, from row ``start`` on."""
         return Column(self.tensors[start : start + length])
 
     def clone(self) -> Column:
@@ -55,32 +55,36 @@ class Column:
 
 @dataclass(frozen=True)
 class _RowList:
-    """A list with one element for each row, without its tensors."""
+    """The structure of a list with one element for each row."""
 
     kind: type
     element: Structure
     columns: int  # the number of tensors in each element
 
     def fill(self, columns: Sequence[Column]) -> Any:
+        """The list, with the tensors of these columns."""
         rows = zip(*(column.tensors for column in columns), strict=True)
         return self.kind([self.element.fill(row) for row in rows])
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A call of which one or more lists have an element for each row.
+    """A call in whose arguments one or more lists have an element for each row.
 
-    Its values are a column for each tensor of an element, and the tensors outside of lists.
+    Its *values* are the columns of these lists and the tensors outside of them, in the order of the
+    arguments.
     """
 
     bound: BoundArguments
     spec: pytree.TreeSpec
     leaves: list[_RowList | Structure]
+    """The structures of the lists, and of the arguments outside of them, which hold the values."""
     inputs: list[Input]
-    """The values, with their names, and what has been said of them."""
+    """The values, with their names, and what ``in_dims`` says of them."""
     dims: list[int | None]
     """The batch dimension of each value: 0 for a column."""
     rows: int
+    """The batch size, which is the length of the lists."""
 
     @staticmethod
     def of(
@@ -89,10 +93,11 @@ class Listed:
         """Take a call apart; None if it has no such list, or lists of several lengths.
 
         Args:
-            inputs: its tensors, with what has been said of their batch dimensions.
+            inputs: the tensors of the call, with what ``in_dims`` says of each.
 
         Raises:
-            BatchError: if a list is said to have an element for each row, and has not.
+            BatchError: if ``in_dims`` says of a list that it has an element for each row, and it
+                has not.
         """
         bound = bound_arguments(model, args, kwargs)
         named = {id(each.tensor): each for each in inputs}
@@ -130,8 +135,9 @@ class Listed:
 
     @property
     def is_likely(self) -> bool:
-        """Whether the lists are the batch rather than first dimensions: those of the tensors
-        within lists are of several sizes, and there is no tensor beside them with other rows."""
+        """Whether the elements of the lists are more likely to be the rows than the first
+        dimensions of tensors are: the tensors within the lists differ in their first size, and no
+        tensor beside the lists has another number of rows."""
         columns = [value for value in self.values if isinstance(value, Column)]
         tensors = [tensor for column in columns for tensor in column.tensors]
         is_alone = all(
@@ -142,7 +148,7 @@ class Listed:
 
     @property
     def values(self) -> list[Any]:
-        """Columns and tensors."""
+        """The columns of the lists and the tensors outside of them."""
         return [each.tensor for each in self.inputs]
 
     def by_name(self, values: Sequence[Any]) -> dict[str, Any]:
@@ -163,9 +169,10 @@ class Listed:
         return bound.args, bound.kwargs
 
     def part(self, start: int, rows: int, *, cut_tensors: bool = True) -> Any:
-        """The call with so many rows from one on.
+        """The call with ``rows`` rows, from row ``start`` on.
 
-        ``cut_tensors``: also of the tensors outside of lists; else of lists only.
+        ``cut_tensors`` says whether the tensors outside of lists are cut as well; else they are
+        passed on with all rows.
         """
         pairs = zip(self.values, self.dims, strict=True)
         return self.call(
@@ -178,7 +185,8 @@ class Listed:
         )
 
     def in_dims(self, rows: int) -> list[InDim]:
-        """The batch dimension of each tensor of a call with so many rows: LISTED within lists."""
+        """The batch dimension of each tensor of a call with ``rows`` rows: LISTED for a tensor in
+        one of the lists."""
         remaining = iter(self.dims)
         found: list[InDim] = []
         for leaf in self.leaves:
@@ -192,7 +200,7 @@ class Listed:
 
     @property
     def names(self) -> str:
-        """The lists, such as "images and targets"."""
+        """The names of the lists, for messages: "images and targets"."""
         columns = (each.name for each in self.inputs if isinstance(each.tensor, Column))
         return " and ".join(dict.fromkeys(name.split("[*]")[0] for name in columns))
 
@@ -202,7 +210,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _are_alike(value: Any) -> bool:
-    """Whether all elements of a list are built alike, of tensors and equal constants."""
+    """Whether all elements of a list have tensors and equal constants, nested alike."""
     (first, structure), *others = [Structure.of(element) for element in value]
     if not first or structure.opens_objects:
         return False
@@ -234,8 +242,8 @@ def _refuse_what_is_no_list(
     if any(each.said == LISTED for each in inputs) and len(lengths) > 1:
         raise BatchError(
             f"the lists have {' and '.join(map(str, sorted(lengths)))} elements: "
-            'lists with one element for each row (in_dims="list") are of one length; say None in '
-            "in_dims for one that all micro-batches share"
+            'lists with one element for each row (in_dims="list") have to be of one length; give '
+            "None in in_dims for a list that all micro-batches share"
         )
 
 
@@ -243,17 +251,18 @@ Bind = Callable[[tuple[Any, ...], dict[str, Any]], list[Any]]
 
 
 def in_parts(model: nn.Module, bind: Bind, chunks: int, in_dims: Any = None) -> Bind:
-    """The function that gives the inputs of a pipeline graph of so many micro-batches.
+    """A function of the arguments of a call that returns the inputs of the pipeline graph for
+    ``chunks`` micro-batches.
 
     Args:
-        bind: gives the inputs of the graph of one micro-batch.
-        in_dims: what the user says of the batch dimensions.
+        bind: the same for the graph of one micro-batch.
+        in_dims: the option of :func:`fxpipe.compile`.
     """
 
     def of_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         listed = Listed.of(model, args, kwargs, named_inputs(model, args, kwargs, in_dims))
         if listed is None:
-            raise TypeError("these inputs are built otherwise than the model was traced with")
+            raise TypeError("these inputs are nested otherwise than when the model was traced")
         rows = listed.rows // chunks
         parts = [bind(*listed.part(i * rows, rows, cut_tensors=False)) for i in range(chunks)]
         dims = listed.in_dims(rows)
@@ -266,8 +275,8 @@ def in_parts(model: nn.Module, bind: Bind, chunks: int, in_dims: Any = None) -> 
 
 
 def of_one_shape(values: Sequence[Any], names: str) -> None:
-    """Raise BatchError where micro-batches have tensors of several shapes or dtypes at one place,
-    for a graph that is right for one of them only."""
+    """Raise BatchError if micro-batches have tensors of different shapes or dtypes at one place,
+    since an exported graph is right for one of these only. ``names`` are the lists' names."""
     for parts in (value.values for value in values if isinstance(value, Parts)):
         kinds = list(dict.fromkeys((tuple(part.shape), part.dtype) for part in parts))
         if len(kinds) > 1:
@@ -280,8 +289,12 @@ def of_one_shape(values: Sequence[Any], names: str) -> None:
 
 
 def refuse_target_in_lists(target: Any, rows: int) -> None:
-    """Raise BatchError for a target with a list of tensors that has one element for each row: a
-    loss function would get all of it, or parts of each element, with the outputs of some rows."""
+    """Raise BatchError for a target with a list of tensors that has one element for each row.
+
+    A target is cut along the first dimensions of its tensors, not between the elements of lists. So
+    a loss function would get the outputs of some rows with the whole list, or with parts of each of
+    its elements.
+    """
 
     def is_rows(value: Any) -> bool:
         return _is_list(value) and len(value) == rows
@@ -299,8 +312,8 @@ def refuse_target_in_lists(target: Any, rows: int) -> None:
 
 
 def rows_of(output: Any, rows: int, start: int = 0, path: str = "output") -> Iterator[Any]:
-    """The leaves of an output of so many rows, with their paths. In a list of as many elements,
-    the paths have the row's number, counted from ``start``: ``output[*3].boxes``."""
+    """The leaves of an output for ``rows`` rows, with their paths. In a list with an element for
+    each row, the paths have the row's number, counted from ``start``: ``output[*3].boxes``."""
     parts = children(output)
     if parts is None:
         yield path, output
@@ -318,11 +331,12 @@ def is_a_row(path: str) -> bool:
 
 
 def any_row(path: str) -> str:
-    """The path of an output of a row, for whichever row it is: ``output[*].boxes``."""
+    """A path without the row's number, so that it is the same for all rows: ``output[*].boxes``."""
     return re.sub(r"\[\*\d+\]", "[*]", path)
 
 
 def is_of_a_row(path: str, found: Any) -> bool:
-    """Whether the output at a path is in a list of rows, by the paths of such lists."""
+    """Whether the output at a path is in a list of rows. ``path`` has an index, as in
+    ``output[3].boxes``; ``found`` has paths of :func:`any_row`, as ``output[*].boxes``."""
     indices = re.finditer(r"\[\d+\]", path)
     return any(f"{path[: i.start()]}[*]{path[i.end() :]}" in found for i in indices)

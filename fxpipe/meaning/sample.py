@@ -1,4 +1,5 @@
-"""The rows of a call: how many there are, and the same call with fewer, more or other ones."""
+"""Samples of a call, on which the check runs the model: the inputs of the call with fewer or more
+rows, in another order and with other values."""
 
 from __future__ import annotations
 
@@ -14,26 +15,28 @@ from fxpipe.meaning.listed import Column
 from fxpipe.runtime.microbatch import InDim, first_rows
 
 MIXED, WHOLE, MOVED, GIVEN = LEVELS = "mixed", "whole rows", "moved", "given"
-"""How far the rows of a sample are from those of the example, the farthest first:
+"""How much a sample differs from the example, the largest difference first:
 
-- "mixed": rows in another order, and any integer or flag of a tensor in place of any other of it;
-- "whole rows": rows in another order, each with its integers and flags as they are, but for tensors
-  which hold one number everywhere: these get others;
-- "moved": rows in another order;
-- "given": the rows as they are.
+- "mixed": rows are in another order, and each integer or flag is replaced by one that is drawn from
+  the same tensor;
+- "whole rows": rows are in another order, and keep their integers and flags. Only in a tensor whose
+  numbers are all equal, numbers are changed;
+- "moved": rows are in another order;
+- "given": rows are as they are.
 
-Floating-point values differ from the example's in all but the last. A model may refuse some of it
-(its lengths have to be sorted, say), and where integers have been mixed a row may be none that the
-model is made for (with more marks for parts of a picture than a picture has, say)."""
+Floating-point values are changed at all levels but the last. A model may raise an error on a sample
+(if lengths have to be sorted, say), and a row with mixed integers may be one that the model is not
+made for (with more placeholders for patches of a picture than the picture has, say). Then the next
+level is tried."""
 
 
 @dataclass
 class Sample:
-    """The inputs that a mode has been compiled for, two rows of them."""
+    """Two rows of the inputs that a mode has been compiled for."""
 
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    dims: Sequence[InDim]  # of the tensors
-    batch: int | None
+    dims: Sequence[InDim]  # the batch dimension of each tensor
+    batch: int | None  # the number of rows that the inputs had
 
     @staticmethod
     def of(
@@ -43,12 +46,12 @@ class Sample:
         return Sample(with_rows((args, kwargs), dims, min(2, batch or 0)), dims, batch)
 
     def repeated(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inputs of the shapes they were: the two rows over and over."""
+        """Inputs of the original shapes, in which the two rows are repeated."""
         return with_rows(self.inputs, self.dims, self.batch or 0)
 
 
 def batch_size(values: Sequence[Any], dims: Sequence[InDim]) -> int | None:
-    """The size of the mini-batch that these tensors are of, None if none has one."""
+    """The batch size of these tensors; None if none has a batch dimension."""
     sizes = (v.shape[dim] for v, dim in zip(values, dims, strict=True) if isinstance(dim, int))
     return next(sizes, None)
 
@@ -56,7 +59,8 @@ def batch_size(values: Sequence[Any], dims: Sequence[InDim]) -> int | None:
 def with_rows(
     inputs: tuple[tuple[Any, ...], dict[str, Any]], dims: Sequence[InDim], rows: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call with so many rows, the first ones of this one's, or all of them over and over."""
+    """The same inputs with ``rows`` rows: the first ones, or, if there are fewer, all of them
+    repeated."""
     remaining = iter(dims)
 
     def resized(tensor: Tensor) -> Tensor:
@@ -75,10 +79,10 @@ def out_of_inference_mode(inputs: Any) -> Any:
 def sampled(
     tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int, level: str, seed: int
 ) -> list[Tensor]:
-    """So many rows made of those of the example, and tensors like those that all rows share.
+    """A sample of ``rows`` rows, which differs from the example as ``level`` says.
 
-    The same rows of all tensors belong together, so that what a model takes for granted of a row
-    remains true.
+    Rows of different tensors that belong together stay together, so that what a model takes for
+    granted of one row remains true. Tensors that all rows share keep their size.
     """
     draw = torch.Generator().manual_seed(seed)
     batch = batch_size(tensors, dims) or 0
@@ -92,8 +96,8 @@ def sampled(
             continue
         value = tensor.detach()
         if dim is not None:
-            own = value.index_select(dim, (order % value.shape[dim]).to(value.device))
-            value = own if level == GIVEN else _perturbed(own, value, dim, level, draw)
+            chosen = value.index_select(dim, (order % value.shape[dim]).to(value.device))
+            value = chosen if level == GIVEN else _perturbed(chosen, value, dim, level, draw)
         elif level != GIVEN:
             value = _perturbed(value, value, 0, MOVED, draw)
         found.append(value)
@@ -101,7 +105,7 @@ def sampled(
 
 
 def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Generator) -> Any:
-    """The rows of a list in that order, each perturbed by itself."""
+    """The rows of a column in this order, each perturbed by itself, as they may differ in shape."""
     rows = [column.tensors[i].detach() for i in order]
     if level == GIVEN:
         return Column(rows)
@@ -111,7 +115,8 @@ def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Gener
 def part(
     tensors: Sequence[Tensor], dims: Sequence[int | None], start: int, rows: int
 ) -> list[Tensor]:
-    """So many rows from one on: copies, since a model may write to its inputs."""
+    """``rows`` rows of each tensor, from row ``start`` on; a tensor without a batch dimension as a
+    whole. All are copies, since a model may write to its inputs."""
     return [
         (tensor if dim is None else tensor.narrow(dim, start, rows)).clone()
         for tensor, dim in zip(tensors, dims, strict=True)
@@ -121,7 +126,8 @@ def part(
 def _perturbed(
     rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Generator
 ) -> Tensor:
-    """Other values of the same kind: none is out of the example's range, if that has one."""
+    """The rows with other values of the same kind. They stay within the range of the example's
+    values, unless these are all equal."""
     if not rows.numel() or rows.is_meta or rows.layout != torch.strided:
         return rows
     if rows.is_complex():
@@ -140,6 +146,7 @@ def _perturbed(
 
 
 def _shaken(rows: Tensor, low: Tensor, high: Tensor, noise: Tensor) -> Tensor:
+    """Floating-point values with noise added, within the range from ``low`` to ``high``."""
     if low == high:
         return rows + noise * (low.abs() if low else 1)
     shaken = (rows + (noise - 0.5) * 0.5 * (high - low)).clamp(low, high)
@@ -147,10 +154,10 @@ def _shaken(rows: Tensor, low: Tensor, high: Tensor, noise: Tensor) -> Tensor:
 
 
 def _exchanged(rows: Tensor, example: Tensor, dim: int, draw: torch.Generator) -> Tensor:
-    """Whole numbers and flags: any of those that the example has.
+    """Integers and flags, each replaced by one that is drawn from all of the example's.
 
-    On an accelerator, where an index out of range ends the process, any of those at the same place
-    of another row.
+    On an accelerator, where an index out of range makes the process unusable, each is replaced by
+    the one that another row has at the same place.
     """
     if example.device.type != "cpu":
         batch = example.shape[dim]

@@ -1,8 +1,8 @@
-"""A model without what is random, or by its nature that of a micro-batch, while it is checked.
+"""While a model is checked, it runs without randomness and without statistics of the batch.
 
-Dropout draws other masks for parts than for the whole, and a batch norm in train mode normalises a
-part by its own statistics. Both are known, and say nothing of all else in the model, which is what
-the check looks at.
+Dropout draws other masks for a micro-batch than for the mini-batch, and a batch norm in train mode
+normalises a micro-batch by its own statistics. Both make outputs differ in ways that are known, and
+that the report names; with both switched off, the check sees every other difference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """The names of the modules that normalise by the statistics of the micro-batch."""
+    """The names of the batch norms in train mode, which normalise by statistics of the batch."""
     return [
         name
         for name, module in model.named_modules()
@@ -35,7 +35,7 @@ _DROPOUTS = (
 
 
 def dropouts(model: nn.Module) -> list[str]:
-    """The names of the modules that leave out values at random."""
+    """The names of the modules that apply dropout: those in train mode whose rate is not zero."""
     return [
         name
         for name, module in model.named_modules()
@@ -49,12 +49,15 @@ def dropouts(model: nn.Module) -> list[str]:
 
 @contextmanager
 def still(model: nn.Module) -> Iterator[Still]:
-    """Batch norms go by fixed statistics, and what draws random numbers gives fixed ones.
+    """Inside the ``with`` block batch norms use fixed statistics, and functions that draw random
+    numbers return constants.
 
-    Yields what says whether a batch norm that is no module has been met (in graphs that Dynamo has
-    captured, all of them are functions), and whether random numbers would have been drawn.
+    Yields a mode that says whether the model has called a batch norm that is no module (in graphs
+    that Dynamo has captured, all of them are functions), and whether it would have drawn random
+    numbers.
 
-    Attributes that it sets on modules are put back by ``fxpipe.trace.untouched`` around it.
+    Attributes of modules that are set here are put back by ``fxpipe.trace.untouched``, which the
+    caller has to enter before.
     """
     for module in model.modules():
         if isinstance(module, BatchNorm) and module.training:
@@ -69,15 +72,19 @@ def still(model: nn.Module) -> Iterator[Still]:
 
 
 def _identity(x: Tensor) -> Tensor:
+    """The forward of a batch norm without statistics: a new tensor, as from the real one."""
     return x * 1
 
 
 class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In place of a draw, the same value everywhere; dropout leaves all as it is; and a batch norm
-    in train mode goes by its running statistics, or by none if it keeps none."""
+    """A dispatch mode that replaces operators: a random tensor has the same value everywhere,
+    dropout keeps all values, and a batch norm in train mode uses its running statistics, or mean 0
+    and variance 1 if it keeps none."""
 
     met_batch_norm = False
+    """Whether a batch norm in train mode has been replaced."""
     met_random_numbers = False
+    """Whether an operator that draws random numbers has been replaced."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -106,16 +113,20 @@ _BATCH_NORMS = aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_
 
 
 def _filled(value: float, like: Callable[..., Any]) -> Callable[..., Any]:
-    """A draw of a new tensor: one of the same shape, full of a value."""
+    """The replacement of an operator that returns a random tensor: ``like`` makes a tensor of the
+    same shape, which is filled with ``value``."""
 
     def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = {k: v for k, v in kwargs.items() if k not in ("generator", "p")}
-        return like(*args[:1], **own).fill_(value)
+        options = {k: v for k, v in kwargs.items() if k not in ("generator", "p")}
+        return like(*args[:1], **options).fill_(value)
 
     return draw
 
 
 def _in_place(value: float) -> Callable[..., Any]:
+    """The replacement of an operator that fills a tensor with random numbers: it fills it with
+    ``value``."""
+
     def draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0].fill_(value)
 
@@ -123,6 +134,7 @@ def _in_place(value: float) -> Callable[..., Any]:
 
 
 def _undropped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The replacement of dropout: the output equals the input, and the mask keeps all values."""
     return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
 
 

@@ -127,7 +127,7 @@ class Example:
     def binder(self) -> Callable[[Args, Kwargs], list[Any]]:
         """The function for ``Traced.bind``: it takes the tensors out of the arguments of a call.
 
-        It raises TypeError if they are built otherwise than the example's. It does not keep the
+        It raises TypeError if they are nested otherwise than the example's. It does not keep the
         example's tensors alive.
         """
         model, structure = model_of(self.model), self.structure
@@ -135,7 +135,7 @@ class Example:
         def bind(args: Args, kwargs: Kwargs) -> list[Any]:
             tensors, other = Structure.of(canonical(model, args, kwargs))
             if not structure.fits(other):
-                raise TypeError("these inputs are built otherwise than the model was traced with")
+                raise TypeError("these inputs are nested otherwise than when the model was traced")
             return tensors
 
         return bind

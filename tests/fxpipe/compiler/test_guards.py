@@ -151,7 +151,7 @@ def test_it_says_which_size_or_dtype_has_changed():
 def test_it_says_which_arguments_are_given_or_are_others():
     assert failure(mask=None) == "arguments: x → x, mask"
     assert failure(mask=ROWS) == "arguments: x → x, mask"
-    assert failure(args=([ROWS],)) == "arguments: x are built otherwise"
+    assert failure(args=([ROWS],)) == "arguments: x are nested otherwise"
     with fxpipe.compile(Options(), TWO, example_inputs=(ROWS,), example_kwargs={"flag": 1}) as pipe:
         assert pipe.guards.failure(ROWS, flag=1) == ""
         assert pipe.guards.failure(ROWS, flag=True) == "flag: 1 → True"
