@@ -50,6 +50,7 @@ def compile(
     check: bool | str = True,
     stage_backend: Given | None = None,
     dump: str | os.PathLike[str] | None = None,
+    verbose: bool = False,
 ) -> Pipeline:
     """The same model, as a pipeline over several devices.
 
@@ -115,6 +116,9 @@ def compile(
         dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
             code and, if it is small, drawn, after every pass. None: what ``FXPIPE_DUMP`` in the
             environment says, if anything.
+        verbose: whether each compilation logs where its time goes, as a table of its phases, on
+            Python's logger "fxpipe" at level INFO (on stderr if logging has not been set up).
+            ``FXPIPE_LOGS=compile`` in the environment asks for the same.
 
     Returns:
         A module with the model's signature, outputs, parameters and state dict. The parameters are
@@ -154,6 +158,7 @@ def compile(
         tracer=tracer,
         passes=default_chain() if passes is None else passes,
         observer=dump_of(dump),
+        verbose=verbose,
     )
     pipeline = Pipeline(model, options) if ranks is None else RankPipeline(model, options, ranks)
     if has_example:

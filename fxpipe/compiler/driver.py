@@ -19,6 +19,7 @@ from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.guards import ANY_SHAPES, ANY_SIZE, ONE_SIZE, GuardedCall, Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.layout import CutAlike, Layout
+from fxpipe.compiler.log import logged, wants_log
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
@@ -26,7 +27,7 @@ from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
 from fxpipe.ir._torch import transforms
 from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_the_models
-from fxpipe.ir.progress import report_progress
+from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.call import Asked, Meaning, Targets, known_dims, loss_dim, meaning_of
@@ -112,7 +113,8 @@ class Compiler:
         mode."""
         with self._lock:
             if chunks not in mode.unrolled:
-                mode.unrolled[chunks] = self.lowering.pipeline(mode, chunks)
+                with self._logged(f"pipeline of {chunks} micro-batches"):
+                    mode.unrolled[chunks] = self.lowering.pipeline(mode, chunks)
                 mode.refresh()
             return mode.unrolled[chunks]
 
@@ -122,10 +124,17 @@ class Compiler:
         key = chunks, target.nesting, target.has_batch
         with self._lock:
             if key not in mode.steps:
-                dim = self._loss_dim(mode, target, chunks)
-                mode.steps[key] = self.lowering.step(mode, chunks, target, dim)
+                with self._logged(f"step of {chunks} micro-batches"):
+                    with phase("loss", quiet=True):
+                        dim = self._loss_dim(mode, target, chunks)
+                    mode.steps[key] = self.lowering.step(mode, chunks, target, dim)
                 mode.refresh()
             return mode.steps[key]
+
+    def _logged(self, title: str) -> AbstractContextManager[None]:
+        """Within it, time is taken, and logged if that is asked for."""
+        title = f"{type(self.model).__name__}: {title}"
+        return logged(title, self.options.verbose or wants_log())
 
     def _loss_dim(self, mode: Mode, target: Target, chunks: int) -> Dim:
         """How the losses of the micro-batches are put together to the loss of the mini-batch."""
@@ -187,7 +196,9 @@ class Compiler:
         mode = None
         if dims is not None:
             mode = self.cache.mode(GuardedCall(self.model, args, kwargs, dims))
-        mode = mode or self._new(args, kwargs)
+        if mode is None:
+            with self._logged("a kind of call"):
+                mode = self._new(args, kwargs)
         values = mode.traced.bind(args, kwargs)
         self.cache.remember(args, kwargs, mode, values)
         return mode, values
@@ -201,8 +212,10 @@ class Compiler:
         some, named = canonical(self.model, args, kwargs)
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
-            twin = Twin(self.model)  # another thread may run the model while it is compiled
-            meaning = self._meaning(twin.model, some, named)
+            with phase("twin", quiet=True):
+                twin = Twin(self.model)  # another thread may run the model while it is compiled
+            with phase("check"):
+                meaning = self._meaning(twin.model, some, named)
             call = GuardedCall(self.model, args, kwargs, meaning.in_dims)
             mode = self.cache.mode(call)
             if mode is not None:  # found now that the check has determined the batch dimensions
@@ -213,7 +226,6 @@ class Compiler:
     def _meaning(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
         """What the batch is in this call (the batch dimensions of its inputs and outputs), checked
         by running the model, or a twin of it."""
-        report_progress("check")
         options = self.options
         check = False if self.is_on_meta() else options.check
         asked = Asked(
@@ -354,11 +366,13 @@ class Compiler:
             )
         prepared.traced.graph_module = prepared.run(since="partition", until="split")
         stage_graph = prepared.run(since="split")
-        for gm in (prepared.traced.graph_module, stage_graph):
-            twin.restore(gm)
-        prepared.traced.rebuild = twin.original(prepared.traced.rebuild)
-        twin.learned()
-        homes = place(self.model, stage_graph, options.devices)
+        with phase("twin", quiet=True):
+            for gm in (prepared.traced.graph_module, stage_graph):
+                twin.restore(gm)
+            prepared.traced.rebuild = twin.original(prepared.traced.rebuild)
+            twin.learned()
+        with phase("place", quiet=True):
+            homes = place(self.model, stage_graph, options.devices)
         # A tensor that this graph does not use stays where an earlier graph uses it, or on the CPU.
         cpu = torch.device("cpu")
         if self.is_on_meta():
@@ -399,9 +413,9 @@ class Compiler:
         tracer: str | CustomTracer,
     ) -> _ModelGraph:
         """Trace the model, and run the passes that come ahead of pass "partition"."""
-        report_progress("trace")
         has_values = not self.is_on_meta()
-        traced = trace(model, *inputs, tracer=tracer, batch_dims=varying, check=has_values)
+        with phase("trace"):
+            traced = trace(model, *inputs, tracer=tracer, batch_dims=varying, check=has_values)
         context = self._to_stages(traced, inputs, meaning, chunks)
         history = History.observed(self.model, "stages", traced.graph_module, self.options.observer)
         prepared = _ModelGraph(traced, context, self.options.passes, history)

@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from fxpipe.compiler.options import Observer, RunPass
 from fxpipe.ir.printing import format_graph
-from fxpipe.ir.progress import report_progress
+from fxpipe.ir.progress import phase
 from fxpipe.ir.text import human_time, summary
 from passes import Pass
 
@@ -91,8 +91,8 @@ class History:
         run = run_pass if observer is None else observer(title, gm)
 
         def reported(rewrite: Pass, gm: fx.GraphModule) -> fx.GraphModule:
-            report_progress(name_of(rewrite))
-            return run(rewrite, gm)
+            with phase(name_of(rewrite)):
+                return run(rewrite, gm)
 
         return History(title, gm, reported)
 
@@ -106,7 +106,8 @@ class History:
     def _keep(self, gm: fx.GraphModule, name: str, said: str) -> None:
         self._is_kept &= len(gm.graph.nodes) <= KEPT
         if self._is_kept:
-            self.snapshots.append(Snapshot.of(gm, name, said))
+            with phase("text", quiet=True):
+                self.snapshots.append(Snapshot.of(gm, name, said))
         else:
             self.snapshots.clear()
 

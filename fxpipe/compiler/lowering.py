@@ -16,6 +16,7 @@ from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Loss, LossWeight, Target
 from fxpipe.compiler.options import Options
+from fxpipe.ir.progress import phase
 from fxpipe.runtime.compiled_stage import as_it_is
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim
 from fxpipe.runtime.program import lower
@@ -85,8 +86,10 @@ class Lowering:
                 mode.bindings += bindings(made, self.model)
         # A single micro-batch, or a single lane, has nothing to run in parallel.
         runs_inline = chunks == 1 or len(self.options.lanes) == 1
-        in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
-        return Unrolled(gm, lower(gm), in_lanes, history)
+        with phase("program", quiet=True):
+            in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
+            inline = lower(gm)
+        return Unrolled(gm, inline, in_lanes, history)
 
     def _loss_weight(self, mode: Mode, target: Target | None = None) -> LossWeight | None:
         """The module that computes the weight of a micro-batch's loss, from its target or, where

@@ -52,6 +52,7 @@ class Options:
     check: bool | str = True
     observer: Observer | None = None
     stage_backend: StageBackend | None = None
+    verbose: bool = False
 
     @staticmethod
     def of(

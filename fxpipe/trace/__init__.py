@@ -36,6 +36,7 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
 from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported, is_the_models
+from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import leaves
 from fxpipe.trace import checks, export, recorders, state, symbolic
 from fxpipe.trace.errors import Refused, first_line, may_be_the_models, sentence
@@ -116,7 +117,8 @@ def _trace(
     if check:
         recorders.learn(example)
     try:
-        references = checks.references(example) if check else []
+        with phase("references", quiet=True):
+            references = checks.references(example) if check else []
         _refuse_iterators(model, references)
     except TraceError:
         raise
@@ -136,10 +138,12 @@ def _trace(
                 is_export = check and front_end is export.front_end
                 if is_export and stack.enter_context(recorders.changing_called(example)):
                     references = checks.references(example)
-                traced = front_end(example)
+                with phase(name, quiet=True):
+                    traced = front_end(example)
                 warning = traced.warning
                 if references:
-                    traced = _checked(example, references, traced)
+                    with phase("comparison", quiet=True):
+                        traced = _checked(example, references, traced)
                     traced.refused_sizes = checks.refused_sizes(example, references)
             traced.otherwise = None  # it is not needed any more, and refers to modules
             return traced

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure
 from fxpipe.runtime.microbatch import first_rows
 from fxpipe.trace import checkpoints
@@ -198,7 +199,8 @@ class Example:
         """The output of the model on these tensors, or that of its graph."""
         if traced is not None:
             # ``forward`` is called directly: fx prints errors to stderr in a call of the module.
-            return traced.rebuild(traced.graph_module.forward(*tensors))
+            with phase("graph", quiet=True):
+                return traced.rebuild(traced.graph_module.forward(*tensors))
         args, kwargs = self.arguments(tensors)
         return called(self.model, args, kwargs)
 

@@ -21,6 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from fxpipe.ir.autograd import reached
+from fxpipe.ir.progress import phase
 
 TOLERANCE = 1e-3  # relative to a gradient's norm: two runs may add up in different orders
 SMALL = 0.01  # a gradient below this share of the largest one may be a mere rounding error
@@ -111,7 +112,8 @@ def projections(
             register: Any = leaf.register_post_accumulate_grad_hook
             hooks.callback(register(partial(take, name)).remove)
         if outputs:
-            torch.autograd.backward(list(outputs), list(weights))
+            with phase("backward", quiet=True):
+                torch.autograd.backward(list(outputs), list(weights))
     return found
 
 

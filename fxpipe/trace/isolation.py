@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fxpipe import skip
 from fxpipe.ir._torch import gradient_hooks
 from fxpipe.ir.hooks import hooks_of, is_torchs, records
+from fxpipe.ir.progress import phase
 from fxpipe.runtime.random import RandomState
 from fxpipe.runtime.state import State
 from fxpipe.runtime.writes import Writes, same_values
@@ -206,7 +207,7 @@ def buffers_kept(model: nn.Module) -> Iterator[list[Any]]:
 def called(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """Call a model and return its output. ``fxpipe.skip`` learns which module is running, and
     context variables that the model sets are set during this call only."""
-    with skip.tracking(model):
+    with skip.tracking(model), phase("model", quiet=True):
         return copy_context().run(model, *args, **kwargs)
 
 

@@ -1,9 +1,10 @@
 import threading
 
+import pytest
 import torch
 
 import fxpipe
-from fxpipe.ir.progress import listening, report_progress
+from fxpipe.ir.progress import listening, phase, report_progress, timed
 from tests.zoo import MLP
 
 
@@ -35,3 +36,51 @@ def test_afterwards_and_in_other_threads_it_is_told_nothing():
         report_progress("b")
     report_progress("c")
     assert told == ["inner a", "b"]
+
+
+def test_the_times_of_phases_are_added_up_within_the_phases_around_them():
+    with timed("work") as work:
+        for _ in range(2):
+            with phase("outer"), phase("inner", quiet=True):
+                pass
+        with phase("last"):
+            pass
+    assert list(work.parts) == ["outer", "last"]
+    outer = work.parts["outer"]
+    assert (work.count, outer.count, outer.parts["inner"].count) == (1, 2, 2)
+    assert work.seconds >= outer.seconds >= outer.parts["inner"].seconds >= 0
+    assert [line.split()[0] for line in work.table().splitlines()] == [
+        *("work", "outer", "inner", "last")
+    ]
+
+
+def test_a_phase_that_fails_is_timed_and_the_phase_around_it_goes_on():
+    with timed("work") as work:
+        with pytest.raises(ValueError, match="no"), phase("fails"):
+            raise ValueError("no")
+        with phase("next"):
+            pass
+    assert [each.count for each in work.parts.values()] == [1, 1]
+
+
+def test_what_is_timed_within_a_phase_is_a_part_of_it():
+    with timed("all") as whole, phase("a"):
+        for _ in range(2):
+            with timed("b") as part, phase("c"):
+                pass
+            assert part.count == 1
+    assert whole.parts["a"].parts["b"].parts["c"].count == 2
+
+
+def test_a_compilation_is_timed_by_its_phases():
+    with timed("all") as whole:
+        fxpipe.compile(MLP(), ["cpu"] * 2, example_inputs=(torch.ones(6, 12),)).close()
+    (kind, pipeline) = whole.parts.values()
+    assert pipeline.name == "MLP: pipeline of 6 micro-batches"
+    assert kind.name == "MLP: a kind of call"
+    trace = kind.parts["trace"]
+    assert list(trace.parts) == ["references", "symbolic", "comparison"]
+    assert trace.parts["references"].parts["model"].count == 2  # two batch sizes
+    assert trace.parts["comparison"].parts["graph"].count == 2
+    assert {"alias", "cost", "partition", "split", "place"} < set(kind.parts)
+    assert {"microbatch", "program"} < set(pipeline.parts)
