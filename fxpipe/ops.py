@@ -68,8 +68,8 @@ def scatter(
 
     The sizes of the parts differ by one row at most, and larger parts come first. The parts are
     views of ``tensor``; if ``copied``, of a copy of it, which the model may write to. Without a
-    dimension (None) each micro-batch has the whole tensor. "list": the tensors are those of a list
-    with one element for each row, and there is one for each micro-batch.
+    dimension (None) each micro-batch has the whole tensor. With "list", ``tensor`` is a leaf of a
+    list with one element for each row, and has a value for each micro-batch already.
     """
     return _microbatch.scatter(tensor.clone() if copied else tensor, dim, chunks)
 
@@ -119,7 +119,8 @@ def gather(
         values: the output of each micro-batch; all have the same structure.
         dims: the batch dimension of the tensors in an output, one for all or one for each leaf.
             "sum": the outputs are added up. "any": all are the same, and the first one is taken.
-            "weighted": they are added up, each times its weight. "list": they stay apart.
+            "weighted": they are added up, each times its weight. "list": they are leaves of a list
+            with one element for each row, and stay apart.
         parts: the micro-batches' parts of an input, by whose sizes an average weighs the outputs.
         parts_dim: the batch dimension of ``parts``.
         weights: of each micro-batch's loss (see :func:`loss_weights`).
@@ -132,7 +133,7 @@ def gather(
 
 @_op
 def loss_weights(function: nn.Module, parts: Sequence[Sequence[Any]]) -> tuple[float, ...]:
-    """The share of each micro-batch's loss in that of the mini-batch, by what ``function`` gives.
+    """The weight of each micro-batch's loss: what ``function`` gives, over the sum for all of them.
 
     ::
 
@@ -271,7 +272,7 @@ def recompute(values: Any, handle: Handle | None) -> Any:
 
 @_op
 def share(parameter: Tensor) -> Tensor:
-    """Make a parameter a value, at which the gradients of its uses in one micro-batch meet.
+    """A view of a parameter for one micro-batch, at which the gradients of its uses are summed.
 
     ::
 
@@ -300,7 +301,7 @@ def bring(parameter: Tensor, target: str, user: str) -> Tensor:
 
 @_op
 def call(module: nn.Module, values: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Run a module with values in place of parameters; ``values`` are by the parameters' names.
+    """Run a module with values in place of parameters; ``values`` has them by parameter names.
 
     ::
 
@@ -588,8 +589,7 @@ def arrived(arrival: Arrival) -> Any:
 
 @_op
 def elsewhere(stage: nn.Module) -> Tape:
-    """What stands for the tape of a stage that another rank runs, among the tapes that a loss is
-    given.
+    """An empty tape for a stage that another rank runs, among the tapes that :func:`loss` takes.
 
     ::
 

@@ -6,8 +6,8 @@
     rank 1    "plan", its fingerprint ──┼──> every rank has what all have said
     rank 2    it has failed, and how  ──┘    (or why one of them cannot go on)
 
-Every rank comes to the same questions in the same order. One that fails on the way answers the next
-question with its error; so no rank waits for one that does not come.
+Every rank comes to the same questions in the same order. A rank that fails on the way answers the
+next question with its error, so that no rank waits for another that does not come.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The thread-local settings of PyTorch that a computation depends on, such as grad mode.
 
-A lane, and the second run of a checkpoint, compute under the settings of the thread that they work
-for. They are read there once and applied in the thread that computes.
+A lane computes under the caller's settings, and the second run of a checkpoint under those of the
+first run. The settings are read there once, and applied in the thread that computes.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Ambient:
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
-        """As by ``torch.autocast``, which at its end would also drop the casts of parameters that
-        are kept meanwhile: they are kept for all threads, and others are still at work."""
+        """A context with these autocast settings. ``torch.autocast`` would not do: at its end it
+        clears the cache of cast parameters, which all threads share, and other lanes still use."""
         before = Ambient.here()
         torch.autocast_increment_nesting()
         try:
@@ -124,7 +124,8 @@ def is_intercepted() -> bool:
 def is_traced(values: Iterable[Any]) -> bool:
     """Whether fx, torch.export or TorchScript traces what is done with these values.
 
-    The values say so: what PyTorch says, ``is_exporting()``, it says to all threads.
+    The types of the values tell it: ``torch.compiler.is_exporting()`` alone is true in all threads
+    while one of them exports.
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
         return True
@@ -136,18 +137,19 @@ def is_traced(values: Iterable[Any]) -> bool:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """What is inferred meanwhile is used later, whatever the modes are that a call happens in."""
+    """A context for compiling, free of the modes that the first call happens to be made in, since
+    what is compiled also serves later calls, in other modes."""
     with (
         torch.inference_mode(False),
-        torch.autograd.set_detect_anomaly(False),  # fake gradients have no values to look at
-        without_saved_tensors_hooks(),  # which a checkpoint around the first call counts by
+        torch.autograd.set_detect_anomaly(False),  # it looks at values, and fakes have none
+        without_saved_tensors_hooks(),  # a checkpoint around the call must not count these
     ):
         yield
 
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """What is done meanwhile is none of the business of hooks on saved tensors around it."""
+    """A context in which no hooks on saved tensors are active in this thread."""
     hooks = []
     while (top := saved_tensors_hooks()) is not None:
         hooks.append(top)

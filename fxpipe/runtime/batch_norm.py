@@ -51,11 +51,12 @@ def update_statistics(
     momentum: float | None,
     parts: Sequence[Statistics],
 ) -> None:
-    """Update the running statistics by those of the whole mini-batch, from its micro-batches'.
+    """Update the running statistics with the statistics of the whole mini-batch.
 
-    ``tracked`` counts mini-batches; with a ``momentum`` of None the running statistics are the
-    average over all mini-batches. The variances are combined as in Chan et al. ("Updating formulae
-    and a pairwise algorithm for computing sample variances", 1979).
+    ``parts`` has the statistics of each micro-batch. ``tracked`` counts mini-batches; with a
+    ``momentum`` of None the running statistics are the average over all mini-batches. The variances
+    are combined as in Chan et al. ("Updating formulae and a pairwise algorithm for computing sample
+    variances", 1979).
     """
     if tracked is not None:
         tracked.add_(1)

@@ -14,7 +14,7 @@ and put them back. So everything that backward can do works: ``torch.autograd.gr
 ``retain_graph``, double backward, and checkpoints within checkpoints. The idea is PyTorch's own
 (non-reentrant ``torch.utils.checkpoint``).
 
-What is added is :func:`recompute`: a node whose backward fills the slots ahead of time, so that the
+Added to this is :func:`recompute`: a node whose backward fills the slots ahead of time, so that the
 second run overlaps the copy of the incoming gradient (torchgpipe, section 3.3).
 """
 
@@ -57,7 +57,7 @@ class Handle:
         self._frame = weakref.ref(frame)
 
     def recompute(self) -> None:
-        """Run the function again, if its saved tensors are wanted and not there."""
+        """Run the function again, if the graph still needs saved tensors that are not there."""
         if (frame := self._frame()) is not None:
             frame.recompute()
 

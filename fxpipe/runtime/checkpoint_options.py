@@ -18,7 +18,7 @@ class CheckpointOptions:
     """How a function is checkpointed; the meaning is that of :func:`checkpoint`'s arguments.
 
     Raises:
-        ValueError: for a ``determinism_check`` that there is not.
+        ValueError: for a ``determinism_check`` that does not exist.
     """
 
     preserve_rng_state: bool = True
@@ -45,7 +45,7 @@ class CheckpointOptions:
 
     @property
     def debugs(self) -> bool:
-        """Whether operators are noted.
+        """Whether both runs log their operators, for the message of a ``CheckpointError``.
 
         ``torch.utils.checkpoint.set_checkpoint_debug_enabled`` overrides the option.
         """

@@ -38,11 +38,11 @@ from fxpipe.runtime.streams import (
 def moved(tensor: Tensor, device: torch.device | None, source: str) -> Tensor:
     """Send a tensor to a device, over the link from the device where it is.
 
-    A tensor that is there already is returned itself, and so is any if the device is None.
+    If the tensor is on that device already, or if the device is None, it is returned itself.
 
     Args:
-        source: the name of the stream that it comes from. For the caller's tensors there are links
-            of their own, which wait for the caller's work up to the hand-over, and no longer.
+        source: the name of the stream that it comes from. The caller's tensors have separate links,
+            which wait for the work that the caller has launched before the run, and no other.
     """
     if device is None or tensor.device == device:
         return tensor
@@ -110,7 +110,7 @@ def copy(values: Any, source: str, target: str) -> Any:
                 made(copied, link(tensor.device, device, source == CALLER)[1])
         return copies
 
-    leaves, build = flattened(gate(values, sent))  # those that carry gradient are there by now
+    leaves, build = flattened(gate(values, sent))  # now those that carry gradient are there
     return build([moved(x, device, source) if isinstance(x, Tensor) else x for x in leaves])
 
 

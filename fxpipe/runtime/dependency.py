@@ -61,13 +61,13 @@ def gate(values: Any, apply: Callable[..., tuple[Tensor, ...]]) -> Any:
 def flattened(values: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The leaves of a pytree, and a function that builds the same pytree from other leaves."""
     if type(values) is tuple and all(type(value) is Tensor for value in values):
-        return list(values), tuple  # by far the most frequent case, without the time of a pytree's
+        return list(values), tuple  # by far the most frequent case, where a pytree takes longer
     leaves, spec = pytree.tree_flatten(values)
     return leaves, partial(pytree.tree_unflatten, treespec=spec)
 
 
 def leaves_in(value: Any) -> list[Any]:
-    """The leaves of a pytree; of a tensor by itself, or None, without the time of a pytree's."""
+    """The leaves of a pytree. One tensor, or None, is taken first, since a pytree takes longer."""
     return [value] if type(value) is Tensor or value is None else pytree.tree_leaves(value)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fxpipe.ir._torch import set_sequence_number
 
-# It is above all sequence numbers that are counted, and below that of nodes that add to ``.grad``.
+# Above all numbers that threads count to, and below that of the nodes that add to ``.grad``, which
+# still come first: it is the largest of 64 bits.
 FIRST = 2**63
 
 

@@ -20,7 +20,7 @@ _here = threading.local()  # .saving: whether this thread is saving arguments ju
 
 
 def are_being_saved() -> bool:
-    """Whether what autograd saves in this thread just now is the arguments of a call."""
+    """Whether the tensors that autograd saves just now in this thread are a call's arguments."""
     return getattr(_here, "saving", False)
 
 
@@ -86,7 +86,7 @@ class KeptInputs:
         anchor = torch.empty(0, device="cpu", requires_grad=True)
         _here.saving = True
         try:
-            # The result, and not its grad_fn, which does not keep what is saved alive in 2.11.
+            # The result is kept, since in PyTorch 2.11 its grad_fn does not keep the tensors alive.
             self.saved = _Save.apply(anchor, *self.tensors)  # type: ignore[no-untyped-call]
         finally:
             _here.saving = False
@@ -114,7 +114,7 @@ def _can_be_saved(leaf: Any) -> bool:
 def _cut_off(
     tensor: Tensor, requires_grad: bool, is_leaf: bool, attributes: dict[str, Any]
 ) -> Tensor:
-    if isinstance(tensor, torch.nn.Parameter):  # a replica: it has no history to lose
+    if isinstance(tensor, torch.nn.Parameter):  # it is a leaf, so it has no history to cut off
         return tensor
     with DisableTorchFunction(), torch.enable_grad():
         twin = without_history(tensor, attributes)

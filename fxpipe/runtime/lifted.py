@@ -9,7 +9,7 @@
 
 So compiled code works on whichever tensors the stage has when it is called: a parameter may be
 assigned anew, and the second run of a checkpoint works on copies of the buffers. Inputs and results
-are flat: what is nested is put together, and taken apart, within the graph.
+are flat: nodes of the graph build nested arguments from their leaves, and flatten nested results.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _KEPT = "stack_trace", "nn_module_stack"  # metadata that a compiler may show
 
 
 class NotLifted(RuntimeError):
-    """A stage does what cannot be part of a graph without tensors; the message says what."""
+    """A stage cannot be lifted, for the reason that the message gives."""
 
 
 def obstacle(stage: fx.GraphModule) -> str | None:
-    """Why a stage must not be compiled, if there is a reason: code that would run once, when it is
-    compiled, and not in each call."""
+    """Why a stage must not be compiled; None if it may be. Such a stage has code that must run in
+    each call, and would run only once, when the stage is compiled."""
     for name, module in stage.named_modules():
         if isinstance(module, Region):
             return f"the model checkpoints {name} itself"
@@ -78,7 +78,7 @@ class Tensors:
         return self._index[id(home), key]
 
     def looks(self) -> tuple[Any, ...]:
-        """All of the tensors that compiled code relies on, but for their values."""
+        """Dtype, shape and so on of each tensor: all that compiled code relies on."""
         return tuple(
             (t.dtype, t.shape, t.device, t.requires_grad, t.layout)
             + ((t.stride(),) if t.layout == torch.strided else ())
@@ -113,8 +113,8 @@ def _home(module: nn.Module, target: str) -> tuple[dict[str, Any], str]:
     """The dictionary in which a module keeps a tensor, and its key there."""
     path, _, name = target.rpartition(".")
     owner = module.get_submodule(path)
-    own: tuple[dict[str, Any], ...] = owner._parameters, owner._buffers, vars(owner)
-    return next(each for each in own if name in each), name
+    holders: tuple[dict[str, Any], ...] = owner._parameters, owner._buffers, vars(owner)
+    return next(holder for holder in holders if name in holder), name
 
 
 # ------------------------------------------------------------------------------------- the graph
@@ -127,7 +127,7 @@ def _identifier(name: str) -> str:
 
 
 class _Named:
-    """What stands in a graph as a function, under the name of what it calls."""
+    """An object that nodes of a graph call; the name it is given shows in the generated code."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = _identifier(name)
@@ -135,7 +135,7 @@ class _Named:
 
 
 class _CallWithTensors(_Named):
-    """A module that is called with values for all of its tensors."""
+    """Calls a module with values in place of all of its parameters and buffers."""
 
     def __init__(self, name: str, module: nn.Module, names: Sequence[str]) -> None:
         super().__init__(name)
@@ -148,7 +148,9 @@ class _CallWithTensors(_Named):
         for owner, name, value in places:
             if owner._buffers.get(name, value) is not value:
                 kind = type(owner).__name__
-                raise NotLifted(f"a {kind} assigns its buffer {name!r}, and does not write to it")
+                raise NotLifted(
+                    f"the forward of a {kind} replaces its buffer {name!r} by another tensor"
+                )
         return result
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,7 +177,7 @@ class _Fill(_Named):
 
 
 class _Leaves(_Named):
-    """Takes those of the leaves of the results that vary."""
+    """Flattens the results of a stage, and returns the leaves that vary."""
 
     def __init__(self, where: Sequence[int]) -> None:
         super().__init__("leaves")
@@ -193,14 +195,15 @@ def varies(leaf: Any) -> bool:
 
 
 class Lifted:
-    """The graph of a stage without tensors of its own, for arguments of one structure.
+    """The graph of a stage with the stage's tensors as inputs, for arguments of one structure.
 
     Args:
         args: arguments of the stage; their leaves that do not vary become constants.
-        fakes, mode: what the graph is to be compiled for: fakes of the tensors, and of those leaves
-            of the arguments that vary; and the mode that has made them.
+        fakes: fake tensors for the graph's inputs: of ``tensors``, and then of those leaves of the
+            arguments that vary.
+        mode: the fake tensor mode that has made them.
 
-    Raises :class:`NotLifted` for a stage that does what such a graph cannot do.
+    Raises :class:`NotLifted` for a stage that cannot be such a graph.
     """
 
     def __init__(
@@ -213,13 +216,13 @@ class Lifted:
     ) -> None:
         self._stage, self._tensors = stage, tensors
         self._graph = fx.Graph()
-        self._own: dict[fx.Node, Any] = {}
+        self._lifted: dict[fx.Node, Any] = {}  # by nodes of the stage: nodes here, and constants
         self._given = [self._graph.placeholder(_identifier(name)) for name in tensors.names]
         self._add_inputs(args)
         for node in stage.graph.nodes:
             if node.op not in ("placeholder", "output"):
                 self._add(node)
-        results = fx.map_arg(stage.graph.output_node().args[0], self._own.__getitem__)
+        results = fx.map_arg(stage.graph.output_node().args[0], self._lifted.__getitem__)
         self._spec, self._leaves, self._where = self._structure(results, fakes, mode)
         self._add_output(results)
         self.graph_module = fx.GraphModule(nn.Module(), self._graph, type(stage).__name__)
@@ -242,9 +245,9 @@ class Lifted:
                 for name, leaf in zip(names, leaves, strict=True)
             ]
             if spec.is_leaf():
-                (self._own[node],) = values
+                (self._lifted[node],) = values
             else:
-                self._own[node] = self._graph.call_function(
+                self._lifted[node] = self._graph.call_function(
                     _Fill(node.name, spec),
                     (values,),
                 )
@@ -255,12 +258,12 @@ class Lifted:
         if node.op == "get_attr":
             value = attribute(self._stage, target)
             if isinstance(value, Tensor):
-                self._own[node] = self._given[self._tensors.index(*_home(self._stage, target))]
+                self._lifted[node] = self._given[self._tensors.index(*_home(self._stage, target))]
                 return
             users = [user for user in node.users if user.args[0] is not node or not _is_call(user)]
             if isinstance(value, nn.Module) and users:
                 raise NotLifted(f"{target} is an argument of {users[0].name!r}")
-            self._own[node] = None if isinstance(value, nn.Module) else value
+            self._lifted[node] = None if isinstance(value, nn.Module) else value
             return
         if node.op == "call_module":
             made = self._call(node, target, {}, node.args)
@@ -269,25 +272,25 @@ class Lifted:
             assert isinstance(module, fx.Node)
             made = self._call(node, str(module.target), values, args)  # type: ignore[arg-type]
         else:
-            made = self._graph.node_copy(node, self._own.__getitem__)
+            made = self._graph.node_copy(node, self._lifted.__getitem__)
         made.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
-        self._own[node] = made
+        self._lifted[node] = made
 
     def _call(
         self, node: fx.Node, path: str, values: Mapping[str, Any], args: Sequence[Any]
     ) -> fx.Node:
-        """Add a call of a module, with values for some of its parameters."""
+        """Add a call of a module. ``values`` take the places of those parameters that they name."""
         module = self._stage.get_submodule(path)
         taken = {
             name: self._given[self._tensors.index(*_home(module, name))]
             for name, _ in _named(module)
         }
-        own, kwargs = fx.map_arg((tuple(args), node.kwargs), self._own.__getitem__)
-        taken |= fx.map_arg(dict(values), self._own.__getitem__)
+        lifted_args, kwargs = fx.map_arg((tuple(args), node.kwargs), self._lifted.__getitem__)
+        taken |= fx.map_arg(dict(values), self._lifted.__getitem__)
         return self._graph.create_node(
             "call_function",
             _CallWithTensors(node.name, module, list(taken)),
-            (tuple(taken.values()), *own),
+            (tuple(taken.values()), *lifted_args),
             kwargs,
             name=node.name,
         )

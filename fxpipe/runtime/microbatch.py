@@ -26,8 +26,8 @@ SUM = "sum"
 is the sum of the micro-batches' values."""
 
 WEIGHTED = "weighted"
-"""Given in place of a batch dimension: the value is a loss, and those of the micro-batches count by
-the weights that the user's ``loss_weight`` gives them."""
+"""Given in place of a batch dimension: the value is a loss, so that the mini-batch's value is the
+sum of the micro-batches' values, each times the weight that the user's ``loss_weight`` gives it."""
 
 LISTED = "list"
 """Given in place of a batch dimension: the value belongs to a list with one element for each row,
@@ -42,7 +42,8 @@ Dims = Dim | tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class Parts:
-    """A value for each micro-batch, where they are of a list with one element for each row."""
+    """The values of one leaf in all micro-batches, if it is in a list with one element for each
+    row: such values stay apart, since the list is cut between its elements."""
 
     values: tuple[Any, ...]
 
@@ -56,8 +57,8 @@ class Parts:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """Outputs of micro-batches, which are the same but for lists with one element for each row, as
-    the output of the mini-batch: with these lists joined."""
+    """The output of the mini-batch, from outputs of micro-batches that differ only in lists with
+    one element for each row: these lists are joined."""
     first, second, *_ = values
     if type(first) is list:
         pairs = zip(leaves(first), leaves(second), strict=True)
@@ -90,7 +91,7 @@ def scatter(tensor: Any, dim: InDim, chunks: int) -> tuple[Any, ...]:
     first.
 
     Without a dimension (None) all micro-batches share the tensor. The parts are views, so no memory
-    is copied. ``LISTED``: the value is ``Parts``, or of the only micro-batch.
+    is copied. For ``LISTED`` the value is a :class:`Parts`, or a tensor for a single micro-batch.
     """
     if isinstance(tensor, Parts):
         return tensor.values
@@ -120,7 +121,7 @@ def gather(
             WEIGHTED: leaves are added up, each times its weight.
         parts: the micro-batches' parts of an input, whose sizes along ``parts_dim`` are the
             weights; without any, all weights are equal.
-        weights: those of the leaves that are WEIGHTED, one for each micro-batch.
+        weights: the weights of the micro-batches in leaves that are WEIGHTED.
 
     Raises ValueError if a leaf has to be the same in all micro-batches and is not.
     """
@@ -142,8 +143,8 @@ def gather(
 
 
 def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The sum of values, each times its weight. What weighs nothing is left out: a mean over
-    nothing is no number, and zero times that is none either."""
+    """The sum of values, each times its weight. Values of weight 0 are left out: a mean over
+    nothing is NaN, and so is 0 times NaN."""
     terms = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
     return functools.reduce(operator.add, terms)
 

@@ -75,8 +75,8 @@ class Strided:
     def of(tensor: Tensor) -> Strided:
         """The description of a tensor.
 
-        Raises TypeError for a tensor whose memory does not say all: a sparse or quantized one, or
-        one of a subclass.
+        Raises TypeError for a tensor that is more than its strided memory: a sparse or quantized
+        one, or one of a subclass.
         """
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_quantized:
             raise TypeError(f"a {type(tensor).__name__} cannot go to another rank: give a Tensor")
@@ -101,8 +101,8 @@ class Strided:
         return tensor.view(torch.uint8)
 
     def built(self, part: Tensor) -> Tensor:
-        """Make the tensor of the part that it has travelled as. The tensor may be a view of the
-        part, so that the caller must not use the part for anything else."""
+        """Make the tensor again, from the part that has arrived. The tensor may be a view of the
+        part, so the caller must not use the part for anything else."""
         stored = part.view(self.dtype).view(self.stored)
         if self.is_dense:
             tensor = part.view(self.dtype).as_strided(self.stored, self.strides)
@@ -132,7 +132,7 @@ class Number:
         return torch.tensor([value], dtype=_NUMBERS[self.kind]).view(torch.uint8).to(device)
 
     def built(self, part: Tensor) -> Any:
-        """Read the number from the part that it has travelled as."""
+        """Read the number from the part that has arrived."""
         return part.view(_NUMBERS[self.kind]).item()
 
 
@@ -140,7 +140,7 @@ class Number:
 class Constant:
     """What is neither a tensor nor a number, and travels in the description itself."""
 
-    kind: type  # since True equals 1
+    kind: type  # it keeps apart descriptions whose values are equal, such as True and 1
     value: Any
 
 
@@ -160,7 +160,8 @@ class Description:
         return [leaf.bytes for leaf in self.leaves if not isinstance(leaf, Constant)]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # PyTorch warns where the specification of a leaf is unpickled: containers go in its place.
+        # The nesting is pickled as containers of numbers, since PyTorch warns when it unpickles the
+        # TreeSpec of a leaf.
         nested = pytree.tree_unflatten(range(len(self.leaves)), self.nesting)
         return _restored, (nested, self.leaves)
 
@@ -194,8 +195,8 @@ def packed(values: Any, device: torch.device) -> tuple[Description, list[Tensor]
 
 
 def unpacked(description: Description, parts: Sequence[Tensor]) -> Any:
-    """Make the values of the parts that they have travelled as. Tensors may be views of the parts,
-    so that the caller must not use the parts for anything else."""
+    """Make the values again, from their description and the parts that have arrived. Tensors may be
+    views of the parts, so the caller must not use the parts for anything else."""
     remaining = iter(parts)
     leaves = [
         leaf.value if isinstance(leaf, Constant) else leaf.built(next(remaining))

@@ -34,8 +34,8 @@ _here = threading.local()  # .repetition: the innermost second run of this threa
 
 
 def _hook(function: F) -> F:
-    """A hook on saved tensors. Where the checkpointed function is compiled, it is called from
-    within what Dynamo has compiled, and Dynamo would compile the hook as well."""
+    """Keep Dynamo from compiling a hook on saved tensors, as it would where compiled code calls the
+    hook because it calls the checkpointed function."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -133,8 +133,8 @@ class Frame:
     def recompute(self) -> None:
         """Run the function again and fill the slots that are still wanted and empty.
 
-        A tensor that a checkpoint within this one has as its input may be written to once it is
-        saved, by that one or after it. The second run shows it; then one more run copies it.
+        An inner checkpoint saves its inputs, and the function may write to one of them later. The
+        second run notices this; then one more run fills the slot with a copy made before the write.
         """
         with self.lock:
             empty = [i for i, slot in self.living() if slot.value is None]
@@ -151,10 +151,10 @@ class Frame:
 
     @contextmanager
     def again(self) -> Iterator[Any]:
-        """The arguments of the forward; within this context its surroundings are restored, so that
-        the caller can repeat it."""
-        # The arguments first: a checkpoint around this one may have to run again for them, and to
-        # wait for another thread that does. This thread must not have the random generators then.
+        """A context with the surroundings of the forward, in which the caller can repeat it. Yields
+        the forward's arguments."""
+        # The arguments are read first. This may run an outer checkpoint again, or wait for another
+        # thread that does so, and in such a wait this thread must not hold the random generators.
         inputs = self.inputs.again()
         with self.surroundings.as_before():
             yield inputs
@@ -171,7 +171,7 @@ class Repetition:
         self.frame = frame
         self.last = last
         self.count = 0  # tensors that have been saved
-        self.inputs: list[tuple[int, Tensor, int]] = []  # of checkpoints within, with their version
+        self.inputs: list[tuple[int, Tensor, int]] = []  # inner checkpoints': slot, value, version
         self.differences: list[str] = []
 
     def run(self) -> set[int]:
@@ -273,7 +273,7 @@ def _unpack(packed: Any) -> Tensor:
     with slot.frame.lock:
         if slot.value is None:
             slot.frame.recompute()
-        tensor, slot.value = slot.value, None  # asked for again (retain_graph), it is made again
+        tensor, slot.value = slot.value, None  # another backward (retain_graph) computes it again
     assert tensor is not None
     _check_version(tensor, slot.version, f"a tensor ({_said(slot.like)})")
     return tensor

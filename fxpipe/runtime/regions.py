@@ -7,9 +7,9 @@
                                                          │
                                                          body: the graph of self.block
 
-The body is run under :func:`fxpipe.runtime.checkpoint.checkpoint`, and so saves no more than the
-model does: what it is given. PyTorch's function cannot be used here, since it sets the random state
-of the whole process while other lanes may draw random numbers.
+The body runs under :func:`fxpipe.runtime.checkpoint.checkpoint`, so that only its arguments are
+saved, as in the model. PyTorch's function cannot be used here, since it sets the random state of
+the whole process while other lanes may draw random numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fxpipe.runtime.checkpoint import CheckpointOptions, checkpointed
 from fxpipe.runtime.random import Seeded
 
 WITHIN = ".body."
-"""What the path of a parameter in a region has ahead of its path in the model."""
+"""Stands in the path of a region's parameter between the region's name and the parameter's path in
+the model."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ class Region(nn.Module):
         body: a graph, with the parameters and modules of the model that it uses, by their paths in
             the model.
         settings: what the model has asked for.
-        given: the places, among the inputs, of those that the model has given to its checkpoint.
-            What the function takes from around it is an input here too, and is not saved but kept.
+        given: the indices of those inputs that the model passes to its checkpoint, which saves
+            them. The other inputs are values that the function has taken from an enclosing scope:
+            the checkpoint only refers to them, as it does in the model.
     """
 
     def __init__(self, body: fx.GraphModule, settings: Settings, given: tuple[int, ...]) -> None:
@@ -81,7 +83,8 @@ class Region(nn.Module):
 
     def _run(self, others: dict[int, Any], *given: Any) -> Any:
         inputs = {**others, **dict(zip(self.given, given, strict=True))}
-        # Its forward alone: called as a module, a graph prints what goes wrong to stderr.
+        # The body's forward is called, and not the body itself, because fx prints an error in the
+        # call of a graph module to stderr.
         return self.body.forward(*(inputs[i] for i in range(len(inputs))))
 
     def of(self, body: fx.GraphModule) -> Region:
@@ -90,7 +93,7 @@ class Region(nn.Module):
 
 
 def region_of(module: nn.Module) -> Region | None:
-    """The region that a node calls, be it with a seed of its own; None if it is another module."""
+    """The region that a module is, or runs with a seed (:class:`Seeded`); None if there is none."""
     function = module.function if isinstance(module, Seeded) else module
     return function if isinstance(function, Region) else None
 
@@ -103,8 +106,8 @@ def with_body(module: nn.Module, body: fx.GraphModule) -> nn.Module:
 
 
 def regions_in(gm: fx.GraphModule) -> Iterator[tuple[str, nn.Module, Region]]:
-    """The targets of nodes that call regions, or that get them to be called with other parameters;
-    what they are, and the regions."""
+    """For each node that calls a region, or gets one for a call with values in place of parameters:
+    the node's target, the module there, and the region."""
     for node in gm.graph.nodes:
         if node.op in ("call_module", "get_attr"):
             module = attrgetter(str(node.target))(gm)

@@ -1,7 +1,6 @@
 """The state that modules keep in Python: attributes, and what is in their lists, dicts and sets.
 
-Tensors are not looked into: buffers and parameters are states of another kind, which autograd and
-graphs know of.
+The values of tensors are no part of it: autograd and graphs take care of buffers and parameters.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-DEPTH = 4  # lists in lists, and objects in objects
-MANY = 256  # a longer container is data: it may change, what is in it is not looked into
+DEPTH = 4  # how deep lists in lists, and objects in objects, are followed
+MANY = 256  # a longer container is data: its elements are recorded, but not what is in these
 
 _PLAIN = type(None), bool, int, float, complex, str, bytes
 _EVERY = frozenset(vars(nn.Module()))  # parameters, hooks, modules: what every module has
@@ -27,7 +26,7 @@ second time gives them the state of the first run meanwhile."""
 
 
 class State:
-    """The attributes of modules, and the contents of what is in these, as they are now."""
+    """A record of modules' attributes, and of the contents of their containers, as they are now."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._attributes = [(m, _own(m)) for m in modules]
@@ -94,7 +93,7 @@ class State:
         return any(isinstance(value, Tensor) for value in values)
 
     def put_back(self) -> None:
-        """Give the modules the attributes, with their contents, that they had when it was read."""
+        """Give the modules the attributes, with their contents, that have been recorded."""
         for module, before in self._attributes:
             own = vars(module)
             now = _own(module)
@@ -108,7 +107,8 @@ class State:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside the ``with`` block the state is the one that was read; after it, that of now."""
+        """Inside the ``with`` block the modules have the recorded state; after it, they have the
+        state again that they had ahead of it."""
         now = State([module for module, _ in self._attributes])
         self.put_back()
         try:
@@ -158,7 +158,7 @@ def _is_not(one: Any, other: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether it is the same object, or an equal number or name."""
+    """Whether two values are one object, or equal numbers or strings of one type."""
     is_plain = isinstance(one, _PLAIN) and type(one) is type(other)
     return one is other or (is_plain and bool(one == other))
 

@@ -1,6 +1,6 @@
 """Notice which tensors are written to.
 
-Writes by way of ``.data`` are noticed, too, which do not raise a tensor's version counter.
+Writes through ``.data``, which do not raise a tensor's version counter, are noticed too.
 """
 
 from __future__ import annotations
