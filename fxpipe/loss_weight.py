@@ -1,8 +1,8 @@
-"""By how much the losses of micro-batches count: functions for ``fxpipe.compile(loss_weight=...)``.
+"""Weights of micro-batches' losses: functions for ``fxpipe.compile(loss_weight=...)``.
 
-A loss that is a mean over tokens, of which each row has as many as its mask or its labels leave, is
-not the mean of its micro-batches' losses: those with more tokens count for more. With the number of
-tokens in each micro-batch as its weight it is::
+A loss may be a mean over tokens, of which some rows have more than others: labels of padding do
+not count. Such a loss is not the mean of its micro-batches' losses, since a micro-batch with more
+tokens counts for more. It is their mean weighted by the number of tokens in each micro-batch::
 
     loss_weight=fxpipe.loss_weight.tokens("labels", shifted=True)     # of a causal language model
     loss_weight=lambda target: (target != -100).sum()                 # of a loss_fn

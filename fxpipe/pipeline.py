@@ -110,9 +110,9 @@ class Pipeline(ModelProxy):
 
         The gradients of the parameters are added to ``.grad``, micro-batch by micro-batch; the
         inputs get no gradients. The loss of a micro-batch is weighted by its number of rows, so
-        that a loss which is a mean over rows is the mean over the mini-batch; by what
-        ``loss_weight`` gives, if there is one; and a loss that is a sum is added up. After the step
-        :attr:`losses` has the losses of the micro-batches.
+        that a loss which is a mean over rows is the mean over the mini-batch; with a
+        ``loss_weight``, it is weighted by what that gives. Losses that are sums are added up. After
+        the step :attr:`losses` has the losses of the micro-batches.
 
         Args:
             target: the second argument of ``loss_fn``: tensors, in any nesting, with as many rows
@@ -189,7 +189,7 @@ class Pipeline(ModelProxy):
         self._views.measured = found[len(found) // 2]
         return self._views.measured
 
-    # ------------------------------------------------------------------------------------ its life
+    # ------------------------------------------------------------------ compiling, loading, closing
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for calls like this one, without running it."""
@@ -205,65 +205,66 @@ class Pipeline(ModelProxy):
     ) -> Any:
         """Load a checkpoint, one tensor at a time, each straight to the device of its stage.
 
-        This is how a model gets its values that was built on "meta" (``with torch.device("meta")``)
-        and compiled there, so that it is never in memory as a whole but on the devices of its
-        stages. A model that has values may be loaded too. What a call means is checked against the
-        model at the next call, for which it is compiled again, with the same cut.
+        A model may be built on "meta" (``with torch.device("meta")``), compiled there, and loaded
+        by this method: then it is never in memory as a whole, but on the devices of its stages. A
+        model that has values may be loaded too. The next call compiles the model again, with the
+        same cut, and checks again what the pipeline means.
 
-        Parameters and buffers stay the objects that they are: an optimizer made before is right
-        afterwards. Tensors that are one in the model (tied weights) have to be in the checkpoint
-        under one of their names only. What is missing, unexpected, or of another shape is said as
-        ``load_state_dict`` of the model says it, whose hooks are run.
+        Parameters and buffers stay the same objects, so that an optimizer made before is right
+        afterwards. For a tensor with several names (tied weights), the checkpoint has to have one
+        of the names only. Missing and unexpected names, and tensors of another shape, are reported
+        as the model's ``load_state_dict`` reports them; its hooks are run.
 
         Buffers that their modules do not save (``persistent=False``), and tensors that are plain
-        attributes, are in no checkpoint. On "meta" they are made again by the module's own means:
-        ``_init_weights(module)`` of a module around it, as Hugging Face's models have it, or
-        ``reset_parameters()``.
+        attributes, are in no checkpoint. If they are on "meta", they are initialised as their
+        modules do it: by ``_init_weights(module)`` of a module around theirs, as Hugging Face's
+        models have it, or by ``reset_parameters()``.
 
         Args:
             checkpoint: a file of safetensors or of ``torch.save`` (which is read with
                 ``weights_only=True``); the index of a sharded checkpoint, as Hugging Face writes
                 it; a folder with one of these; or a mapping from names to tensors, such as
                 :func:`fxpipe.loading.stored_tensors` with other names.
-            strict: whether missing and unexpected names are an error. If not, what is missing stays
-                on "meta", if it is there, until it is loaded or materialized.
+            strict: whether missing and unexpected names are an error. If not, a missing tensor that
+                is on "meta" stays there until it is loaded or materialized.
             assign: whether tensors take the dtypes of the checkpoint; if not, they keep those of
                 the model, to which values are converted.
             init: a function that sets the parameters and buffers of one module, as for
-                ``nn.Module.apply``; called for each module with tensors that are on "meta" and not
-                in the checkpoint, in place of the module's own means.
+                ``nn.Module.apply``. It is called, in place of the methods above, for each module
+                with tensors that are on "meta" and not in the checkpoint.
 
         Returns:
             ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does.
 
         Raises:
             RuntimeError: as ``load_state_dict`` does; if the model is on "meta" and has not been
-                compiled, so that there are no stages; or if a tensor that no checkpoint has is
-                written to by none of the means.
+                compiled, so that there are no stages; or if nothing initialises a tensor that is
+                on "meta" and in no checkpoint.
         """
         return self._runner.load(checkpoint, strict=strict, assign=assign, init=init)
 
     def materialize(self, init: Init | None = None) -> None:
-        """Give values to all tensors that are on "meta", on the devices of their stages: those of a
-        new model.
+        """Initialise all tensors that are on "meta", as in a new model, on the devices of their
+        stages.
 
         Args:
             init: a function that sets the parameters and buffers of one module, as for
                 ``nn.Module.apply``. None: ``_init_weights(module)`` of a module around it, as
                 Hugging Face's models have it, or ``reset_parameters()``, as modules of PyTorch have
-                it. What the constructor of a model does beside that is not repeated.
+                it. Other initialisation, by the constructor of a model, is not repeated.
 
         Raises:
-            RuntimeError: if a tensor is written to by none of these; what has been initialised
-                stays so. And if the model has not been compiled, so that there are no stages.
+            RuntimeError: if nothing initialises one of the tensors (those that have been
+                initialised stay so); or if the model has not been compiled, so that there are no
+                stages.
         """
         self._runner.materialize(init)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state dict of the model, as the model does; if it is on "meta", by :meth:`load`,
-        since ``load_state_dict`` of a module leaves such tensors without values."""
+        """Load a state dict of the model, as the model does. If the model is on "meta",
+        :meth:`load` does it: ``load_state_dict`` of a module leaves such tensors without values."""
         if self._runner.compiler.homes:
             return self.load(state_dict, strict=strict, assign=assign)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -302,7 +303,7 @@ class Pipeline(ModelProxy):
         self.recompile()
         return self
 
-    # ------------------------------------------------------------------------------- to look at
+    # ------------------------------------------------------------------- graphs, drawings, reports
 
     @property
     def graph_module(self) -> fx.GraphModule:

@@ -26,16 +26,16 @@ from torch import Tensor, fx, overrides
 # The kinds of functorch transforms, such as grad and vmap.
 from torch._C._functorch import TransformType
 
-# Kernels written in Python do not look at values where those in C++ do.
+# A context in which PyTorch's kernels in Python run, which need no values where those in C++ do.
 from torch._dispatch.python import enable_python_dispatcher
 
 # The two functions that stand in a graph of torch.export for a torch.vmap.
 from torch._functorch import predispatch
 
-# What a compiler of graphs finds the mode of its fake inputs by, as Dynamo hands it over.
+# By these Dynamo tells a compiler of graphs the mode of its fake inputs.
 from torch._guards import TracingContext, tracing
 
-# What torch.export makes of a torch.autocast.
+# The function that torch.export's graphs call in place of a torch.autocast.
 from torch._higher_order_ops.wrap import wrap_with_autocast
 
 # The type of the operators in the graphs of torch.export.
@@ -49,7 +49,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-# What torch.export traces with: a value of this type says that it is traced.
+# The tensors that torch.export traces with: a value of this type shows that it is being traced.
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -131,9 +131,9 @@ def exchange(tensor: Tensor, new: Tensor) -> None:
     """Let a tensor have the memory, dtype and device of another one, and stay the same object, with
     its attributes and hooks; ``new`` is of no use afterwards.
 
-    ``tensor.data = new`` refuses to take a tensor from "meta" to a device. And
-    ``torch.utils.swap_tensors`` refuses tensors with weak references to them, which every fake
-    tensor mode has made, and takes attributes and hooks along.
+    ``tensor.data = new`` refuses to take a tensor from "meta" to a device.
+    ``torch.utils.swap_tensors`` would exchange attributes and hooks as well, and it refuses tensors
+    with weak references to them, which every fake tensor mode has made.
     """
     new.requires_grad_(tensor.requires_grad)
     hooks = gradient_hooks(tensor)
@@ -148,8 +148,8 @@ def wrapper_tensor(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtyp
 
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
-"""The ``__torch_function__`` of a tensor subclass whose operators only ``__torch_dispatch__`` is
-asked for."""
+"""The ``__torch_function__`` for tensor subclasses that see operators in ``__torch_dispatch__``
+only."""
 
 
 def stored_values(tensor: Tensor) -> int:
@@ -171,10 +171,10 @@ def function_modes() -> tuple[TorchFunctionMode, ...]:
 
 
 def exchange_function_modes(modes: tuple[TorchFunctionMode, ...]) -> None:
-    """Let these torch function modes be active in this thread in place of all that are.
+    """Replace the torch function modes that are active in this thread by these.
 
-    As context managers they could not be entered again: whoever made a mode has entered it, and a
-    default device would set a variable of the whole process.
+    They are not entered as context managers: they have been entered already where they were made,
+    and the mode of a default device, when it is entered, sets a variable of the whole process.
     """
     for _ in function_modes():
         overrides._pop_mode()  # type: ignore[no-untyped-call]
@@ -188,15 +188,15 @@ def has_dispatch_modes() -> bool:
 
 
 DisableTorchFunction = torch._C.DisableTorchFunction
-"""A context in which functions of torch do not ask ``__torch_function__`` of tensor subclasses, nor
-torch function modes."""
+"""A context in which functions of torch call neither ``__torch_function__`` of tensor subclasses,
+nor torch function modes."""
 
 EnableTorchFunction = torch._C._EnableTorchFunction
-"""A context in which they ask again, within one in which they do not."""
+"""A context that undoes the effect of a :data:`DisableTorchFunction` around it."""
 
 
 def asks_torch_function() -> bool:
-    """Whether functions of torch ask ``__torch_function__`` of tensor subclasses in this thread."""
+    """Whether, in this thread, functions of torch call ``__torch_function__`` of subclasses."""
     return torch._C._is_torch_function_enabled()
 
 
@@ -211,7 +211,7 @@ def transforms() -> list[TransformType]:
 
 
 SavedTensorsHooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""What ``torch.autograd.graph.saved_tensors_hooks`` is given: pack and unpack."""
+"""The two hooks that ``torch.autograd.graph.saved_tensors_hooks`` takes: pack and unpack."""
 
 
 def saved_tensors_hooks() -> SavedTensorsHooks | None:
@@ -226,7 +226,7 @@ def pop_saved_tensors_hooks() -> None:
 
 
 def push_saved_tensors_hooks(hooks: SavedTensorsHooks) -> None:
-    """Activate hooks on saved tensors that have been taken away."""
+    """Activate hooks on saved tensors, as the innermost ones."""
     torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
@@ -253,17 +253,17 @@ def run_backward(
     retain_graph: bool = False,
     accumulate: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """Run the autograd engine as ``torch.autograd.backward`` does, or, where nothing is to be
-    accumulated, as ``torch.autograd.grad`` does, which raises RuntimeError for inputs that are not
-    reached.
+    """Run the autograd engine, as ``torch.autograd.backward`` and ``torch.autograd.grad`` do.
 
-    The public functions first look into their arguments again and make gradients of what has none.
-    That takes longer than the engine itself takes for a small layer.
+    Those functions first check their arguments, and make gradients for roots that have none. For a
+    small layer this takes longer than the engine does.
 
     Args:
-        roots: tensors, or ``GradientEdge``.
-        grads: of the roots, of their shapes.
-        inputs: for these alone; by default for all leaves.
+        roots: the tensors, or edges of the graph (``GradientEdge``), at which the backward starts.
+        grads: the gradient of each root, of the root's shape.
+        inputs: compute gradients for these only; by default for all leaves.
+        accumulate: whether gradients are added to ``.grad``. If not, they are returned, and a
+            RuntimeError is raised if the backward does not reach one of the inputs.
     """
     if any(type(root) is not Tensor and isinstance(root, Tensor) for root in (*roots, *inputs)):
         # A subclass of Tensor may have a backward of its own.
@@ -295,7 +295,7 @@ def set_sequence_number(node: torch.autograd.graph.Node, number: int) -> None:
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[Any, Any]:
-    """The hooks on a tensor's gradient, and those for when it has been accumulated.
+    """A tensor's hooks on its gradient, and its hooks that run once that has been accumulated.
 
     Each is a dictionary, or None.
     """
@@ -319,12 +319,12 @@ FLAT_WEIGHTS = "_flat_weights"
 
 
 def any_global_module_hook() -> bool:
-    """Whether a hook is registered that the calls of all modules run."""
+    """Whether a hook is registered globally, which runs at the calls of all modules."""
     return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def step_hooks(optimizer: Optimizer) -> tuple[Collection[Any], ...]:
-    """The hooks that run before and after an optimizer's step: its own, and those on all."""
+    """The hooks that run before and after an optimizer's step: the optimizer's, and global ones."""
     return (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -348,19 +348,21 @@ VALIDATE_ARGS = "_validate_args"
 # ----------------------------------------------------------------------- what traces have in them
 
 CALL = "_call_impl"
-"""The method of every module that ``nn.Module.__call__`` calls, with hooks and forward. It is
-patched to know which module runs: fx and torch.export patch ``__call__``, and pass others by."""
+"""The method by which ``nn.Module.__call__`` runs a module's hooks and forward. fxpipe patches it
+to know which module runs: fx and torch.export patch ``__call__``, and skip other patches of it."""
 
 SingleLevelFunction = _SingleLevelFunction
-"""The base class of ``torch.autograd.Function``, whose ``apply`` that of ``Function`` calls."""
+"""The base class of ``torch.autograd.Function``; ``Function.apply`` calls its ``apply``."""
 
 FxPatcher = _Patcher
-"""By its ``patch_method(cls, name, new)`` fx replaces methods for all threads while it traces."""
+"""The class by whose ``patch_method(cls, name, new)`` fx, while it traces, replaces methods for all
+threads."""
 
 EXPORT: ModuleType = importlib.import_module("torch.export._trace")
 WITHOUT_BACKENDS = "_ignore_backend_decomps"
-"""The context, a function of that module, in which torch.export traces without oneDNN and cuDNN, in
-all threads. Graphs of operators that autograd sees are the same with them."""
+"""The function of that module whose context torch.export enters to trace without oneDNN and cuDNN:
+it switches them off for all threads. The graphs that fxpipe exports, of operators ahead of
+autograd, do not depend on that, so fxpipe replaces it."""
 
 
 @contextmanager
@@ -404,7 +406,7 @@ class OuterModule(fx.GraphModule):
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
-    """How long the ranks of a group wait for each other; ``device``: one of a kind that it is for.
+    """How long the ranks of a group wait for each other in transfers to and from such a device.
 
     PyTorch takes a timeout when a group is made, and does not give it back. Groups that are made
     beside a group of the user's have to wait as long as that one does.
@@ -441,7 +443,7 @@ def graph_compiler(
     options: dict[str, Any] | None,
     dynamic: bool | None,
 ) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
-    """The compiler of graphs that ``torch.compile`` makes of its arguments of these names.
+    """The compiler of graphs that ``torch.compile`` makes from arguments of the same names.
 
     It takes a graph and example inputs, as a custom backend of ``torch.compile`` does. Raises what
     ``torch.compile`` raises for arguments that it does not know.
@@ -454,7 +456,7 @@ def graph_compiler(
 
 
 COMPILED_NODE = "CompiledFunctionBackward"
-"""The name of the autograd nodes whose backward AOTAutograd has had compiled."""
+"""The name of the autograd nodes that stand for a compiled backward."""
 
 
 def compiled_ahead(
@@ -463,7 +465,8 @@ def compiled_ahead(
     forward: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
     backward: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """A function whose forward and backward graphs, traced by AOTAutograd, these two compile."""
+    """Compile a graph by AOTAutograd, which traces its forward and backward graphs and has each
+    compiled by one of the two functions given."""
     aot = importlib.import_module("functorch.compile")  # which is public, and imports Dynamo
     function: Callable[..., Any] = aot.aot_module_simplified(
         gm,
@@ -477,7 +480,8 @@ def compiled_ahead(
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """A function that takes a list of arguments and empties it, so that it may let go of them."""
+    """The function in the calling convention of AOTAutograd: arguments come in a list, which the
+    callee empties, so that the caller does not keep them alive."""
 
     def call(args: list[Any]) -> Any:
         given = tuple(args)
@@ -489,26 +493,26 @@ def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
 
 
 class SymbolicInputs:
-    """Fakes of the inputs of a graph, in a fake tensor mode of their own, with symbols for sizes.
+    """Makes fake tensors of a graph's inputs, with symbols for sizes, in a new fake tensor mode.
 
-    A compiler of graphs that is given them compiles code for all sizes that its guards admit.
+    A compiler that is given these compiles code for all sizes that its guards admit.
     """
 
     def __init__(self) -> None:
         self.sizes = ShapeEnv(duck_shape=False)  # equal sizes may differ in the next call
         self.mode = FakeTensorMode(shape_env=self.sizes, allow_non_fake_inputs=True)
-        self.fakes: list[Any] = []  # of what may have other sizes in another call
+        self.fakes: list[Any] = []  # of inputs whose sizes may differ in another call
 
     def _source(self) -> Any:
         source = importlib.import_module("torch._dynamo.source")
         return source.ConstantSource(f"input_{len(self.fakes)}")
 
     def constant(self, tensor: Tensor) -> Any:
-        """The fake of a tensor whose sizes are the same in all calls."""
+        """The fake tensor for a tensor whose sizes are the same in all calls."""
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def tensor(self, tensor: Tensor, varying: Collection[int]) -> Any:
-        """The fake of a tensor, with symbols for the dimensions ``varying``."""
+        """The fake tensor for a tensor, with symbols for the sizes of dimensions ``varying``."""
         dims = range(tensor.dim())
         kinds = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in dims]
         context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
@@ -525,10 +529,10 @@ class SymbolicInputs:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """A context for the compiler, which finds the fake tensor mode by it.
+        """A context for compiling, which tells the compiler the fake tensor mode.
 
-        Saved tensors are not written to by the backward, which may run several times. Backwards
-        are compiled at once, so that what the compiler refuses is known before anything runs.
+        In it, compiled backwards do not reuse the memory of saved tensors, since a backward may run
+        several times; and they are compiled at once, so that a refusal is known before any run.
         """
         aot: Any = importlib.import_module("torch._functorch.config")
         told = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
@@ -537,9 +541,9 @@ class SymbolicInputs:
         with tracing(context), aot.patch(known):
             yield
         if getattr(context.fw_metadata, "bw_donated_idxs", ()) is None:
-            context.fw_metadata.bw_donated_idxs = []  # None would count as some, when it runs
+            context.fw_metadata.bw_donated_idxs = []  # at run time None would stand for some
 
     def admit(self, values: list[Any]) -> bool:
-        """Whether what has been compiled is right for these values: one for each number, and for
-        each tensor that is no constant."""
+        """Whether the guards of the compiled code hold for these values, given in the order of
+        ``fakes``: one for each number, and for each tensor that is no constant."""
         return self.sizes.evaluate_guards_for_args(self.fakes, values, ignore_static=False)

@@ -69,18 +69,18 @@ def stage_costs(graph: fx.Graph) -> list[Cost]:
 
 
 def copies_of(node: fx.Node) -> tuple[int, ...]:
-    """Of each tensor of a node's value, how many of that size there are in a mini-batch.
+    """For each tensor of a node's value, how many tensors of that size a mini-batch has.
 
-    One, which is divided among the micro-batches; or one for each micro-batch, if all have it in
-    full (pass "rows").
+    It is one if the tensor is divided among the micro-batches, or as many as there are
+    micro-batches if each of these has it in full (pass "rows").
     """
     found: tuple[int, ...] = node.meta.get(COPIES, ())
     return found or (1,) * len(tensors_of(node.meta.get(VALUE)))
 
 
 def times_done(node: fx.Node) -> int:
-    """How many times in a mini-batch a node does all that it does: once for each micro-batch, if
-    neither what it is given nor what it gives is divided among them."""
+    """How many times a node's whole work is done in a mini-batch: once if its inputs or its value
+    are divided among the micro-batches, and otherwise once for each micro-batch."""
     sources = (source for source in node.all_input_nodes if source.op != "get_attr")
     return min((n for one in (node, *sources) for n in copies_of(one)), default=1)
 

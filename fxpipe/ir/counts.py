@@ -1,4 +1,4 @@
-"""Numbers of things, as users give them."""
+"""Checks of numbers that users give, such as how many micro-batches to make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices as numbers: what a plan needs to know of one, so that it need not be there."""
+"""Descriptions of devices in numbers, by which a plan is made without having the devices."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class DeviceSpec:
     Args:
         name: for tables.
         flops_per_s: FLOPs per second in float32 (and wider).
-        half_flops_per_s: in 16 bits; None: as in float32.
-        bytes_per_s: of its memory.
-        memory: bytes that the model may use of it; None: no limit.
-        link_bytes_per_s: of the link to other devices, one way.
-        link_latency_s: of one tensor, from call to arrival.
+        half_flops_per_s: FLOPs per second in 16 bits; None: as many as in float32.
+        bytes_per_s: the bandwidth of its memory.
+        memory: bytes of its memory that the model may use; None: no limit.
+        link_bytes_per_s: the bandwidth of the link to other devices, one way.
+        link_latency_s: seconds that a tensor takes over the link, beside those for its bytes.
         launch_s: seconds that any operator costs, even if it computes nothing.
     """
 
@@ -63,8 +63,11 @@ class DeviceSpec:
 
     @staticmethod
     def of(name: str | DeviceSpec) -> DeviceSpec:
-        """A known device: one of :data:`KNOWN`; ``"cpu"``, as a lane is called, is a core. A
-        description is what it is."""
+        """The device of this name in :data:`KNOWN`; ``"cpu"``, the name of a lane, is one core. A
+        ``DeviceSpec`` is returned unchanged.
+
+        Raises ValueError for an unknown name.
+        """
         if isinstance(name, DeviceSpec):
             return name
         name = CPU_CORE.name if name == "cpu" else name

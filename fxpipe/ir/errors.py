@@ -42,8 +42,8 @@ class OneSizeOnly(AnotherStrategy, RuntimeError):
 def is_the_models(error: Exception) -> bool:
     """Whether a model's own code, or a library that it calls, has refused what it was given.
 
-    An error that our own code raises is a bug, and one for want of memory says nothing about what
-    the model takes: neither may be taken for an answer.
+    An error that fxpipe's own code raises is a bug, and an out-of-memory error says nothing about
+    what the model accepts: neither may be taken for such a refusal.
     """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return False

@@ -21,40 +21,40 @@ GAP = "gap"  #: float, of a graph module: how far its cut is from optimal at mos
 COST = "cost"  #: Cost
 SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
 ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
-ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph is
+ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph does
 VALUE = "val"  #: fx's key: the fake (or example) value of a node
 COPIES = "copies"  #: tuple[int, ...]: how many of each tensor of the value a mini-batch has
 GROWS = (
     "grows"  #: tuple[tuple[int, ...], ...]: of each tensor the dimensions that grow with the batch
 )
 LARGER = "larger"  #: the fake value for a larger batch; kept only while the two are compared
-HOME = "home"  #: int: the stage in which a parameter lives, at what brings it to another
+HOME = "home"  #: int: where a node copies a parameter to another stage: the stage that owns it
 ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage
 WRITES = "writes"  #: tuple[str, ...]: the nodes whose memory this one writes to
-SAME_AS = "same_as"  #: tuple[str, ...]: the nodes of whose tensors this one gives some as they came
-NO_BACKWARD = "no_backward"  #: True where it has a gradient that no output leads back to
+SAME_AS = "same_as"  #: tuple[str, ...]: the nodes whose tensors this one returns unchanged
+NO_BACKWARD = "no_backward"  #: True where a gradient is required, but no backward computes it
 WRITTEN = "written"  #: True at the placeholder of an input that is written to
 SEED = "seed"  #: True at the placeholder of the seed
 RANDOM = "random"  #: True where random numbers are drawn
 WHOLE = "whole"  #: tuple[str, str]: why a front end has made one node of this; what would help
-ONCE = "once"  #: True at what is done once for a mini-batch, after its micro-batches
-FIRST = "first"  #: True at what is done once for a mini-batch, ahead of its micro-batches
+ONCE = "once"  #: True at a node that runs once for a mini-batch, after its micro-batches
+FIRST = "first"  #: True at a node that runs once for a mini-batch, ahead of its micro-batches
 
 
 def attribute(gm: fx.GraphModule, target: str) -> Any:
-    """What a ``get_attr`` or ``call_module`` node of that target stands for."""
+    """The module, tensor or other value that a node's ``target`` names, as a path in ``gm``."""
     return operator.attrgetter(target)(gm)
 
 
 def add_input(graph: fx.Graph, name: str, *default: Any) -> fx.Node:
-    """A further input, renamed if the model has one of that name."""
+    """Add an input (a placeholder) to a graph, renamed if the graph has a node of that name."""
     node = graph.create_node("placeholder", name, default, name=name)
     node.target = node.name  # which fx has made unique
     return node
 
 
 def rename_in_meta(graph: fx.Graph, names: dict[str, str]) -> None:
-    """Let the metadata of nodes name those that have replaced others."""
+    """Update the names of nodes within metadata. ``names``: the new name by each old one."""
     for node in graph.nodes if names else ():
         for key in (WRITES, SAME_AS):
             if key in node.meta:
@@ -62,7 +62,7 @@ def rename_in_meta(graph: fx.Graph, names: dict[str, str]) -> None:
 
 
 def stage_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes that are work: what stages are made of."""
+    """The nodes that stages are made of."""
     return filter(is_work, graph.nodes)
 
 

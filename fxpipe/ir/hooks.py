@@ -22,7 +22,7 @@ HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
-"""The attributes of an nn.Module."""
+"""The attributes in which an ``nn.Module`` keeps its hooks."""
 
 
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
@@ -36,18 +36,20 @@ def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def is_torchs(hook: Any) -> bool:
-    """Whether PyTorch has made a hook: an old parametrization does, to compute a weight."""
+    """Whether a hook is PyTorch's own, such as that of ``torch.nn.utils.weight_norm``, which
+    computes a weight."""
     maker = hook if hasattr(hook, "__qualname__") else type(hook)
     return str(maker.__module__).startswith("torch.")
 
 
 RECORDING: weakref.WeakKeyDictionary[nn.Module, frozenset[Kind]] = weakref.WeakKeyDictionary()
-"""Of models: the kinds of hooks on their modules that record what the model gives, and so are part
-of it."""
+"""For each model, the kinds of hooks on its modules that record values for the model's outputs, and
+so are part of the model."""
 
 
 def code_of(hook: Any) -> Kind:
-    """What kind of hook it is: those that a loop has put on many modules are one."""
+    """The kind of a hook: its code, or its class. Hooks that a loop has put on many modules are of
+    one kind."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
@@ -56,7 +58,7 @@ def code_of(hook: Any) -> Kind:
 
 
 def records(model: nn.Module, hook: Any) -> bool:
-    """Whether a hook on one of its modules is known to record what the model gives."""
+    """Whether a hook on a module of the model is known to record values for the model's outputs."""
     return code_of(hook) in RECORDING.get(model, ())
 
 

@@ -1,4 +1,4 @@
-"""What a value is made of: the tensors in it, and all that is around them.
+"""The structure of a value: the tensors in it, and the containers and objects that hold them.
 
 Lists, dicts and whatever else pytree has been told of are containers. An object that pytree does
 not know is opened by its attributes: a cache of keys and values, say, or a dataclass that nobody
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.ir._torch import pytree
-
-# The pytree that torch.export and Hugging Face register their types with.
 
 VARYING = (Tensor, fx.Proxy, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What may differ from call to call, also while a model is traced; all else is constant."""
@@ -69,8 +67,8 @@ class _Hole:
 
 @dataclass(frozen=True)
 class _HollowSize:
-    """Stands for a ``torch.Size`` with holes in it, which can hold nothing but numbers: of an
-    object that has a shape which follows the batch, such as a distribution."""
+    """Stands for a ``torch.Size`` with holes in it, since a ``torch.Size`` can hold numbers only.
+    An object whose shape depends on the batch has one: a distribution, say."""
 
     sizes: tuple[Any, ...]
 
@@ -89,7 +87,7 @@ class _Part:
     value: Any
     holes: list[_Hole]
     paths: list[str]  # to the holes
-    kept: dict[int, Any]  # the modules and functions that are no part of it, by id
+    kept: dict[int, Any]  # by id: modules and functions, which are not copied
 
     @staticmethod
     def of(value: Any) -> tuple[list[Any], _Part]:
@@ -125,7 +123,7 @@ class _Part:
 
 
 def _copied(value: Any, instead: dict[int, Any]) -> Any:
-    """A copy in which other objects, by the ids of those they replace, take their places."""
+    """A deep copy. ``instead`` has what to use in place of an object, by that object's id."""
     return copy.deepcopy(value, dict(instead))
 
 
@@ -138,9 +136,9 @@ class Structure:
 
     @staticmethod
     def of(value: Any) -> tuple[list[Any], Structure]:
-        """The tensors of a value in order, and what is around them.
+        """The tensors of a value, in order, and its structure.
 
-        One that occurs several times within an object counts once.
+        A tensor that occurs several times within an object counts once.
         """
         flat, spec = pytree.tree_flatten(value)
         found = [_Part.of(part) for part in flat]
@@ -167,7 +165,7 @@ class Structure:
         return [leaf for _, leaf in leaves(self.fill(marks)) if id(leaf) not in own]
 
     def _marks(self) -> list[Tensor]:
-        """A tensor for each place of one: types may look at what they are made of."""
+        """A tensor for each place of a tensor. It has to be one, as constructors may check that."""
         return [torch.empty(0) for part in self.parts for _ in part.holes]
 
     def fits(self, other: Structure) -> bool:
@@ -177,12 +175,12 @@ class Structure:
         )
 
     def fill(self, tensors: Iterable[Any]) -> Any:
-        """The value again, with these in place of the tensors. Objects in it are new ones."""
+        """A value of this structure with these tensors in their places; its objects are copies."""
         remaining = iter(tensors)
         return pytree.tree_unflatten([part.fill(remaining) for part in self.parts], self.spec)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    """The value with what the function makes of each of its tensors."""
+    """The value with each of its tensors replaced by what the function returns for it."""
     tensors, structure = Structure.of(value)
     return structure.fill(map(function, tensors))

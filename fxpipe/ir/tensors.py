@@ -16,7 +16,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a value (any pytree), in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    kind = type(value)  # what is usual first: every pass asks this of every node
+    kind = type(value)  # usual kinds come first: every pass calls this for every node
     if kind in _WITHOUT_TENSORS:
         return []
     if kind in (tuple, list, dict):

@@ -24,7 +24,8 @@ def human_time(seconds: float) -> str:
 
 
 def optimality(gap: float) -> str:
-    """How good a cut is, of which the slowest stage is at most this share above the bound."""
+    """A sentence on how good a cut is. ``gap``: the share by which its slowest stage takes longer
+    than the lower bound, at most; 0.1 is 10 %."""
     if gap < 1e-6:
         return "the cut is optimal: no other has a faster slowest stage"
     return f"the slowest stage is at most {max(gap, 1e-3):.1%} from optimal"
