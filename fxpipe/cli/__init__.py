@@ -17,7 +17,7 @@ from fxpipe.cli.schedule import schedule
 
 class _Main(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
-        if not ctx.params["traceback"]:  # what a fake operator refuses is logged with one
+        if not ctx.params["traceback"]:  # PyTorch logs errors of fake tensors with tracebacks
             logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
             return super().invoke(ctx)
@@ -32,7 +32,7 @@ class _Main(click.Group):
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--traceback", is_flag=True, help="Show where an error comes from.")
+@click.option("--traceback", is_flag=True, help="Show the traceback of an error.")
 def main(traceback: bool) -> None:
     """A compiler that turns any PyTorch model into a pipeline over several devices.
 
@@ -50,7 +50,7 @@ for command in (compile_, plan, bench, schedule, passes):
     main.add_command(command)
 
 
-@main.command(short_help="Train a U-Net on four stages, and see that it works.")
+@main.command(short_help="Train a U-Net on four stages and without a pipeline, and compare.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -62,11 +62,12 @@ for command in (compile_, plan, bench, schedule, passes):
     "--steps", type=click.IntRange(min=1), default=60, show_default=True, help="Training steps."
 )
 def demo(out: Path, steps: int) -> None:
-    """Train a U-Net on four stages to take noise off photographs, and the same unpipelined.
+    """Train a U-Net to take noise off photographs, once on four stages and once without a pipeline,
+    and compare the losses. Drawings of the pipeline are written to a folder.
 
-    Example: python -m fxpipe demo --steps 20
+    Example: fxpipe demo --steps 20
     """
-    from fxpipe.demo import run  # here, so that --help needs no torch
+    from fxpipe.demo import run  # imported here, so that --help need not wait for torch
 
     out.mkdir(parents=True, exist_ok=True)
     run(out, steps, Console(soft_wrap=True))

@@ -10,14 +10,15 @@ for a bug, and shown with its traceback."""
 
 
 class UserError(click.ClickException):
-    """An error that the user can fix."""
+    """An error that the user can fix; the message says how."""
 
     exit_code = 2
 
 
 def is_users(error: Exception) -> bool:
     """Whether the user can fix the cause of an error; it is then shown without a traceback."""
-    is_clicks = isinstance(error, click.exceptions.Exit | click.Abort)  # which are RuntimeErrors
+    # click ends commands by these two exceptions, which are RuntimeErrors but no errors.
+    is_clicks = isinstance(error, click.exceptions.Exit | click.Abort)
     return isinstance(error, USERS) and not is_clicks
 
 

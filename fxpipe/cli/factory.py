@@ -1,4 +1,5 @@
-"""``MODULE:FACTORY``: where a command gets its model, and the inputs to try it with."""
+"""The argument ``MODULE:FACTORY``, which names a function that makes the model and example inputs
+of a command."""
 
 from __future__ import annotations
 
@@ -96,15 +97,16 @@ def _called(factory: Callable[[], Any], name: str) -> Any:
 
 
 def factory_argument(command: Callable[..., None]) -> Callable[..., None]:
-    """The argument FACTORY, and the option for inputs that it does not give."""
+    """Add the argument FACTORY to a command, and the option ``--input``, whose inputs replace those
+    that the factory makes."""
     command = click.option(
         "--input",
         "shapes",
         type=shape,
         multiple=True,
         metavar="SIZES[:DTYPE]",
-        help="An input of the model, such as 8,3,32,32 or 8,128:int64; for several, several "
-        "times. In place of those that FACTORY gives.",
+        help="Sizes and dtype of an input of the model, such as 8,3,32,32 or 8,128:int64; repeat "
+        "the option for further inputs. Default: the inputs that FACTORY returns.",
     )(command)
     return click.argument("factory", type=factory_name, metavar="MODULE:FACTORY")(command)
 
@@ -112,20 +114,24 @@ def factory_argument(command: Callable[..., None]) -> Callable[..., None]:
 def load(factory: str, shapes: Sequence[Shape]) -> Given:
     """Load a model and its inputs from a factory.
 
-    A factory is a function (or class) without arguments, or a model itself. The seed is set before,
-    so that the weights are the same every time.
+    A factory is a function (or class) without arguments, or a model itself. PyTorch's seed is set
+    before the factory runs, so that the weights are the same every time.
+
+    Args:
+        factory: ``MODULE:FACTORY``.
+        shapes: the inputs that the user asks for. If there are none, the factory gives them.
 
     Raises:
-        UserError: if the factory does not exist, fails, or gives something else than a model or a
-            model and its inputs; or if there are no inputs.
+        UserError: if the factory does not exist, fails, or returns anything but a model or a tuple
+            of a model and its inputs; or if neither ``shapes`` nor the factory gives inputs.
     """
     import torch
 
     module, _, path = factory.partition(":")
-    torch.manual_seed(0)  # for a model that is made while its module is imported
+    torch.manual_seed(0)  # the import may make the model
     made = _attribute(_module(module), module, path)
     if callable(made) and not isinstance(made, torch.nn.Module):
-        torch.manual_seed(0)  # again, since the import may have drawn random numbers
+        torch.manual_seed(0)  # the import may have drawn random numbers
         made = _called(made, factory)
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, torch.nn.Module):
@@ -150,7 +156,7 @@ def called_with(given: Given) -> Iterator[None]:
     """Explain an error inside the ``with`` block if the model itself fails on these inputs.
 
     Raises:
-        UserError: if it does; the message names the inputs.
+        UserError: if the model fails on the inputs; the message names them. Other errors pass.
     """
     try:
         yield

@@ -51,7 +51,9 @@ def _parts() -> int:
 @factory_argument
 @devices_option
 @pipeline_options
-@click.option("--draw", type=path_to(*DRAWINGS), help="Draw it, as .svg, .dot or .gv.")
+@click.option(
+    "--draw", type=path_to(*DRAWINGS), help="Draw the graph to a file: .svg, .dot or .gv."
+)
 @click.option(
     "--level",
     type=click.Choice(["model", "stage", "pipeline", "step"]),
@@ -59,21 +61,30 @@ def _parts() -> int:
     show_default=True,
     help="Which graph to draw.",
 )
-@click.option("--stage", type=click.IntRange(min=0), help="Draw this stage only, node by node.")
 @click.option(
-    "--microbatch", type=click.IntRange(min=0), help="Draw this micro-batch only, node by node."
+    "--stage", type=click.IntRange(min=0), help="Draw only this stage of the graph, node by node."
 )
-@click.option("--timeline", type=path_to(".svg"), help="Draw the predicted training step, as .svg.")
+@click.option(
+    "--microbatch",
+    type=click.IntRange(min=0),
+    help="Draw only this micro-batch of the graph, node by node.",
+)
+@click.option(
+    "--timeline", type=path_to(".svg"), help="Draw the predicted training step to a file, .svg."
+)
 @click.option(
     "--report",
     type=path_to(),
-    help="Write the report to a file: as .html one page with all there is to see, else as text.",
+    help="Write the report to a file: text, or as .html a page with the drawings, the passes and "
+    "the code too.",
 )
-@click.option("--code", type=path_to(".py"), help="Write the pipeline's code, as .py.")
+@click.option(
+    "--code", type=path_to(".py"), help="Write the code of the pipeline graph to a file, .py."
+)
 @click.option(
     "--dump",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for what each pass changed; open its index.html.",
+    help="Write the graph after each pass to a folder, whose index.html shows the changes.",
 )
 def compile_(
     factory: str,
@@ -88,10 +99,10 @@ def compile_(
     dump: Path | None,
     **options: Any,
 ) -> None:
-    """Compile a model, and report what came out.
+    """Compile a model to a pipeline, and print the report.
 
-    FACTORY is a function or class without arguments in MODULE that gives a model, or a tuple of a
-    model and its example inputs: a tensor, a tuple, or a dict of keyword arguments.
+    FACTORY is a function or class without arguments in MODULE. It returns a model, or a tuple of a
+    model and its example inputs, which are a tensor, a tuple, or a dict of keyword arguments.
 
     \b
     Examples:
@@ -125,20 +136,20 @@ def compile_(
                 drawing = render_svg(source) if draw.suffix == ".svg" else source.source
             write(draw, drawing)
     if dump:
-        click.echo(f"wrote {dump / 'index.html'}, and what it leads to")
+        click.echo(f"wrote {dump / 'index.html'}, and the files that it links to")
 
 
-@click.command(short_help="Predict a pipeline, without its devices.")
+@click.command(short_help="Predict a pipeline for devices that need not be here.")
 @factory_argument
 @click.option(
     "--devices",
     required=True,
     metavar="NAME,NAME",
-    help=f"One for each lane, of {', '.join(KNOWN)}. They need not be here.",
+    help=f"A device for each lane, each one of: {', '.join(KNOWN)}. They need not be here.",
 )
 @pipeline_options
 @click.option(
-    "--meta", is_flag=True, help="Make the model on the device meta: it takes no memory then."
+    "--meta", is_flag=True, help='Make the model on the device "meta", where it takes no memory.'
 )
 def plan(
     factory: str,
@@ -147,7 +158,7 @@ def plan(
     meta: bool,
     **options: Any,
 ) -> None:
-    """Predict what a pipeline would be like, without any of its devices.
+    """Predict the stages, memory and step time of a pipeline for devices that need not be here.
 
     \b
     Examples:
@@ -173,7 +184,7 @@ def plan(
     click.echo(str(found).rstrip("\n"))
 
 
-@click.command(short_help="Measure a training step against its prediction.")
+@click.command(short_help="Measure a training step, and compare it with its prediction.")
 @factory_argument
 @devices_option
 @pipeline_options
@@ -184,7 +195,9 @@ def plan(
     show_default=True,
     help="Training steps to measure; the one of median length is shown.",
 )
-@click.option("--draw", type=path_to(".svg"), help="Draw predicted and measured, as .svg.")
+@click.option(
+    "--draw", type=path_to(".svg"), help="Draw the predicted and the measured step to a file, .svg."
+)
 def bench(
     factory: str,
     shapes: tuple[Shape, ...],
@@ -192,9 +205,9 @@ def bench(
     draw: Path | None,
     **options: Any,
 ) -> None:
-    """Measure a training step, and compare it with the prediction.
+    """Measure a training step, and compare it with its prediction.
 
-    The mean of what the model gives stands in for its loss.
+    The loss of the step is the mean of the model's output.
 
     \b
     Examples:
@@ -216,7 +229,7 @@ def bench(
 
 
 def mean(output: Any, target: Any) -> Any:
-    """A loss for measurements: the sum of the means of all output tensors that have gradients."""
+    """A loss for measurements: the sum of the means of all floating-point tensors in the output."""
     import torch
 
     from fxpipe.ir._torch import pytree
@@ -227,5 +240,7 @@ def mean(output: Any, target: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
     ]
     if not tensors:
-        raise ValueError("the model gives no tensor of real numbers: there is nothing to train")
+        raise ValueError(
+            "the model returns no floating-point tensor, so there is no loss to train with"
+        )
     return sum(tensor.float().mean() for tensor in tensors)

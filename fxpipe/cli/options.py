@@ -19,8 +19,8 @@ DRAWINGS = (".svg", ".dot", ".gv")
 
 
 def path_to(*endings: str) -> Callable[[str], Path]:
-    """An option type for a file to be written, whose name has one of these endings; without any
-    endings given, any name will do."""
+    """An option type for a file to be written. Its name has to have one of these endings; if none
+    are given, any name will do."""
 
     def file(value: str) -> Path:
         path = Path(value)
@@ -58,25 +58,27 @@ devices_option = click.option(
     "--devices",
     callback=devices_of,
     metavar="NAME,NAME",
-    help="One for each lane: cpu,cpu or cuda:0,cuda:1. Default: every accelerator, or two CPU "
-    "lanes.",
+    help="A device for each lane, such as cpu,cpu or cuda:0,cuda:1. Default: every accelerator, or "
+    "cpu,cpu.",
 )
 
 _PIPELINE = (
     click.option(
         "--chunks",
         type=click.IntRange(min=1),
-        help="Micro-batches of a mini-batch. Default: four for each stage.",
+        help="The number of micro-batches in a mini-batch. Default: four for each stage.",
     ),
     click.option(
         "--schedule",
         type=click.Choice([*NAMES, "auto"]),
         default="gpipe",
         show_default=True,
-        help="The order of a training step.",
+        help="The schedule of a training step, in the literature's names; auto searches for one.",
     ),
     click.option(
-        "--stages", type=click.IntRange(min=1), help="Stages in all. Default: by the schedule."
+        "--stages",
+        type=click.IntRange(min=1),
+        help="The number of stages. Default: as many for each lane as the schedule takes.",
     ),
     click.option(
         "--partition",
@@ -84,20 +86,22 @@ _PIPELINE = (
         default="auto",
         show_default=True,
         metavar="auto|NAME,NAME",
-        help="The modules or nodes that begin the second stage, the third, ...",
+        help="Where to cut: the names of the modules or nodes that begin the second stage, the "
+        "third, and so on; auto balances the stages by their costs.",
     ),
     click.option(
         "--checkpoint",
         type=click.Choice(["never", "except_last", "always"]),
         default="never",
         show_default=True,
-        help="Which micro-batches keep no activations, and compute them again in the backward.",
+        help="Which micro-batches keep no activations, but recompute them in the backward.",
     ),
     click.option(
         "--passes",
         callback=lambda ctx, param, value: value and chain_named(value),
         metavar="MODULE:CHAIN",
-        help="The chain of passes to run, or a function that gives it. Default: see fxpipe passes.",
+        help="A chain of passes, or a function that returns one. Default: the chain that the "
+        "command `fxpipe passes` lists.",
     ),
 )
 
@@ -110,7 +114,8 @@ def pipeline_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def writing(path: Path) -> str:
-    """Make the folder of a file that is about to be written; returns the message to print then."""
+    """Make the folder of a file that is about to be written. Returns the message to print when the
+    file has been written."""
     is_new = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     return f"wrote {path}" + f" (in a new folder, {path.parent})" * is_new
@@ -125,9 +130,10 @@ def write(path: Path, text: str) -> None:
 
 @contextmanager
 def working(what: str, parts: int | None = None) -> Iterator[None]:
-    """Show a progress bar on stderr inside the ``with`` block, if that is a terminal.
+    """Show a progress bar on stderr inside the ``with`` block, if stderr is a terminal.
 
-    ``parts``: about how many parts the work has, each of which the bar names; None if unknown.
+    ``what`` is being done; the bar shows it with the part that is under way, as ``report_progress``
+    names it. ``parts``: about how many parts there are; None if that is not known.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

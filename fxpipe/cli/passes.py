@@ -13,8 +13,8 @@ from fxpipe.cli.factory import chain_named
 def passes(chain: str | None) -> None:
     """List the passes, in the order in which they run.
 
-    CHAIN is a chain of your own in MODULE, or a function that gives one; without it, the default
-    chain is listed.
+    CHAIN is the name in MODULE of a chain of your own, or of a function that returns one. Without
+    MODULE:CHAIN, the default chain is listed.
 
     \b
     Examples:
@@ -25,5 +25,5 @@ def passes(chain: str | None) -> None:
 
     click.echo(str(chain_named(chain) if chain else default_chain()))
     click.echo(
-        "\nfxpipe compile ... --dump DIR (or FXPIPE_DUMP=DIR) writes what each of them changes."
+        "\nTo see what each pass changes, use fxpipe compile ... --dump DIR (or FXPIPE_DUMP=DIR)."
     )

@@ -9,26 +9,34 @@ import click
 from fxpipe.cli.options import path_to, write, writing
 from fxpipe.schedule import NAMES, StageCost, gantt, live, named, simulate, stages_per_lane
 
-FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0  # durations: a whole backward takes twice a forward
+# Durations of a forward and of the halves of a backward, which takes twice as long as a forward.
+FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0
 LANES = 4
 
 
 @click.command(
-    short_help="Print a schedule, and what it costs.", epilog=f"NAME is one of {', '.join(NAMES)}."
+    short_help="Print a schedule, its bubble, and how much memory it takes.",
+    epilog=f"NAME is one of {', '.join(NAMES)}.",
 )
 @click.argument("name", type=click.Choice(NAMES), metavar="NAME")
-@click.option("--lanes", type=click.IntRange(min=1), help=f"Devices. Default: {LANES}.")
 @click.option(
-    "--stages", type=click.IntRange(min=1), help="Default: as many as the schedule takes."
+    "--lanes", type=click.IntRange(min=1), help=f"The number of lanes (devices). Default: {LANES}."
 )
 @click.option(
-    "--chunks", type=click.IntRange(min=1), help="Micro-batches. Default: two for each lane."
+    "--stages",
+    type=click.IntRange(min=1),
+    help="The number of stages. Default: as many for each lane as the schedule takes.",
 )
-@click.option("--draw", type=path_to(".svg"), help="Draw its timeline, as .svg.")
+@click.option(
+    "--chunks",
+    type=click.IntRange(min=1),
+    help="The number of micro-batches. Default: two for each lane.",
+)
+@click.option("--draw", type=path_to(".svg"), help="Draw the timeline to a file, .svg.")
 @click.option(
     "--csv",
     type=path_to(".csv"),
-    help="Write it as torch.distributed.pipelining reads it, as .csv.",
+    help="Write the schedule to a file, .csv, that torch.distributed.pipelining can load.",
 )
 def schedule(
     name: str,
@@ -38,10 +46,10 @@ def schedule(
     draw: Path | None,
     csv: Path | None,
 ) -> None:
-    """Print a schedule, a row a lane, and how much time and memory it takes.
+    """Print a schedule, one row for each lane, and how much time and memory it takes.
 
-    1F0 is the forward of stage 1 for micro-batch 0, B a backward, I and W its halves: the gradients
-    of the inputs, and those of the weights.
+    1F0 is the forward of stage 1 for micro-batch 0, and 1B0 is its backward. The halves of a
+    backward are 1I0, the gradients of the inputs, and 1W0, the gradients of the weights.
 
     \b
     Examples:
@@ -56,16 +64,16 @@ def schedule(
     click.echo(str(found))
     click.echo(
         f"\nA step takes {timeline.makespan:g} times as long as a forward of one stage, if a "
-        "backward takes two, and copies nothing."
+        "backward takes as long as two forwards and copies take no time."
     )
     click.echo(f"bubble: {timeline.bubble:.1%} of all lanes' time")
     click.echo(
-        f"bubble: {timeline.bubble_in_span:.1%} of the lanes' time from each one's first action to "
-        "its last"
+        f"bubble: {timeline.bubble_in_span:.1%} of the lanes' time, if a lane's time begins with "
+        "its first action and ends with its last"
     )
-    click.echo(f"micro-batches alive, at most, by lane: {_numbers(alive.lanes)}")
+    click.echo(f"most micro-batches alive at once, by lane: {_numbers(alive.lanes)}")
     if found.stages > lanes:
-        click.echo(f"micro-batches alive, at most, by stage: {_numbers(alive.stages)}")
+        click.echo(f"most micro-batches alive at once, by stage: {_numbers(alive.stages)}")
     if draw:
         write(draw, gantt.draw([timeline], unit=gantt.FORWARDS))
     if csv:

@@ -1,4 +1,5 @@
-"""Plan: what a pipeline would be like, without any of its devices."""
+"""Plan: a prediction of the pipeline that :func:`fxpipe.compile` would make, for devices that need
+not be here."""
 
 from __future__ import annotations
 
@@ -46,26 +47,30 @@ def plan(
     tracer: str | CustomTracer = "auto",
     passes: Chain | None = None,
 ) -> Plan:
-    """What :func:`fxpipe.compile` would make of a model, without any of the devices.
+    """Predict the pipeline that :func:`fxpipe.compile` would make of a model, without any of its
+    devices: the stages, their memory, and the time of a training step.
 
-    Nothing is computed: the model and its inputs may be on "meta", and take no memory then.
+    The model is traced with fake tensors and does not run, unless ``costs`` is "measured". So the
+    model and its inputs may be on the device "meta", where they take no memory.
 
     Args:
-        devices: descriptions, or names of known ones ("h100"), one for each lane.
-        schedule, stages: of the training step, as for :func:`fxpipe.compile`. Which micro-batches
-            are alive at once depends on it, and so whether the model fits. Where a device has
-            several stages that do not fit as they are, each is given an equal part of its memory.
-        costs: "analytic": by the descriptions; "measured": on the device that the model is on,
-            which stands for ``devices[0]``; a :class:`Profile` or the path of a saved one; or
-            seconds by name of node or module.
-        optimizer_states: tensors that the optimizer keeps for each parameter: 2 for Adam.
+        devices: a description of each lane's device, or the name of a known one, such as "h100".
+        schedule, stages: as for :func:`fxpipe.compile`. The schedule decides how many micro-batches
+            are alive at once, and so whether the model fits. If a device has several stages, and
+            the cut does not fit its memory, a second cut gives each stage an equal part of it.
+        costs: where the times of nodes come from. "analytic": they are estimated from the
+            descriptions of the devices. "measured": nodes run on the device that the model is on,
+            which is taken to be ``devices[0]``. Or a :class:`Profile`, the path of a saved profile,
+            or a dictionary from names of nodes or modules to seconds.
+        optimizer_states: how many tensors the optimizer keeps for each parameter: 2 for Adam.
 
-    The others are those of :func:`fxpipe.compile`. Of the chain in ``passes`` those are run that
-    lead to the stage graph, other than pass "outputs", which nothing here depends on.
+    The other arguments mean what they do for :func:`fxpipe.compile`. Of the chain in ``passes``,
+    only the passes up to the stage graph run. Pass "outputs" does not: no prediction needs it.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense, saying which would.
-        DoesNotFit: if no cut fits the devices' memory, saying how much is short, and what helps.
+        TypeError, ValueError: if an argument makes no sense; the message says what would.
+        DoesNotFit: if no cut fits the devices' memory; the message says how many bytes are missing
+            and which other options, or how many devices, would do.
         PartitionError, TraceError, BatchError: as :func:`fxpipe.compile`.
     """
     if not isinstance(model, nn.Module):
@@ -73,13 +78,13 @@ def plan(
     if not isinstance(example_inputs, tuple):
         raise TypeError(
             "example_inputs is the tuple of the model's arguments, got a "
-            f"{type(example_inputs).__name__}; write example_inputs=(x,) for one"
+            f"{type(example_inputs).__name__}; write example_inputs=(x,) for one argument"
         )
     if not (isinstance(optimizer_states, int | float) and optimizer_states >= 0):
         raise ValueError(f"optimizer_states is {optimizer_states!r}: give a number, 0 or more")
     if chunks is not None:
         chunks = count("chunks", chunks, "the number of micro-batches")
-    Checkpoint(checkpoint)  # which checks it
+    Checkpoint(checkpoint)  # raises ValueError for any other word
     chain = chain_of(passes)
     specs = _specs(devices)
     placement = placement_of(schedule, len(specs), stages)
@@ -90,8 +95,8 @@ def plan(
         found = meaning_of(model, args, kwargs, Asked(in_dims, check=False)).in_dims
         if LISTED in found:
             raise ValueError(
-                "a plan cannot be made for lists with one element for each row: stack them to one "
-                "tensor, or say their batch dimensions in in_dims"
+                "no plan can be made for an input that is a list with one element for each row: "
+                "stack its elements to one tensor, or give their batch dimensions in in_dims"
             )
         dims = [dim if isinstance(dim, int) else None for dim in found]
         report_progress("trace")

@@ -1,7 +1,7 @@
-"""The costs of a training step: estimated for plans and pipelines alike, or measured on the lanes.
+"""The costs of a training step: estimated, for plans and pipelines alike, or measured on the lanes.
 
-The simulator turns estimates into a predicted timeline; a run of the step graph with a clock gives
-a measured one.
+The simulator turns estimated costs into a predicted timeline. A run of the step graph that notes
+when each node begins and ends gives a measured timeline.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from passes.common.modes import checkpointed, recomputed
 from passes.common.skips import Hop, SkipLayout
 from passes.to_stages.segments import segmented
 
-LOSS, LOSS_BACKWARD = "loss", "loss backward"  # names of the spans that no action stands for
-PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # assumed between any two devices of a pipeline
+LOSS, LOSS_BACKWARD = "loss", "loss backward"  # names of spans for which schedules have no action
+PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # the link assumed between any two devices
 
 
 def estimated_costs(
@@ -44,8 +44,9 @@ def estimated_costs(
 ) -> list[StageCost]:
     """The seconds that one micro-batch takes at each stage, from the costs of a mini-batch.
 
-    Half of a backward is for the inputs, half for the parameters, as in a matrix product. With
-    checkpoints it begins with the forward again: as an average over the micro-batches.
+    A backward is split in two equal halves, for the gradients of the inputs and of the parameters,
+    as for a matrix product. With checkpoints a backward begins with another forward; where only
+    some micro-batches are checkpointed, each is given the average.
     """
     again = recomputed(checkpoint, chunks)
     found = []
@@ -58,7 +59,7 @@ def estimated_costs(
 def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
     """The seconds that one micro-batch takes at each stage, as medians over a measured timeline.
 
-    The loss and its backward count as part of the last stage, which the schedule has no action for.
+    The loss and its backward, for which a schedule has no action, count as part of the last stage.
     """
     taken: dict[tuple[int, Kind], list[float]] = {}
     loss: dict[str, list[float]] = {}
@@ -88,19 +89,20 @@ def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
 def traffic(
     layout: SkipLayout, chunks: int, gradient_bytes: Callable[[Hop], int] | None = None
 ) -> tuple[list[Edge], list[Edge]]:
-    """The edges between stages, with the bytes that travel for each of ``chunks`` micro-batches;
-    and those of what travels once a step.
+    """The bytes that stages send to each other, as two lists of edges.
 
-    All values that go from one stage to another in a micro-batch are one edge.
+    The edges of the first list are used once for each of ``chunks`` micro-batches: one edge stands
+    for all values that one stage sends to another, with their bytes for a micro-batch. The edges of
+    the second list, one for each shared parameter, are used once a step.
 
     Args:
-        layout: which values travel, with their bytes for a mini-batch.
-        gradient_bytes: of the gradient that comes back for a value, for a mini-batch; None: as many
-            as the value has.
+        layout: the values that stages send, with their bytes for a mini-batch.
+        gradient_bytes: gives the bytes of the gradient that comes back for a value, for a
+            mini-batch. None: a gradient has as many bytes as its value.
     """
     there, back, once = Counter[tuple[int, int]](), Counter[tuple[int, int]](), []
     for hop in layout.hops:
-        if hop.source is None:  # the caller's, which is there when the step begins
+        if hop.source is None:  # inputs of the model are on their stage when the step begins
             continue
         returned = hop.bytes if gradient_bytes is None else gradient_bytes(hop)
         if hop.once:
@@ -118,9 +120,10 @@ def predicted(
     devices: Sequence[str],
     memory: Memory | None = None,
 ) -> Timeline:
-    """Simulate a step of a pipeline whose stages are on these ``devices``, one for each stage.
+    """Simulate a training step of a pipeline. ``devices`` has the name of each stage's device.
 
-    Between different devices values travel over a link such as PCIe; within one they take no time.
+    A copy between different devices takes the time of a link such as PCIe; a copy within one device
+    takes none.
     """
     edges, once = traffic(layout, schedule.microbatches)
     lanes = range(len(schedule.lanes))
@@ -137,10 +140,11 @@ class StageMemory:
     """The bytes that one stage keeps.
 
     Attributes:
-        fixed: what is there all the time: parameters, gradients, optimizer states, buffers, and the
-            parameters that other stages share with this one.
-        activations: what it keeps of a mini-batch for the backward.
-        inputs: what it receives of a mini-batch, which checkpointed micro-batches keep instead.
+        fixed: what the stage keeps all the time: parameters, gradients, optimizer states, buffers,
+            and its copies of parameters that it shares with other stages.
+        activations: the saved tensors of a whole mini-batch.
+        inputs: the inputs of the stage for a whole mini-batch, which checkpointed micro-batches
+            keep in place of the saved tensors.
     """
 
     fixed: float
@@ -149,11 +153,10 @@ class StageMemory:
 
 
 def stage_memory(costs: Sequence[Cost], layout: SkipLayout) -> list[StageMemory]:
-    """The memory of each stage, from the costs of a mini-batch and from what travels between
-    stages.
+    """The memory of each stage, from its cost for a mini-batch and the values that it receives.
 
-    A parameter that is brought from another stage is part of the costs of the stage that it is
-    brought to: it is there once for all micro-batches.
+    A shared parameter that a stage receives does not count as one of its inputs: the stage keeps it
+    once for all micro-batches, and its bytes are in the stage's cost.
     """
     inputs = [0] * len(costs)
     for hop in layout.hops:
@@ -167,8 +170,8 @@ def stage_memory(costs: Sequence[Cost], layout: SkipLayout) -> list[StageMemory]
 def in_segments(
     stages: Sequence[StageMemory], modules: Sequence[fx.GraphModule], count: int
 ) -> list[StageMemory]:
-    """The memory of stages whose checkpoints are cut in ``count`` segments: they keep the inputs of
-    all segments, and compute the activations of one segment at a time again."""
+    """The memory of stages that are checkpointed in ``count`` segments: a stage keeps the inputs of
+    all of its segments, and recomputes the activations of one segment at a time."""
     return [
         replace(stage, **_of_segments(module, count))
         for stage, module in zip(stages, modules, strict=True)
@@ -178,7 +181,8 @@ def in_segments(
 def step_memory(
     stages: Sequence[StageMemory], placement: Sequence[int], chunks: int, checkpoint: str
 ) -> Memory:
-    """The memory of a training step as the simulator and the search for a schedule take it."""
+    """The memory of a training step, in the form that the simulator and the search for a schedule
+    take. ``placement`` has the lane of each stage."""
     fixed = [0.0] * (1 + max(placement))
     for lane, stage in zip(placement, stages, strict=True):
         fixed[lane] += stage.fixed
@@ -191,7 +195,8 @@ def step_memory(
 
 
 def _of_segments(stage: fx.GraphModule, count: int) -> dict[str, float]:
-    """The inputs of all segments of a stage, and the activations of the largest, in bytes."""
+    """The bytes of the inputs of all segments of a stage, and of the activations of the segment
+    that has most of them."""
     parts = segmented(stage, count)
     received: dict[fx.Node, None] = {}
     largest = 0
@@ -209,15 +214,16 @@ def _said(node: fx.Node) -> str:
 
 
 def measured(name: str, lanes: Sequence[str], marks: Sequence[Mark]) -> Timeline:
-    """The timeline of a run of a step graph, from when each of its nodes began and ended.
+    """The timeline of a run of a step graph. ``marks`` say when each of its nodes began and ended.
 
-    Nodes of one action (its segments) become one span; times begin with the first of them.
+    Nodes that follow each other and are segments of one action become one span. The first span
+    begins at time 0.
     """
     spans: list[Span] = []
     for mark in marks:
         action: Action | None = mark.node.meta.get(ACTION)
         said = _said(mark.node)
-        if action is not None and spans and spans[-1].action == action:  # its next segment
+        if action is not None and spans and spans[-1].action == action:  # a further segment
             spans[-1] = replace(spans[-1], end=mark.end)
         elif action is not None or said:
             spans.append(Span(mark.lane, mark.start, mark.end, action, said))

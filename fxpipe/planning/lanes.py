@@ -1,4 +1,4 @@
-"""The lanes of a plan: how a model is cut for them, and what a step takes in the simulator."""
+"""The lanes of a plan: how a model is cut for them, and how long a step takes in the simulator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from passes.partition.problem import CutProblem, machine, problem
 
 @dataclass(frozen=True)
 class _Sent:
-    """The values that travel between the stages of a cut."""
+    """The values that the stages of a cut send to each other."""
 
     cut: CutProblem
     layout: SkipLayout
@@ -60,8 +60,8 @@ class _Sent:
 class PlannedLanes:
     """The lanes of a planned pipeline: their devices, the stages on each, and the order of a step.
 
-    ``specs`` has the device of each lane, ``placement`` the lane of each stage; ``chain`` has the
-    passes that cut.
+    ``specs`` has the device of each lane, ``placement`` the lane of each stage, and ``chain`` the
+    passes, of which those from "partition" to "split" run here.
     """
 
     specs: tuple[DeviceSpec, ...]
@@ -72,14 +72,15 @@ class PlannedLanes:
     chain: Chain
 
     def planned(self, gm: fx.GraphModule, partition: Spec, part: int) -> Plan:
-        """The plan, each stage given ``1 / part`` of its device's memory."""
+        """The plan for a model graph that has costs. A stage may take ``1 / part`` of the memory of
+        its device."""
         devices = self._devices(part)
         stages = len(devices)
         report_progress("partition")
         lanes = tuple(f"lane {lane}" for lane in self.placement)
         cut = ToStages((), (), devices=lanes, partition=self.cut(partition, part))
         rest = self.chain.passes(cut, since="partition", until="split")
-        gm = next(rest)(gm)  # pass "partition" itself
+        gm = next(rest)(gm)  # runs pass "partition"
         again = recomputed(self.checkpoint, self.chunks)
         found = problem(gm.graph, devices=devices, recomputed=again)
         stage = [node.meta[STAGE] for node in found.work]
@@ -130,7 +131,7 @@ class PlannedLanes:
         )
 
     def cut(self, partition: Spec, part: int) -> Partition:
-        """The pass that cuts, each stage given ``1 / part`` of its device's memory."""
+        """The pass that cuts the model. A stage may take ``1 / part`` of its device's memory."""
         return Partition(
             len(self.placement),
             partition,
@@ -143,14 +144,15 @@ class PlannedLanes:
         )
 
     def _order(self, stages: int) -> Schedule | None:
-        """The order of a step at ``stages`` stages, which says how many micro-batches are alive at
-        once; None: it may be all of them."""
+        """The schedule that tells the cut how many micro-batches are alive at once, if there are so
+        many stages. None: all micro-batches may be alive at once."""
         schedule, lanes = self.schedule, len(self.specs)
         if isinstance(schedule, Schedule):
             return schedule if schedule.stages == stages else None
-        if lanes == len(self.placement):  # a stage a device, and as many devices as asked about
+        if lanes == len(self.placement):  # a device for each stage, so that there are as many lanes
             lanes = stages
-            schedule = "1f1b" if schedule == AUTO else schedule  # which it keeps the bound of
+            # Where 1F1B fits the memory, so does what the search finds, since it tries 1F1B too.
+            schedule = "1f1b" if schedule == AUTO else schedule
         elif schedule == AUTO or stages != len(self.placement):
             return None
         return named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)
@@ -165,7 +167,8 @@ class PlannedLanes:
         return order, simulate(order, costs, links, memory)
 
     def _ordered(self, costs: Sequence[StageCost], links: Links, memory: Memory) -> Schedule:
-        """The schedule; one that is searched for fits the devices' memory, if any does."""
+        """The schedule of a step. A search takes a schedule that fits the devices' memory, if there
+        is one."""
         limits = [float("inf") if s.memory is None else s.memory for s in self.specs]
         search = partial(
             schedule_of,
@@ -177,7 +180,7 @@ class PlannedLanes:
             memory=memory,
         )
         if self.schedule == AUTO and min(limits) < float("inf"):
-            with suppress(NoRoom):  # then the plan says how much is missing
+            with suppress(NoRoom):  # no schedule fits: the plan says how many bytes are missing
                 return search(max_bytes=[limit * (1 + ROUNDING) for limit in limits])
         return search()
 
@@ -195,7 +198,8 @@ class PlannedLanes:
         return estimated_costs(costs, self.chunks, self.checkpoint)
 
     def _between(self) -> dict[tuple[int, int], Link]:
-        """The slower of two devices' links is the one between them."""
+        """The link between each pair of lanes, which is as slow as the slower of their devices'
+        links."""
         return {
             (a, b): Link(
                 max(one.link_latency_s, other.link_latency_s),

@@ -1,4 +1,5 @@
-"""What a plan depends on, and which changes would make a model fit that does not."""
+"""What a plan depends on (the model, the devices and the options), and which changes of these would
+make a model fit that does not fit."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ def sketch(
     chunks: int | None = None,
     chain: Chain | None = None,
 ) -> tuple[fx.GraphModule, ToStages]:
-    """Trace a model with fake values, run the passes ahead of those that depend on the number of
-    micro-batches, and give the graph and what passes are made from. The model is not run, and the
-    graph is not compared with it.
+    """Trace a model with fake tensors, and run the passes that do not depend on the number of
+    micro-batches. Returns the graph, and the context from which further passes are made. The model
+    does not run, and the graph is not compared with it.
 
-    ``chunks``: how many micro-batches are asked for, if the user says so. ``chain``: the passes;
-    None: the default ones.
+    ``chunks``: the number of micro-batches that the user gave, or None. ``chain``: the passes; None
+    stands for the default chain.
     """
     chain = chain or default_chain()
 
@@ -47,28 +48,29 @@ def sketch(
         values = traced.bind(args, kwargs)
         context = ToStages(tuple(values), tuple(dims), chunks_asked_for=chunks)
         with untouched(model):
-            passes = chain.passes(context, until=_counting(chain))
+            passes = chain.passes(context, until=_first_that_counts_chunks(chain))
             return run(passes, traced.graph_module), context
 
     if tracer != "auto":
         return sketched(tracer)
     try:
         return sketched("symbolic")
-    except Exception as error:  # it runs the model's code, which may raise anything
+    except Exception as error:  # tracing runs the model's code, which may raise anything
         if not (isinstance(error, AnotherStrategy) or is_the_models(error)):
             raise
-    return sketched("export")  # which says why, if it cannot trace the model either
+    return sketched("export")  # if export fails too, the user sees its error
 
 
-def _counting(chain: Chain) -> str:
-    """The first pass whose result depends on the number of micro-batches."""
+def _first_that_counts_chunks(chain: Chain) -> str:
+    """The name of the first pass whose result depends on the number of micro-batches."""
     names = [entry.name for entry in chain.entries]
     return "rows" if "rows" in names else "cost"
 
 
 @dataclass(frozen=True)
 class CostedModel:
-    """The model graph, with what its nodes cost for a number of micro-batches."""
+    """A traced model (``sketched``), and copies of its graph with the costs of its nodes, one copy
+    for each number of micro-batches (``known``)."""
 
     model: nn.Module
     sketched: fx.GraphModule
@@ -81,7 +83,7 @@ class CostedModel:
         if chunks not in self.known:
             report_progress("cost")
             context = replace(self.context, chunks=chunks)
-            since = _counting(self.chain)
+            since = _first_that_counts_chunks(self.chain)
             passes = self.chain.passes(context, since=since, until="partition")
             with untouched(self.model):
                 self.known[chunks] = run(passes, copied(self.sketched))
@@ -95,7 +97,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """The model, the devices and the options of a plan; :meth:`answer` makes it."""
+    """The model, the devices and the options of a plan; :meth:`answer` makes the plan."""
 
     prices: CostedModel
     partition: Spec
@@ -114,11 +116,15 @@ class PlanQuestion:
 
     @property
     def _several(self) -> int:
-        """Stages on each device."""
+        """The number of stages on each device."""
         return len(self._lanes.placement) // len(self.specs)
 
     def answer(self) -> Plan:
-        """The plan; raises a bare :class:`DoesNotFit`."""
+        """The plan. Raises :class:`DoesNotFit`, without advice, if no cut fits.
+
+        If a device has several stages and a cut does not fit its memory, a second cut gives each of
+        them an equal part of the memory.
+        """
         try:
             found = self._lanes.planned(self.prices.of(self.chunks), self.partition, 1)
         except DoesNotFit:
@@ -132,19 +138,22 @@ class PlanQuestion:
         return replace(found, stages=tuple(planned))
 
     def shortage(self) -> str:
-        """A sentence that says how much memory is missing on which device."""
+        """A sentence that says how many bytes are missing on which device."""
         several, gm = self._several, self.prices.of(self.chunks)
         spec = self._automatic(gm)
         said = self._lanes.cut(spec, several).shortage(gm.graph, spec)
         if several == 1:
             return said
         return (
-            f"{said} (there are {several} stages on each device: what is said of device i here is "
-            f"said of stage i, with 1/{several} of its device's memory)"
+            f"{said} (each device has {several} stages, so 'device i' stands for stage i here, "
+            f"which may take 1/{several} of the memory of its device)"
         )
 
     def ways_out(self, batch: int | None) -> str:
-        """A sentence that says which other options, or how many devices, would do."""
+        """A sentence that says with which other options, or how many devices, the model would fit.
+
+        ``batch``: the rows of the mini-batch, None if they are not known.
+        """
         several = [2**i * self.chunks for i in range(1, 40) if 2**i * self.chunks < (batch or 0)]
         is_measured = (
             isinstance(self.prices.context.costs, str) and self.prices.context.costs == "measured"
@@ -154,7 +163,8 @@ class PlanQuestion:
         frugal = ["1f1b"] if is_named and self.schedule not in ("1f1b", "zb_h1", AUTO) else []
         settings: dict[str, list[Any]] = {
             "schedule": frugal if len(self.specs) > 1 and self.stages is None else [],
-            "chunks": [] if is_measured else more,  # nothing is measured for a mere question
+            # Other numbers of chunks would have to be measured, which takes too long for advice.
+            "chunks": [] if is_measured else more,
             "checkpoint": list(milder(self.checkpoint)),
         }
         return ways_out(self._fits, {k: v for k, v in settings.items() if v}, len(self.specs))
@@ -171,7 +181,8 @@ class PlanQuestion:
             return False
 
     def _automatic(self, gm: fx.GraphModule) -> Auto:
-        """The partition that is asked for, which is an automatic one: others need not fit."""
+        """The partition that the user asked for. It is an automatic one, since only these raise
+        :class:`DoesNotFit`."""
         spec = self.partition(gm) if callable(self.partition) else self.partition
         spec = Auto() if isinstance(spec, str) else spec
         assert isinstance(spec, Auto)

@@ -1,4 +1,4 @@
-"""The result of planning: what a plan says of each stage, and of the whole step."""
+"""The result of planning: what a plan predicts for each stage, and for the whole step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,25 @@ from fxpipe.schedule import (
 )
 from passes.common.skips import SkipLayout
 
-ROUNDING = 1e-9  # bytes are sums of fractions
+ROUNDING = 1e-9  # sizes within this relative difference are equal: bytes are sums of fractions
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage, and what it is expected to take for one mini-batch.
+    """A stage, and the time and memory that it is predicted to take for one mini-batch.
 
-    ``lane`` says on which of the devices it is; ``seconds`` are those of computing, and what of its
-    links computing cannot hide; ``state_bytes`` are parameters, gradients, optimizer states and
-    buffers, and what other stages share with this one; ``activation_bytes`` what is kept for the
-    backward of all micro-batches under way.
+    Attributes:
+        index: the number of the stage.
+        lane: the number of the lane, and of its device, on which the stage is.
+        device: the description of the device.
+        nodes: the names of the nodes of the model graph that the stage runs.
+        compute_s: the seconds of computing, forward and backward.
+        link_s: the seconds that the stage's links are busy with what it sends and receives.
+        seconds: the larger of these two, since copies overlap computation.
+        state_bytes: the bytes of parameters, gradients, optimizer states and buffers, and of copies
+            of parameters that the stage shares with others.
+        activation_bytes: the most bytes of saved tensors that are alive at once, for all
+            micro-batches whose backward is still to come.
     """
 
     index: int
@@ -41,21 +49,24 @@ class PlannedStage:
 
     @property
     def memory(self) -> int:
-        """How many bytes of its device the stage takes: state and activations."""
+        """The bytes that the stage takes on its device: state and activations."""
         return self.state_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction for one mini-batch. ``str`` of it is a table.
+    """The prediction for one mini-batch. ``str`` of it is a table, and lines below it.
 
     Args:
-        devices: one for each lane.
-        stages: what each stage does, and where.
-        layout: which values travel; bytes are a mini-batch's, one way.
+        devices: the description of each lane's device.
+        stages: the stages, in order.
+        layout: the values that stages send to each other, with their bytes for a mini-batch, one
+            way (without their gradients).
         schedule: the order of a training step; its ``microbatches`` are the chunks.
-        timeline: that step, as the simulator plays it.
-        gap: the slowest stage is at most this fraction slower than that of any cut that fits.
+        timeline: that step, as the simulator predicts it.
+        checkpoint: which micro-batches are checkpointed, as :func:`fxpipe.compile` takes it.
+        gap: how far the cut can be from optimal: 0.1 says that the slowest stage takes at most 10 %
+            longer than the slowest stage of any other cut that fits.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -68,33 +79,35 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        """Micro-batches."""
+        """The number of micro-batches in a mini-batch."""
         return self.schedule.microbatches
 
     @property
     def seconds(self) -> float:
-        """How many seconds a training step takes, forward and backward, in the simulator."""
+        """The seconds that a training step, forward and backward, takes in the simulator."""
         return self.timeline.makespan
 
     @property
     def bubble(self) -> float:
-        """The idle part of all devices' time."""
+        """The fraction of all devices' time in which they are idle."""
         return self.timeline.bubble
 
     @property
     def memory(self) -> tuple[float, ...]:
-        """The most bytes that each device holds at once."""
+        """The most bytes that each device holds at any time of the step."""
         return self.timeline.peak_memory
 
     @property
     def headroom(self) -> tuple[float, ...]:
-        """Bytes of each device that are left."""
+        """The bytes of each device that stay free: negative where the memory is too small, and
+        infinite where the description sets no limit."""
         limits = (float("inf") if d.memory is None else d.memory for d in self.devices)
         return tuple(limit - held for limit, held in zip(limits, self.memory, strict=True))
 
     @property
     def links(self) -> dict[tuple[int, int], int]:
-        """Bytes from stage to stage, one way."""
+        """The bytes that one stage sends to another in a mini-batch, without gradients, by pairs
+        ``(source, target)``."""
         found: dict[tuple[int, int], int] = {}
         for hop in self.layout.hops:
             if hop.source is not None:
@@ -104,7 +117,8 @@ class Plan:
 
     @property
     def partition(self) -> dict[str, int]:
-        """The stage of each node: what ``compile(partition=...)`` takes, to cut so."""
+        """The stage of each node, which ``compile(partition=...)`` takes to cut the model as the
+        plan does."""
         return {name: stage.index for stage in self.stages for name in stage.nodes}
 
     @property
@@ -139,12 +153,12 @@ class Plan:
     def _lines(self) -> list[str]:
         lines = [
             f"a step of {self.chunks} micro-batches takes {human_time(self.seconds)} "
-            f"({self.schedule.name}), of which {self.bubble:.0%} bubble",
+            f"({self.schedule.name}), bubble {self.bubble:.0%} of all lanes' time",
             optimality(self.gap),
             "links: "
             + (
                 ", ".join(f"{a} -> {b} {human_bytes(n)}" for (a, b), n in self.links.items())
-                or "nothing travels"
+                or "no stage sends anything"
             ),
         ]
         if self.checkpoint != "never":

@@ -187,5 +187,5 @@ def test_bench_compares_predicted_and_measured(models):
 
 
 def test_bench_says_what_cannot_be_trained(models):
-    assert "gives no tensor of real numbers" in refused("bench", "own_models:whole", *TWO)
+    assert "returns no floating-point tensor" in refused("bench", "own_models:whole", *TWO)
     assert "'--rounds': 0 is not in" in refused("bench", "own_models:build", "--rounds", 0)

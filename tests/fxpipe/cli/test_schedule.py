@@ -26,9 +26,9 @@ def test_the_bubble_is_counted_in_both_ways_and_so_are_live_micro_batches():
     # backwards ahead of the last: 8 * 3 of its 33 - 3 * i units are work.
     assert "bubble: 27.3% of all lanes' time" in out
     assert pytest.approx(0.158, abs=5e-4) == 1 - 4 * 24 / (33 + 30 + 27 + 24)
-    assert "bubble: 15.8% of the lanes' time from" in out
+    assert "bubble: 15.8% of the lanes' time, if" in out
     assert "takes 33 times" in out
-    assert "alive, at most, by lane: 4, 3, 2, 1" in out
+    assert "most micro-batches alive at once, by lane: 4, 3, 2, 1" in out
     assert "by stage" not in out, "it would say the same"
     assert "by lane: 8, 8, 8, 8" in shown("gpipe", "--lanes", 4, "--chunks", 8)
 
