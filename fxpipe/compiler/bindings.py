@@ -69,7 +69,7 @@ def bindings(
         path, _, name = str(node.target).rpartition(".")
         try:
             source, owner = model.get_submodule(path), gm.get_submodule(path)
-        except AttributeError:  # the tensor is a constant of the trace, which the model has not
+        except AttributeError:  # the tensor is a constant of the trace, and not in the model
             continue
         if name in source._parameters and name in owner._parameters:
             found.append(Binding(name, owner._parameters, source._parameters))

@@ -54,7 +54,7 @@ class Mode:
     rows: int | None = None
     """The number of rows, where they are elements of lists; else None."""
     notes: list[str] = field(default_factory=list)
-    """Remarks of the check whether cutting the batch into micro-batches changes any result."""
+    """Remarks of the check, for the report, such as which results micro-batches change."""
     bindings: list[Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
     """The pipeline graphs that have been compiled, by their number of micro-batches."""
@@ -77,8 +77,9 @@ class Mode:
 
     @property
     def loss_dim(self) -> Dim:
-        """How the losses of micro-batches, which the model returns, make that of the mini-batch: a
-        sum (SUM), weighted as the user says (WEIGHTED), or a mean over the rows (None)."""
+        """How the losses that the model returns for micro-batches are put together to the loss of
+        the mini-batch: by a sum (SUM), with the weights of ``loss_weight`` (WEIGHTED), or by a mean
+        over the rows (None)."""
         output = self.stage_graph.graph.output_node()
         kinds = [None, SUM, WEIGHTED]
         marks = {

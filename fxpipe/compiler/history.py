@@ -36,7 +36,7 @@ KEPT = 2_000
 class Snapshot:
     """A graph after a pass: its text, its size, and how many nodes have which metadata.
 
-    ``name``: of the pass; ``about``: what it does, and how long that took, in a sentence.
+    ``name`` is the name of the pass; ``about`` says what it does, and how long that took.
     """
 
     name: str

@@ -30,7 +30,7 @@ class Layout:
         self.stages = stages
         self.labels: dict[str, int] = {}  # the stages of nodes, by their names
         self.homes: dict[str, int] = {}  # the stages of parameters, by their paths in the model
-        self.keeps_sums = True
+        self.keeps_sums = True  # whether gradients are summed in the model's order, see ``learn``
 
     def learn(self, gm: fx.GraphModule) -> None:
         """Remember the cut of a model graph.

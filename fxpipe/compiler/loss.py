@@ -1,5 +1,5 @@
-"""The loss of a training step: that of the user's ``loss_fn(output, target)``, or the one that the
-model itself returns."""
+"""The loss of a training step: the result of the user's ``loss_fn(output, target)``, or the loss
+that the model itself returns."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class LossWeight(nn.Module):
 
     Args:
         function: the user's ``loss_weight``.
-        fill: makes the arguments of that, positional and named ones, of the tensors of a
-            micro-batch: those of the target, or of the inputs if the model returns its loss.
+        fill: makes the arguments of ``function``, positional and named ones, from the tensors of a
+            micro-batch: of its target, or of its inputs if the model returns its loss.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class LossWeight(nn.Module):
         fill: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
     ) -> None:
         super().__init__()
-        self.call = lambda *args, **kwargs: function(*args, **kwargs)  # as for Loss
+        # A lambda, so that a function that is a module does not become a submodule.
+        self.call = lambda *args, **kwargs: function(*args, **kwargs)
         self.fill = fill
 
     def forward(self, *leaves: Any) -> Any:

@@ -49,7 +49,8 @@ class Lowering:
         """The step graph for ``chunks`` micro-batches, and its programs.
 
         Args:
-            loss_dim: how the losses of micro-batches make that of the mini-batch.
+            loss_dim: how the losses of micro-batches are put together to the loss of the
+                mini-batch.
         """
         options = self.options
         context = ToStep(

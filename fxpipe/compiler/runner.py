@@ -30,7 +30,8 @@ from fxpipe.runtime.random import is_alone
 
 
 class NotYet(RuntimeError, AttributeError):
-    """A pipeline is asked for what exists only after a call, such as its graph, before any call.
+    """A pipeline is asked, before any call, for something that exists only after a call, such as
+    its graph.
 
     It is an AttributeError as well, so that ``hasattr`` says that the pipeline does not have it.
     """
@@ -70,8 +71,9 @@ class Runner:
         self._check_open()
         if is_traced((*args, *kwargs.values())):
             raise RuntimeError(
-                "a pipeline cannot be traced: what runs is on threads of its own; trace the model "
-                "itself, pipe.module, or take a graph that there is, such as pipe.model_graph"
+                "a pipeline cannot be traced, since its stages run in threads of their own: trace "
+                "the model itself, pipe.module, or use a graph of the pipeline, such as "
+                "pipe.model_graph"
             )
         if TransformType.Grad in transforms():
             raise RuntimeError(
@@ -129,7 +131,8 @@ class Runner:
     @contextmanager
     def _given_values(self) -> Iterator[tuple[nn.Module, Homes]]:
         """The model, and the devices of its tensors on "meta", which are given values inside the
-        ``with`` block. The programs that there are stay to be looked at, but are called no more."""
+        ``with`` block. Programs that have been compiled before can still be inspected, but no call
+        runs them any more."""
         compiler = self.compiler
         unset = [name for name in without_values(compiler.model) if name not in compiler.homes]
         if unset and compiler.is_on_meta():
@@ -184,8 +187,8 @@ class Runner:
         return self._example if self._last is None else self._last[0].example
 
     def last(self) -> tuple[Mode, int]:
-        """The mode that ran last, and its number of micro-batches; before any call, those of the
-        example, compiled now.
+        """The mode that ran last, and its number of micro-batches. Before any call the example is
+        compiled now, and its mode returned.
 
         Raises:
             NotYet: if there has been no call, and there is no example.
@@ -218,6 +221,6 @@ def _no_values(compiler: Compiler) -> str:
     more = f" and {len(others)} other tensors" if others else ""
     return (
         f'{type(compiler.model).__name__} is on the device "meta", where nothing has values '
-        f"({first}{more}): give it some ahead of this call, pipe.load(path) from a checkpoint, or "
-        "pipe.materialize() those of a new model"
+        f"({first}{more}): ahead of this call, load a checkpoint with pipe.load(path), or "
+        "initialise the model with pipe.materialize()"
     )

@@ -1,7 +1,8 @@
 """What micro-batching means for one kind of call, and whether it gives what the model gives.
 
-The batch dimensions that inputs may have (the candidates) are checked one after the other, and the
-first with which the model's outputs come out is taken. If none is, the call is refused."""
+The batch dimensions that inputs may have (the candidates) are checked one after the other. The
+first is taken with which micro-batches, put together, give the model's outputs; if there is none,
+the call is refused."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class Meaning:
     notes: list[str] = field(default_factory=list)
     """Remarks for the report, such as that dropout masks are those of each micro-batch."""
     one_row_only: bool = False
-    """The example has one row, and the model takes no more of them."""
+    """Whether the example has one row, and the model does not run on more than one."""
     listed: Listed | None = None
     """The call, if it has lists with one element for each row."""
 
@@ -68,7 +69,7 @@ class Asked:
         in_dims, out_dims: as for :func:`fxpipe.compile`.
         check: True: what differs from the model is refused; "warn": it is warned of; False: it is
             accepted.
-        sizes: of the micro-batches that a mini-batch of so many rows is cut into.
+        sizes: a function from the number of rows of a mini-batch to the sizes of its micro-batches.
         loss_weight: as for :func:`fxpipe.compile`.
         returns_loss: whether ``loss_weight`` is about a loss that the model returns.
     """
@@ -105,7 +106,7 @@ def known_dims(
 def meaning_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
 ) -> Meaning:
-    """How a call is cut into micro-batches, such that the parts, put together, are the whole.
+    """How a call is cut into micro-batches whose outputs, put together, are the model's outputs.
 
     Raises:
         BatchError: if there is no such way, or what the user has said does not fit.
@@ -115,7 +116,7 @@ def meaning_of(
     ways = candidates(inputs)
     is_said = not ways
     listed = Listed.of(model, args, kwargs, inputs)
-    if len(asked.sizes(8)) == 1:  # one micro-batch, whatever it means
+    if len(asked.sizes(8)) == 1:  # always one micro-batch, so that there is nothing to check
         return Meaning(ways[0] if ways else [None] * len(inputs))
     before = _FOUND.get(model_of(model), {}).get(_key(inputs))
     is_known = before is not None and LISTED in before
@@ -150,8 +151,8 @@ def _in_lists(
 ) -> Meaning | None:
     """The meaning of a call whose lists have one element for each row.
 
-    If that does not give the model's output, it is an error where the user has said so, and else
-    None.
+    If cutting these lists does not give the model's output, this is an error if the user has asked
+    for it (``is_said``); else the result is None.
     """
     asking = _Asking(model, args, kwargs, listed.inputs, asked, listed)
     if is_said:
@@ -191,14 +192,14 @@ def loss_dim(
     target: Targets,
     asked: Asked,
 ) -> Dim:
-    """How the losses of micro-batches make that of the mini-batch: a sum (SUM), a mean over the
-    rows (None), or weighted as the user says (WEIGHTED).
+    """How the losses of micro-batches are put together to the loss of the mini-batch: by a sum
+    (SUM), a mean over the rows (None), or with the weights of ``loss_weight`` (WEIGHTED).
 
     Args:
         loss: the user's function of output and target.
 
     Raises:
-        BatchError: if it cannot be found out, or if what the user has said does not fit.
+        BatchError: if the model does not tell, or if what the user has said does not fit.
         BatchWarning: (a warning) for a loss that is neither a mean over the rows nor a sum.
     """
     args, kwargs = inputs
@@ -243,7 +244,7 @@ def loss_dim(
     elif verdict.trial is None or LOSS in verdict.unclear:
         first = part(tensors, dims, 0, asked.sizes(_batch(named, own) or 0)[0])
         if verdict.trial is None and not _is_taken(run, first):
-            return None  # what it raises on a micro-batch, it raises in the step
+            return None  # it raises an error on a micro-batch: the step will raise the same
         _refuse(asked, messages.unknown_loss(verdict))
     if asked.check and verdict.problems and verdict.problems[0].is_scalar:
         by = ""
@@ -259,7 +260,7 @@ def loss_dim(
 
 
 LOSS = "output"
-"""The path of a loss that is all that a question is about."""
+"""The path of the loss in a question whose only output is the loss."""
 
 
 @dataclass(frozen=True)
@@ -273,8 +274,8 @@ class Targets:
 
 
 def _keys_of(target: Targets, places: Sequence[int]) -> dict[int, str]:
-    """For tensors of a target, by their places among these: the key if the target is a dictionary,
-    or nothing if it is the tensor."""
+    """The key of each tensor in a target that is a dictionary, by the tensor's place in ``places``;
+    "" for a target that is a tensor itself."""
     marks = list(target.leaves)
     for i in places:
         marks[i] = torch.empty(0)
@@ -303,7 +304,7 @@ def _is_taken(run: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor]) -> 
 
 
 def _refuse(asked: Asked, text: str) -> None:
-    """Raise an error, or warn, or do nothing, as the user wants it."""
+    """Raise BatchError, or warn, or do nothing, as the option ``check`` says."""
     if asked.check is True:
         raise BatchError(text)
     if asked.check:
@@ -311,6 +312,7 @@ def _refuse(asked: Asked, text: str) -> None:
 
 
 def _first_of(names: Sequence[str]) -> str:
+    """The first name and the number of the others, as text."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
@@ -329,7 +331,7 @@ class _Asking:
     ) -> None:
         self.model, self.inputs, self.asked = model, inputs, asked
         self.listed = listed
-        self.otherwise: Callable[[], Meaning | None] = lambda: None  # if no candidate fits
+        self.otherwise: Callable[[], Meaning | None] = lambda: None  # tried if no candidate fits
         self.arguments: Fill
         self.fill: Callable[[Sequence[Any]], Any]
         if listed is not None:
@@ -338,16 +340,16 @@ class _Asking:
         else:
             self.tensors, structure = Structure.of(canonical(model, args, kwargs))
             self.fill, self.arguments = structure.fill, named_arguments(model, args, kwargs)
-        self.stilled = model.training
-        self.with_gradients = False
-        self.drew = False
-        self.met_batch_norm = False  # as a function, not as a module
-        self.met_random_numbers = False  # which a micro-batch draws by itself: dropout, say
-        self.said: set[str] = set()  # outputs of which the user says what they are
-        self.random: set[str] = set()  # outputs that are others for other random numbers
-        self.loss = ""  # the path of the loss that the model returns, if it does
+        self.stilled = model.training  # whether the model runs without randomness, see ``still``
+        self.with_gradients = False  # whether the model runs with gradients
+        self.drew = False  # whether a run of the model has drawn random numbers
+        self.met_batch_norm = False  # whether it has called a batch norm that is no module
+        self.met_random_numbers = False  # whether a draw (of dropout, say) has been replaced
+        self.said: set[str] = set()  # the outputs that ``out_dims`` says something of
+        self.random: set[str] = set()  # the outputs that depend on the random seed
+        self.loss = ""  # the path of the loss among the model's outputs, "" if it has none
         self.returns_loss = asked.returns_loss
-        self.contradiction = ""  # between the loss and what the user says of its weights
+        self.contradiction = ""  # how the model contradicts ``loss_weight``, for a message
 
     def _weigh(self, function: Callable[..., Any]) -> Weigh:
         """The weight of a micro-batch by a function of the model's arguments."""
@@ -392,9 +394,8 @@ class _Asking:
             return self.meaning(dims, verdict, ways)
         (dims, verdict), *_ = verdicts
         batch = _batch(self.inputs, dims)
-        if not _is_taken(
-            self.output_of, self.tensors
-        ):  # what it raises, it raises where it is traced
+        # If the model raises an error on the call itself, the trace will raise the same.
+        if not _is_taken(self.output_of, self.tensors):
             return Meaning(dims)
         sizes = messages.sizes(self.inputs)
         if len(sizes) > 1 and self.asked.check:
@@ -405,6 +406,7 @@ class _Asking:
         return Meaning(dims, notes=[note], one_row_only=batch == 1)
 
     def meaning(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> Meaning:
+        """The meaning with these batch dimensions, once the backward has been checked as well."""
         if self.contradiction:
             _refuse(self.asked, self.contradiction)
         problem = self._in_the_backward(dims, verdict)
@@ -418,7 +420,7 @@ class _Asking:
         return Meaning(dims, verdict.outputs, notes)
 
     def _in_the_backward(self, dims: InDims, verdict: Verdict) -> Problem | None:
-        """What is wrong with the gradients of parts, where the outputs are right."""
+        """What is wrong with the gradients although the outputs are right; None if nothing is."""
         trial = verdict.trial
         if not self.asked.check or trial is None or any(t.is_meta for t in trial.tensors):
             return None
@@ -441,7 +443,7 @@ class _Asking:
         if any(t.is_meta for t in self.tensors):
             notes.append('not checked: on the device "meta" nothing has values')
         if self.random:
-            notes.append("not checked where it draws random numbers: of these there is no telling")
+            notes.append("not checked: the outputs that depend on random numbers")
         names = batch_norms(self.model) or ["batch_norm"] * self.met_batch_norm
         if names:
             notes.append(
@@ -462,21 +464,23 @@ class _Asking:
             )
         if verdict.mixed is not None:
             notes.append(
-                f"{verdict.mixed.text}; so it is where integers of several rows are mixed, "
-                "and not for rows like those of the example"
+                f"{verdict.mixed.text}; this is so only where integers of several rows are mixed, "
+                "not for rows like those of the example"
             )
         notes += [f"{problem.text}, for some rows only" for problem in verdict.slight]
         notes += [problem.text for problem in verdict.problems]
         return notes
 
     def tell(self, dims: InDims, verdict: Verdict) -> None:
+        """Warn of each problem of a verdict, with its remedy."""
         if self.asked.check:
             for problem in verdict.problems:
                 text = messages.across(problem, self.inputs, self._remedy(dims, verdict, problem))
                 warnings.warn(text, BatchWarning, stacklevel=2)
 
     def _remedy(self, dims: InDims, verdict: Verdict, problem: Problem) -> str:
-        """The ``loss_weight`` that makes a loss the model's own, if one is known."""
+        """The ``loss_weight`` with which a loss equals the model's, in words; "" if none is
+        known."""
         says = self.asked.loss_weight is not None
         if verdict.trial is None or says or not (self.loss == problem.path and self.returns_loss):
             return ""
@@ -484,8 +488,11 @@ class _Asking:
         return remedy(verdict.trial, self.loss, labels, self._weigh, dims)
 
     def _once_masked(self, dims: InDims, verdict: Verdict) -> str:
-        """The ``loss_weight`` that a loss needs once labels are left out, where the example leaves
-        out none: its micro-batches have as many labels for each row."""
+        """The ``loss_weight`` that a loss needs once some labels are IGNORED; "" if it needs none.
+
+        The example may have no such label. Then all its rows have the same number of labels, and
+        the check sees a plain mean over the rows.
+        """
         trial, loss = verdict.trial, self.loss
         is_mean = loss in verdict.outputs and verdict.outputs[loss] is None
         if trial is None or not is_mean or self.asked.loss_weight is not None:
@@ -499,7 +506,7 @@ class _Asking:
             except Exception as error:
                 if not is_the_models(error):
                     raise
-                continue  # to this model it is no label that is left out
+                continue  # this model does not take the label IGNORED
             if by := remedy(sample, loss, [(each.name, i)], self._weigh, dims):
                 return by
         return ""
@@ -507,6 +514,7 @@ class _Asking:
     # ---------------------------------------------------------------------------- asking the model
 
     def verdict_of(self, dims: InDims, is_likely: bool) -> Verdict:
+        """The verdict of the check on one candidate."""
         batch = _batch(self.inputs, dims) or 0
         if not agree(self.inputs, dims) or not batch:
             return Verdict(takes_parts=True)
@@ -529,11 +537,12 @@ class _Asking:
         return verdict
 
     def _ignored(self, path: str) -> bool:
-        """Whether nothing is asked of an output: the user has said what it is, or it is random."""
+        """Whether an output is not compared: ``out_dims`` says how it is put together, or it
+        depends on random numbers."""
         return path in self.said or path in self.random
 
     def _moving(self, trial: Trial) -> set[str]:
-        """The outputs that are others for other random numbers."""
+        """The outputs that differ between two runs with different random seeds."""
         first, second = (
             dict(
                 leaves(self.output_of(part(trial.tensors, [None] * len(trial.tensors), 0, 0), seed))
@@ -548,7 +557,8 @@ class _Asking:
         }
 
     def _recorded(self, tensors: list[Tensor], then: Callable[[Any, bool], Any]) -> Any:
-        """What a function makes of the model's output, which has a history."""
+        """Run the model with gradients, and return ``then(output, hooked)``; ``hooked`` says
+        whether the run has registered hooks on tensors."""
         args, kwargs = self.fill(tensors)
         before, self.with_gradients = self.with_gradients, True
         try:
@@ -558,14 +568,14 @@ class _Asking:
             self.with_gradients = before
 
     def output_of(self, tensors: list[Tensor], seed: int | None = None) -> Any:
-        """What the model makes of these tensors, without effect on it."""
+        """The model's output for these tensors, from a run without side effects."""
         args, kwargs = self.fill(tensors)
         try:
             return self._output(args, kwargs, seed)
         except Exception as error:
             if self.with_gradients or "grad" not in str(error) or not is_the_models(error):
                 raise
-        self.with_gradients = True  # it computes gradients in its forward
+        self.with_gradients = True  # the error was about gradients: its forward computes some
         return self._output(args, kwargs, seed)
 
     def _output(

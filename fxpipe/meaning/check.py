@@ -1,4 +1,5 @@
-"""The check: a model on some rows at once, beside the same rows in parts, put together.
+"""The check: a model has to give the same for the whole of a sample as for the parts of the sample,
+put together.
 
 ::
 
@@ -6,11 +7,11 @@
                                 ├─ model on rows 0 to 2 ─┐                 ├─ alike?
                                 └─ model on rows 3 and 4 ┴─ put together ──┘
 
-Each tensor among the outputs is read in the way in which its parts make the whole: joined along a
-dimension, a mean, a sum, or the same for all. Since the parts are of uneven sizes, and the values
-others than the example's, no two of these look alike by chance; where they do, other rows are
-taken. Before anything is refused it has to fail for other rows too: a model that takes a decision
-(the largest of some scores, say) may take another one where rounding errors tip the balance.
+For each tensor among the outputs, the check finds out which way of putting its parts together gives
+the whole: they are joined along a dimension, averaged, added up, or all the same. The parts have
+different sizes and the values differ from the example's, so that two ways hardly ever give the same
+by chance; if they do, another sample is taken. A call is refused only if several samples fail: in a
+model that takes decisions (the largest of some scores, say), rounding errors may tip the balance.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 
 SIZES = (3, 2), (4, 2)  # of the parts: some models take rows in pairs only
 TRIALS = 3
-SMALL = 0.05  # of the elements: what a decision among equals may move ...
-LARGE = 0.5  # ... and what it may not
+# An output that differs in some samples only is a problem if it differs in two of them or more, and
+# in a SMALL share of its elements at least; or if it differs in a LARGE share in one sample. Less
+# may be a decision between nearly equal values.
+SMALL = 0.05
+LARGE = 0.5
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,11 @@ class Question:
     """What is to be checked.
 
     Args:
-        run: from tensors to the output, without history and without effect on the model.
-        tensors, dims: those of the example, and the batch dimension of each.
+        run: the model as a function from tensors to its output, without gradients or side effects.
+        tensors, dims: the tensors of the example, and the batch dimension of each.
         usual: the sizes of the micro-batches that the example would be cut into.
-        in_lists: whether rows are elements of lists, so that they may be in the outputs, too.
+        in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
+            too.
     """
 
     run: Callable[[list[Tensor]], Any]
@@ -53,14 +58,15 @@ class Question:
     in_lists: bool = False
 
     def outputs(self, tensors: list[Tensor], rows: int, start: int = 0) -> dict[str, Any]:
-        """The outputs for some rows of a sample, from one on, by their paths."""
+        """The outputs for ``rows`` rows of a sample, of which the first is row ``start``, by the
+        outputs' paths."""
         output = self.run(tensors)
         return dict(rows_of(output, rows, start) if self.in_lists else leaves(output, "output"))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One sample, and what the model made of it."""
+    """One sample, with the model's outputs for the whole of it and for each of its parts."""
 
     sizes: tuple[int, ...]
     level: str
@@ -69,20 +75,21 @@ class Trial:
     parts: list[dict[str, Any]]
 
     def each(self, dims: Sequence[int | None]) -> list[list[Tensor]]:
-        """The parts of the sample."""
+        """The tensors of each part of the sample."""
         starts = [0, *accumulate(self.sizes)]
         return [part(self.tensors, dims, a, n) for a, n in zip(starts, self.sizes, strict=False)]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An output of which the parts do not make the whole."""
+    """An output whose parts, put together, differ from the whole."""
 
     path: str
     text: str
     """What differs, and by how much."""
     is_scalar: bool = False
-    """A floating-point number: gradient accumulation makes the same of it."""
+    """Whether the output is a single floating-point number, such as a loss. This is no reason to
+    refuse a call, as gradient accumulation gives the same number."""
     difference: Difference | None = None
 
 
@@ -100,34 +107,36 @@ class Verdict:
     failure: Exception | None = None
     """The error that the model has raised for a part of a sample, or for the whole of it."""
     takes_parts: bool = True
-    """False: what the model takes as a whole, it does not take in parts."""
+    """Whether the model runs on the parts of a sample; False if it runs only on the whole."""
     unclear: set[str] = field(default_factory=set)
-    """The outputs of which the values do not tell whether they are means or sums."""
+    """The outputs whose values do not tell whether they are means or sums."""
     mixed: Problem | None = None
-    """What is not right where integers of rows are mixed, although it is for whole rows."""
+    """A problem that occurs only where integers of several rows are mixed (level "mixed")."""
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the dimensions cannot be the batch's."""
+        """Whether these dimensions cannot be the batch dimensions."""
         return not self.takes_parts or any(not problem.is_scalar for problem in self.problems)
 
     @property
     def is_exact(self) -> bool:
-        """Whether all of the outputs are the model's."""
+        """Whether all outputs have been compared, and equal the model's."""
         return self.trial is not None and not self.problems
 
 
 def check(
     question: Question, ignored: Callable[[str], bool] = lambda path: False, *, is_likely: bool
 ) -> Verdict:
-    """Whether the parts of a mini-batch, put together, are the whole.
+    """Check whether the outputs for the parts of a mini-batch, put together, are the outputs for
+    the whole.
 
-    What is wrong where integers of rows are mixed has to be wrong for whole rows too: a row of
-    mixed ones may be none that the model is made for.
+    If this fails for a sample whose integers are mixed, it counts only if it fails for whole rows
+    too: the model may not be made for rows with mixed integers.
 
     Args:
-        ignored: of which outputs, by their paths, nothing is asked.
-        is_likely: one sample is enough; of what is unlikely, chance is to be ruled out.
+        ignored: says of an output's path whether the output is left out of the comparison.
+        is_likely: whether one sample is enough; for an unlikely candidate several samples are
+            taken, so that it is not accepted by chance.
     """
     verdict = _checked(question, ignored, is_likely, LEVELS)
     if verdict.trial is None or verdict.trial.level != MIXED or not verdict.is_wrong:
@@ -145,6 +154,7 @@ def _checked(
     is_likely: bool,
     levels: Sequence[str],
 ) -> Verdict:
+    """The verdict of several samples, all of the first of these levels that the model takes."""
     verdict = Verdict()
     fits: dict[str, tuple[Dim, ...]] = {}
     failed: dict[str, list[Problem]] = {}
@@ -179,27 +189,28 @@ def _checked(
 
 
 def ran(run: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | None]) -> Trial:
-    """The sample with the outputs of the whole of it, and of its parts."""
+    """The same sample, with the outputs that ``run`` gives for the whole of it and for its
+    parts."""
     whole = dict(leaves(run(part(trial.tensors, [None] * len(dims), 0, 0)), "output"))
     parts = [dict(leaves(run(tensors), "output")) for tensors in trial.each(dims)]
     return Trial(trial.sizes, trial.level, trial.tensors, whole, parts)
 
 
 def _by_shape(trial: Trial, path: str) -> tuple[Dim, ...]:
-    """How an output is put together of which the values say nothing."""
+    """How an output is put together whose values are not compared: by its shapes."""
     values = [trial.whole[path], *(output.get(path) for output in trial.parts)]
     if not all(isinstance(value, Tensor) for value in values):
         return ()
     try:
         rows = growing(values[0], values[1:])
-    except ValueError:  # of another shape each time
+    except ValueError:  # its shapes do not fit together
         return ()
     return () if rows is None else (rows,)
 
 
 def _goes_by_values(trial: Trial) -> bool:
-    """Whether some output has a size that does not follow from the number of rows: that it was the
-    same for the whole and the parts may be chance."""
+    """Whether the size of some output does not follow from the number of rows. It then depends on
+    values, so that the parts may have fitted the whole by chance."""
     rows = sum(trial.sizes)
     for path, whole in trial.whole.items():
         dim = next(iter(_by_shape(trial, path)), None)
@@ -212,7 +223,7 @@ def _goes_by_values(trial: Trial) -> bool:
 
 
 def _is_clear(ways: tuple[Dim, ...]) -> bool:
-    """Whether there is one way, or ways that come to the same."""
+    """Whether there is one way, or several of which none is a sum: they give the same result."""
     return len(ways) < 2 or SUM not in ways
 
 
@@ -260,12 +271,13 @@ def _trial(
 
 
 def _ways(question: Question, levels: Sequence[str]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The sizes of the parts and the levels of a sample, in the order in which they are tried."""
     usual = [question.usual] if len(question.usual) > 1 else []
     return ((sizes, level) for sizes in (*SIZES, *usual) for level in levels)
 
 
 def _is_empty(output: dict[str, Any]) -> bool:
-    """Whether there is nothing but NaN in some output."""
+    """Whether all values of some output are NaN."""
     return any(
         t.is_floating_point() and t.numel() and not t.is_meta and bool(t.isnan().all())
         for t in output.values()
@@ -292,7 +304,8 @@ def _compared(trial: Trial) -> Iterator[tuple[str, tuple[Dim, ...] | Problem]]:
 
 
 def _of_a_row(path: str, whole: Any, trial: Trial) -> tuple[Dim, ...] | Problem:
-    """An output in a list with one element for each row: it is in one of the parts."""
+    """Compare an output that belongs to one row, in a list with an element for each row. Exactly
+    one of the parts has it."""
     rows = sum(trial.sizes)
     parts = [output[path] for output in trial.parts if path in output]
     if len(parts) != 1:
@@ -329,9 +342,9 @@ def _constants(path: str, whole: Any, parts: list[Any]) -> tuple[Dim, ...] | Pro
         return (ANY,)
     return Problem(
         path,
-        f"{path} is {whole!r} and depends on the batch size, so it would be that of a micro-batch: "
-        "return tensors, and make of them what they are part of outside of the model; or give "
-        "out_dims with None for it if it does not matter, or chunks=1",
+        f"{path} is {whole!r} and depends on the batch size, so a pipeline would return the value "
+        "for a micro-batch: return tensors instead, and compute this value from them outside of "
+        "the model; or give out_dims with None for it if it does not matter, or chunks=1",
     )
 
 
@@ -351,15 +364,15 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
             return Problem(
                 path,
                 f"dimensions {differing} of {path}, {shape} for {rows} rows, all depend on the "
-                "batch size, and what a pipeline computes is that of each micro-batch by itself: "
-                "give out_dims with one of these dimensions for it, to join them along that, or "
-                "chunks=1",
+                "batch size, and a pipeline computes it for each micro-batch by itself: give "
+                "out_dims with one of these dimensions for it, along which micro-batches are "
+                "joined, or chunks=1",
             )
         others = ", ".join(str(tuple(each.shape)) for each in parts)
         return Problem(
             path,
             f"{path} has shape {shape} for {rows} rows, and {others} for {sizes} of them, which "
-            "cannot be joined to that: the model puts rows together",
+            "cannot be joined to the former: the model mixes rows",
         )
     if found.dims:
         return found.dims

@@ -1,4 +1,5 @@
-"""The parts of an output, put together in one way or another, beside the whole."""
+"""Compares an output for some rows with its outputs for parts of these rows, put together in each
+way that there is."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ MEAN = None
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two tensors are apart."""
+    """How far two tensors are apart. It is false if they differ by rounding errors only."""
 
     largest: float
+    """The largest difference of two elements."""
     scale: float
+    """The largest absolute value, to which ``largest`` has to be compared."""
     share: float
-    """Of the elements: how many of them differ by more than rounding errors."""
+    """The share of elements that differ by more than rounding errors."""
 
     def __bool__(self) -> bool:
         return self.share > 0
@@ -36,8 +39,8 @@ class Difference:
 
 
 def tolerance(tensor: Tensor) -> float:
-    """The largest difference that rounding errors explain, relative to the largest value: kernels
-    sum in another order for another number of rows."""
+    """The largest difference that rounding errors explain, relative to the largest value. There are
+    such errors because kernels may sum in another order for another number of rows."""
     dtype = tensor.dtype
     if torch.is_autocast_enabled(tensor.device.type):
         dtype = torch.get_autocast_dtype(tensor.device.type)
@@ -46,8 +49,11 @@ def tolerance(tensor: Tensor) -> float:
 
 
 def difference(whole: Tensor, other: Tensor, scale: float = 0.0) -> Difference:
-    """How far a tensor is from the whole; ``scale``: a size that its values may have had before
-    they cancelled."""
+    """How far a tensor is from the whole.
+
+    ``scale`` is the size of the numbers that have been added up to it: if these cancel, rounding
+    errors are relative to them, not to the result.
+    """
     if whole.shape != other.shape or whole.dtype != other.dtype:
         return Difference(float("inf"), scale, 1.0)
     if not whole.numel():
@@ -76,7 +82,7 @@ class Reading:
     """The ways in which the parts of one output, put together, are the whole."""
 
     dims: tuple[Dim, ...]
-    """The ways that fit: several only where the values do not tell them apart."""
+    """The ways that fit. There are several only if they give the same for these values."""
     difference: Difference | None = None
     """If no way fits: how far the likeliest one (joined, else averaged) is from the whole."""
 
@@ -86,7 +92,8 @@ def reading(
     parts: Sequence[Tensor],
     sizes: Sequence[float],
 ) -> Reading:
-    """The ways in which the parts of an output, of so many rows each, make the whole.
+    """The ways in which the parts of an output, put together, are the whole. ``sizes`` has the
+    number of rows of each part.
 
     Raises ValueError, with the dimensions that differ, if no way has the right shape.
     """
@@ -110,7 +117,7 @@ def reading(
 
 
 def mean(parts: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The parts' mean, each with its weight."""
+    """The weighted mean of the parts."""
     total = sum(weights)
     return functools.reduce(
         operator.add, (p * (w / total) for p, w in zip(parts, weights, strict=True))
@@ -118,7 +125,11 @@ def mean(parts: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def growing(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
-    """The dimension along which the parts are the whole, by their shapes; None if all are alike."""
+    """The dimension along which the parts, joined, have the shape of the whole; None if each of
+    them has that shape.
+
+    Raises ValueError, with the dimensions that differ, if there is no such dimension.
+    """
     if any(p.ndim != whole.ndim for p in parts):
         raise ValueError([])
     differing = [d for d in range(whole.ndim) if any(p.shape[d] != whole.shape[d] for p in parts)]

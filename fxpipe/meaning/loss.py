@@ -1,4 +1,4 @@
-"""The loss among the outputs of a model, and by how much that of each micro-batch counts."""
+"""Which output of a model is its loss."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 ROWS = "rows"
-"""Said in place of a function of weights: the loss is a mean over the rows."""
+"""The value of ``loss_weight`` for a loss that is a mean over the rows."""
 
 
 def own_loss(output: Any, kind: type = Tensor) -> Any:
-    """The loss in the output of a model: what is called ``loss`` in it, else the first element of a
-    tuple or list, else the output.
+    """The loss in the output of a model: its entry or attribute ``loss``, else the first element of
+    a tuple or list, else the output itself.
 
-    ``kind``: what stands for tensors in the output.
+    ``kind`` is the type of the objects that stand for tensors in the output.
     """
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]

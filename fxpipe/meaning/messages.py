@@ -14,7 +14,8 @@ IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out by
 
 
 def sizes(inputs: Sequence[Input]) -> dict[int, Input]:
-    """The sizes of the first dimensions of which nothing has been said."""
+    """The sizes of the first dimensions of inputs that ``in_dims`` does not mention, each with the
+    first input of that size."""
     rows: dict[int, Input] = {}
     for each in inputs:
         if each.said is INFER and each.tensor.ndim and each.tensor.shape[0] != 1:
@@ -23,15 +24,15 @@ def sizes(inputs: Sequence[Input]) -> dict[int, Input]:
 
 
 def several(rows: dict[int, Input], inputs: Sequence[Input]) -> str:
-    """The message for inputs with first dimensions of several sizes, where the model takes a part
-    of none of them."""
+    """The message for inputs whose first dimensions have different sizes, for a model that runs
+    with other numbers of rows of none of them."""
     lists = _lists(inputs)
     besides = ", and the model takes no other size of either"
     return different_sizes(rows, besides) + (f"; {lists}" if lists else "")
 
 
 def _lists(inputs: Sequence[Input]) -> str:
-    """What to do with lists that have one element for each row."""
+    """Advice, if there are lists among the inputs, which may have one element for each row."""
     name = next((i.name.split("[")[0] for i in inputs if "[" in i.name), "")
     if not name:
         return ""
@@ -42,7 +43,7 @@ def _lists(inputs: Sequence[Input]) -> str:
 
 
 def split(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
-    """Which dimensions are split."""
+    """The dimensions along which inputs are cut, as text."""
     said = [
         f"{each.name} along dimension {dim}"
         if isinstance(each.tensor, Tensor)
@@ -62,15 +63,15 @@ def other_dims(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
 
 
 def wrong(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
-    """The message for an output that comes out of no way of cutting the inputs."""
+    """The message for a model whose outputs no way of cutting the inputs gives."""
     problem = next(p for p in verdict.problems if not p.is_scalar)
     lists = _lists(inputs)
     return (
-        f"{problem.text}. That is with {split(inputs, dims)} cut into micro-batches, and no other "
-        "dimensions give the model's output either. If others are the batch's, give in_dims, with "
-        "None for what all micro-batches share; compute what puts rows together outside of the "
-        "model; or give chunks=1. A difference that does no harm is accepted with "
-        'check="warn"'
+        f"{problem.text}. This is so with {split(inputs, dims)} cut into micro-batches; no other "
+        "dimensions that were tried give the model's output either. If the batch is along others, "
+        "give in_dims, with None for an input that all micro-batches share; or compute what mixes "
+        "rows outside of the model; or give chunks=1. A difference that does no harm is accepted "
+        'with check="warn"'
         + (f"; {lists}" if lists else "")
         + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
     )
@@ -93,14 +94,15 @@ def in_the_backward(problem: Problem) -> str:
     """The message where the gradients of the parts do not add up to those of the whole."""
     return (
         f"{problem.text}: a backward that is not the derivative of its forward (of a "
-        "torch.autograd.Function, or changed by a hook) puts rows together. Compute what it is for "
-        "outside of the model, or give chunks=1; a difference that does no harm is accepted with "
+        "torch.autograd.Function, or changed by a hook) puts rows together. Move it out of the "
+        "model, or give chunks=1; a difference that does no harm is accepted with "
         'check="warn"'
     )
 
 
 def unknown_loss(verdict: Verdict) -> str:
-    """The message for a ``loss_fn`` that may be a mean or a sum for all that the check sees."""
+    """The message for a ``loss_fn`` of which the check does not see whether it is a mean or a
+    sum."""
     why = "its values on rows like those of the example are the same either way (zero, say)"
     if verdict.failure is not None:
         first = str(verdict.failure).strip().splitlines()[:1]
@@ -114,16 +116,16 @@ def unknown_loss(verdict: Verdict) -> str:
 
 
 def across(problem: Problem, inputs: Sequence[Input], remedy: str = "") -> str:
-    """The warning for a number that depends on all rows.
+    """The warning for a number, such as a loss, that differs from the model's on the mini-batch.
 
-    ``remedy``: the ``loss_weight`` with which it is the model's own, if one is known.
+    ``remedy`` is the ``loss_weight`` with which it does not, in words, or "" if none is known.
     """
     if remedy:
         return (
             f"{problem.text}, which is what a pipeline gives, as gradient accumulation does. It is "
-            f"a mean of which each row has another part: loss_weight={remedy} makes it the model's "
-            "own; or compute it outside of the model, of the whole output of the pipeline, or give "
-            "chunks=1"
+            f"a mean to which rows contribute unequally: with loss_weight={remedy} it is the "
+            "model's; or compute it outside of the model, from the whole output of the pipeline, "
+            "or give chunks=1"
         )
     masked = [
         each.name
@@ -138,10 +140,10 @@ def across(problem: Problem, inputs: Sequence[Input], remedy: str = "") -> str:
     if masked:
         why = (
             f" Labels of {IGNORED} in {masked[0]} are left out, so that micro-batches with few "
-            "others count for too much."
+            "other labels count for too much."
         )
     return (
         f"{problem.text}, which is what a pipeline gives, as gradient accumulation does.{why} To "
-        "have the model's own, compute it outside of the model, of the whole output of the "
+        "get the model's number, compute it outside of the model, from the whole output of the "
         "pipeline, or give chunks=1"
     )

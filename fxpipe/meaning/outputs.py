@@ -1,4 +1,4 @@
-"""The outputs of a graph: which way of putting micro-batches together goes with which of them."""
+"""How each tensor that a graph returns is put together from the micro-batches."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def output_dims(
     """For each node that a graph returns, how every tensor in its value is put together.
 
     Args:
-        out_dims: what the user says, a prefix of what ``rebuild`` makes of the graph's output, the
-            model's own structure.
-        found: what the check has come to, by the paths of the model's outputs.
-        loss_weight: what the user says of the loss that the model returns; None: nothing.
+        out_dims: the option of :func:`fxpipe.compile`, a prefix of the tree of the model's output.
+        rebuild: makes the structure that the model returns from the graph's output.
+        found: how the check has found that outputs are put together, by the outputs' paths.
+        loss_weight: the option of :func:`fxpipe.compile`, if it is about a loss that the model
+            returns; else None.
 
     Raises:
         BatchError: for a dimension that does not exist, or an output that nothing is known of.
@@ -70,8 +71,8 @@ def output_dims(
     for path, dim in found.items():
         if dim == SUM and path not in paths:
             raise BatchError(
-                f"{path} is a number that depends on the batch size, and is no result of the "
-                "graph: return it as a tensor, or give chunks=1"
+                f"{path} is a number that depends on the batch size, and a constant of the graph: "
+                "return it as a tensor, or give chunks=1"
             )
     return result
 
@@ -83,7 +84,8 @@ def _larger(node: fx.Node, count: int) -> list[Any]:
 
 
 def _varying(graph: fx.Graph, in_dims: Sequence[InDim]) -> set[fx.Node]:
-    """The nodes whose values may differ between micro-batches; others come of what is shared."""
+    """The nodes whose values may differ between micro-batches. All others are computed from inputs
+    that the micro-batches share."""
     dims = iter(in_dims)
     varying: set[fx.Node] = set()
     for node in graph.nodes:
@@ -98,8 +100,8 @@ def _dim(slot: Slot, value: Any, larger: Any, found: Mapping[str, Dim]) -> Dim:
     if not isinstance(value, Tensor):
         if any(isinstance(each, Tensor) for each in getattr(value, "__dict__", {}).values()):
             raise BatchError(
-                f"{slot.path} is a {type(value).__name__}, whose tensors cannot be seen: make it "
-                "known with torch.export.register_dataclass or as a pytree node"
+                f"{slot.path} is a {type(value).__name__}, whose tensors cannot be seen: register "
+                "the class with torch.export.register_dataclass, or as a pytree node"
             )
         return None if slot.said is not INFER else found.get(slot.path)
     if slot.said == SUM:

@@ -1,5 +1,5 @@
-"""What the user said: ``in_dims`` and ``out_dims`` are prefixes of the trees of the arguments and
-of the output, as for ``torch.func.vmap``."""
+"""What the user says of batch dimensions: ``in_dims`` and ``out_dims`` are prefixes of the trees of
+the arguments and of the output, as for ``torch.func.vmap``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.runtime.microbatch import LISTED, SUM
 from fxpipe.trace import bound_arguments
 
 INFER = object()
-"""In place of a dimension: nothing has been said."""
+"""Stands in place of a dimension that the user has not given."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Input:
 
 
 class Slot:
-    """Stands for a tensor among the inputs or outputs, and is told its path and what the user says
-    of it."""
+    """Stands for a tensor in the structure of the inputs or outputs. :func:`say` sets its path, and
+    what the user says of it."""
 
     path: str = "an output"
     said: Any = INFER
     said_of_loss: Any = INFER
-    """How the losses of micro-batches are put together, if this is the model's loss."""
+    """If the tensor is the model's loss: how ``loss_weight`` says that it is put together."""
 
 
 def named_inputs(
@@ -82,6 +82,7 @@ def from_the_front(what: str, dim: Any, name: str, shape: Sequence[int]) -> int 
 
 
 def _of_argument(in_dims: Any, names: Sequence[str], name: str) -> Any:
+    """The part of ``in_dims`` that is for one argument; INFER if it says nothing of it."""
     if in_dims is None:
         return INFER
     if isinstance(in_dims, int) or in_dims == LISTED:

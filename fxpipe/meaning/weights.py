@@ -1,4 +1,5 @@
-"""By how much the losses of micro-batches count: what the user says, and what the model shows."""
+"""The weights of the losses of micro-batches: the user's ``loss_weight`` is compared with the loss
+that the model gives for a whole sample, and a ``loss_weight`` is suggested where one is needed."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, numbers, shares, weigh
 from fxpipe.trace import bound_arguments
 
 Weigh = Callable[[Sequence[Any]], Any]
-"""The weight of a micro-batch, from its tensors."""
+"""A function from the tensors of a micro-batch to the weight of its loss."""
 
 Fill = Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-"""Arguments, positional and named ones, from the tensors in them."""
+"""A function from the tensors of a call to its arguments, positional and named ones."""
 
 
 def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill:
-    """Fills a call's arguments, by their names, with the tensors of a micro-batch."""
+    """A function that gives the arguments of a call, all of them by name, with other tensors."""
     bound = bound_arguments(model, args, kwargs)
     _, structure = Structure.of(dict(bound.arguments))
     kinds = bound.signature.parameters
@@ -40,15 +41,16 @@ def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def dim_of(loss_weight: Any) -> Dim:
-    """How the losses of micro-batches are put together, if the user says so."""
+    """How the losses of micro-batches are put together, as a ``loss_weight`` that has been given
+    says."""
     return None if loss_weight == ROWS else SUM if loss_weight == SUM else WEIGHTED
 
 
 def weighed(
     verdict: Verdict, path: str, loss_weight: Any, weigh: Weigh, dims: Sequence[int | None]
 ) -> tuple[Verdict, str]:
-    """What the check comes to if the loss, at ``path``, counts as the user says; and a sentence if
-    the model contradicts that, else an empty one."""
+    """The verdict with the loss at ``path`` put together as ``loss_weight`` says, and a sentence
+    that says how the model contradicts this, or "" if it does not."""
     if verdict.trial is None or path not in verdict.trial.whole:
         return verdict, ""
     found, said = verdict.outputs.get(path, WEIGHTED), dim_of(loss_weight)
@@ -80,8 +82,8 @@ def weighed(
 def _apart(
     trial: Trial, path: str, weigh: Weigh, dims: Sequence[int | None]
 ) -> tuple[Difference, str] | None:
-    """How far the whole's loss is from the weighted mean of those of its parts, and this in words;
-    None if no part of this sample has a weight."""
+    """How far the loss of a whole sample is from the weighted mean of the losses of its parts, and
+    a sentence that says so; None if all weights are zero for this sample."""
     weights = numbers([weigh(tensors) for tensors in trial.each(dims)])
     if not any(weights):
         return None
@@ -91,14 +93,15 @@ def _apart(
     return difference(whole, value, largest), (
         f"{path} is not the mean that loss_weight says: it is {whole.item():.4g} for "
         f"{sum(trial.sizes)} rows of the example, slightly changed, and {value.item():.4g} as the "
-        f"mean of {' and '.join(map(str, trial.sizes))} of them with the weights "
+        f"mean of {' and '.join(map(str, trial.sizes))} of them, which have the weights "
         f"{' and '.join(f'{weight:.4g}' for weight in weights)}"
     )
 
 
 def with_ignored(trial: Trial, place: int, dim: int) -> Trial:
-    """The sample with the label that losses leave out in place of every second one, in the first
-    part; none of its outputs."""
+    """The sample, without outputs, with every second label of its first part replaced by IGNORED,
+    the label that losses leave out. ``place`` is the labels' place among the tensors, ``dim`` their
+    batch dimension."""
     tensors = list(trial.tensors)
     labels = tensors[place].clone()
     if not labels.is_floating_point() and labels.dtype.is_signed:
@@ -116,13 +119,13 @@ def remedy(
     weigh: Callable[[Callable[..., Any]], Weigh],
     dims: Sequence[int | None],
 ) -> str:
-    """The ``loss_weight`` with which the losses of the parts give that of the whole best, in words;
-    an empty string if none is known.
+    """The ``loss_weight`` with which the losses of the parts come closest to the loss of the whole,
+    as code that the user can write; "" if none fits.
 
     Args:
         named: the tensors that may be labels or masks: their names (as arguments of the model, or
             keys of the target; empty for a target that is a tensor) and places in the sample.
-        weigh: makes the weight of a micro-batch of a function such as users give.
+        weigh: makes the function for a micro-batch's weight from a ``loss_weight``.
     """
     found: list[tuple[float, str]] = []
     for name, place in named:
@@ -134,7 +137,8 @@ def remedy(
 
 
 def _functions(name: str, tensor: Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What may be the number of things that a loss is a mean of."""
+    """Functions that a user may give as ``loss_weight``, each with its code: they count the labels
+    in a tensor that a loss is a mean over, or add up a mask."""
     if tensor.is_meta or tensor.is_complex():
         return
     is_integer = not tensor.is_floating_point() and tensor.dtype.is_signed

@@ -216,21 +216,21 @@ def _refuse_what_cannot_be_traced(model: nn.Module, example: Example) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise Unsupported(
-            f"{model.original_name} is compiled to TorchScript, which nothing can look into: "
-            "compile the nn.Module that it has been made of"
+            f"{model.original_name} is compiled to TorchScript, which cannot be traced: compile "
+            "the nn.Module from which it was made"
         )
     for name in (*model._modules, *model._parameters, *model._buffers):
         if name in _TAKEN:
             raise Unsupported(
-                f"{type(model).__name__} has a part that is called {name!r}, which is what every "
-                "fx.GraphModule has of its own; give it another name, or compile the model as a "
+                f"{type(model).__name__} has a part that is called {name!r}, a name that every "
+                "fx.GraphModule needs for itself; give it another name, or compile the model as a "
                 "part of another module, nn.Sequential(model) for one"
             )
     for name, tensor in zip(example.names, example.tensors, strict=True):
         if tensor.layout in _COMPRESSED:
             raise Unsupported(
-                f"the input {name} is of layout {tensor.layout}, of which there are no tensors "
-                f"without values to compile for: give {name}.to_sparse_coo()"
+                f"the input {name} is of layout {tensor.layout}, for which PyTorch has no fake "
+                f"tensors, with which a model is compiled: give {name}.to_sparse_coo()"
             )
         if tensor.is_nested:
             raise Unsupported(

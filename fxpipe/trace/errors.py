@@ -17,7 +17,7 @@ from fxpipe.trace import whole
 
 DEPENDS_ON_VALUES = "which way it goes depends on the values of tensors"
 
-GRADIENTS = "it computes gradients within its forward, of what might be in several stages"
+GRADIENTS = "it computes gradients within its forward, which may have to go through several stages"
 
 
 class Refused(Exception):
@@ -50,6 +50,7 @@ def suppressed() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
+    """The message of an error in one line, with its type unless it is one of this package's."""
     if isinstance(error, GuardOnDataDependentSymNode):
         return DEPENDS_ON_VALUES
     if isinstance(error, whole.Blamed):
@@ -67,11 +68,12 @@ def sentence(error: BaseException) -> str:
 
 
 def is_model_line(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame of a traceback is in the code of a model, and its line is known."""
     return is_of_a_model(frame.filename) and bool(frame.line)
 
 
 def since(function: Callable[..., Any]) -> list[traceback.FrameSummary]:
-    """The frames that the latest call of a function has led to, the outermost first."""
+    """The frames that run now within the latest call of a function, the outermost first."""
     stack = traceback.extract_stack()
     code = function.__code__
     calls = [
@@ -81,6 +83,7 @@ def since(function: Callable[..., Any]) -> list[traceback.FrameSummary]:
 
 
 def at(frame: traceback.FrameSummary) -> str:
+    """The file, number and text of a frame's line, for messages."""
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 

@@ -181,7 +181,7 @@ class Example:
             changed, history = since.changed(), None
             if recorded:
                 history = history_of(results)
-                if hooks:  # hooks may change gradients at will: the history is equal to no other
+                if hooks:  # hooks may change gradients at will: the object equals no other history
                     history = object()
         where = {name: write.where for name, write in written.items()}
         return Effects(output, buffers, where, history, gradients, changed)
@@ -225,6 +225,8 @@ def _with_gradients() -> Iterator[None]:
 
 
 def infer_batch_dims(tensors: Sequence[Tensor]) -> list[int | None]:
+    """0 for every tensor whose first dimension has the size that most of the tensors have there,
+    None for the others."""
     sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.ndim)
     batch = sizes.most_common(1)[0][0] if sizes else None
     return [0 if tensor.ndim and tensor.shape[0] == batch else None for tensor in tensors]

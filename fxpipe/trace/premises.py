@@ -73,8 +73,8 @@ class Premises:
         reads: the attributes that were read during the trace, with the states they had then.
 
     An attribute that the forward assigns before it reads it is no premise: the graph computes it.
-    Such an attribute is known by this, that after the trace, when all attributes have been put
-    back, its state is not the one that was read.
+    Such an attribute is recognised after the trace, when all attributes have been put back: its
+    state then differs from the one that was read.
     """
 
     def __init__(self, model: nn.Module, reads: Reads) -> None:
@@ -186,6 +186,7 @@ def state_of(module: nn.Module, name: str) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a value is taken for immutable, and compared by ``==``."""
     return isinstance(value, _PLAIN)
 
 

@@ -6,10 +6,10 @@
     ...                                           gives what they have recorded as hidden_states
     return output, tuple(recorded)
 
-Whether a hook does so is tried: the model is run with the hooks of one kind, what they return being
-dropped, and without. Where its output differs, they record. All other hooks are somebody's who
-watches the model from outside. They are called when the pipeline runs, and while it is compiled in
-this one run only: what they leave in lists and objects that they refer to is undone.
+Whether the hooks of one kind record is found out by running the model without hooks, and with these
+only, whose return values are dropped: if the outputs differ, they record. All other hooks watch the
+model from outside. They are called when the pipeline runs. While it is compiled, they are called in
+the run that finds out about them, and what they put into lists and objects is taken out again.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def learn(example: Example) -> None:
     alone = {kind: _output(example, frozenset([kind])) for kind in kinds}
     found = frozenset(kind for kind, output in alone.items() if _differs(plain, output))
     if plain is None and not found and _output(example, frozenset(kinds)) is not None:
-        found = frozenset(kinds)  # only with several of them does it run
+        found = frozenset(kinds)  # the model needs several kinds to run at all
     if found:
         RECORDING[model] = found
 
 
 @contextmanager
 def changing_called(example: Example) -> Iterator[bool]:
-    """Inside the ``with`` block, hooks that change what the model gives by what they return are
-    called wherever the model is run or traced; so a trace that leaves no modules, to which hooks
-    could belong, has what they compute. Yields whether there are any."""
+    """Inside the ``with`` block, hooks whose return values change the model's output are called
+    wherever the model is run or traced. So what they compute is part of a graph that has no modules
+    left which hooks could be on. Yields whether there are such hooks."""
     model = example.model
     kinds = {code_of(hook) for _, _, hook in _forward_hooks(model)}
     before = RECORDING.get(model, frozenset())

@@ -75,7 +75,7 @@ def test_canonical_puts_arguments_where_the_signature_does() -> None:
 
 def test_inputs_of_another_structure_are_refused() -> None:
     traced = trace(Options(), (x(),))
-    with pytest.raises(TypeError, match="traced with"):
+    with pytest.raises(TypeError, match="when the model was traced"):
         traced.bind((x(),), {"mask": x()})
 
 
