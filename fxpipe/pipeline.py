@@ -176,17 +176,17 @@ class Pipeline(ModelProxy):
         unrolled, values = self._runner.ready_to_step(args, kwargs, target)
         inputs = unrolled.graph_module.graph.find_nodes(op="placeholder")
         written = {i for i, node in enumerate(inputs) if WRITTEN in node.meta}
-        found = []
+        timelines = []
         for number in range(rounds + 1):  # the first is to warm up
             report_progress(f"step {number} of {rounds}" if number else "warm-up")
-            own = [value.clone() if i in written else value for i, value in enumerate(values)]
+            given = [value.clone() if i in written else value for i, value in enumerate(values)]
             record = Record()
             with untouched(self.module), torch.no_grad():
-                self._runner.run(unrolled, [*own, None, None], record)
+                self._runner.run(unrolled, [*given, None, None], record)
             if number:
-                found.append(measured("measured", self._views.lane_names, record.marks))
-        found.sort(key=lambda timeline: timeline.makespan)
-        self._views.measured = found[len(found) // 2]
+                timelines.append(measured("measured", self._views.lane_names, record.marks))
+        timelines.sort(key=lambda timeline: timeline.makespan)
+        self._views.measured = timelines[len(timelines) // 2]
         return self._views.measured
 
     # ------------------------------------------------------------------ compiling, loading, closing

@@ -396,9 +396,10 @@ def rename(node: fx.Node, name: str) -> None:
 
 
 class OuterModule(fx.GraphModule):
-    """A graph module around others: when its own graph has changed, theirs have not."""
+    """A graph module that contains others and that, unlike fx's, does not recompile these when it
+    is recompiled: only its own graph has changed."""
 
-    def _recompile_submodules(self) -> list[Any]:  # fx would compile all of them again
+    def _recompile_submodules(self) -> list[Any]:
         return []
 
 
@@ -406,7 +407,7 @@ class OuterModule(fx.GraphModule):
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
-    """How long the ranks of a group wait for each other in transfers to and from such a device.
+    """How long the ranks of a group wait for each other when they exchange tensors of ``device``.
 
     PyTorch takes a timeout when a group is made, and does not give it back. Groups that are made
     beside a group of the user's have to wait as long as that one does.

@@ -1,4 +1,4 @@
-"""Errors that say what may be tried next: raised in one room, and acted on in another.
+"""Errors by which the compiler decides whether to try another strategy for a model.
 
 A model may be compiled by several strategies: for any batch size, with other batch dimensions, for
 one batch size, by one front end or another. Only an :class:`AnotherStrategy` sends the compiler on

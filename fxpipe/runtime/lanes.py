@@ -1,4 +1,4 @@
-"""Lanes: a host thread for each of the pipeline's devices, which runs the stages there in order.
+"""Lanes: a host thread for each entry in the pipeline's list of devices, which runs its stages.
 
 On the CPU the thread itself computes, as a stream would; on an accelerator it launches work on the
 device's stream. A run gives every lane its instructions, and lanes post values to each other's

@@ -57,5 +57,5 @@ def penalties(value: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> list
     ``grad`` is the gradient of the loss itself, by which all are scaled. The loss's graph is kept
     for the backward that follows.
     """
-    found = torch.autograd.grad(value, parameters, grad, retain_graph=True, allow_unused=True)
-    return [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]
+    grads = torch.autograd.grad(value, parameters, grad, retain_graph=True, allow_unused=True)
+    return [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]

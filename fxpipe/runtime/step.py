@@ -62,7 +62,7 @@ class Tape:
         self.later: list[Callable[[], Iterable[Deferred]]] = []  # give more of these, in that half
         self.stage: nn.Module | None = None
         self.penalties: list[Penalty] = []  # the loss's gradients for parameters of this stage
-        self.homes: dict[Tensor, Tape] = {}  # of a loss that has parameters in it: their stages'
+        self.homes: dict[Tensor, Tape] = {}  # by parameters within the loss: their stages' tapes
         self.is_elsewhere = False  # whether the stage runs in another process, and records nothing
 
     def record(self, function: Callable[..., tuple[Any, ...]], args: Any) -> tuple[Any, ...]:
@@ -108,8 +108,8 @@ class Tape:
             self._begin_at_penalties(roots, given)
         if roots and inputs != []:
             run_backward(tuple(roots), tuple(given), tuple(inputs or ()))
-        own, self.grads = self.grads, []
-        return self.build(own)
+        of_arguments, self.grads = self.grads, []
+        return self.build(of_arguments)
 
     def _begin_at_penalties(self, roots: list[Tensor], given: list[Tensor]) -> None:
         """Let the backward add the gradients that the loss itself has for parameters of this stage

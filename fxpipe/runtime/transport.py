@@ -5,15 +5,15 @@
     rank 0    transmit ── header ── description ── memory of the tensors ──┐   in this order, on an
     rank 1    receive ┄┄ (a thread for each edge takes them) ┄┄ arrived ◁──┘   edge of its own
 
-An edge is a pair of ranks, in one direction. All that is sent on it comes in the order in which it
-was sent. PyTorch's own communicators of two ranks are shared by both directions, and with NCCL made
-at their first use; so there is a process group for edges that lead up and one for edges that lead
-down, in each of which a pair talks in one direction only, and :meth:`GroupTransport.connect` uses
-each edge once ahead of the first run, in one order on all ranks.
+An edge is a pair of ranks, in one direction; messages on it arrive in the order in which they were
+sent. PyTorch has one communicator for both directions of a pair, which NCCL makes at its first use.
+So edges to higher ranks have one process group and edges to lower ranks another, in each of which a
+pair talks in one direction only; and :meth:`GroupTransport.connect` uses each edge once ahead of
+the first run, in one order on all ranks.
 
-The header says which run the message belongs to, so that ranks which have come to differ stop and
-say so. The description (see :mod:`fxpipe.runtime.packing`) is sent at its first use on an edge
-only; later headers refer to it by number. Headers travel by gloo, from host to host.
+The header says which run the message belongs to, and a rank that gets a message of another run
+raises an error. The description (see :mod:`fxpipe.runtime.packing`) is sent only at its first use
+on an edge; later headers refer to it by number. Headers travel by gloo, from host to host.
 
 A run that fails on one rank ends on the others too: what the rank still had to transmit is sent as
 a failure, and what it still had to receive is taken and dropped. Afterwards every edge is as empty
@@ -57,7 +57,7 @@ class RankError(RuntimeError):
 
 
 def failure(rank: int, error: BaseException) -> str:
-    """How other ranks are told of an error on this one."""
+    """The text by which a rank tells others of an error."""
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     return f"rank {rank} failed: {type(error).__name__}: {error}{notes}"
 
@@ -94,9 +94,9 @@ class _Receiving:
 
 
 def host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of the same ranks by which hosts talk: the group itself, if it talks by gloo.
+    """A group of the same ranks that talks by gloo: the given group, or else a new one.
 
-    All its ranks have to call this at the same time. ``timeout``: that of a new group.
+    All ranks of the group have to call this at the same time. ``timeout`` is for the new group.
     """
     if dist.get_backend(group) == "gloo":
         return group
@@ -105,8 +105,8 @@ def host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
 
 
 def _new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta) -> Any:
-    """A new process group of these ranks; no other process has to take part in making it.
-    ``backend`` None: that of the default group."""
+    """A new process group of these ranks, which no other process takes part in making. Without a
+    ``backend`` (None) it has the default group's."""
     local = len(ranks) != dist.get_world_size()
     return dist.new_group(
         list(ranks), timeout=timeout, backend=backend, use_local_synchronization=local
@@ -127,11 +127,11 @@ class GroupTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self.device, self.rank = device, dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
-        # Other processes take part in making a group, unless its ranks agree among themselves.
+        # With local synchronization only the group's ranks take part in making it.
         local = len(self.ranks) != dist.get_world_size()
         made = partial(dist.new_group, self.ranks, timeout=timeout, use_local_synchronization=local)
         self._control = made(backend="gloo")
-        # Gloo sends the memory of the host only, and keeps both directions apart.
+        # Gloo sends only from the host's memory, and has a separate channel for each direction.
         self._by_host = device.type == "cpu" or dist.get_backend(group) == "gloo"
         up, down = (None, None) if self._by_host else (made(), made())
         self._payload = {True: up or self._control, False: down or self._control}
@@ -180,14 +180,14 @@ class GroupTransport:
             edge.done = 0
 
     def finish(self) -> None:
-        """Wait until all that this rank has transmitted is sent."""
+        """Wait until everything that this rank transmits has been sent."""
         for edge in self._edges.values():
             if edge.ends[0] == self.rank:
                 edge.worker.rest()
 
     def _fail(self, error: BaseException, edges: Mapping[Edge, int]) -> None:
-        """End a failed run: take what others send, and tell them of the failure in place of what
-        they wait for."""
+        """End a failed run: receive what other ranks still send, and send them the failure in place
+        of the values that they wait for."""
         text = str(error) if isinstance(error, RankError) else failure(self.rank, error)
         for ends, count in edges.items():
             edge = self._edge(ends)
@@ -229,14 +229,15 @@ class GroupTransport:
                 dist.recv(torch.empty(1), peer, self._control, tag=_MET)
 
     def _wait(self, edge: _EdgeEnd, works: list[Any], sent: list[Tensor]) -> None:
-        """Wait until all is sent; ``sent`` is kept as long."""
+        """Wait until a message is sent, and keep its tensors (``sent``) alive until then."""
         with self._or_lost(edge):
             for work in works:
                 work.wait()
 
     @contextmanager
     def _or_lost(self, edge: _EdgeEnd) -> Iterator[None]:
-        """Say which rank has been lost, where the network fails on an edge, or has failed."""
+        """A context that raises :class:`RankError`, with the other rank's number, if the network
+        fails on an edge or has failed there before."""
         if edge.lost is None:
             try:
                 yield
@@ -249,7 +250,7 @@ class GroupTransport:
         raise RankError(f"rank {self.rank} has lost rank {other}: {edge.lost}") from edge.lost
 
     def receive(self, edge: Edge, number: int) -> _Receiving:
-        """Let the thread of an edge take what the other rank transmits next."""
+        """Let the edge's thread receive the next message. Returns at once."""
         there = self._edge(edge)
         there.check(number)
         there.done += 1
@@ -322,7 +323,7 @@ class _EdgeEnd:
         self._known: list[Description] = []
 
     def check(self, number: int) -> None:
-        """Raise RuntimeError if the next transfer is not the one that the graph means."""
+        """Raise RuntimeError unless the edge's next transfer in this run is the ``number``-th."""
         if number != self.done:
             raise RuntimeError(
                 f"transfer {number} of the edge {self.ends} comes as number {self.done}"
@@ -332,7 +333,7 @@ class _EdgeEnd:
         """The number of a description, and its text if the other end does not know it yet."""
         try:
             number = self._numbers.get(description)
-        except TypeError:  # it has constants that cannot be looked up
+        except TypeError:  # it has constants without a hash
             return _ONCE, pickle.dumps(description)
         if number is not None:
             return number, b""
@@ -353,7 +354,7 @@ class _EdgeEnd:
 
 
 class _Worker:
-    """A thread that does one thing after the other. It ends with the process."""
+    """A thread that runs jobs one after the other. It ends with the process."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -361,7 +362,7 @@ class _Worker:
         threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
 
     def do(self, job: Callable[[], Any]) -> Future[Any]:
-        """Let the thread do something, after all that it has been given."""
+        """Let the thread run a job, after all earlier jobs. Returns the future of its result."""
         future: Future[Any] = Future()
         self._left = [each for each in self._left if not each.done() or each.exception()]
         self._left.append(future)
@@ -369,14 +370,14 @@ class _Worker:
         return future
 
     def rest(self, is_quiet: bool = False) -> None:
-        """Wait until all is done. Raises the first error, unless ``is_quiet``."""
+        """Wait until all jobs are done. Raises the first error of one, unless ``is_quiet``."""
         left, self._left = self._left, []
         errors = [error for each in left if (error := each.exception()) is not None]
         if errors and not is_quiet:
             raise errors[0]
 
     def end(self) -> None:
-        """End the thread, once all is done."""
+        """End the thread, once all jobs are done."""
         self._queue.put(None)
 
 
