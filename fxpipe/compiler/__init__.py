@@ -1,1 +1,1 @@
-"""The compiler: from a call of the model to a program that runs, and what is kept of it."""
+"""The compiler: it makes programs of a model, one for each kind of call, caches and runs them."""

@@ -1,5 +1,5 @@
 """The driver of a compilation: it looks up what has been compiled for a kind of call, or traces the
-model for it and cuts the graph into stages, and has that lowered to programs."""
+model for it and cuts the graph into stages, and has the stage graph lowered to programs."""
 
 from __future__ import annotations
 
@@ -132,7 +132,8 @@ class Compiler:
             return mode.steps[key]
 
     def _logged(self, title: str) -> AbstractContextManager[None]:
-        """Within it, time is taken, and logged if that is asked for."""
+        """A context in which the time of each phase is taken, and logged if the user asks for
+        it."""
         title = f"{type(self.model).__name__}: {title}"
         return logged(title, self.options.verbose or wants_log())
 
@@ -180,9 +181,9 @@ class Compiler:
         self.homes = {name: home for name, home in self.homes.items() if name in unset}
 
     def is_on_meta(self) -> bool:
-        """Whether there are parameters or buffers that have no values, or other tensors of a model
-        that has been compiled when there were. (A model that has values may hold a tensor on "meta"
-        nevertheless, for its shape.)"""
+        """Whether parameters or buffers are on "meta", where they have no values; or other tensors,
+        if the model has been compiled in that state. (Otherwise a tensor on "meta" that is neither
+        does not count: a model may hold it for its shape.)"""
         own = (*self.model.parameters(), *self.model.buffers())
         return bool(self.homes) or any(tensor.is_meta for tensor in own)
 
@@ -224,8 +225,8 @@ class Compiler:
         return self.cache.learn(mode)
 
     def _meaning(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
-        """What the batch is in this call (the batch dimensions of its inputs and outputs), checked
-        by running the model, or a twin of it."""
+        """The batch dimensions of the inputs and outputs of this call, checked by running
+        ``model``, a twin of the compiler's model."""
         options = self.options
         check = False if self.is_on_meta() else options.check
         asked = Asked(
@@ -277,7 +278,7 @@ class Compiler:
         """Compile the model for batches of any size. Where it cannot be traced for any size, it is
         compiled for the size of this batch only.
 
-        ``call`` is the call as the user has made it, for which the guards are.
+        ``call`` is the call as the user has made it, from which the guards are made.
         """
         if meaning.listed is not None:
             return self._of_lists(twin, args, kwargs, meaning, meaning.listed, call)

@@ -1,1 +1,2 @@
-"""What micro-batching means for a model: which dimension is the batch, and what its outputs are."""
+"""What micro-batching means for a model: along which dimensions its inputs are cut, and how its
+outputs are put together."""

@@ -16,7 +16,7 @@ from fxpipe.runtime.microbatch import LISTED, InDim
 InDims = list[int | None]
 """The batch dimension of each tensor; None if all micro-batches share the tensor."""
 
-MOST = 16  # candidates: each may cost a few runs of the model on a few rows
+MOST = 16  # the most candidates: each may cost a few runs of the model on a few rows
 
 
 def candidates(inputs: Sequence[Input]) -> list[InDims]:
@@ -24,8 +24,8 @@ def candidates(inputs: Sequence[Input]) -> list[InDims]:
 
     - all first dimensions that have the same size;
     - these but for one tensor, which is shared although its first dimension happens to be as large;
-    - second dimensions (time-major data), and the first dimension of a tensor whose second one has
-      another size; and the other way round.
+    - for a size of a second dimension (time-major data): the second dimension of each tensor if it
+      has that size, else the first if that has; then the first ahead of the second.
 
     The list is empty if ``in_dims`` says that lists have an element for each row.
 

@@ -61,8 +61,8 @@ def _assert(tensor: Tensor, value: bool, frame: FrameType) -> None:
 
 
 def _goes_on_with(frame: FrameType) -> bool | None:
-    """The truth value of the condition that a frame is evaluating for which the model goes on
-    without an error.
+    """The truth value that the condition which a frame is evaluating must have for the model to go
+    on without an error.
 
     None if the condition is no check, as neither branch raises, or if other values decide as well.
     """

@@ -31,7 +31,7 @@ _NOTHING: dict[Any, Any] = {}
 
 
 class _NowUntouched(threading.local):
-    """The models that this thread is inside a block of :func:`untouched` of."""
+    """The models for which this thread is inside a block of :func:`untouched`."""
 
     models: frozenset[nn.Module] | set[nn.Module] = frozenset()
 
@@ -113,8 +113,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
             parameter.grad = gradient
         with torch.no_grad():
             for tensor, value in saved_tensors:
-                # Autograd refuses a backward that has saved a buffer which is written to later: so
-                # only buffers whose values have changed are written to.
+                # If autograd has saved a buffer for a backward, any later write to the buffer makes
+                # that backward an error: so only buffers whose values have changed are written to.
                 if not same_values(tensor, value):
                     tensor.copy_(value)
         state.put_back()
@@ -158,7 +158,7 @@ def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
                 tensor.data = data.to(device)
         except torch.OutOfMemoryError as error:
             error.add_note(
-                f"this call is of another kind than those before it: to trace the model for it, "
+                "this call is of another kind than those before it: to trace the model for it, "
                 f"the whole model was moved to {device}, where the inputs are. Make the first call "
                 "of this kind with inputs on the CPU"
             )

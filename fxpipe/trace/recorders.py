@@ -6,10 +6,11 @@
     ...                                           gives what they have recorded as hidden_states
     return output, tuple(recorded)
 
-Whether the hooks of one kind record is found out by running the model without hooks, and with these
-only, whose return values are dropped: if the outputs differ, they record. All other hooks watch the
-model from outside. They are called when the pipeline runs. While it is compiled, they are called in
-the run that finds out about them, and what they put into lists and objects is taken out again.
+Whether the hooks of one kind record is found out by two runs of the model: one without hooks, and
+one with the hooks of this kind, whose return values are dropped. If the outputs differ, they
+record. All other hooks watch the model from outside. They are called when the pipeline runs. While
+it is compiled, they are called in these runs only, and what they put into lists and objects is
+taken out again.
 """
 
 from __future__ import annotations

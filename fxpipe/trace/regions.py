@@ -28,7 +28,7 @@ from fxpipe.ir.graph import WHOLE
 from fxpipe.trace import whole
 
 _KEPT = "stack_trace", "nn_module_stack"
-# Of each kind of group: why it is one node, and how the user can make several nodes of it.
+# For each kind of group: why it is one node, and how the user can make several nodes of it.
 _VMAP = "it is one call of torch.vmap", "call torch.vmap for its parts, one after the other"
 _SIZES = "sizes within it depend on values of tensors", whole.WITHOUT_VALUES
 

@@ -107,8 +107,8 @@ class Twin:
         return found
 
     def learned(self) -> None:
-        """Enter for the model what the trace has learned about the twin: which hooks record what
-        it gives, and which modules compute with a state that they change."""
+        """Record for the model what the trace has learned about the twin: which hooks record the
+        model's outputs, and which modules compute with a state that they change."""
         model = model_of(self.model)
         if self.model in RECORDING:
             RECORDING[model] = RECORDING[self.model]
