@@ -542,7 +542,7 @@ class SymbolicInputs:
         with tracing(context), aot.patch(known):
             yield
         if getattr(context.fw_metadata, "bw_donated_idxs", ()) is None:
-            context.fw_metadata.bw_donated_idxs = []  # at run time None would stand for some
+            context.fw_metadata.bw_donated_idxs = []  # at run time None would count as some
 
     def admit(self, values: list[Any]) -> bool:
         """Whether the guards of the compiled code hold for these values, given in the order of

@@ -332,7 +332,7 @@ class CompiledStage:
 
 def _like(stage: fx.GraphModule, compiled: CompiledStage) -> fx.GraphModule:
     """A module that shares all attributes of a stage, but whose ``forward`` runs ``compiled``."""
-    module: fx.GraphModule = object.__new__(type(stage))  # its __init__ would make code anew
+    module: fx.GraphModule = object.__new__(type(stage))  # its __init__ would generate code again
     module.__dict__.update(stage.__dict__)
 
     def forward(self: nn.Module, *args: Any) -> Any:

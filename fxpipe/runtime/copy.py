@@ -110,7 +110,7 @@ def copy(values: Any, source: str, target: str) -> Any:
                 made(copied, link(tensor.device, device, source == CALLER)[1])
         return copies
 
-    leaves, build = flattened(gate(values, sent))  # now those that carry gradient are there
+    leaves, build = flattened(gate(values, sent))  # tensors that carry gradient are moved now
     return build([moved(x, device, source) if isinstance(x, Tensor) else x for x in leaves])
 
 

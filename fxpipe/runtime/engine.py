@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fxpipe.ir._torch import set_sequence_number
 
-# Above all numbers that threads count to, and below that of the nodes that add to ``.grad``, which
-# still come first: it is the largest of 64 bits.
+# It is above all numbers that threads count to. Nodes that add to ``.grad`` have the largest number
+# of 64 bits, so they still run first.
 FIRST = 2**63
 
 

@@ -122,7 +122,7 @@ def cut(backward: fx.GraphModule, later: Collection[int]) -> Halves | None:
         gives[i in later].append(i)
     now, then = ([grads[i] for i in half] for half in gives)
     early = _needed(now)
-    for node in backward.graph.nodes:  # the first half returns tensors, and so a tuple's elements
+    for node in backward.graph.nodes:  # the first half cannot return a tuple: it takes its elements
         if node.target is operator.getitem and node.args[0] in early:
             early.add(node)
     late = _needed(then) - early

@@ -302,7 +302,7 @@ class Lanes:
             self._queues, self._threads, self._close = [], [], None
 
     def _start(self) -> None:
-        if self._process != os.getpid():  # a fork takes no threads along
+        if self._process != os.getpid():  # a forked process has no threads of its parent
             self._reset()
         with self._lock:
             if self._threads:

@@ -59,8 +59,8 @@ class Tensors:
     def __init__(self, stage: fx.GraphModule) -> None:
         self.names: list[str] = []
         self.homes: list[tuple[dict[str, Any], str]] = []
-        self._index: dict[tuple[int, str], int] = {}  # by dictionary and name
-        known: dict[int, int] = {}  # by tensor
+        self._index: dict[tuple[int, str], int] = {}  # positions, by dictionary and name
+        known: dict[int, int] = {}  # positions, by the ids of tensors
         for path, home, key in _homes(stage):
             place, tensor = (id(home), key), home[key]
             if place not in self._index:

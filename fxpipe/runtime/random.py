@@ -120,7 +120,7 @@ def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
     with borrowed(devices) as state:
         torch.default_generator.manual_seed(seed)
         for backend, device, _ in state.others:
-            with torch.accelerator.device_index(device.index):  # for it seeds the current device
+            with torch.accelerator.device_index(device.index):  # manual_seed is for this one
                 backend.manual_seed(seed)
         yield
 

@@ -117,7 +117,7 @@ class Tape:
         reaches the parameter anyway; otherwise the second half adds the gradient."""
         reached = set(leaves_of(roots))
         for parameter, grad in self.penalties:
-            if gradient_hooks(parameter)[0]:  # were called with it already, when it was computed
+            if gradient_hooks(parameter)[0]:  # they have been called with this gradient already
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             elif parameter in reached:
                 roots.append(parameter)
@@ -250,7 +250,7 @@ def loss(
                 f"the loss of micro-batch {number} is {what}: a scalar tensor is needed; give "
                 "loss_fn(output, target) that returns one"
             )
-        if value.is_complex():  # backward() refuses it too: a gradient of it is no descent
+        if value.is_complex():  # backward() refuses it too: complex numbers have no order
             raise ValueError(
                 f"the loss of micro-batch {number} is of {value.dtype}: a real number is needed; "
                 "give loss_fn(output, target) that returns its absolute value, say"
@@ -286,7 +286,7 @@ def loss_backward(tape: Tape, weight: float, scale: Tensor | None) -> Any:
 
     Args:
         tape: what :func:`loss` has recorded.
-        weight: of the micro-batch's loss in the loss of the mini-batch.
+        weight: the factor by which the micro-batch's loss counts in the loss of the mini-batch.
         scale: a factor for all gradients (a gradient scaler's), or None.
     """
     ((value,),) = tape.results
@@ -328,8 +328,8 @@ def backward_input(tape: Tape, grads: Sequence[Any]) -> Any:
 
 
 def weight_grad(tape: Tape) -> None:
-    """Run the second half of a backward: add the gradients of parameters that the first half has
-    deferred to ``.grad``, in the order in which it has met them."""
+    """Run the second half of a backward: compute the gradients of parameters that the first half
+    has put off, in the same order, and add them to ``.grad``."""
     deferred, tape.deferred = tape.deferred, []
     later, tape.later = tape.later, []
     deferred += itertools.chain.from_iterable(compute() for compute in later)

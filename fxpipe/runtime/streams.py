@@ -229,9 +229,9 @@ class HandOver:
     """Keeps, for one run, when the caller's tensors may be read, and when they have been read.
 
     Args:
-        streams: those on which the caller computes. Copies of what it gives wait for the work that
-            these have at the start of the run. If they waited for the streams instead, they would
-            wait for work that stages have been given since.
+        streams: those on which the caller computes. A copy of the caller's tensor waits for the
+            work that these have been given at the start of the run. If it waited for the streams
+            themselves, it would wait for work that stages have been given since, as well.
     """
 
     def __init__(self, streams: Iterable[torch.Stream]) -> None:
