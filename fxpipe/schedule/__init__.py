@@ -1,4 +1,4 @@
-"""Training steps as data: schedules, whether they can run, and how long they take.
+"""Training steps as data: schedules, the check that they can run, and the time that they take.
 
 Nothing here knows of tensors or devices: a schedule is a list of actions for each lane.
 """

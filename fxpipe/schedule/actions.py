@@ -1,4 +1,5 @@
-"""Actions: what a lane does in a training step, written as in ``torch.distributed.pipelining``."""
+"""Actions: the parts of a training step that lanes do, written as ``torch.distributed.pipelining``
+writes them: ``2F0`` is the forward of stage 2 for micro-batch 0."""
 
 from __future__ import annotations
 
@@ -8,20 +9,21 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What is done with a micro-batch at a stage; the value is the letter it is written with."""
+    """The kind of an action. The value is the letter that stands for it in text: ``F`` in 2F0."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The whole backward: gradients of the stage's inputs and of its parameters."""
     BACKWARD_INPUT = "I"
-    """The first half: gradients of the inputs, which is what the stage before waits for."""
+    """The first half of a backward: gradients of the inputs, for which the stage before waits."""
     WEIGHT_GRAD = "W"
-    """The second half: gradients of the parameters, which nobody waits for."""
+    """The second half of a backward: gradients of the parameters, for which no stage waits."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Action:
-    """One kind of work, for one micro-batch, at one stage. ``str`` of it is ``2F0``."""
+    """A forward, a backward or half of a backward, at one stage, for one micro-batch. ``str`` of it
+    is the stage, the letter of the kind and the micro-batch: ``2F0``."""
 
     stage: int
     kind: Kind
@@ -29,7 +31,8 @@ class Action:
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """Itself, so that lanes of actions and of :class:`Overlap` read alike."""
+        """A tuple of this action. An :class:`Overlap` has ``parts`` too, so that the entries of a
+        lane need not be told apart."""
         return (self,)
 
     def __str__(self) -> str:
@@ -43,7 +46,8 @@ _OVERLAP = "OVERLAP_F_B"
 class Overlap:
     """Actions that may run interleaved, so that one computes while the other's data travels.
 
-    Run one after the other, in this order, they mean the same. ``str`` is ``(0F4;7B1)OVERLAP_F_B``.
+    They give the same results if they run one after the other, in this order. ``str`` of it is
+    ``(0F4;7B1)OVERLAP_F_B``.
     """
 
     parts: tuple[Action, ...]
@@ -53,7 +57,7 @@ class Overlap:
 
 
 Entry = Action | Overlap
-"""What a lane is a list of. ``entry.parts`` are its actions."""
+"""An element of a lane. ``entry.parts`` are its actions."""
 
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 _OTHER = re.compile(r"\d+((?:WAIT_)?(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]))\d*")
@@ -61,11 +65,12 @@ _PAIR = re.compile(rf"\(([^()]*)\){_OVERLAP}")
 
 
 class NotAnAction(ValueError):
-    """Text that is no action."""
+    """A text that should be an action, and is none."""
 
 
 def parse_entry(text: str) -> Entry | str:
-    """The inverse of ``str``. An action that computes nothing gives its name (``"SEND_F"``).
+    """Read an action or an overlap from its ``str``. For an entry that computes nothing, as
+    ``torch.distributed.pipelining`` writes them, the result is its name, such as ``"SEND_F"``.
 
     Raises:
         NotAnAction: if the text is none of these.

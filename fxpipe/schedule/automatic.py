@@ -1,11 +1,11 @@
 """``schedule="auto"``: the search for the schedule with the smallest makespan.
 
-It starts from the named schedules and from list scheduling by many rules, looks through all
-schedules where they are few, and improves the best one by moving actions into idle time.
+The search starts from the named schedules and from list scheduling by many rules. It looks through
+all schedules if they are few, and improves the best one by moving actions into idle time.
 
-Micro-batches are alike. So among the best schedules there is one in which every stage takes them in
-their order: forwards, backwards, and weight gradients. What is searched for is only, for each lane,
-in which order its stages take turns.
+Micro-batches are alike, so one of the best schedules takes them in their order at every stage:
+forwards, backwards, and weight gradients. So the search only decides, for each lane, in which order
+the actions of its stages take turns.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from fxpipe.schedule.timeline import Timeline
 from fxpipe.schedule.world import Links, StageCost, World
 
 _FEW = 200
-"""With no more actions than this, all schedules are looked through, as far as the effort goes."""
+"""The search looks through all schedules if there are no more actions than this."""
 _NODES = 100
-"""How many beginnings of schedules are looked at for the effort of one simulation."""
+"""To look at so many beginnings of schedules counts as much effort as one simulation."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,10 @@ class Found:
     """The result of :func:`search`.
 
     Attributes:
-        bound: in seconds; no schedule with this placement is shorter.
-        is_optimal: none with this placement is shorter than this one.
+        schedule: the best schedule.
+        timeline: the step in time, as the simulator predicts it for this schedule.
+        bound: a lower bound, in seconds, on the step with any schedule of this placement.
+        is_optimal: whether it is proven that no schedule of this placement is shorter.
     """
 
     schedule: Schedule
@@ -59,7 +61,7 @@ def auto(
     max_bytes: Bound | None = None,
     effort: int = 200,
 ) -> Schedule:
-    """The schedule that :func:`search` finds, for the same arguments."""
+    """The schedule that :func:`search` finds; the arguments are the same."""
     return search(
         costs,
         lanes,
@@ -85,23 +87,28 @@ def search(
 ) -> Found:
     """Search for the schedule with the smallest makespan in the simulator.
 
-    Of equal ones it takes that with the least idle time within the lanes' own spans, which is what
-    a long run of steps pays, and then that which keeps least. It is never longer than a named
-    schedule with this placement that keeps the bound. The same arguments give the same schedule.
+    Of schedules with equal makespan it takes the one whose lanes idle least between their first and
+    their last action, since in a long run steps overlap outside of that time. Of these it takes the
+    one that keeps the fewest bytes. The result is never longer than a named schedule that has this
+    placement and keeps within ``max_bytes``. The same arguments give the same schedule.
 
     Args:
-        costs: one for each stage. Where ``weight_grad`` is 0, backwards are whole.
-        placement: the lane of each stage; None: the usual ones are tried: down the lanes and up
-            again, around the lanes in a loop, neighbours together.
-        links: see :func:`fxpipe.schedule.simulate`.
-        memory: what stages keep; needed for ``max_bytes`` only.
-        max_bytes: how much a lane may hold, ``memory.fixed`` with it, for all or for each.
-        effort: how many schedules to simulate in improving the best one. Where there are few
-            actions, about as much time goes into a search through all schedules.
+        costs: the cost of each stage. A stage whose ``weight_grad`` is 0 has whole backwards.
+        lanes: the number of lanes.
+        microbatches: the number of micro-batches in a step.
+        placement: the lane of each stage. None: the search tries three placements: stages go down
+            the lanes and up again (a V), around the lanes in a loop, or neighbours share a lane.
+        links: how data travels between stages, as :func:`fxpipe.schedule.simulate` takes it.
+        memory: the bytes that stages keep; only ``max_bytes`` needs it.
+        max_bytes: the most bytes that a lane may hold, with ``memory.fixed``: one number for all
+            lanes, or one for each.
+        effort: how many schedules to simulate to improve the best one. If there are few actions, a
+            search through all schedules takes about as much time again.
 
     Raises:
-        ValueError: for numbers that do not fit each other.
-        NoRoom: for a bound within which nothing can run; a ValueError, too.
+        ValueError: if a number is too small, or if the arguments disagree on how many stages or
+            lanes there are.
+        NoRoom: if no schedule keeps within ``max_bytes``. It is a ValueError.
     """
     for what, count, least in (
         ("lanes", lanes, 1),
@@ -172,8 +179,8 @@ def _value(problem: SchedulingProblem, found: Found) -> tuple[float, ...]:
 
 
 def _key(timeline: Timeline) -> tuple[float, float]:
-    """The numbers that the search minimizes: the makespan, then the idle time within the lanes' own
-    spans.
+    """The numbers that the search minimizes: the makespan, and then the sum over lanes of the time
+    from a lane's first start to its last end.
 
     Both are rounded, so that the order in which seconds were added does not matter.
     """
@@ -203,7 +210,7 @@ class _ScheduleSearch:
             self._try(schedule)
         if self.best is None:
             self._try(self._one_by_one())
-        assert self.best is not None  # that one always runs, and keeps within the room
+        assert self.best is not None  # one micro-batch after the other always runs, and always fits
         is_optimal = self._look_through()
         while not self._is_perfect() and self._mend():
             pass
@@ -217,7 +224,8 @@ class _ScheduleSearch:
         )
 
     def _try(self, schedule: Schedule, or_equal: bool = False) -> bool:
-        """Simulate it, and keep it if it can run and is better."""
+        """Simulate a schedule, and keep it if it can run and is better than the best so far, or
+        with ``or_equal`` as good. Returns whether it is kept."""
         kept = self.problem.kept(schedule)
         if not self.problem.fits(kept):
             return False
@@ -246,11 +254,11 @@ class _ScheduleSearch:
                     microbatches=self.problem.microbatches,
                     stages=len(world.placement),
                 )
-            except ValueError:  # not for these numbers
+            except ValueError:  # no schedule of this name has so many stages or micro-batches
                 continue
             if schedule.placement == world.placement:
                 yield schedule
-                yield joined(schedule, world.edges)  # as a pipeline runs it
+                yield joined(schedule, world.edges)  # a pipeline runs it in this form
 
     def _listed(self) -> Iterator[Schedule]:
         for rule in rules(self.problem):
@@ -260,8 +268,8 @@ class _ScheduleSearch:
                     yield schedule
 
     def _one_by_one(self) -> Schedule:
-        """The schedule that needs the least room: each micro-batch goes all its way there and back
-        before the next one begins."""
+        """The schedule that needs the least room: each micro-batch goes through all stages, forward
+        and backward, before the next one begins."""
         microbatches = self.problem.microbatches
         lanes = tuple(
             tuple(action for i in range(microbatches) for action in there_and_back(own, i))
@@ -280,13 +288,15 @@ class _ScheduleSearch:
         schedule, is_all = shorter(problem, makespan, _NODES * self.effort)
         if schedule is None:
             return is_all
-        # There, copies do not wait for each other. If they do not here either, nothing is shorter.
-        return self._try(schedule) and is_all and _alone(self.best[1])
+        # The exact search takes copies not to wait for each other. So its result is the shortest
+        # if no copy waits in the simulator either.
+        return self._try(schedule) and is_all and _no_copy_waits(self.best[1])
 
-    # ----------------------------------------------------------------------------------- to mend it
+    # ------------------------------------------------------------------------------- to improve it
 
     def _mend(self) -> bool:
-        """Move single actions until that makes the best schedule better. False if none does."""
+        """Move single actions of the best schedule until one move makes it better. False if no move
+        does, or if the effort is spent."""
         assert self.best is not None
         schedule, timeline = self.best
         for lane, source, target in _moves(
@@ -300,16 +310,17 @@ class _ScheduleSearch:
         return False
 
     def _merged(self) -> Iterator[Schedule]:
-        """The best schedule with halves of a backward joined that follow each other, at each stage
-        where the whole backward takes no longer than its halves."""
+        """The best schedule with the two halves of a backward joined to a whole one where they
+        follow each other, for each stage whose whole backward takes no longer than its halves."""
         assert self.best is not None
         for stage, cost in enumerate(self.problem.world.costs):
             if cost.seconds(Kind.BACKWARD) <= (cost.backward_input + cost.weight_grad) * SLACK:
                 yield joined_at(self.best[0], {stage})
 
 
-def _alone(timeline: Timeline) -> bool:
-    """Whether no copy waits for another: each starts when what it copies is made."""
+def _no_copy_waits(timeline: Timeline) -> bool:
+    """Whether each copy starts as soon as the action that made its data has ended, so that no copy
+    waits for the link."""
     ends = {span.action: span.end for span in timeline.spans}
     return all(
         copy.action is None or copy.start <= ends[copy.action] * SLACK
@@ -318,12 +329,12 @@ def _alone(timeline: Timeline) -> bool:
 
 
 _Move = tuple[int, int, int]
-"""Lane, where an action is, and where it goes."""
+"""A lane, the position of an action in it, and the position that the action moves to."""
 
 
 def _moves(schedule: Schedule, timeline: Timeline, needs: Needs) -> Iterator[_Move]:
-    """Moves that may shorten an idle time of a lane: a later action of the lane is done in it, or
-    the action that it waits for is done earlier."""
+    """Moves that may shorten an idle time of a lane: a later action of the lane moves into it, or
+    the action for which the lane waits moves to an earlier position."""
     lines = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
     places = {action: (lane, i) for lane, line in enumerate(lines) for i, action in enumerate(line)}
     ends = {span.action: span.end for span in timeline.spans}
@@ -343,7 +354,8 @@ def _moves(schedule: Schedule, timeline: Timeline, needs: Needs) -> Iterator[_Mo
 
 
 def _gaps(timeline: Timeline) -> Iterator[tuple[float, int, int]]:
-    """Idle times: how long, on which lane, before which of its actions."""
+    """The idle times of lanes: their seconds, the lane, and the position of the action that follows
+    the idle time."""
     for lane in range(len(timeline.lanes)):
         own = timeline.of_lane(lane)
         for position in range(1, len(own)):

@@ -1,4 +1,4 @@
-"""Numbers that are given once for all, or one for each."""
+"""Arguments that are one number for all stages (or lanes), or a sequence of one for each."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 Bound = float | Sequence[float]
-"""One number for all, or one for each."""
+"""One number for all stages (or lanes), or one for each."""
 
 _T = TypeVar("_T")
 
 
 def spread(value: _T | Sequence[_T], count: int, what: str) -> list[_T]:
-    """One for each of ``count``, from a sequence of them or one for all."""
+    """A list of ``count`` values: a copy of the sequence, or the one value repeated.
+
+    Raises ValueError, which begins with ``what``, for a sequence of another length.
+    """
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:

@@ -1,7 +1,8 @@
 """Schedules by name, each from the paper that introduced it.
 
-The pictures are what the schedules print: a row a lane, a column an action, ``1F0`` the forward of
-stage 1 for micro-batch 0, ``B`` a whole backward, ``I`` and ``W`` its input and weight halves.
+The pictures are what the schedules print, with a row for each lane and a column for each action.
+``1F0`` is the forward of stage 1 for micro-batch 0. ``B`` is a whole backward; ``I`` (gradients of
+inputs) and ``W`` (gradients of weights) are its halves.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from fxpipe.schedule.schedule import Schedule
 
 
 def named(name: str, *, lanes: int, microbatches: int, stages: int | None = None) -> Schedule:
-    """A schedule by its name, for these numbers. The names are those of :data:`NAMES`.
+    """A schedule by its name, which is one of :data:`NAMES`, for numbers of lanes, stages and
+    micro-batches.
 
     Args:
-        stages: how many; None: as many on each lane as is usual, see :func:`stages_per_lane`.
+        stages: the number of stages. None: each lane has :func:`stages_per_lane` of them.
 
     Raises:
-        ValueError: for an unknown name, or numbers for which the schedule does not exist, saying
-            for which it does.
+        ValueError: for an unknown name, or for numbers for which there is no such schedule; the
+            message says for which numbers there is one.
     """
     usual = stages_per_lane(name)
     for what, count in (("lanes", lanes), ("microbatches", microbatches)):
@@ -82,14 +84,15 @@ def gpipe(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, .
 
 
 def one_f_one_b(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
-    """One forward, one backward in turn (Narayanan et al. 2021, PipeDream-Flush).
+    """One forward and one backward in turn (Narayanan et al. 2021, PipeDream-Flush).
 
     ::
 
         lane 0 | 0F0 0F1  .  0B0 0F2 0B1  .  0B2
         lane 1 |  .  1F0 1B0 1F1 1B1 1F2 1B2  .
 
-    As long as GPipe's, but a stage keeps at most ``stages - stage`` micro-batches.
+    The step takes as long as GPipe's, but stage ``s`` keeps the activations of at most
+    ``stages - s`` micro-batches.
     """
     for lane in range(lanes):
         warmup = min(lanes - 1 - lane, microbatches)
@@ -115,24 +118,25 @@ def interleaved_1f1b(lanes: int, stages: int, microbatches: int) -> Iterable[tup
 
     Lane ``i`` has the stages ``i``, ``i + lanes``, ... A round of micro-batches, about as many as
     there are lanes, goes through a lane's first stage, then through its second. With ``v`` stages a
-    lane the idle time is that of 1F1B over ``v``, for more copies and more activations. Any number
-    of micro-batches will do: rounds are as even as can be, larger ones first.
+    lane the bubble is 1F1B's divided by ``v``, at the price of more copies and more activations.
+    Any number of micro-batches will do: rounds are as even as they can be, larger ones first.
     """
     return _interleaved(lanes, stages, microbatches, hop=2, halves=False)
 
 
 def zb_h1(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
-    """1F1B with backwards in halves, no more memory (Qi et al. 2024, Zero Bubble, section 2).
+    """1F1B with backwards in halves, and with no more memory (Qi et al. 2024, Zero Bubble, section
+    2).
 
     ::
 
         lane 0 | 0F0 0F1  .  0I0 0W0 0F2 0I1 0W1 0I2 0W2
         lane 1 |  .  1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
-    Gradients travel after the first half; the second half fills what would be idle. With equal
-    forward, input and weight halves a third of 1F1B's idle time is left. Lane ``i`` puts weight
-    gradients off by ``i`` micro-batches. Several stages a lane are interleaved as in
-    :func:`interleaved_1f1b`.
+    Gradients are sent after the first half of a backward; the second half fills idle time. If a
+    forward and both halves take equally long, a third of 1F1B's idle time is left. Lane ``i`` puts
+    weight gradients off by ``i`` micro-batches. If a lane has several stages, they are interleaved
+    as in :func:`interleaved_1f1b`.
     """
     return _interleaved(lanes, stages, microbatches, hop=1, halves=True)
 
@@ -140,7 +144,8 @@ def zb_h1(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, .
 def _interleaved(
     lanes: int, stages: int, microbatches: int, hop: int, halves: bool
 ) -> Iterable[tuple[Entry, ...]]:
-    """``hop``: how many forwards a lane is ahead of the next; ``halves``: of backwards."""
+    """The lanes of 1F1B, interleaved if a lane has several stages. Before its first backward a lane
+    does ``hop`` more forwards than the next lane. ``halves``: whether backwards are in halves."""
     rounds = _rounds(lanes, microbatches)
     for lane in range(lanes):
         own = range(lane, stages, lanes)
@@ -167,7 +172,8 @@ def _rounds(lanes: int, microbatches: int) -> list[int]:
 
 
 def looped_bfs(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
-    """All micro-batches through a stage, then the lane's next (Lamy-Poirier 2023, Breadth-First).
+    """All micro-batches go through a stage, then through the lane's next stage (Lamy-Poirier 2023,
+    Breadth-First).
 
     ::
 
@@ -197,9 +203,10 @@ def zbv(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...
         lane 1 |  .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
     Stages go down the lanes and up again, so that the last stage is on the first lane and backwards
-    begin there at once. With equal forward, input and weight halves, ``2 * lanes`` micro-batches or
-    more, no lane idles between its first and its last action, and none keeps more than 1F1B's
-    first. With fewer micro-batches it is the schedule of ``2 * lanes - 1``, without the others.
+    begin there at once. If a forward and both halves of a backward take equally long, and there are
+    ``2 * lanes`` micro-batches or more, no lane idles between its first and its last action, and no
+    lane keeps more than the first lane of 1F1B does. For fewer micro-batches, it is the schedule of
+    ``2 * lanes - 1`` micro-batches, from which the surplus ones are left out.
     """
     whole = max(microbatches, 2 * lanes - 1)
     for lane in range(lanes):
@@ -225,7 +232,7 @@ def zbv(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...
 
 
 def dualpipe_v(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Entry, ...]]:
-    """A V in which forwards and backwards overlap (DeepSeek-AI 2024, DualPipe, cut in half).
+    """A V in which forwards and backwards overlap (DualPipe, DeepSeek-AI 2024, cut in half).
 
     ::
 
@@ -246,9 +253,9 @@ def dualpipe_v(lanes: int, stages: int, microbatches: int) -> Iterable[tuple[Ent
             line.weight_grads(owing=0)
             line.forward(up)
         for i in range(microbatches - 2 * lanes + lane + 1):
-            if (
-                i == 0 and below == 0
-            ):  # the turn of the V: the backward needs what comes just before
+            if i == 0 and below == 0:
+                # On the lane at the turn of the V, the backward needs the forward just before it,
+                # so the two cannot overlap.
                 line.forward(down)
                 line.backward(up)
             else:
@@ -278,14 +285,16 @@ _NAMED: dict[str, tuple[_Generator, int, bool]] = {
     "zbv": (zbv, 2, True),
     "dualpipe_v": (dualpipe_v, 2, True),
 }
-"""The generators; how many stages they place on a lane; and whether they can do no other."""
+"""For each name: the function that makes the schedule, the number of stages on a lane by default,
+and whether a lane has to have that number."""
 
 NAMES = tuple(_NAMED)
-"""The names that :func:`named` knows."""
+"""The names of the schedules that :func:`named` makes."""
 
 
 class _LaneActions:
-    """A lane as it is written: at a stage, the n-th action of a kind is that of micro-batch n."""
+    """The list of a lane's actions, while it is being written. Micro-batches need not be given: the
+    n-th action of a kind at a stage is for micro-batch n."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -298,7 +307,7 @@ class _LaneActions:
 
     @property
     def owed(self) -> int:
-        """First halves whose second is still to come."""
+        """The number of first halves of backwards whose second half has not been added yet."""
         return len(self._owed)
 
     def forward(self, *stages: int) -> None:
@@ -314,12 +323,12 @@ class _LaneActions:
             self._owed.append(Action(stage, Kind.WEIGHT_GRAD, action.microbatch))
 
     def weight_grads(self, owing: int) -> None:
-        """Adds the weight gradients that are owed longest, until only this many are owed."""
+        """Add second halves, the oldest first, until only ``owing`` are left to add."""
         while len(self._owed) > owing:
             self._entries.append(self._owed.popleft())
 
     def weight_grad(self, *stages: int) -> None:
-        """For each of the stages, the one owed longest."""
+        """Add, for each of the stages, the second half that has been left to add for longest."""
         for stage in stages:
             action = next(action for action in self._owed if action.stage == stage)
             self._owed.remove(action)

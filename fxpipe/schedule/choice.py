@@ -1,4 +1,5 @@
-"""Choice: from what a user says of the schedule to the lane of each stage, and to the schedule."""
+"""Choice: the placement and the schedule of a step, from the arguments ``schedule``, ``stages`` and
+``chunks`` of a user."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from fxpipe.schedule.memory import Memory
 from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.world import Links, StageCost
 
-AUTO = "auto"  # the schedule that is searched for
+AUTO = "auto"  # the name that asks for a search for the best schedule
 
 
 def placement_of(schedule: str | Schedule, lanes: int, stages: int | None) -> tuple[int, ...]:
-    """The lane of each stage; ``stages`` None: as many as the schedule takes.
+    """The lane of each stage. If ``stages`` is None, there are as many as the schedule takes.
 
-    Raises ValueError where lanes, stages and schedule do not fit each other.
+    Raises ValueError if there is no such schedule for these numbers of lanes and stages.
     """
     if stages is not None:
         stages = count("stages", stages, "the number of stages")
@@ -31,7 +32,7 @@ def placement_of(schedule: str | Schedule, lanes: int, stages: int | None) -> tu
                 + ": give one device for each lane"
             )
         return schedule.placement
-    if schedule == AUTO:  # down the lanes, and up again
+    if schedule == AUTO:  # stages go down the lanes and up again, in a V
         down, stages = tuple(range(lanes)), stages or lanes
         if stages % lanes:
             raise ValueError(f"stages is {stages}: give as many for each of the {lanes} devices")
@@ -43,11 +44,11 @@ def placement_of(schedule: str | Schedule, lanes: int, stages: int | None) -> tu
 
 
 def microbatches_of(schedule: str | Schedule, chunks: int | None, stages: int) -> int:
-    """The number of micro-batches of a large enough batch; ``chunks`` is what the user says.
+    """The number of micro-batches in a mini-batch that has rows enough for them: ``chunks``, if the
+    user gives it. Otherwise it is the number that the user's :class:`Schedule` has; or, for the
+    name of a schedule, four for each stage.
 
-    None: as many as the schedule has, if that is one of the user's own, else four for each stage.
-
-    Raises ValueError where schedule and chunks do not agree.
+    Raises ValueError if a :class:`Schedule` has another number of micro-batches than ``chunks``.
     """
     if isinstance(schedule, Schedule):
         if chunks not in (None, schedule.microbatches):
@@ -72,13 +73,16 @@ def schedule_of(
 ) -> Schedule:
     """The order of a training step of ``microbatches`` micro-batches.
 
-    ``costs`` (of the stages), links, memory and bounds are used by the search, "auto", only (see
-    :func:`fxpipe.schedule.auto`).
+    Args:
+        schedule: a name, "auto" for a search, or a :class:`Schedule`.
+        placement: the lane of each stage.
+        costs: gives the costs of the stages. Only the search needs these, ``links``, ``memory`` and
+            ``max_bytes``; see :func:`fxpipe.schedule.auto`.
+        whole: the number of micro-batches in a whole mini-batch; None: ``microbatches``. The last
+            batch of an epoch may have fewer. If they are too few for the schedule, it is made for
+            more, at most ``whole``, and the first ``microbatches`` of them are kept.
 
-    ``whole``: the number in a whole mini-batch, if this may be a smaller one, such as the last of
-    an epoch. A schedule that needs as many is made for the whole, and its first ones are taken.
-
-    Raises ValueError for a schedule of another number of micro-batches.
+    Raises ValueError for a :class:`Schedule` of another number of micro-batches than ``whole``.
     """
     lanes, whole = 1 + max(placement), max(microbatches, whole or 0)
     if isinstance(schedule, Schedule):

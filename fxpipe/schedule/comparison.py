@@ -1,4 +1,4 @@
-"""Two timelines of one step side by side: what was predicted, say, and what was measured."""
+"""The comparison of two timelines of one step, such as a predicted and a measured one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.schedule.timeline import Timeline
 
 @dataclass(frozen=True)
 class Disagreement:
-    """An action of which two timelines say different things, in seconds."""
+    """The durations of one action in two timelines, in seconds."""
 
     action: Action
     first: float
@@ -23,7 +23,7 @@ class Disagreement:
 
     @property
     def seconds(self) -> float:
-        """How much longer it is in the second."""
+        """How many seconds longer the action takes in the second timeline."""
         return self.second - self.first
 
 
@@ -36,13 +36,12 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """The part of the first timeline's length by which the second one is longer: 0.1 is 10
-        %."""
+        """By which fraction the second step is longer than the first one: 0.1 is 10 %."""
         return self.second.makespan / self.first.makespan - 1 if self.first.makespan else 0.0
 
     @cached_property
     def durations(self) -> tuple[Disagreement, ...]:
-        """Of every action in both, how long it takes, the largest difference first."""
+        """The durations of all actions that are in both timelines, the largest difference first."""
         first, second = _spans(self.first), _spans(self.second)
         found = [
             Disagreement(action, span.seconds, second[action].seconds)
@@ -58,7 +57,8 @@ class Comparison:
 
     @property
     def stages(self) -> dict[tuple[int, Kind], tuple[float, float]]:
-        """The mean seconds of each kind of action at each stage, in both."""
+        """The mean seconds of each kind of action at each stage: the first timeline's mean, then
+        the second's."""
         grouped: dict[tuple[int, Kind], list[Disagreement]] = defaultdict(list)
         for found in sorted(self.durations, key=lambda d: d.action):
             grouped[found.action.stage, found.action.kind].append(found)
@@ -92,7 +92,8 @@ class Comparison:
         )
 
     def draw(self, memory: bool = False) -> str:
-        """Both as SVG, one below the other on one axis, the largest disagreement outlined."""
+        """Both timelines as SVG, one below the other on one axis. The action whose durations differ
+        most is outlined. ``memory``: draw the memory of each lane too, if it is known."""
         marks = [] if self.largest is None else [self.largest.action]
         timelines = [self.first, self.second]
         return draw(timelines, memory=memory, marks=marks, caption=self._caption())

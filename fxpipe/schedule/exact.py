@@ -1,11 +1,11 @@
 """The exact search, for small cases: branch and bound over active schedules.
 
-Active schedules are those in which nothing can be done earlier without delaying something else, and
-one of them is best (Giffler and Thompson 1960): of all that can be done next, take what can end
-first; on its lane, one of those that could begin before that end is next. Where room is bounded, an
-action that takes some of it, such as a forward, may also be put off until the lane has done
-something else. Branches that cannot beat the best known schedule, or that were reached no later in
-another way, are cut off.
+In an active schedule no action can be done earlier without delaying another one, and one of the
+best schedules is active (Giffler and Thompson 1960). To list active schedules: of all actions that
+can be next, take the one that can end first; the next action on its lane is one that could begin
+before that end. Where the memory of lanes is bounded, an action that takes some of it, such as a
+forward, may also be put off until the lane has done another action. A branch is cut off if it
+cannot beat the best schedule so far, or if another branch has done the same actions no later.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _T = TypeVar("_T")
 
 
 def shorter(problem: SchedulingProblem, than: float, nodes: int) -> tuple[Schedule | None, bool]:
-    """The shortest schedule, if there is one shorter than this; and whether all were looked
-    through.
+    """The shortest schedule, or None if none is shorter than ``than`` seconds; and whether the
+    search has ruled out all shorter ones.
 
-    Copies are taken to have the links for themselves. Every stage takes the micro-batches in their
-    order. That leaves schedules out where room is bounded and only some micro-batches are
-    checkpointed, as these need less of it than the others.
+    No copy waits for another one's link here. Every stage takes the micro-batches in their order.
+    If memory is bounded and only some micro-batches are checkpointed, micro-batches are not alike,
+    and so another order might be shorter: then the second result is False.
 
     Args:
         nodes: how many beginnings of schedules to look at before giving up.
@@ -41,9 +41,14 @@ def shorter(problem: SchedulingProblem, than: float, nodes: int) -> tuple[Schedu
 class _PartialSchedule:
     """The beginning of a schedule.
 
-    ``forwards`` and ``inputs`` are, for each stage, when its micro-batches' forwards ended, and
-    when the gradients of its inputs were there; ``owed`` are weight gradients still to come;
-    ``off`` the stages, with the kind, whose next action is put off.
+    Attributes:
+        orders: the actions of each lane so far.
+        free: the time at which each lane has done them.
+        kept: what each lane keeps at that time.
+        forwards: for each stage, the times at which the forwards of micro-batches ended.
+        inputs: for each stage, the times at which gradients of its inputs were computed.
+        owed: for each stage, the micro-batches whose weight gradients are still to be computed.
+        off: the stages, with a kind of action, whose next action of that kind is put off.
     """
 
     orders: tuple[tuple[Action, ...], ...]
@@ -63,7 +68,8 @@ def _beginning(problem: SchedulingProblem) -> _PartialSchedule:
 
 @dataclass(frozen=True)
 class _Option:
-    """An action that can be next on its lane; ``after``: the least time from its end to all's."""
+    """An action that can be next on its lane. ``after`` is the least time from the action's end to
+    the end of the step."""
 
     action: Action
     lane: int
@@ -102,7 +108,7 @@ class _BranchAndBound:
 
     def _finish(self, state: _PartialSchedule) -> None:
         if any(len(ends) < self.problem.microbatches for ends in state.inputs):
-            return  # too much has been put off
+            return  # some actions have been put off, and there is no room for any of them
         stages = len(self.world.placement)
         self.best = max(state.free)
         self.found = Schedule("auto", stages, self.problem.microbatches, state.orders)
@@ -178,9 +184,9 @@ class _BranchAndBound:
     # ----------------------------------------------------------------------------- what can be left
 
     def _least(self, state: _PartialSchedule, options: list[_Option]) -> float:
-        """No schedule that begins like this is shorter."""
+        """A lower bound on the step with any schedule that begins like this."""
         ways: dict[tuple[int, bool], float] = {}
-        for option in options:  # of a backward, whole or in halves, whichever is sooner
+        for option in options:  # a backward may be whole or in halves: the bound is the smaller one
             key = option.action.stage, option.action.kind is Kind.FORWARD
             if option.action.kind is not Kind.WEIGHT_GRAD:
                 ways[key] = min(option.end + option.after, ways.get(key, math.inf))
@@ -188,7 +194,7 @@ class _BranchAndBound:
         return max([*ways.values(), *lanes])
 
     def _work(self, state: _PartialSchedule) -> list[float]:
-        """For each lane, the least that it still has to do."""
+        """For each lane, the fewest seconds of work that it still has to do."""
         count, seconds = self.problem.microbatches, self.world.seconds
         return [
             sum(
@@ -201,7 +207,7 @@ class _BranchAndBound:
         ]
 
     def _is_seen(self, state: _PartialSchedule) -> bool:
-        """Whether the same was done, no later, in another order."""
+        """Whether another beginning has done the same actions, and none of them later."""
         counts = tuple(map(len, (*state.forwards, *state.inputs)))
         times = (
             *state.free,
@@ -216,7 +222,8 @@ class _BranchAndBound:
 
 
 def _awaited(ends: tuple[tuple[float, ...], ...], targets: list[list[int]]) -> list[float]:
-    """The ends among these of which a stage at the other end of an edge has not made use yet."""
+    """The times among ``ends`` (of actions, by stage and micro-batch) that still matter: those of
+    actions whose result some stage in ``targets`` has not used yet."""
     found: list[float] = []
     for own, others in zip(ends, targets, strict=True):
         found += own[min((len(ends[other]) for other in others), default=len(own)) :]

@@ -1,7 +1,7 @@
-"""Timelines drawn as Gantt charts, in SVG: a row a lane, a box an action.
+"""Timelines drawn as Gantt charts, in SVG, with a row for each lane and a box for each action.
 
-Colours are those of Okabe and Ito (2008), which are told apart with any kind of colour vision;
-weight gradients are lower boxes, so that the kinds differ in print without colour too.
+The colours are those of Okabe and Ito (2008), which can be told apart with any kind of colour
+vision. Boxes of weight gradients are less high, so that they differ in print without colour too.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _MEANING = {
     Kind.BACKWARD_INPUT: "backward, input half",
     Kind.WEIGHT_GRAD: "weight gradient",
 }
-_LIGHT, _DARK = 0.72, 0.28  # how much white is in the first and in the last stage of a lane
+_LIGHT, _DARK = 0.72, 0.28  # how much white is in the colours of a lane's first and last stage
 _OTHER, _COPY, _MARK, _HELD = "#BBBBBB", "#555555", "#CC0000", "#C9C9D6"
-_SIZE = 11  # of letters, in pixels
-_ROW, _GAP, _MEMORY, _WAY = 24, 9, 20, 4  # heights: boxes, between lanes, memory, copies
-_NARROWEST, _WIDEST = 640, 8000  # of the part with the boxes
+_SIZE = 11  # the size of letters, in pixels
+_ROW, _GAP, _MEMORY, _WAY = 24, 9, 20, 4  # heights: boxes, gaps between lanes, memory, copies
+_NARROWEST, _WIDEST = 640, 8000  # limits on the width of the part that has the boxes
 _SIZES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 
 FORWARDS = (1.0, "forwards of a stage")
-"""The unit where a stage's forward takes 1 and nothing is known of seconds."""
+"""The unit of time for schedules without costs, in which the forward of a stage takes 1."""
 
 
 def draw(
@@ -45,12 +45,13 @@ def draw(
     caption: str = "",
     unit: tuple[float, str] | None = None,
 ) -> str:
-    """One below the other, over one axis of time that begins where each begins.
+    """Draw timelines as SVG, one below the other, over one axis of time. All begin at time 0.
 
     Args:
-        memory: draw what is known of it below each lane.
-        marks: actions to outline, which ``caption`` speaks of.
-        unit: how many seconds one has, and its name; None: seconds, or parts of them.
+        memory: draw the memory of each lane below it, for timelines that have it.
+        marks: actions to outline.
+        caption: a line below the drawing, which explains the marks.
+        unit: the seconds in a unit of time, and its name; None: s, ms or µs, as fits.
     """
     return _Chart(timelines, memory, marks, caption, unit).svg()
 
@@ -73,7 +74,8 @@ def _line(x: float, y: float, x2: float, y2: float, more: str) -> str:
 
 @dataclass(frozen=True)
 class _Panel:
-    """A timeline, and where it is: ``tops`` are the upper edges of its lanes."""
+    """A timeline, and its y coordinates in the drawing: ``title`` of its name, ``tops`` of the
+    upper edges of its lanes, and ``bottom`` of its lower edge."""
 
     timeline: Occupancy
     title: float
@@ -111,7 +113,8 @@ class _Chart:
         self.axis = y
 
     def _plot_width(self, timelines: Sequence[Occupancy]) -> float:
-        """Wide enough for the numbers in all but the shortest boxes."""
+        """The width of the part that has the boxes, so that all boxes but the shortest tenth have
+        room for their numbers."""
         spans = [span for timeline in timelines for span in timeline.spans]
         spans = [span for span in spans if span.action is not None]
         lengths = sorted(span.seconds for span in spans if span.seconds > 0)
@@ -199,7 +202,7 @@ class _Chart:
         yield "</g>"
 
     def _held(self, panel: _Panel, lane: int, top: float, most: float) -> Iterator[str]:
-        """Memory over time, as steps; all lanes of a panel on one scale."""
+        """The memory of a lane over time, as steps; all lanes of a panel have one scale."""
         begin = panel.timeline.start
         series = [(s - begin, amount) for s, amount in panel.timeline.memory[lane]]
         series.append((panel.timeline.makespan, series[-1][1]))
@@ -213,7 +216,7 @@ class _Chart:
         yield _text(self.left - 6, low - 5, _peak(panel.timeline.peak_memory[lane]), "end")
 
     def _legend(self) -> Iterator[tuple[int, str]]:
-        """Pairs of the row that it is in, and its SVG."""
+        """The items of the legend: the row that each is in, and its SVG."""
         timelines = [panel.timeline for panel in self.panels]
         spans = [span for timeline in timelines for span in timeline.spans]
         kinds = {span.action.kind for span in spans if span.action is not None}
@@ -260,7 +263,7 @@ def _number(span: Span) -> str:
 
 
 def _shades(timeline: Occupancy, lane: int) -> dict[int, float]:
-    """How much white is in the colours of each of a lane's stages."""
+    """How much white is in the colours of each stage of a lane, from 0 to 1."""
     stages = sorted({s.action.stage for s in timeline.spans if s.lane == lane and s.action})
     if len(stages) == 1:
         return {stages[0]: 0.45}

@@ -1,12 +1,13 @@
-"""Halves of a backward that follow each other are one, where nothing is gained by two.
+"""Two halves of a backward that follow each other are joined to a whole one where no other lane
+gains by two.
 
 ::
 
     lane 0    0F0 0F1 0I0 0W0 0F2        lane 0    0F0 0F1 0B0 0F2
     lane 1    1F0 1I0 1F1 1I1 1W0   ==>  lane 1    1F0 1I0 1F1 1I1 1W0
 
-The first half is there so that another lane has its gradient early. The whole takes less than its
-halves, which are more calls of more code.
+A backward has halves so that another lane gets its gradient early. A whole backward takes less time
+than its halves, since it needs fewer calls of the autograd engine.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ _HALVES = (Kind.BACKWARD_INPUT, Kind.WEIGHT_GRAD)
 
 
 def joined(schedule: Schedule, edges: Edges) -> Schedule:
-    """The schedule with whole backwards where no other lane waits for the first half.
+    """The schedule with whole backwards where no other lane waits for the first half. It gives the
+    same gradients, to the bit. ``edges`` are those of the stage graph.
 
-    It gives the same gradients, to the bit. ``edges``: of the stage graph.
-
-    Raises :class:`fxpipe.schedule.ScheduleError` for a schedule that cannot run, whose places are
-    still those that were given.
+    Raises :class:`fxpipe.schedule.ScheduleError` for a schedule that cannot run. The schedule is
+    checked before halves are joined, so that the message names positions in the given one.
     """
     validate(schedule, edges=edges)
     lane_of = schedule.placement
@@ -36,7 +36,8 @@ def joined(schedule: Schedule, edges: Edges) -> Schedule:
 
 
 def joined_at(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The schedule with halves of these stages joined, where they follow each other."""
+    """The schedule with whole backwards at these stages, wherever the two halves of a backward
+    follow each other."""
     lanes = []
     for lane in schedule.lanes:
         line: list[Entry] = []

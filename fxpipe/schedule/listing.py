@@ -1,4 +1,4 @@
-"""List scheduling: a lane that is free takes the best of what is ready, by a rule."""
+"""List scheduling: of the actions that are ready, a free lane takes the one that a rule prefers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class Rule:
     """A rule by which a free lane chooses among the actions that are ready.
 
     Attributes:
-        room: how much each lane may keep.
-        forward_first: forwards before backwards, as long as there is room for them.
-        deep_first: of forwards, those of the later stage.
-        patience: the lane waits for something better that it knows to come, if the wait is shorter
-            than this part of what it could do meanwhile.
-        halves: backwards in halves, weight gradients when there is nothing else to do.
+        room: the most that each lane may keep.
+        forward_first: whether forwards go before backwards, as long as there is room for them.
+        deep_first: whether a forward of a later stage goes before one of an earlier stage.
+        patience: a lane waits for an action that it prefers and that is about to become ready, if
+            the wait is shorter than this fraction of the action that it could do now.
+        halves: whether backwards are in halves; then a lane does weight gradients when it can do
+            nothing else.
     """
 
     room: tuple[float, ...]
@@ -34,7 +35,7 @@ class Rule:
 
 
 def rules(problem: SchedulingProblem) -> Iterator[Rule]:
-    """The rules worth trying: those that keep least first, all the room there is last."""
+    """The rules to try: first those that keep little, last those that may use all the room."""
     several = any(len(own) > 1 for own in problem.own)
     costs = problem.world.costs
     is_split_dear = any(c.seconds(Kind.BACKWARD) < c.backward_input + c.weight_grad for c in costs)
@@ -77,8 +78,8 @@ def _kept_of(problem: SchedulingProblem, stages: Sequence[int]) -> float:
 def list_schedule(problem: SchedulingProblem, rule: Rule) -> Schedule | None:
     """Simulate a step in which each free lane does what the rule prefers; return its order.
 
-    None if no lane can go on before the end: where a lane checkpoints some of its micro-batches,
-    those that it has taken in may leave no room to compute any of them again.
+    None if all lanes get stuck. That may happen if only some micro-batches are checkpointed: those
+    that a lane has begun may leave no room to recompute any of them.
     """
     lister = _Lister(problem, rule)
     run = Run(problem.world, problem.lanes, problem.microbatches, lister.choose)
@@ -104,11 +105,14 @@ class _Lister:
         self.backwards = [0] * stages
         self.owed: list[deque[int]] = [deque() for _ in range(stages)]
         self.kept = [0.0] * problem.lanes
-        self.checkpointed = [0] * problem.lanes  # how many that are to be computed again it keeps
-        # What each lane knows to come: when, which stage, and whether it is for a forward.
+        # For each lane, how many forwards have only kept their inputs and wait for recomputation.
+        self.checkpointed = [0] * problem.lanes
+        # For each lane, the inputs under way to it: when they arrive, at which stage, and whether a
+        # forward needs them.
         self.coming: list[list[tuple[float, int, bool]]] = [[] for _ in range(problem.lanes)]
-        # To take a micro-batch in, there must be room for it at the lane's later stages too, and to
-        # compute one again: or else those that are in would keep each other from getting on.
+        # A lane begins a micro-batch only if there is room for it at the lane's later stages too
+        # (``later``), and to recompute one (``again``). Otherwise the micro-batches that a lane has
+        # begun could fill its room, and none could be finished.
         first, last = 0, problem.microbatches - 1
         self.later = [
             {
@@ -148,7 +152,7 @@ class _Lister:
                 yield Action(stage, Kind.WEIGHT_GRAD, self.owed[stage][0])
 
     def _has_room(self, lane: int, stage: int) -> bool:
-        """Whether the next micro-batch of a stage can be taken in."""
+        """Whether there is room to begin the next micro-batch of a stage."""
         forward = Action(stage, Kind.FORWARD, self.forwards[stage])
         is_again = self.problem.is_checkpointed(forward.microbatch)
         then = self.later[stage][is_again]
@@ -160,7 +164,7 @@ class _Lister:
         return self.kept[lane] + more <= self.rule.room[lane] * SLACK
 
     def _rank(self, kind: Kind, stage: int) -> tuple[int, int]:
-        """The priority of an action: of those that are ready, a lane begins that of lowest rank."""
+        """The rank of an action: of those that are ready, a lane takes the one of lowest rank."""
         if kind is Kind.WEIGHT_GRAD:
             return 2, -stage
         if kind is Kind.FORWARD:
@@ -168,7 +172,8 @@ class _Lister:
         return int(self.rule.forward_first), -stage
 
     def _waits(self, run: Run, lane: int, best: Action) -> bool:
-        """Whether an action of a better rank becomes ready within the rule's patience."""
+        """Whether the lane waits, since an action of lower rank becomes ready within the rule's
+        patience."""
         self.coming[lane] = [known for known in self.coming[lane] if known[0] > run.now]
         latest = run.now + self.rule.patience * self.problem.world.seconds(best.stage, best.kind)
         rank = self._rank(best.kind, best.stage)

@@ -1,11 +1,10 @@
-"""What a step holds in memory: what each action adds to what its lane holds, and what it frees.
+"""The memory of a step: the bytes that each action adds to those that its lane holds, or frees.
 
 ::
 
                   micro-batch that keeps its activations    checkpointed micro-batch
     forward       begins: + activations                     begins: + inputs
-    backward      ends:   - activations                     begins: + activations, which are
-                                                                      computed again
+    backward      ends:   - activations                     begins: + recomputed activations
                                                             ends:   - activations - inputs
 
 A backward in two halves begins with the first and ends with the second; at the end of the first a
@@ -29,12 +28,14 @@ class Memory:
     """The bytes that lanes hold.
 
     Attributes:
-        activations: what each stage keeps of a micro-batch until its backward.
-        fixed: what each lane holds all the time, for all or for each: parameters, their gradients.
-        released_by_input: the part of the activations that is free after a backward's input half.
-        checkpointed: the number of micro-batches, the first ones, that keep only ``inputs`` until
-            their backward, which begins by computing their activations again.
-        inputs: what a stage keeps of those, for all or for each.
+        activations: the bytes that each stage keeps of a micro-batch until its backward.
+        fixed: the bytes that a lane holds all the time, such as parameters and their gradients: one
+            number for all lanes, or one for each.
+        released_by_input: the fraction of the activations that the input half of a backward frees.
+        checkpointed: the number of micro-batches that are checkpointed, which are the first ones.
+            They keep only ``inputs`` until their backward, which recomputes their activations.
+        inputs: the bytes that a stage keeps of a checkpointed micro-batch: one number for all
+            stages, or one for each.
     """
 
     activations: Sequence[float]
@@ -45,7 +46,7 @@ class Memory:
 
 
 class MemoryChanges:
-    """The changes, by each action, of what its lane holds: when it begins, and when it ends."""
+    """By how many bytes each action changes what its lane holds, at its begin and at its end."""
 
     def __init__(self, memory: Memory, stages: int) -> None:
         sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
@@ -57,7 +58,7 @@ class MemoryChanges:
         self._again = [_of_checkpointed(size, received, released) for size, received in pairs]
 
     def of(self, action: Action) -> tuple[float, float]:
-        """The bytes that an action adds to what is held when it begins, and when it ends."""
+        """The bytes that an action adds when it begins, and when it ends; negative if it frees."""
         changes = self._again if action.microbatch < self.checkpointed else self._kept
         return changes[action.stage][action.kind]
 
@@ -116,10 +117,10 @@ def held_over_time(
 
 @dataclass(frozen=True)
 class Live:
-    """The most micro-batches whose activations are alive at once.
+    """The most micro-batches whose activations are alive at once, at each stage and in each lane.
 
-    ``lanes`` counts a micro-batch once for each of the lane's stages that keeps something of it;
-    with ``weights`` given to :func:`live` it counts weights (bytes, say) in place of micro-batches.
+    A lane counts a micro-batch once for each of its stages that keeps activations of it. If
+    :func:`live` is given ``weights``, these numbers are sums of weights (such as bytes).
     """
 
     stages: tuple[float, ...]
@@ -129,12 +130,13 @@ class Live:
 def live(
     schedule: Schedule, weights: Sequence[float] | None = None, released_by_input: float = 0.0
 ) -> Live:
-    """Peaks over the step, from a forward to the end of its backward.
+    """The most micro-batches that are alive at once during a step. A micro-batch is alive at a
+    stage from its forward to the end of its backward.
 
     Args:
-        weights: what a micro-batch counts at each stage; None: 1.
-        released_by_input: the part of a micro-batch's activations that is free again after the
-            input half of its backward; the rest is after the weight half.
+        weights: how much a micro-batch counts at each stage; None: 1.
+        released_by_input: the fraction of a micro-batch's activations that the input half of its
+            backward frees; the weight half frees the rest.
     """
     return peaks(schedule, counting(schedule, weights, released_by_input))
 
@@ -142,14 +144,14 @@ def live(
 def counting(
     schedule: Schedule, weights: Sequence[float] | None, released_by_input: float = 0.0
 ) -> Memory:
-    """The memory of a step in which a micro-batch counts so much at each stage; None: 1."""
+    """A memory in which a micro-batch counts ``weights[stage]`` at each stage, or 1 for None."""
     each = [1.0] * schedule.stages if weights is None else weights
     return Memory(each, released_by_input=released_by_input)
 
 
 def peaks(schedule: Schedule, memory: Memory) -> Live:
-    """The most that each stage, and each lane, holds at once of what depends on the schedule: all
-    but ``memory.fixed``."""
+    """The most that each stage, and each lane, holds at once, without ``memory.fixed``, which does
+    not depend on the schedule."""
     changes = MemoryChanges(memory, schedule.stages)
     stages = [0.0] * schedule.stages
     lanes = [0.0] * len(schedule.lanes)
@@ -163,8 +165,8 @@ def peaks(schedule: Schedule, memory: Memory) -> Live:
 def held_in_order(
     schedule: Schedule, lane: int, changes: MemoryChanges
 ) -> Iterator[tuple[int, Action, float, float]]:
-    """Each action of a lane, with its position, and with what its stage and the lane hold while it
-    runs: what a backward frees is still there."""
+    """Each action of a lane, with its position, and with the bytes that its stage and the lane hold
+    while it runs. These include what the action frees when it ends."""
     amounts, total = [0.0] * schedule.stages, 0.0
     for position, entry in enumerate(schedule.lanes[lane]):
         for action in entry.parts:

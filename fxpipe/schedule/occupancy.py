@@ -1,4 +1,5 @@
-"""Which lane is busy with what, and when: spans of work, copies, memory, and their measures."""
+"""A step in time, as data: when each lane is busy with which action, when copies run, and how much
+memory lanes hold; and the makespan and bubble that follow."""
 
 from __future__ import annotations
 
@@ -8,16 +9,14 @@ from fxpipe.schedule.actions import Action
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The unit to say a time in: how many seconds it has, and its name."""
+    """The unit in which to print a time: the number of seconds in it, and its name."""
     return next((u for u in ((1.0, "s"), (1e-3, "ms")) if seconds >= u[0]), (1e-6, "µs"))
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a lane does, from ``start`` to ``end``, in seconds since the step began.
-
-    ``name`` says what it is where it is not an action: the loss, the optimizer's step.
-    """
+    """Work of a lane, from ``start`` to ``end``, in seconds since the step began. Work that is no
+    action, such as the loss, has a ``name`` instead."""
 
     lane: int
     start: float
@@ -35,8 +34,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A copy from one lane to another: ``action`` is the one that made what travels; None for what
-    goes once in a step."""
+    """A copy from one lane to another, in seconds since the step began. ``action`` made the values
+    that are copied; it is None for a copy that happens once in a step, as of a shared parameter."""
 
     source: int
     target: int
@@ -54,11 +53,12 @@ class Occupancy:
     """A step of training in time, as data; :class:`fxpipe.schedule.Timeline` can show it too.
 
     Attributes:
-        lanes: their names, one each.
-        spans: what they do; those of one lane do not overlap.
-        transfers: what travels between them meanwhile.
-        memory: for each lane, ``(seconds, bytes)`` wherever the bytes change, in order; empty if
-            nothing is known of it.
+        name: the name of the schedule, or another name for the step.
+        lanes: the names of the lanes.
+        spans: the work of the lanes. Spans of one lane do not overlap.
+        transfers: the copies between lanes.
+        memory: for each lane, pairs ``(seconds, bytes)`` of a time and the bytes held from then on,
+            in order of time; empty if the memory is not known.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Occupancy:
 
     @property
     def start(self) -> float:
-        """When the first lane begins."""
+        """The time, in seconds, at which the first lane begins."""
         return min((span.start for span in self.spans), default=0.0)
 
     @property
@@ -83,40 +83,42 @@ class Occupancy:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each lane works."""
+        """The seconds that each lane works."""
         return tuple(sum(s.seconds for s in self.of_lane(i)) for i in range(len(self.lanes)))
 
     @property
     def own_spans(self) -> tuple[float, ...]:
-        """Seconds from each lane's own first start to its own last end."""
+        """The seconds from each lane's first start to its last end."""
         lanes = [self.of_lane(lane) for lane in range(len(self.lanes))]
         return tuple(max(s.end for s in own) - own[0].start if own else 0.0 for own in lanes)
 
     @property
     def period(self) -> float:
-        """Seconds that a step adds to a long run in which steps follow each other.
+        """The seconds that each further step takes in a long run of steps.
 
-        A lane that is done begins with the next step, so that all keep their distance in time: it
-        is the longest of the lanes' own spans.
+        A lane that has ended a step begins the next one at once, so that steps overlap. The lane
+        with the longest time from its first start to its last end sets the pace.
         """
         return max(self.own_spans, default=0.0)
 
     @property
     def bubble(self) -> float:
-        """The share of all lanes' time, from the first start to the last end, that is idle."""
+        """The fraction of all lanes' time that is idle, if every lane's time goes from the first
+        start of any lane to the last end of any lane."""
         return _idle(sum(self.busy), self.makespan * len(self.lanes))
 
     @property
     def bubble_in_span(self) -> float:
-        """The share of the lanes' time that is idle, each from its own first start to its last end.
+        """The fraction of the lanes' time that is idle, if a lane's time goes from its own first
+        start to its own last end.
 
-        Steps that follow each other overlap, so this is what a long run pays.
+        In a long run steps overlap (see :attr:`period`), and only this idle time remains.
         """
         return _idle(sum(self.busy), sum(self.own_spans))
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most bytes of each lane; empty if nothing is known of it."""
+        """The most bytes that each lane holds at once; empty if the memory is not known."""
         return tuple(max((amount for _, amount in lane), default=0.0) for lane in self.memory)
 
 

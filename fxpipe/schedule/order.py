@@ -11,23 +11,25 @@ from fxpipe.schedule.actions import Action, Entry
 E = TypeVar("E", bound=Entry)
 
 NeedsOf = Callable[[Action], Iterable[Action]]
-"""The actions that must be done, here or in other lanes, before an action starts."""
+"""A function that gives the actions that must be done, in any lane, before an action starts."""
 
 
 def run_order(lanes: Sequence[Sequence[E]], needs_of: NeedsOf) -> list[tuple[int, E]]:
-    """Let all lanes advance until each is done or waits, and tell in which order they did it.
+    """Let all lanes advance until each has done its entries or is stuck, and return the order in
+    which entries were done.
 
-    Each lane takes its entries in the given order. In a round, every lane whose next entry has all
-    that it needs from the rounds before does this one entry; so a single thread can run the
-    entries in the returned order. An entry that is missing from the result waits forever: a lane
-    whose entries are not all there is stuck at the first of them.
+    Each lane does its entries in the given order. In each round, a lane does its next entry if the
+    rounds before have done all actions that the entry needs. So a single thread can run the entries
+    in the returned order. If an entry is not in the result, its lane is stuck at that entry or at
+    an earlier one.
 
     Args:
-        needs_of: what an action waits for. The parts of one :class:`Overlap` do not wait for each
-            other.
+        lanes: the entries of each lane.
+        needs_of: gives the actions that an action waits for. The parts of one :class:`Overlap` do
+            not wait for each other.
 
     Returns:
-        Pairs of a lane and an entry of it.
+        Pairs of a lane and one of its entries.
     """
     done: set[Action] = set()
     left = [deque(entries) for entries in lanes]
@@ -45,17 +47,17 @@ def run_order(lanes: Sequence[Sequence[E]], needs_of: NeedsOf) -> list[tuple[int
 
 
 def needed(entry: Entry, needs_of: NeedsOf) -> set[Action]:
-    """The actions that the parts of an entry wait for, other than each other."""
+    """The actions that an entry waits for. The parts of one entry do not wait for each other."""
     return {need for action in entry.parts for need in needs_of(action)}.difference(entry.parts)
 
 
 def earliest_starts(
     order: Iterable[tuple[int, E]], needs_of: NeedsOf, duration: Callable[[E], float]
 ) -> Iterator[tuple[int, E, float]]:
-    """The entries of a :func:`run_order` again, each with the time at which it can start.
+    """The entries of a :func:`run_order` with their lanes and the times at which they can start.
 
-    An entry starts as soon as its lane is free and all that it needs has ended; what travels
-    between lanes takes no time.
+    An entry starts as soon as its lane is free and the actions that it needs have ended. Copies
+    between lanes take no time.
     """
     free: dict[int, float] = {}
     ends: dict[Action, float] = {}

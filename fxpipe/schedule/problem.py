@@ -1,4 +1,5 @@
-"""The scheduling problem: what a search is given, and a lower bound on the length of a step."""
+"""The scheduling problem: the costs and limits for which a search finds a schedule, and a lower
+bound on the length of a step."""
 
 from __future__ import annotations
 
@@ -13,20 +14,23 @@ from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.world import World
 
 SLACK = 1 + 1e-9
-"""Sums that differ by no more than this factor are equal: they were added in different orders."""
+"""Sums count as equal if they differ by no more than this factor, since rounding depends on the
+order in which numbers are added."""
 
 
 class NoRoom(ValueError):
-    """No schedule keeps within the bound on memory: not even one micro-batch at a time fits."""
+    """No schedule keeps within the bound on memory, not even one micro-batch at a time."""
 
 
 @dataclass(frozen=True)
 class SchedulingProblem:
-    """Stages on lanes, and how much each lane may keep.
+    """The stages of a step, their lanes and costs, and how much each lane may keep.
 
     Attributes:
-        memory: what stages keep of a micro-batch. What is held all the time does not count here.
-        room: the most that each lane may keep, in the same unit.
+        world: the lane and the cost of each stage, and the links between lanes.
+        lanes, microbatches: how many of them there are.
+        memory: the bytes that stages keep of a micro-batch; ``memory.fixed`` does not count here.
+        room: the most bytes that each lane may keep, without ``memory.fixed``.
     """
 
     world: World
@@ -46,7 +50,7 @@ class SchedulingProblem:
 
     @cached_property
     def changes(self) -> MemoryChanges:
-        """The changes, by each action, of what its lane keeps."""
+        """By how many bytes each action changes what its lane keeps."""
         return MemoryChanges(self.memory, len(self.world.placement))
 
     def is_checkpointed(self, microbatch: int) -> bool:
@@ -55,23 +59,23 @@ class SchedulingProblem:
 
     @property
     def is_order_free(self) -> bool:
-        """Whether some best schedule takes the micro-batches in their order at every stage, as they
-        are alike in all that matters."""
+        """Whether one of the best schedules takes the micro-batches in their order at every stage.
+        That is so if all micro-batches are alike, or if the memory of lanes has no bound."""
         is_mixed = 0 < self.memory.checkpointed < self.microbatches
         return not is_mixed or all(map(math.isinf, self.room))
 
     def alone(self, stages: Sequence[int], microbatch: int) -> float:
-        """The most that a lane keeps while it takes one micro-batch through some of its stages, and
-        back, and does nothing else."""
+        """The most bytes that a lane keeps while it does nothing but the forwards and backwards of
+        one micro-batch at some of its stages."""
         return most_held(there_and_back(stages, microbatch), self.changes)
 
     def largest(self, stages: Sequence[int]) -> float:
-        """The most that a lane keeps of a micro-batch that goes alone: the first or the last, only
-        one of which may be checkpointed."""
+        """The most bytes that a lane keeps for a micro-batch that is alone in the pipeline: the
+        first or the last one, since the first may be checkpointed and the last not."""
         return max(self.alone(stages, i) for i in (0, self.microbatches - 1))
 
     def misfit(self) -> str | None:
-        """Why nothing can run in this room; None if something can."""
+        """A sentence that says why no schedule fits the room of the lanes; None if one fits."""
         for lane, (own, room) in enumerate(zip(self.own, self.room, strict=True)):
             least = self.largest(own)
             if least > room * SLACK:
@@ -83,11 +87,11 @@ class SchedulingProblem:
         return None
 
     def kept(self, schedule: Schedule) -> tuple[float, ...]:
-        """The most that each lane keeps at any time of a step in this order."""
+        """The most bytes that each lane keeps at any time of a step with this schedule."""
         return peaks(schedule, self.memory).lanes
 
     def fits(self, kept: tuple[float, ...]) -> bool:
-        """Whether each lane may keep this much."""
+        """Whether each lane may keep so many bytes."""
         return all(k <= room * SLACK for k, room in zip(kept, self.room, strict=True))
 
     def backward(self, stage: int) -> float:
@@ -102,7 +106,7 @@ class SchedulingProblem:
 
     @cached_property
     def before_forward(self) -> tuple[float, ...]:
-        """For each stage, the least time from the beginning to a micro-batch's forward."""
+        """For each stage, the least time from the start of the step to the start of a forward."""
         heads: list[float] = []
         for stage, sources in enumerate(self.world.before):
             ways = [
@@ -114,7 +118,8 @@ class SchedulingProblem:
 
     @cached_property
     def after_gradient(self) -> tuple[float, ...]:
-        """For each stage, the least time from a gradient of its inputs to the end."""
+        """For each stage, the least time from when a backward has computed the gradients of the
+        stage's inputs to the end of the step."""
         tails: list[float] = []
         for stage, targets in enumerate(self.world.before):
             ways = [self.world.travel(stage, t) + self._rest(t, tails[t]) for t in targets]
@@ -123,7 +128,7 @@ class SchedulingProblem:
 
     @cached_property
     def after_forward(self) -> tuple[float, ...]:
-        """For each stage, the least time from the end of a forward to the end."""
+        """For each stage, the least time from the end of a forward to the end of the step."""
         stages = len(self.world.placement)
         tails = [0.0] * stages
         for stage in reversed(range(stages)):
@@ -135,8 +140,8 @@ class SchedulingProblem:
         return tuple(tails)
 
     def _rest(self, stage: int, after: float) -> float:
-        """The least time from the start of a backward to the end, with so much after its
-        gradient."""
+        """The least time from the start of a backward to the end of the step, if ``after`` is the
+        least time from when it has computed the gradients of the inputs."""
         seconds = self.world.seconds
         whole = seconds(stage, Kind.BACKWARD) + after
         if not self.is_halved(stage):
@@ -146,7 +151,7 @@ class SchedulingProblem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """For each lane, the fewest seconds for which a step occupies it."""
+        """For each lane, the fewest seconds of work in a step."""
         return tuple(
             self.microbatches
             * sum(self.world.seconds(s, Kind.FORWARD) + self.backward(s) for s in own)
@@ -157,8 +162,8 @@ class SchedulingProblem:
     def bound(self) -> float:
         """A lower bound, in seconds, on the length of any schedule.
 
-        A lane cannot end before it has done its work, which begins when its first input arrives;
-        and a step cannot end before one micro-batch has gone all its way forth and back.
+        A lane cannot end before it has done its work, which begins when its first input arrives. A
+        step cannot end before one micro-batch has gone through all stages, forward and backward.
         """
         first = [min(self.before_forward[stage] for stage in own) for own in self.own]
         lanes = [head + work for head, work in zip(first, self.work, strict=True)]

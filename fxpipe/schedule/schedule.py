@@ -1,4 +1,4 @@
-"""A schedule: for each lane, what it does, in order. It can be printed, written and read."""
+"""A schedule: the actions of each lane, in order. It can be printed, written and read."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fxpipe.schedule.occupancy import Occupancy, Span
 from fxpipe.schedule.order import earliest_starts, run_order
 
 Edges = Sequence[tuple[int, int]]
-"""Which stage's output is which stage's input: ``(source, target)``."""
+"""Pairs ``(source, target)`` of stages, where ``target`` takes an output of ``source``."""
 
 _IDLE = "."
 
 
 def chain(stages: int) -> tuple[tuple[int, int], ...]:
-    """The edges of stages that only pass on to the next."""
+    """The edges of a stage graph without skips, in which each stage sends to the next one only."""
     return tuple((stage, stage + 1) for stage in range(stages - 1))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A training step as data: ``lanes[i]`` is what lane ``i`` does, in order.
+    """A training step as data: ``lanes[i]`` has the actions of lane ``i``, in order.
 
-    It says nothing of time: an action runs as soon as the lane is free and its inputs are there.
-    Made by :func:`fxpipe.schedule.named`, read from text or a file, or written by hand;
-    :func:`fxpipe.schedule.validate` says whether it can run.
+    A schedule has no times: an action runs as soon as its lane is free and its inputs have arrived.
+    Schedules are made by :func:`fxpipe.schedule.named`, read from text or a file, or written by
+    hand; :func:`fxpipe.schedule.validate` refuses a schedule that cannot run.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Schedule:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The lane of each stage; -1 for a stage that does nothing."""
+        """The lane of each stage; -1 for a stage that has no actions."""
         lane_of: dict[int, int] = {}
         for lane in range(len(self.lanes)):
             for action in self.actions(lane):
@@ -56,7 +56,8 @@ class Schedule:
             yield from entry.parts
 
     def first(self, microbatches: int) -> Schedule:
-        """The first micro-batches, in the order that they have among all."""
+        """The schedule without the actions of all but the first ``microbatches`` micro-batches. The
+        other actions keep their order."""
         if microbatches >= self.microbatches:
             return self
         lanes = []
@@ -69,16 +70,20 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str, name: str = "text") -> Schedule:
-        """The inverse of :meth:`text`: a line a lane, actions apart by spaces.
+        """Read a schedule from text, as :meth:`text` writes it: one line for each lane, and spaces
+        between actions.
 
-        What is before a ``|`` is a label, ``.`` is idle time, and both are left out, as are empty
+        Text before a ``|`` is a label, ``.`` is idle time, and both are left out, as are empty
         lines. ``Schedule.from_text("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1")`` has two lanes.
+
+        Raises ValueError for a word that is no action; the message says which.
         """
         lines = [line.rpartition("|")[2].split() for line in text.splitlines() if line.strip()]
         return cls._read(name, lines)
 
     def text(self) -> str:
-        """The lanes as a grid: each action takes one column, and starts as early as it can."""
+        """The lanes as a grid of text: a row for each lane. Each action takes one column, and is in
+        the first one in which it can run."""
         columns = [dict[int, str]() for _ in self.lanes]
         for lane, slots in enumerate(_slots(self)):
             for slot, entry in zip(slots, self.lanes[lane], strict=True):
@@ -101,10 +106,8 @@ class Schedule:
         return f"{self.name}: {sizes[0]} on {sizes[1]}, {sizes[2]}\n{self.text()}"
 
     def _repr_svg_(self) -> str | None:
-        """For notebooks: the lanes in time, if a backward takes as long as two forwards.
-
-        None where actions wait for each other forever: the text can still be read.
-        """
+        """The drawing that notebooks show: a Gantt chart, in which a backward takes as long as two
+        forwards. None if actions wait for each other forever; then notebooks show the text."""
         needs = Needs(self)
         lanes = [list(self.actions(lane)) for lane in range(len(self.lanes))]
         order = run_order(lanes, needs.of)
@@ -125,16 +128,16 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], name: str | None = None) -> Schedule:
-        """Read a file that ``torch.distributed.pipelining`` dumps, or loads.
+        """Read a CSV file as ``torch.distributed.pipelining`` dumps and loads it.
 
-        Actions that compute nothing (sends, receives, sharding) are left out, with a warning: the
-        runtime finds out by itself what has to travel.
+        Actions that compute nothing (sends, receives, sharding) are left out, with a warning: they
+        follow from the other actions and from the stage graph.
 
         Args:
-            name: the schedule's; None: the file's, without its ending.
+            name: the name of the schedule. None: the name of the file, without its ending.
 
         Raises:
-            ValueError: for a cell that is no action, with its line and column.
+            ValueError: for a cell that is no action; the message gives its lane and column.
         """
         with open(path, newline="") as file:
             return cls._read(name or Path(path).stem, csv.reader(file), path)
@@ -175,12 +178,12 @@ def _count(count: int, noun: str, nouns: str | None = None) -> str:
 class Needs:
     """The actions that each action of a schedule waits for.
 
-    A forward waits for the forwards of the stages whose outputs it takes; a backward for its own
-    forward and for the gradients from the stages that took its output; a weight gradient for the
-    first half of its backward.
+    A forward waits for the forwards of the stages whose outputs it takes. A backward waits for the
+    forward of the same stage and micro-batch, and for the gradients from the stages that took its
+    output. A weight gradient waits for the first half of its backward.
 
     Args:
-        edges: of the stage graph; None: each stage passes on to the next.
+        edges: the edges of the stage graph. None: each stage sends to the next one only.
     """
 
     def __init__(self, schedule: Schedule, edges: Edges | None = None) -> None:
@@ -197,7 +200,7 @@ class Needs:
             self._after.setdefault(source, []).append(target)
 
     def of(self, action: Action) -> list[Action]:
-        """The actions that must be done, here or in other lanes, before this one starts."""
+        """The actions that must be done, in any lane, before this one starts."""
         stage, kind, microbatch = action.stage, action.kind, action.microbatch
         if kind is Kind.FORWARD:
             return [Action(s, kind, microbatch) for s in self._before.get(stage, ())]
@@ -213,15 +216,16 @@ class Needs:
 
 
 def _forwards(action: Action) -> float:
-    """How long an action takes, in forwards of a stage, as long as nothing else is known."""
+    """How long an action takes if no costs are given: a backward as long as two forwards."""
     return 2.0 if action.kind is Kind.BACKWARD else 1.0
 
 
 def _slots(schedule: Schedule) -> list[list[int]]:
-    """For each lane, when its entries start if each takes one unit of time.
+    """For each lane, the columns of its entries in the printed grid: an entry starts as early as it
+    can, and takes one column.
 
-    What is needed and is not in the schedule is not waited for. Entries that wait for each other
-    come last.
+    Schedules that cannot run are printed too: no entry waits for an action that is missing from the
+    schedule, and entries that wait for each other forever come last.
     """
     needs = Needs(schedule)
     present = {action for lane in range(len(schedule.lanes)) for action in schedule.actions(lane)}

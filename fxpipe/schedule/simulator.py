@@ -1,7 +1,7 @@
-"""The simulator: when each action of a schedule runs, given what it costs.
+"""The simulator: the times at which the actions of a schedule run, from the costs of stages.
 
-It is event-driven. A lane that is free begins with its next action as soon as that action's inputs
-have arrived; what an action makes travels to other lanes while lanes compute.
+It is event-driven. A free lane begins its next action as soon as the inputs of that action have
+arrived. Copies of results to other lanes run while lanes compute.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ def simulate(
 ) -> Timeline:
     """The timeline of a step that follows the schedule.
 
-    Overlapping actions (:class:`fxpipe.schedule.Overlap`) are run one after the other.
+    Overlapping actions (:class:`fxpipe.schedule.Overlap`) run one after the other.
 
     Args:
-        costs: one for each stage.
-        links: None: stages pass on to the next, in no time.
-        memory: None: the timeline knows nothing of it.
+        costs: the cost of each stage.
+        links: how data travels between stages. None: each stage sends to the next one only, and
+            copies take no time.
+        memory: the bytes that stages and lanes keep. None: the timeline has no memory.
 
     Raises:
         ScheduleError: if the schedule cannot run.
-        ValueError: for numbers that do not fit it.
+        ValueError: if there is not one cost for each stage, or if an edge of ``links`` names a
+            stage that the schedule does not have.
     """
     world = World(schedule.placement, costs, links or Links())
     validate(schedule, edges=world.edges)
@@ -43,7 +45,8 @@ def simulate(
 
 
 def play(schedule: Schedule, world: World, memory: Memory | None = None) -> Timeline:
-    """:func:`simulate` without :func:`validate`: what waits forever is not in the timeline."""
+    """Simulate a schedule that has not been validated. Actions that wait forever are missing from
+    the timeline."""
     lines = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
     reached = [0] * len(lines)
 
@@ -60,11 +63,13 @@ def play(schedule: Schedule, world: World, memory: Memory | None = None) -> Time
 
 
 Choose = Callable[["Run", int], Action | None]
-"""What a free lane does next, of what is ready; None to wait until something happens."""
+"""A function that gives the next action of a free lane, which has to be ready; None: the lane waits
+until the next event."""
 
 
 class Run:
-    """Time, going from event to event. What lanes do is up to ``choose``."""
+    """A run of the simulator, in which time goes from event to event. ``choose`` gives the next
+    action of each free lane."""
 
     def __init__(self, world: World, lanes: int, microbatches: int, choose: Choose) -> None:
         self.world, self.lanes, self.microbatches = world, lanes, microbatches
@@ -74,8 +79,9 @@ class Run:
         self._choose = choose
         self._free = [True] * lanes
         self._link_free: dict[tuple[int, int], float] = {}
-        # An event is the end of an action on its lane (target None), or an arrival at a stage.
-        # One without an action is the arrival of what comes once.
+        # An event is (time, number, action, target): the end of an action if the target is None,
+        # else the arrival of its result at a stage. If there is no action, it is the arrival of a
+        # value that is sent once in a step.
         self._events: list[tuple[float, int, Action | None, int | None]] = []
         self._arrivals = 0
         stages = range(len(world.placement))
@@ -96,7 +102,8 @@ class Run:
         return lacks[action.stage][action.microbatch] == 0
 
     def to_the_end(self) -> None:
-        """Go from event to event until none is left: all actions are done, or all lanes wait."""
+        """Go from event to event until none is left. Then all actions are done, or all lanes wait
+        forever."""
         self._start()
         while self._events:
             self.now = self._events[0][0]
@@ -162,7 +169,8 @@ class Run:
         return end
 
     def _give_once(self) -> None:
-        """Send what stages are given once; their forwards wait for it."""
+        """Send the values that are sent once in a step. Forwards of their target stages wait for
+        them."""
         for edge in self.world.links.once:
             seconds, size = self.world.there(edge)
             if seconds:
@@ -174,7 +182,7 @@ class Run:
         self._lacks_forward[stage] = [count + more for count in self._lacks_forward[stage]]
 
     def _return(self, stage: int) -> None:
-        """Send the gradients of what a stage has been given once."""
+        """Send back the gradients of the values that a stage was sent once in the step."""
         for edge in self.world.links.once:
             seconds, size = self.world.back(edge)
             if edge.target == stage and seconds:
@@ -187,7 +195,8 @@ class Run:
 
 
 def timeline_of(run: Run, name: str, memory: Memory | None) -> Timeline:
-    """The timeline of a finished run; with ``memory`` it says what lanes hold at each time."""
+    """The timeline of a finished run. If ``memory`` is given, the timeline has the bytes that lanes
+    hold over time."""
     spans = tuple(sorted(run.spans, key=lambda span: (span.lane, span.start, span.end)))
     names = tuple(f"lane {lane}" for lane in range(run.lanes))
     stages = len(run.world.placement)

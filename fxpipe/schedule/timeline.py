@@ -1,4 +1,4 @@
-"""When which lane does what: predicted by the simulator, or measured."""
+"""The timeline of a training step, which the simulator predicts or a measurement gives."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ class Timeline(Occupancy):
         return "\n".join(lines)
 
     def draw(self, memory: bool = True) -> str:
-        """A Gantt chart as SVG: a row a lane, a box an action, with its micro-batch in it.
+        """A Gantt chart as SVG: a row for each lane, and a box for each action, with the number of
+        its micro-batch in it.
 
         Args:
-            memory: draw what is known of it below each lane.
+            memory: draw the memory of each lane below it, if the timeline has it.
         """
         return draw([self], memory=memory)
 
     def _repr_svg_(self) -> str:
-        """For notebooks."""
+        """The drawing that notebooks show."""
         return self.draw()
 
     def to_perfetto(self, path: str | os.PathLike[str]) -> None:
@@ -52,7 +53,8 @@ class Timeline(Occupancy):
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """In microseconds. Lanes are threads of one process, and copies to a lane one beside it."""
+    """The events of a Chrome trace, whose times are in microseconds. Each lane is a thread of one
+    process, and a second thread beside it has the copies to that lane."""
     yield _meta("process_name", 0, timeline.name)
     for lane, name in enumerate(timeline.lanes):
         yield _meta("thread_name", 2 * lane, name)

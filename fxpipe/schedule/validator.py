@@ -1,4 +1,4 @@
-"""Whether a schedule can run, and within its bounds."""
+"""The check that a schedule can run, and that it keeps within bounds on memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fxpipe.schedule.order import run_order
 from fxpipe.schedule.schedule import Edges, Needs, Schedule
 
 _Place = tuple[int, int]
-"""Lane, and position in it."""
+"""A lane, and a position in it."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run, or not within its bounds; the message says where."""
+    """A schedule cannot run, or keeps more than a bound allows. The message says where."""
 
 
 def validate(
@@ -28,20 +28,24 @@ def validate(
     released_by_input: float = 0.0,
     edges: Edges | None = None,
 ) -> None:
-    """Refuse a schedule that cannot run, or that keeps too much.
+    """Refuse a schedule that cannot run, or that keeps more than a bound allows. Each bound is one
+    number for all stages (or lanes), or one for each.
 
     Args:
-        max_live: the most micro-batches that may be alive at a stage, for all or for each of them.
-        max_live_in_lane: the same for a lane; it counts a micro-batch once for each of its stages.
-        activation_bytes: what each stage keeps of a micro-batch.
-        max_bytes: the most bytes of activations in a lane, for all or for each.
-        released_by_input: see :func:`live`.
-        edges: of the stage graph; None: each stage passes on to the next.
+        max_live: the most micro-batches that may be alive at a stage.
+        max_live_in_lane: the most micro-batches that may be alive in a lane, which counts a
+            micro-batch once for each of its stages that keeps activations of it.
+        activation_bytes: the bytes that each stage keeps of a micro-batch.
+        max_bytes: the most bytes of activations that a lane may hold.
+        released_by_input: the fraction of a micro-batch's activations that the input half of its
+            backward frees, as for :func:`live`.
+        edges: the edges of the stage graph. None: each stage sends to the next one only.
 
     Raises:
-        ScheduleError: if an action is missing, comes twice, or is of no such stage or micro-batch;
-            if a stage is in two lanes; if lanes wait for each other in a circle; if a bound is
-            exceeded. It says where, by lane and position, both from 0.
+        ScheduleError: if an action is missing or comes twice; if its stage or micro-batch does not
+            exist; if a stage is in two lanes; if lanes wait for each other in a circle; or if a
+            bound is exceeded. The message says where, by lane and position, both counted from 0.
+        ValueError: if ``max_bytes`` is given without ``activation_bytes``.
     """
     _check_complete(schedule, _places(schedule))
     _check_runs(schedule, Needs(schedule, edges))
@@ -57,7 +61,7 @@ def validate(
             _check_bound(schedule, bound, weights, released_by_input, of, unit)
 
 
-# ------------------------------------------------------------------------------ nothing lacks
+# ---------------------------------------------------------------------------- no action is missing
 
 
 def _places(schedule: Schedule) -> dict[Action, _Place]:
@@ -123,7 +127,8 @@ def _check_complete(schedule: Schedule, places: dict[Action, _Place]) -> None:
 
 
 def _check_runs(schedule: Schedule, needs: Needs) -> None:
-    """Run every lane as far as it goes; then follow who waits for whom."""
+    """Let every lane advance as far as it can. If some are stuck, the error names the lanes that
+    wait for each other in a circle."""
     lanes = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
     done = {action for _, action in run_order(lanes, needs.of)}
     waiting = {

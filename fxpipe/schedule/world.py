@@ -1,5 +1,5 @@
-"""What a simulation is given beside the order of actions: what stages cost, and what travels over
-which links.
+"""The costs and links of a simulation: how long the actions of stages take, and how long copies
+between them take.
 
 ::
 
@@ -22,7 +22,10 @@ from fxpipe.schedule.schedule import chain
 class StageCost:
     """The seconds that one micro-batch takes at a stage.
 
-    ``backward`` is the whole backward's; None: that of both halves, one after the other.
+    ``backward`` is for a whole backward; None: the sum of its halves, ``backward_input`` and
+    ``weight_grad``.
+
+    Raises ValueError if a number is negative or not finite.
     """
 
     forward: float
@@ -47,10 +50,11 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Edge:
-    """A pair of stages, the first of which passes values on to the second, in bytes for one
-    micro-batch, and gets their gradients back.
+    """An edge of the stage graph: stage ``source`` sends values to stage ``target``, and gets their
+    gradients back.
 
-    ``gradient_bytes`` None: as many as ``bytes``.
+    ``bytes`` are the values of one micro-batch, and ``gradient_bytes`` their gradients; None: as
+    many as ``bytes``.
     """
 
     source: int
@@ -61,13 +65,13 @@ class Edge:
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two lanes: ``latency`` in seconds, ``bandwidth`` in bytes a second."""
+    """A connection of two lanes: ``latency`` in seconds, ``bandwidth`` in bytes per second."""
 
     latency: float = 0.0
     bandwidth: float = math.inf
 
     def seconds(self, size: float) -> float:
-        """How long ``size`` bytes take."""
+        """The seconds that a copy of ``size`` bytes takes."""
         return self.latency + size / self.bandwidth
 
 
@@ -76,14 +80,14 @@ class Links:
     """How data travels between stages.
 
     Attributes:
-        edges: the stage graph's; None: each stage passes on to the next, without bytes.
-        link: between any two lanes.
-        between: between some lanes, ``{(source, target): Link(...)}``, in place of ``link``.
-        overlaps: copies run beside computation, one after the other for each pair of lanes. False:
-            the lane that receives does nothing else meanwhile.
-        once: what stages are given once in a step, ahead of their first micro-batch, such as a
-            parameter that several share; its gradient goes back after their last backward. Bytes
-            are those of the step. Always beside computation.
+        edges: the edges of the stage graph. None: each stage sends 0 bytes to the next one.
+        link: the link between any two lanes that are not in ``between``.
+        between: the links between some lanes, ``{(source, target): Link(...)}``.
+        overlaps: whether copies overlap computation; then only copies between the same two lanes
+            wait for each other. False: a lane computes nothing while it receives.
+        once: edges that are used once in a step, such as a shared parameter. The values are sent
+            when the step begins, and the gradients after the last backward of ``target``. Bytes are
+            for the whole step. These copies always overlap computation.
     """
 
     edges: Sequence[Edge] | None = None
@@ -94,8 +98,8 @@ class Links:
 
 
 class World:
-    """All that a simulation is given beside the order of actions: the lane of each stage, the costs
-    of stages, and what travels between them."""
+    """The inputs of a simulation, except for the order of actions: the lane and the cost of each
+    stage, and the edges and links between them."""
 
     def __init__(self, placement: Sequence[int], costs: Sequence[StageCost], links: Links) -> None:
         stages = len(placement)
@@ -119,21 +123,20 @@ class World:
             self.after[edge.source].append(edge.target)
             self._travel[edge.source, edge.target] = self.there(edge)
             self._travel[edge.target, edge.source] = self.back(edge)
-        # For speed: the simulator asks for these once for each action.
+        # Computed once, since the simulator needs them for each action.
         self._seconds = [
             {kind: cost.seconds(kind) + self._received(stage, kind) for kind in Kind}
             for stage, cost in enumerate(costs)
         ]
 
     def there(self, edge: Edge) -> tuple[float, float]:
-        """How many seconds an edge's values take to the target's lane, and how many bytes they are.
-
-        Both are 0 where source and target are in the same lane.
-        """
+        """The seconds that a copy of an edge's values takes, and their bytes. Both are 0 if the two
+        stages are in the same lane."""
         return self._over(edge.source, edge.target, edge.bytes)
 
     def back(self, edge: Edge) -> tuple[float, float]:
-        """How many seconds an edge's gradients take back to the source's lane, and their bytes."""
+        """The seconds that a copy of an edge's gradients takes, and their bytes. Both are 0 if the
+        two stages are in the same lane."""
         size = edge.bytes if edge.gradient_bytes is None else edge.gradient_bytes
         return self._over(edge.target, edge.source, size)
 
@@ -144,21 +147,23 @@ class World:
         return self.links.between.get(lanes, self.links.link).seconds(size), size
 
     def _received(self, stage: int, kind: Kind) -> float:
-        """How many seconds a lane spends on receiving the inputs of an action, which is 0 where
-        copies run beside computation."""
+        """The seconds that a lane spends on receiving the inputs of an action; 0 if copies overlap
+        computation."""
         if self.links.overlaps or kind is Kind.WEIGHT_GRAD:
             return 0.0
         sources = self.before[stage] if kind is Kind.FORWARD else self.after[stage]
         return sum(self._travel[source, stage][0] for source in sources)
 
     def seconds(self, stage: int, kind: Kind) -> float:
-        """How many seconds an action occupies its lane."""
+        """The seconds for which an action occupies its lane."""
         return self._seconds[stage][kind]
 
     def travel(self, source: int, target: int) -> float:
-        """Seconds from the end of an action at one stage until another has what it made."""
+        """The seconds from the end of an action at stage ``source`` to the arrival of its result at
+        stage ``target``; 0 if lanes spend this time on receiving."""
         return self._travel[source, target][0] if self.links.overlaps else 0.0
 
     def size(self, source: int, target: int) -> float:
-        """Bytes that travel between these stages, for one micro-batch."""
+        """The bytes that ``source`` sends to ``target`` for one micro-batch: values if ``target``
+        is the later stage, else gradients."""
         return self._travel[source, target][1]
