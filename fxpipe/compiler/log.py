@@ -1,7 +1,7 @@
-"""The log of where the time of a compilation goes.
+"""A log of how long each phase of a compilation takes.
 
-It goes to Python's logger "fxpipe", at level INFO, if ``compile(verbose=True)`` or the environment
-asks for it::
+It is written to Python's logger "fxpipe", at level INFO, if ``compile(verbose=True)`` is given or
+the environment asks for it::
 
     FXPIPE_LOGS=compile python train.py
 """
@@ -27,9 +27,9 @@ def wants_log() -> bool:
 
 @contextmanager
 def logged(title: str, is_wanted: bool) -> Iterator[None]:
-    """The ``with`` block is a phase of the compilation. If it is wanted, a table is logged at the
-    end of the block, also if an exception ends it: how long it took, and which phases within it
-    took how much of that."""
+    """The ``with`` block is a phase of the compilation. If ``is_wanted``, a table is logged at the
+    end of the block, also if an exception ends it: how long the block took, and how long each phase
+    within it."""
     if not is_wanted:
         with phase(title, quiet=True):
             yield

@@ -151,10 +151,11 @@ class Runner:
     def run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
         """Run a program on the lanes and return its output.
 
-        It runs inline, in the calling thread, where threads of its own would not do: within a lane,
-        and where modes of the calling thread intercept operators.
+        It runs inline, in the calling thread, if this is a lane itself, or if what holds for the
+        calling thread would not hold in other threads: modes that intercept operators, and the
+        exclusive use of the random number generators.
 
-        ``record``: notes what each lane does, and when.
+        ``record`` notes what each lane does, and when.
         """
         if self.compiler.homes:
             raise RuntimeError(_no_values(self.compiler))

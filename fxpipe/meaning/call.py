@@ -479,8 +479,8 @@ class _Asking:
                 warnings.warn(text, BatchWarning, stacklevel=2)
 
     def _remedy(self, dims: InDims, verdict: Verdict, problem: Problem) -> str:
-        """The ``loss_weight`` with which a loss equals the model's, in words; "" if none is
-        known."""
+        """The ``loss_weight`` that makes a loss equal to the model's, as code that the user can
+        write; "" if none is known."""
         says = self.asked.loss_weight is not None
         if verdict.trial is None or says or not (self.loss == problem.path and self.returns_loss):
             return ""

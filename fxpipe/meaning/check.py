@@ -10,8 +10,9 @@ put together.
 For each tensor among the outputs, the check finds out which way of putting its parts together gives
 the whole: they are joined along a dimension, averaged, added up, or all the same. The parts have
 different sizes and the values differ from the example's, so that two ways hardly ever give the same
-by chance; if they do, another sample is taken. A call is refused only if several samples fail: in a
-model that takes decisions (the largest of some scores, say), rounding errors may tip the balance.
+by chance; if they do, another sample is taken. A small difference in one of several samples is no
+reason to refuse a call: in a model that takes decisions (the largest of some scores, say), rounding
+errors may tip the balance.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def sizes(inputs: Sequence[Input]) -> dict[int, Input]:
 
 
 def several(rows: dict[int, Input], inputs: Sequence[Input]) -> str:
-    """The message for inputs whose first dimensions have different sizes, for a model that runs
-    with other numbers of rows of none of them."""
+    """The message for inputs whose first dimensions have different sizes, where the model does not
+    run if the inputs are cut along any of them."""
     lists = _lists(inputs)
     besides = ", and the model takes no other size of either"
     return different_sizes(rows, besides) + (f"; {lists}" if lists else "")
@@ -101,8 +101,7 @@ def in_the_backward(problem: Problem) -> str:
 
 
 def unknown_loss(verdict: Verdict) -> str:
-    """The message for a ``loss_fn`` of which the check does not see whether it is a mean or a
-    sum."""
+    """The message for a ``loss_fn`` where the check cannot tell a mean from a sum."""
     why = "its values on rows like those of the example are the same either way (zero, say)"
     if verdict.failure is not None:
         first = str(verdict.failure).strip().splitlines()[:1]
@@ -118,7 +117,8 @@ def unknown_loss(verdict: Verdict) -> str:
 def across(problem: Problem, inputs: Sequence[Input], remedy: str = "") -> str:
     """The warning for a number, such as a loss, that differs from the model's on the mini-batch.
 
-    ``remedy`` is the ``loss_weight`` with which it does not, in words, or "" if none is known.
+    ``remedy`` is the ``loss_weight`` that makes it equal to the model's, as code that the user can
+    write, or "" if none is known.
     """
     if remedy:
         return (

@@ -1,4 +1,4 @@
-"""Checks of values in a model's forward: ``if`` and ``assert`` statements of which one branch does
+"""Checks of values in a model's forward: ``if`` and ``assert`` statements with a branch that does
 nothing but raise an error.
 
 ::

@@ -74,7 +74,8 @@ def history_of(results: list[Any]) -> Hashable:
 class Projection:
     """A gradient in a few numbers: its inner products with fixed tensors, and its norm (``size``).
 
-    Almost any change of the gradient changes the inner products.
+    Almost any change of the gradient changes the inner products. The size of a sum of projections
+    is the sum of their sizes, which the norm of the summed gradient does not exceed.
     """
 
     numbers: tuple[float, ...]
