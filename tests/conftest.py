@@ -1,9 +1,9 @@
-"""The surroundings of every test: one seed, one number of intra-op threads, one kind of kernels.
+"""What every test runs with: one seed, one number of intra-op threads, one kind of kernels.
 
-``FXPIPE_TEST_THREADS`` is the number of intra-op threads, of the test and of each lane (1).
-``FXPIPE_TEST_KERNELS=by_shape`` has matrix kernels round differently for each shape, see
+``FXPIPE_TEST_THREADS`` is the number of intra-op threads of the test and of each lane (default: 1).
+``FXPIPE_TEST_KERNELS=by_shape`` makes matrix kernels round differently for each shape, see
 ``tests/kernels.py``. PyTorch itself reads ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA``, which
-choose among the kernels of the CPU. The tests hold whatever these are set to.
+choose among the kernels of the CPU. All tests have to pass whatever these four are set to.
 """
 
 import os
@@ -20,7 +20,7 @@ THREADS = int(os.environ.get("FXPIPE_TEST_THREADS", "1"))
 
 @pytest.fixture(autouse=True, scope="session")
 def kernels():
-    """The CPU's, or such as depend on the shape wherever bits can."""
+    """The kernels of this CPU or, on request, kernels whose last bits depend on the shape."""
     if os.environ.get("FXPIPE_TEST_KERNELS") != "by_shape":
         yield
         return
@@ -30,10 +30,11 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def one_seed_and_one_number_of_threads(monkeypatch):
-    """Bits are compared: every test starts from the same state, whatever ran before it."""
+    """Tests compare bits: each starts from the same state, whatever ran before it."""
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
-    # Lanes share the threads of the process. Bits are the loop's where both have equally many.
+    # Lanes divide the threads of the process among them. Their bits are those of the loop only if a
+    # lane computes with as many threads as the loop does.
     monkeypatch.setattr(lanes, "_work", partial(_with_threads, lanes._work))
     torch.manual_seed(0)
     yield

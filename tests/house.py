@@ -1,8 +1,9 @@
-"""The house as a picture: rooms, the files in each, and which room imports from which.
+"""Draws the house: its rooms (the folders of ``fxpipe`` and ``passes``), the number of files in
+each, and which room imports from which.
 
 ``python -m tests.house OUT.svg [CHECKOUT]`` draws the checkout that it runs in, or another one: an
-older one beside today's shows what a restructuring has changed. Rooms that import each other in a
-circle have red arrows. That there are none is asserted by ``tests/test_house.py``.
+older checkout beside today's shows what a restructuring has changed. Rooms that import each other
+in a circle have red arrows; ``tests/test_house.py`` asserts that there are no such rooms.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import grimp
 import networkx as nx
 
 PACKAGES = "fxpipe", "passes"
-FACADE = "fxpipe"  # it names all that is public, and nothing in the house imports it
+FACADE = "fxpipe"  # this module names all that is public, and no room imports it
 
 
 def rooms(modules: set[str]) -> dict[str, str]:
@@ -71,7 +72,7 @@ def picture(checkout: Path) -> graphviz.Digraph:
 if __name__ == "__main__":
     out, *where = sys.argv[1:]
     drawn = picture(Path(*where).resolve() if where else Path.cwd())
-    # Only now, since grimp takes a package that is imported already for the one to look at.
+    # This import comes last: grimp would take a package that is imported already for CHECKOUT's.
     from fxpipe.inspect.draw import render_svg
 
     Path(out).write_text(render_svg(drawn))

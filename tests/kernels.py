@@ -28,7 +28,7 @@ CONVOLUTIONS = (
 
 @contextmanager
 def by_shape() -> Iterator[None]:
-    """Within, matrix products and convolutions on the CPU round differently for each shape.
+    """A context in which matrix products and convolutions on the CPU round by their shapes.
 
     The same shapes always give the same bits; an element is off by at most one unit in the last
     place, so that comparisons with a tolerance hold.

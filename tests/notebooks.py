@@ -1,6 +1,6 @@
-"""The notebooks: run, and compared with what they are kept with.
+"""Runs the notebooks, and compares what they show with the outputs that are stored in them.
 
-``python -m tests.notebooks`` runs all, and keeps what they show now.
+``python -m tests.notebooks`` runs all of them, and stores what they show now.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 VARIES = "varies"
-"""The tag of cells that show another thing each time: what has been measured, or learnt."""
+"""The tag of cells whose output differs from run to run: something measured, or trained."""
 
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)")
-CLOSE = {"rel_tol": 0.05, "abs_tol": 1e-3}  # of numbers: other processors round otherwise
+CLOSE = {"rel_tol": 0.05, "abs_tol": 1e-3}  # for numbers, which other processors round otherwise
 
 
 def read(path: Path) -> NotebookNode:
-    """A notebook, with what it is kept with."""
+    """A notebook with its stored outputs."""
     return nbformat.read(path, as_version=4)
 
 
 def run(path: Path) -> NotebookNode:
-    """The same, with what it shows now."""
+    """A notebook with the outputs of a run that is made now."""
     notebook = read(path)
     nbclient.NotebookClient(
         notebook,
         timeout=300,
-        coalesce_streams=True,  # what is printed slowly is one output too
+        coalesce_streams=True,  # text printed in several pieces is one output
         record_timing=False,
         resources={"metadata": {"path": ROOT}},
     ).execute()
@@ -44,18 +44,18 @@ def run(path: Path) -> NotebookNode:
 
 
 def differences(kept: NotebookNode, now: NotebookNode) -> Iterator[str]:
-    """What a reader of the one sees otherwise than a reader of the other: a line each."""
+    """A line for each difference that a reader of the two notebooks sees."""
     for number, (before, after) in enumerate(zip(kept.cells, now.cells, strict=True)):
         texts = _texts(before), _texts(after)
         if VARIES in before.metadata.get("tags", []):
             texts = tuple([(kind, "") for kind, _ in shown] for shown in texts)
         for one, other in zip_longest(*texts, fillvalue=("nothing", "")):
             if not is_same(" ".join(one), " ".join(other)):
-                yield f"cell {number} shows {other}; it is kept with {one}"
+                yield f"cell {number} shows {other}; stored in it is {one}"
 
 
 def is_same(one: str, other: str) -> bool:
-    """Whether words are equal, and numbers nearly."""
+    """Whether two texts have the same words, and nearly the same numbers."""
     parts = [NUMBER.split(" ".join(text.split())) for text in (one, other)]
     return len(parts[0]) == len(parts[1]) and all(
         math.isclose(float(a), float(b), **CLOSE) if NUMBER.fullmatch(a) else a == b
@@ -64,7 +64,7 @@ def is_same(one: str, other: str) -> bool:
 
 
 def _texts(cell: NotebookNode) -> list[tuple[str, str]]:
-    """Of each output its kind, and what can be read in it."""
+    """The kind and the readable text of each output of a cell."""
     found = []
     for output in cell.get("outputs", []):
         if output.output_type == "stream":
@@ -80,7 +80,7 @@ def _texts(cell: NotebookNode) -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Run all, and write what they show."""
+    """Run all notebooks, and store what they show."""
     for path in NOTEBOOKS:
         kept, now = read(path), run(path)
         for line in differences(kept, now):

@@ -1,4 +1,4 @@
-"""The day kit loses nothing to a part that fails or hangs, nor when it is killed itself."""
+"""The kit for GPUs (``tests/gpu``) keeps its results if a part fails or hangs, or it is killed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def part(function, seconds=300.0, **options):
 
 
 def ran(folder, *parts, seconds=300.0):
-    """What became of parts in a dry run, by name; and it is what is written down."""
+    """What became of parts in a dry run, by name; results.json has to say the same."""
     outcomes = Runner(parts, folder, dry=True, seconds=seconds).run()
     results = json.loads((folder / "results.json").read_text())
     assert results["complete"] and results["dry_run"]

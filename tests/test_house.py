@@ -1,4 +1,4 @@
-"""The house: who imports whom, and who uses what is private to PyTorch."""
+"""Which room of the house imports which, and which files use private names of PyTorch."""
 
 import ast
 from pathlib import Path
@@ -39,8 +39,9 @@ OF_MODULES = {
     *("_parameters", "_buffers", "_modules", "_apply", "_is_full_backward_hook"),
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
 }
-"""What subclasses and pickles of ``nn.Module`` have long relied on, see ``fxpipe.ir._torch``."""
-OF_PYTHON = {"_replace", "_getframe", "_fields"}  # of named tuples, and of sys
+"""Private names that subclasses and pickles of ``nn.Module`` commonly use, see
+``fxpipe.ir._torch``."""
+OF_PYTHON = {"_replace", "_getframe", "_fields"}  # names of named tuples and of ``sys``
 
 
 def is_private(name):

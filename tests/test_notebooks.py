@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, and shows what it is kept with."""
+"""Every notebook runs from top to bottom, and shows the outputs that are stored in it."""
 
 import copy
 
@@ -11,7 +11,7 @@ from tests.notebooks import NOTEBOOKS, VARIES, differences, is_same, read, run
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_shows_what_it_is_kept_with(path):
+def test_a_notebook_shows_what_is_stored_in_it(path):
     assert list(differences(read(path), run(path))) == []
 
 

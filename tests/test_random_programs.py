@@ -1,8 +1,9 @@
-"""Random programs, stages, micro-batches and checkpoint modes: always the bits of the loop.
+"""Random programs give the bits of the loop over micro-batches, however they are run as a pipeline.
 
-Also as training steps, cut anywhere, in the order of any schedule.
+Stages, micro-batches and checkpoint modes are random, too. The programs are also run as training
+steps, cut anywhere, in the order of any schedule.
 
-A run of many more: ``FXPIPE_EXAMPLES=20000 python -m pytest tests/test_random_programs.py``.
+``FXPIPE_EXAMPLES=20000 python -m pytest tests/test_random_programs.py`` runs many more of them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CHANNELS = 4
 
 UNARY = ["conv", "same_conv", "linear", "norm", "tanh", "relu", "relu_", "drop", "view", "scale"]
 BINARY = ["add", "mul", "cat", "add_", "sub", "mul_part_", "copy_part_"]
-VIEWING = {"view", "linear"}  # what a linear gives is a view of what its matmul gives
+VIEWING = {"view", "linear"}  # a linear's result is a view of a matmul's
 WRITING = {"relu_", "add_", "mul_part_", "copy_part_"}
 
 
@@ -70,7 +71,7 @@ def cases(draw: st.DrawFn) -> Case:
     steps = []
     for made in range(1, draw(st.integers(3, 12)) + 1):
         kind = draw(st.sampled_from(UNARY + BINARY))
-        # Mostly of what was made last, so that programs are deep, with skips.
+        # Mostly the values made last are used, so that programs are deep, with skips.
         recent = st.integers(max(0, made - 2), made - 1)
         steps.append(Step(kind, draw(recent), draw(st.integers(0, made - 1))))
     checkpoint = draw(st.sampled_from(["never", "except_last", "always"]))
@@ -353,7 +354,7 @@ def trainings(draw: st.DrawFn) -> Training:
 
 
 def cut_anywhere(gm: fx.GraphModule, stages: int, rng: random.Random) -> Mapping[str, int]:
-    """Some order that the program allows, cut somewhere."""
+    """A random cut, at random places, of a random order that the program allows."""
     found = problem(gm.graph)
     before: list[set[int]] = [set() for _ in range(found.dag.size)]
     for value in found.dag.values:
@@ -374,7 +375,8 @@ def cut_anywhere(gm: fx.GraphModule, stages: int, rng: random.Random) -> Mapping
 
 
 def any_schedule(lanes: int, stages: int, microbatches: int, rng: random.Random) -> Schedule:
-    """Stages anywhere, some in halves, and every lane does what it can at random."""
+    """A random schedule: stages on any lanes, some backwards in halves, actions in any valid
+    order."""
     lane_of = [*range(lanes), *(rng.randrange(lanes) for _ in range(stages - lanes))]
     rng.shuffle(lane_of)
     kinds = [
@@ -409,7 +411,7 @@ def any_schedule(lanes: int, stages: int, microbatches: int, rng: random.Random)
 
 
 def schedule_of(training: Training, microbatches: int, rng: random.Random) -> Schedule:
-    """The one that is named, searched for, or random."""
+    """The schedule that a case asks for: a named, a searched or a random one."""
     lanes, stages = training.lanes, training.case.stages
     if training.schedule == RANDOM:
         return any_schedule(lanes, stages, microbatches, rng)

@@ -1,4 +1,5 @@
-"""The README's examples run as they stand, and what it shows is what they give."""
+"""The README's examples run as they stand, give the output that it shows, and its links lead
+somewhere."""
 
 from __future__ import annotations
 

@@ -182,17 +182,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, .
 
 
 def loss_of(output: Any) -> Tensor:
-    """Some scalar with a gradient everywhere."""
+    """A scalar of any output, with a gradient for each of its tensors."""
     return torch.sin(output).sum()
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Some loss that is a mean over rows, each of which has its own target."""
+    """A loss that is a mean over the rows, each of which has its own target."""
     return (torch.sin(output).flatten(1).sum(1) * target).mean()
 
 
 def parts(tensor: Tensor, chunks: int) -> list[Tensor]:
-    """As a pipeline cuts a mini-batch."""
+    """The micro-batches that a pipeline cuts a mini-batch into."""
     return list(torch.tensor_split(tensor, min(chunks, tensor.shape[0])))
 
 
@@ -206,7 +206,8 @@ def outputs_of_loop(model: nn.Module, inputs: tuple[Tensor, ...], chunks: int) -
 
 
 def loop(model: nn.Module, inputs: tuple[Tensor, ...], chunks: int) -> tuple[Tensor, list[Any]]:
-    """What a pipeline has to equal: all forwards, then the backwards, last micro-batch first."""
+    """The loop that a pipeline has to equal: all forwards, then the backwards, the last micro-batch
+    first."""
     model.zero_grad()
     outputs = outputs_of_loop(model, inputs, chunks)
     for output in reversed(outputs):
@@ -219,7 +220,7 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """The same bits, in any nesting."""
+    """Whether two values have the same structure and the same bits."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, list | tuple):
@@ -230,7 +231,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def labelled(model: nn.Module, inputs: tuple[Tensor, ...], starts: list[str]) -> fx.GraphModule:
-    """The model graph, a new stage beginning at each of the names."""
+    """The model graph with stages, a new one of which begins at each of the names."""
     gm = Alias(inputs)(fx.symbolic_trace(model))
     return Partition(len(starts) + 1, starts)(gm)
 
@@ -286,8 +287,8 @@ def step_of_loop(
     chunks: int,
     loss_fn: Callable[[Any, Tensor], Tensor],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Loss and gradients: each micro-batch by itself, summed in the order of the stage's
-    backwards."""
+    """The loss and the gradients of a step: those of each micro-batch by itself, summed in the
+    order of each stage's backwards."""
     chunks = min(chunks, len(target))
     trained = [p for p in model.parameters() if p.requires_grad]
     losses, grads = [], []

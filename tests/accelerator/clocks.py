@@ -1,11 +1,12 @@
 """Virtual time on the simulated accelerator: how long a program would take on given devices.
 
-The real program runs, with its threads, hand-overs and passes. Each operator is charged to its
-stream with the time that a device would take (``sim/clocks.h``), so that overlap, bubbles and waits
-too many show in the makespan, which is the same in every run.
+The real program runs, with its threads and queues. Each operator is charged to its stream with the
+time that a device would take (``sim/clocks.h``), so that overlap, bubbles and needless waits show
+in the makespan, which is the same in every run.
 
-A thread of the host that takes something from another one goes on no earlier than that one was when
-it put it there. PyTorch's engine threads are told when a backward is called for.
+Each thread of the host has a virtual time. A thread that takes something out of a queue goes on no
+earlier than at the time when another thread has put it there; a thread of the autograd engine
+begins at the time when the backward is called.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ class _Threading:
 
 
 def _backward(run: Any) -> Any:
-    """The function that starts the engine, which takes the time of its caller over, and gives its
-    own back."""
+    """The function that starts the autograd engine, with virtual time: the engine begins at the
+    time of its caller, and the caller goes on when the engine has finished."""
 
     def timed(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         tasks: set[int] = set()
@@ -149,8 +150,9 @@ def _backward(run: Any) -> Any:
 
 @contextmanager
 def virtual_time(speed: Speed) -> Iterator[None]:
-    """Time is counted within it, from zero. Lanes that are started before do not hand theirs over:
-    compile within it, and call :func:`begin` ahead of what is to be measured."""
+    """A context in which virtual time is counted, from zero. Lanes that were started before do not
+    hand their times over: compile within it, and call :func:`begin` right before the call that is
+    to be measured."""
     graph = torch.autograd.graph
     before = lanes.SimpleQueue, lanes.threading, lanes.Inbox
     run_backward = graph._engine_run_backward
@@ -166,7 +168,7 @@ def virtual_time(speed: Speed) -> Iterator[None]:
 
 
 def begin(speed: Speed) -> None:
-    """It is zero o'clock, everywhere."""
+    """Set the times of all threads and streams to zero, and the speed of all devices."""
     torch.ops.sim.clocks_start(
         speed.flops_per_s,
         speed.bytes_per_s,
@@ -178,11 +180,11 @@ def begin(speed: Speed) -> None:
 
 
 def makespan() -> float:
-    """When all streams are done with what they have been given, in seconds."""
+    """The time, in seconds, at which all streams have done their work."""
     time: float = torch.ops.sim.makespan()
     return time
 
 
 def spans() -> list[Span]:
-    """What took time, in the order in which it was given to the streams."""
+    """All work that took time, in the order in which it was launched."""
     return [Span(*each) for each in zip(*torch.ops.sim.spans(), strict=True)]

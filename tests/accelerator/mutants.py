@@ -2,11 +2,12 @@
 
     python -m tests.accelerator.mutants [WORD ...]
 
-Each call by which the runtime orders streams, keeps memory or keeps pace is taken away, one at a
-time, in a copy of the repository, and the tests on the simulated accelerator are run until one of
-them fails. It prints a line for each mutant: what was taken away, and the test that has found it,
-or ``SURVIVES``. With words, only mutants whose line has one of them. A mutant takes a minute on two
-cores. The exit status is the number of survivors.
+A mutant is a copy of the repository without one of the calls by which the runtime orders streams,
+keeps memory alive or stops the host from running too far ahead. For each mutant the tests on the
+simulated accelerator are run until one of them fails. The program prints a line for each: the call
+that was taken away, and the test that failed, or ``SURVIVES``. With words, only mutants are tried
+whose line has one of the words. A mutant takes a minute on two cores. The exit status is the number
+of survivors.
 """
 
 from __future__ import annotations

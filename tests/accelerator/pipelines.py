@@ -1,5 +1,6 @@
-"""On several devices a pipeline computes what it computes on the CPU, bit by bit, and whatever one
-stream makes for another is waited for (``plugin.py`` looks for races after each test)."""
+"""On several devices a pipeline computes what it computes on the CPU, bit by bit, and a stream
+waits for every value that another stream makes for it (``plugin.py`` looks for races after each
+test)."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ BATCH = 7  # divided by no number of micro-batches here
 
 
 def here(values):
-    """On the host."""
+    """Copies of the tensors on the host."""
     return [None if v is None else v.detach().cpu() for v in values]
 
 
 def check(name, found, wanted):
-    """The same bits; but a tied weight's gradients are summed in another order between devices."""
+    """Assert that the bits are the same. Those of the model "tied" are only close: between devices
+    the gradients of its weight are summed in another order."""
     if name == "tied":
         torch.testing.assert_close(here(found), wanted)
     else:
@@ -40,7 +42,7 @@ def mean_loss(output, target):
 
 @contextmanager
 def own_streams(devices=FOUR):
-    """As one who computes on streams other than the default ones."""
+    """A context in which this thread computes on new streams, and not on the default ones."""
     with ExitStack() as stack:
         for device in dict.fromkeys(devices):
             stream = torch.Stream(torch.device(device))
@@ -54,8 +56,8 @@ def own_streams(devices=FOUR):
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch):
-    """Those of the caller are no default ones, where more can go wrong; but see below. The host
-    runs ahead as far as it can: the order must not rest on what it waits for to save memory."""
+    """Every test computes on streams of its own, where more can go wrong than on default ones. The
+    host may run ahead without limit: the order must not depend on the waits that save memory."""
     monkeypatch.setattr("fxpipe.runtime.streams.AHEAD", sys.maxsize)
     with own_streams():
         yield

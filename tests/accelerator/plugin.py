@@ -1,4 +1,4 @@
-"""For pytest: tests run with the simulated accelerator, and none may leave a race behind.
+"""A plugin for pytest: tests run with the simulated accelerator, and fail if it has seen a race.
 
 python -m pytest -p tests.accelerator.plugin tests/accelerator/pipelines.py
 """

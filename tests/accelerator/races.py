@@ -1,4 +1,4 @@
-"""The detector finds what is wrong, and nothing else."""
+"""The simulated accelerator's detector reports each kind of race, and nothing that is no race."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What needs an accelerator, on the simulated one.
+"""Runs the tests that need an accelerator on the simulated one.
 
-In processes of its own: where there is an accelerator, it is there for all of a process, and ahead
-of the first backward.
+They run in processes of their own, since an accelerator has to be there before the first backward
+of a process, and stays for the rest of it.
 """
 
 from __future__ import annotations

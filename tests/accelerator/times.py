@@ -1,7 +1,8 @@
 """How long a pipeline takes on several devices, in virtual time (``clocks.py``).
 
-Each stage works one second for a row in the forward and two in the backward, and a micro-batch is a
-row, so that with free copies the ideal of gpipe and 1F1B is (micro-batches + stages - 1) x 3.
+A stage's forward takes one second for a row, and its backward two. A micro-batch is a single row,
+so that with copies that take no time the ideal of gpipe and 1F1B is (micro-batches + stages - 1) x
+3 s.
 """
 
 from __future__ import annotations

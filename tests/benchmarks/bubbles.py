@@ -1,9 +1,10 @@
 """Idle time of all schedules beside their formulas. Run: python -m tests.benchmarks.bubbles
 
-Forward, input half and weight half of a backward take one unit each. Copies take no time. Idle
-time is counted twice: over the whole step, and within each lane's own span, which is what steps
-that follow each other pay. Memory is the most that a lane keeps, in micro-batches of its whole part
-of the model, so that lanes with one stage and with two compare.
+A forward and each half of a backward take one unit of time, and copies none. Idle time is counted
+in two ways: over the whole step, and from a lane's first action to its last, which is the idle time
+that remains when one step follows another. Memory is the largest number of micro-batches whose
+activations a lane keeps, counted over all its stages, so that lanes with one stage and with two can
+be compared.
 """
 
 from __future__ import annotations

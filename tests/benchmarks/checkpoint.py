@@ -1,7 +1,8 @@
 """fxpipe.checkpoint beside torch.utils.checkpoint. Run: python -m tests.benchmarks.checkpoint
 
-For each situation: whether the results are those without a checkpoint, bit for bit; how often
-functions run, forward and backward; and the bytes that the first outermost call leaves behind.
+The table has a row for each situation. It says whether the results are bit for bit those without a
+checkpoint, how often functions run in forward and backward, and how many bytes the first outermost
+call leaves saved.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """How compiling grows with the graph. Run: python -m tests.benchmarks.compile_time [sizes]
 
-Whole ``compile`` (trace, check, passes, cut, unrolled, made ready), then a training step and
-freeing all of it, for plain chains and for such with a skip over every tenth node, of 1,000 to
-100,000 nodes; each in a process of its own, in CPU seconds, with the default recursion limit. And
-ResNet-101 on four stages, eight micro-batches. Exponents are fitted (least squares of logarithms).
+The time is that of ``compile`` (tracing, check, passes, cut), a training step, and freeing
+everything. The models are plain chains, and chains with a skip over every tenth node, of 1,000 to
+100,000 nodes; and ResNet-101 on four stages with eight micro-batches. Each runs in a process of its
+own, timed in CPU seconds, with the default recursion limit. Exponents are fitted by least squares
+of the logarithms.
 """
 
 from __future__ import annotations

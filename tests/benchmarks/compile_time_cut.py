@@ -2,8 +2,8 @@
 
 Run: python -m tests.benchmarks.compile_time_cut
 
-The graphs are rows with a skip over eight nodes at every fourth, and every fiftieth a long one. The
-exponent is fitted to the CPU time (least squares of the logarithms).
+The graphs are chains. Every fourth node begins a skip over eight nodes, and every fiftieth a long
+one. The exponent is fitted to the CPU time (least squares of the logarithms).
 """
 
 from __future__ import annotations

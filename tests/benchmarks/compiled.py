@@ -1,4 +1,4 @@
-"""Compiled stages beside the compiled model: whether they give the same, and how long they take.
+"""Compiled stages beside the compiled model: how much results differ, and how long steps take.
 
 ::
 
@@ -6,16 +6,17 @@
     python -m tests.benchmarks.compiled --models gpt2 --schedules zb_h1 --backend aot_eager
 
 GPT-2, Llama, a U-Net and a ViT of small sizes train one step of four micro-batches: in a loop over
-the micro-batches with ``torch.compile(model)``, and as a pipeline on two CPU lanes with
-``stage_backend``. In the third place stages run as they are, so that what compiling gains shows.
+the micro-batches with ``torch.compile(model)``, as a pipeline on two CPU lanes with
+``stage_backend``, and as an uncompiled pipeline, which shows what compiling gains.
 
 Times are CPU seconds of the process, which hardly depend on what else the machine does: medians of
-steps that take turns, with one intra-op thread. "ratio" is the pipeline's by that of the compiled
-model in the loop; "as it is" is the uncompiled pipeline's by the same. Differences are the largest
-of any gradient, by the largest number in that gradient; "eager" is that of the compiled model in a
-loop from the model that is not compiled, in the same unit. Dropout is off, as the two sides draw
-their masks in different orders. "anew" counts the stages that were compiled after the first step,
-in three steps with smaller batches.
+steps that take turns, with one intra-op thread. "ratio" is the time of the compiled pipeline
+divided by that of the compiled model in the loop; "as it is" is the time of the uncompiled pipeline
+divided by the same. A difference is the largest of any gradient, divided by the largest number in
+that gradient: of the compiled pipeline from the compiled model in the loop and, as "eager", of that
+from the uncompiled model. Dropout is off, as the two sides draw their masks in different orders.
+"anew" counts the stages that were recompiled after the first step, in three steps with smaller
+batches.
 """
 
 from __future__ import annotations

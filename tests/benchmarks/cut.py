@@ -2,9 +2,9 @@
 
 Run: python -m tests.benchmarks.cut [names of models]
 
-Each node is timed on this machine, forward and backward. torchgpipe's ``balance_cost`` gets the
-times of the nodes in the model's order, the cut into equal parameters their bytes. Shown is the
-time of the slowest stage over the lower bound: 1.000 cannot be beaten.
+Each node is timed on this machine, forward and backward. torchgpipe's ``balance_cost`` gets these
+times, in the model's order. The cut into equal parameters balances the stages' bytes of parameters.
+The table shows the time of the slowest stage divided by the lower bound: 1.000 cannot be beaten.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Run: python -m tests.benchmarks.cut_predicted
 
-Theirs: U-Net and ResNet-101 over one device without a pipeline, AmoebaNet-D over two stages with
-one micro-batch (torchgpipe's benchmarks, version 0.0.5). Ours are predictions, by the roofline of a
-P40's data sheet, with checkpoints in all micro-batches but the last; nothing has been run.
+torchgpipe's speed-ups (its benchmarks, version 0.0.5) are over one device without a pipeline for
+U-Net and ResNet-101, and over two stages with one micro-batch for AmoebaNet-D. Ours are predictions
+by the roofline of a P40's data sheet, with checkpoints in all micro-batches but the last: nothing
+is run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long drawings take: of a model with some 5,000 nodes, every level, from graph to SVG.
+"""How long it takes to draw a model with some 5,000 nodes at every level, from the graph to SVG.
 
 ``python -m tests.benchmarks.draw``
 """

@@ -5,12 +5,13 @@
     python -m tests.benchmarks.host
     python -m tests.benchmarks.host --profile 1f1b      # where it goes, by cProfile
 
-Each stage is one small linear layer, so that hardly anything is computed. What a training step
-takes over a plain loop over the micro-batches is what it costs in Python and in PyTorch's own
-bookkeeping, here in CPU microseconds (of all threads) for a stage and micro-batch, forward and
-backward. On accelerators all lanes of a process share one interpreter, so this is the least time
-between two kernels. torch.distributed.pipelining runs in one rank with one stage, so nothing is
-sent; torchgpipe is measured if it is installed (pip install --no-deps torchgpipe==0.0.7).
+Each stage is one small linear layer, so that hardly anything is computed. The time by which a
+training step takes longer than a plain loop over the micro-batches is spent in Python and in
+PyTorch's own bookkeeping. It is given in CPU microseconds (of all threads) for one stage and one
+micro-batch, forward and backward. Since all lanes of a process share one interpreter, a stage on an
+accelerator cannot take less than this. torch.distributed.pipelining runs in one rank with one
+stage, so nothing is sent; torchgpipe is measured if it is installed (pip install --no-deps
+torchgpipe==0.0.7).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measured node costs, summed, against the measured time of the stages they make up.
+"""The sum of the measured costs of a stage's nodes, beside the measured time of the stage.
 
 Run: python -m tests.benchmarks.measured_cost
 """

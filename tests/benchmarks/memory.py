@@ -2,11 +2,11 @@
 
 Run: python -m tests.benchmarks.memory [stages ...]
 
-GPT-2 with tied embeddings, cut into 2, 3 and 4 stages, 8 micro-batches, in the order of 1F1B. Held
-is the most that autograd has saved at once at each stage, by memory (views of one are counted
-once), and replicas of the weight that several devices share; gradients, parameters and the
-optimizer's states are not looked at. The model's inputs are views of the mini-batch, which counts
-whole.
+The model is GPT-2 with tied embeddings, cut into 2, 3 and 4 stages, with 8 micro-batches, in the
+order of 1F1B. A stage is said to hold the most bytes that autograd has saved there at one time
+(memory that several views share counts once), and its replica of the weight that several devices
+share. Gradients, parameters and the optimizer's states are not counted. The inputs of micro-batches
+are views of the mini-batch, so that the whole mini-batch counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time several things against each other: in turns, so that what disturbs one disturbs all."""
+"""Times several functions in turns, so that whatever disturbs the machine disturbs all of them."""
 
 from __future__ import annotations
 

@@ -9,10 +9,11 @@ hand-overs; each operator is charged to its stream with the time that a device w
 
 1. Balanced stages: a chain of stages that take one second a row forward and two backward, so that
    the ideal of a schedule is known exactly.
-2. Nets. They are small and so are the devices: those of an H100 node with all rates, of arithmetic,
-   memory and links, divided by ``SMALLER``; operators cost the host nothing. Beside a step's time
-   there is the simulator's, for the times of the stages as they were measured in virtual time and
-   for the same links; with links that take no time, which is the schedule's ideal for this cut; and
+2. Nets. They are small, and so are the devices, which are those of an H100 node with all rates (of
+   arithmetic, memory and links) divided by ``SMALLER``; operators cost the host nothing. Beside the
+   time of a step stand three others. One is what the simulator predicts from the times of the
+   stages, as they were measured in virtual time, and from the same links. The second is its
+   prediction for links that take no time, which is the schedule's ideal for this cut. The third is
    the work of all stages divided by the number of devices.
 
 The first table takes a minute on two cores. The second compiles each net anew for each row: the

@@ -1,4 +1,4 @@
-"""The day kit, which finds out in nine minutes how fxpipe runs on CUDA GPUs.
+"""The kit for the day there is a GPU: it finds out in nine minutes how fxpipe runs on CUDA GPUs.
 
     python -m tests.gpu FOLDER
 

@@ -1,4 +1,4 @@
-"""What machine this is, and what is missing on it."""
+"""The part "about": which machine this is, and which packages and programs it lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Other ways to do the same: compiled stages, other libraries, and models as published."""
+"""Parts that compare: compiled stages with the compiled model, fxpipe with other libraries, and
+models of published sizes."""
 
 from __future__ import annotations
 

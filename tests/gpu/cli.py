@@ -1,4 +1,4 @@
-"""The command line of the kit."""
+"""The command line of the kit: its options, and the exit status."""
 
 from __future__ import annotations
 

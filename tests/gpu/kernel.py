@@ -1,4 +1,4 @@
-"""A Triton kernel. Imported only where Triton is installed."""
+"""A Triton kernel, for the part "triton"; imported only where Triton is installed."""
 
 import triton
 import triton.language as tl

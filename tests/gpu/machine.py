@@ -1,7 +1,7 @@
 """The machine that a part runs on: CUDA GPUs, or the simulated accelerator in a dry run.
 
-All that parts ask of CUDA alone goes through this file; everything else through
-``torch.accelerator``, which is the same for both.
+Parts call functions that only CUDA has through this file, and all others through
+``torch.accelerator``, which is the same for both machines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the kit needs of a machine. Only the standard library is imported here."""
+"""Which packages and programs the kit needs. This file imports the standard library only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The parts, in the order in which they run: what decides whether anything works comes first."""
+"""The list of the parts, in the order in which they run: the ones that show whether anything works
+come first."""
 
 from __future__ import annotations
 

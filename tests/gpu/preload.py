@@ -1,4 +1,5 @@
-"""What the server of processes imports once for all parts. None of this may touch a GPU."""
+"""The imports that the server, from which the parts' processes are forked, makes once for all. None
+of them may touch a GPU."""
 
 from contextlib import suppress
 

@@ -1,4 +1,5 @@
-"""Whether a pipeline computes what the model computes, and waits for whatever it uses."""
+"""Parts that ask whether a pipeline computes what the model computes, and waits for what it
+uses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs parts one after the other, each in a process of its own, and writes down what came of them.
+"""Runs parts one after the other, each in a process of its own, and writes down their outcomes.
 
 The processes are forked from a server that has imported PyTorch and has not touched a GPU, so that
-none spends seconds on imports. A part with an environment of its own gets a new interpreter.
+no part spends seconds on imports. A part that sets environment variables gets a new interpreter.
 """
 
 from __future__ import annotations

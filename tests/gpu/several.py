@@ -1,4 +1,4 @@
-"""What two or more GPUs tell that one does not."""
+"""Parts that need two GPUs or more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long things take on this machine, how much memory they hold, and where the time goes."""
+"""Parts that measure: times of steps and of the host, memory, and traces of where the time goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model of the zoo against the loop over its micro-batches."""
+"""Runs a model of the zoo as a pipeline and as a loop over its micro-batches, and compares both."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ SMALL = 1e-4
 
 @dataclass(frozen=True)
 class Result:
-    """What came out of one model in one case."""
+    """How near a model's pipeline came to the loop in one case, and how it was compiled."""
 
     front_end: str
     nodes: int  # of the model graph
     skips: int
-    difference: float  # the largest, see difference()
+    difference: float  # from the loop, see :func:`difference`
     compile_s: float
 
     @property
     def is_good(self) -> bool:
-        """As near as the front end promises."""
+        """Whether the difference is no more than the front end promises."""
         return self.difference <= (0.0 if self.front_end == "symbolic" else TOLERANCE)
 
 
@@ -51,7 +51,7 @@ class Step:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Bits are compared: the same number of intra-op threads everywhere."""
+    """Both sides compute with one intra-op thread, since their bits are compared."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -114,7 +114,7 @@ def batch_for(entry: Entry, batch: int = BATCH) -> dict[str, Any]:
 
 
 def micro_batches(inputs: dict[str, Any], batch: int = BATCH) -> Iterator[dict[str, Any]]:
-    """The inputs, cut as a pipeline cuts them: what has no row for each is in all of them."""
+    """The inputs, cut as a pipeline cuts them: a tensor without the batch's rows goes to all."""
     for i in range(CHUNKS):
         yield pytree.tree_map_only(
             Tensor, lambda t, i=i: parts(t, CHUNKS)[i] if t.shape[0] == batch else t, inputs
@@ -122,7 +122,8 @@ def micro_batches(inputs: dict[str, Any], batch: int = BATCH) -> Iterator[dict[s
 
 
 def run_step(model: nn.Module, run: Any, rows: int = BATCH // CHUNKS) -> Step:
-    """A forward of micro-batches of so many rows, and the backward of them, the last one first."""
+    """The forwards of micro-batches of ``rows`` rows each, which ``run`` makes, then the backwards,
+    the last micro-batch first."""
     torch.manual_seed(2)
     outputs = run()
     named = [_leaves(output) for output in outputs]
@@ -152,13 +153,14 @@ def run_step(model: nn.Module, run: Any, rows: int = BATCH // CHUNKS) -> Step:
 
 
 def _joined(parts: list[Tensor], rows: int) -> Tensor:
-    """Along the batch: the first dimension of that size, behind frames, say, or the first one."""
+    """The parts put together along the batch: the first dimension that has ``rows`` elements (there
+    may be frames ahead of it), or else dimension 0."""
     shape = list(parts[0].shape)
     return torch.cat(parts, shape.index(rows) if rows in shape else 0)
 
 
 def _mean(scalars: list[Tensor]) -> Tensor:
-    """As a pipeline makes one of the scalars of micro-batches of one size."""
+    """The scalar that a pipeline makes of those of its micro-batches, which are of equal size."""
     if scalars[0].is_floating_point():
         return torch.stack(scalars).mean()
     assert all(scalar == scalars[0] for scalar in scalars)
@@ -170,7 +172,7 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def _leaves(value: Any, path: str = "output") -> dict[str, Any]:
-    """All that an output holds, by where it is; objects are opened."""
+    """All values in an output, by their paths; objects are opened by their attributes."""
     if isinstance(value, Mapping):
         children = {f"{path}.{key}": child for key, child in value.items()}
     elif isinstance(value, list | tuple):
@@ -183,10 +185,11 @@ def _leaves(value: Any, path: str = "output") -> dict[str, Any]:
 
 
 def difference(expected: Step, actual: Step) -> float:
-    """The largest, relative to the largest value of the tensor that it is in.
+    """The largest difference of two steps, relative to the largest value of the tensor it is in.
 
-    Tensors of mere rounding errors (the gradient of a bias that a softmax takes away, say) are
-    measured by others: none by less than ``SMALL`` of the largest of its kind.
+    Some tensors hold nothing but rounding errors (such as the gradient of a bias that cancels in a
+    softmax). So no difference is taken relative to less than ``SMALL`` times the largest value of
+    all outputs, all gradients or all buffers.
     """
     worst = 0.0
     for ours, theirs in (

@@ -1,6 +1,8 @@
-"""Compile the whole zoo, and write down what came of it.
+"""Compiles the models of the zoo, and writes the table of the README and
+``tests/models/results.md``.
 
-``python -m tests.models.table`` takes all models; names after it take these, and write nothing.
+``python -m tests.models.table`` runs all models. Followed by names of models, it runs only these,
+and writes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ START, END = "<!-- the zoo: written by python -m tests.models.table -->", "<!-- 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one model, in all its cases."""
+    """The results of one model, by case."""
 
     name: str
     results: dict[tuple[bool, str], Result]
@@ -44,14 +46,14 @@ class Row:
         return [c for c in CASES if c in self.errors or not self.results[c].is_good]
 
     def says(self, case: tuple[bool, str]) -> str:
-        """What went wrong."""
+        """A sentence that says what went wrong in a case."""
         if case in self.errors:
             return self.errors[case]
         return f"differs by {self.results[case].difference:.1e}"
 
 
 def run(name: str) -> Row:
-    """One model in all its cases. Whatever goes wrong is a result too."""
+    """Compare one model in all its cases. An error is a result, too."""
     entry, results, errors = entries()[name], {}, {}
     for case in CASES:
         try:
@@ -62,13 +64,13 @@ def run(name: str) -> Row:
 
 
 def _quiet() -> None:
-    """The libraries have much to say of their defaults."""
+    """Silence warnings, of which the libraries give many about their own defaults."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
 
 def run_all(names: Iterable[str], workers: int) -> Iterator[Row]:
-    """Models in several processes; rows in the order of the names."""
+    """Run models in several processes, and yield their rows in the order of the names."""
     with ProcessPoolExecutor(workers, get_context("spawn"), _quiet) as pool:
         yield from pool.map(run, names)
 
@@ -185,7 +187,7 @@ def _model(name: str) -> str:
 
 
 def write(rows: list[Row], minutes: float) -> None:
-    """Into the page of results, and into the README."""
+    """Write the page of results, and the table in the README."""
     TABLE.write_text(results_page(rows, minutes))
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(START)

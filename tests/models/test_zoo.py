@@ -1,6 +1,6 @@
 """Models from three libraries, unchanged, against the loop over their micro-batches.
 
-A few of them here; ``python -m tests.models.table`` takes all.
+These tests take a few of the models; ``python -m tests.models.table`` takes all.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A device type "sim", to test what needs streams and several devices, and to prove its order.
+"""A device type "sim", on which code for streams and several devices is tested without any device.
 
-Memory is the host's, and all is done at once and by the operators of the CPU, so that values are
-bit by bit those of the CPU. But each operator is charged to the stream that is current, and a
-detector (``races.h``) sees to it that whatever is used has been waited for, and that memory is not
-given away while another stream uses it: what a device would do wrong in one run of a thousand is
-found in every one. :func:`races` says what it has found.
+Its memory is that of the host, and the CPU's operators run at once, so that values are bit by bit
+those of the CPU. But each operator is charged to the stream that is current, and a detector
+(``races.h``) checks that every use of a tensor waits for the work that made it, and that no memory
+is given away while another stream uses it. So an error that a real device would show in one run of
+a thousand is found in every run. :func:`races` returns what the detector has found.
 
-It has to be loaded ahead of the first backward of a process: then the autograd engine starts its
-threads, one for each device that there is.
+The device has to be loaded before the first backward of a process: at that backward the autograd
+engine starts its threads, one for each device that there is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The library of the device, built once for all processes that need it."""
+"""Builds the library of the device "sim", once for all processes that need it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The models that the zoo compiles: real ones, from three libraries, made small.
 
-An entry says how to build a model with random weights and how to make a batch for it. Nothing else
-is done to a model but that its dropout is off, so that two ways to run it can be compared. The
-configurations are the libraries' own but for sizes; caches, attention kernels and what is returned
-are left as they are by default.
+An entry says how to build a model with random weights and how to make a batch for it. A model is
+changed in one way only: its dropout is switched off, so that two runs of it can be compared. The
+configurations are the libraries' defaults except for sizes; caches, attention kernels and the kind
+of output are left at their defaults.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an entry of the zoo is, and how to write one in a few words."""
+"""The class of the zoo's entries, and functions with which an entry is written in a line or two."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ class Entry:
     inputs: Inputs
     """The keyword arguments of one call, for a batch of that size."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What ``fxpipe.compile`` has to be told besides."""
+    """Further options of ``fxpipe.compile`` that this model needs."""
     fast: bool = False
     """Whether it is compiled in every test run."""
     warm: bool = False
-    """Whether it has to be called once in either mode ahead of being compiled."""
+    """Whether it has to be called once in train mode and once in eval mode before it is
+    compiled."""
     double: bool = False
-    """Whether it is compared in double precision: sums that cancel leave few digits of single."""
+    """Whether it is compared in double precision, since its sums cancel most digits of single."""
     across: str = ""
-    """Why the rows of a batch see each other in it: then it is compiled with ``check="warn"``."""
+    """Why the rows of a batch depend on each other in it, if they do: then it is compiled with
+    ``check="warn"``."""
 
 
 ENTRIES: list[Entry] = []

@@ -1,4 +1,5 @@
-"""Models in plain PyTorch, as people write them: each does what a library's model seldom does."""
+"""Models in plain PyTorch, as people write them. Each does something that a library's model seldom
+does."""
 
 from __future__ import annotations
 

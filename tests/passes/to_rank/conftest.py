@@ -1,4 +1,4 @@
-"""All threads compute with one thread each: bits depend on how many there are."""
+"""Every rank of a test computes with one intra-op thread, since bits depend on their number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Ranks that are threads, and the one process that they are compared with, are alike."""
+    """Ranks, which are threads here, and the single process that they are compared with, compute
+    with one intra-op thread each."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
