@@ -52,82 +52,89 @@ def compile(
     dump: str | os.PathLike[str] | None = None,
     verbose: bool = False,
 ) -> Pipeline:
-    """The same model, as a pipeline over several devices.
+    """Compile a model to a pipeline over several devices, which computes what the model computes.
 
     Args:
-        devices: one for each lane; repeats are allowed, and ``["cpu", "cpu"]`` is two lanes on the
-            CPU. None: every visible accelerator, or two CPU lanes where there is none. A lane has
-            one stage, or as many as ``schedule`` and ``stages`` say. Or a ``DeviceMesh`` of one
-            dimension, or a ``ProcessGroup``: then each of its processes, which all compile the same
-            model, is a lane, see :class:`fxpipe.ranks.RankPipeline`.
-        example_inputs: arguments of one mini-batch; if these or ``example_kwargs`` are given, the
-            pipeline is compiled now, otherwise at its first call.
-        chunks: micro-batches per mini-batch. None: as many as ``schedule`` has, if that is one of
-            your own, else four for each stage. A batch with fewer rows has fewer, in the order that
-            the first ones have. A model whose graph depends on the size of its batch may get fewer,
-            all of one size.
-        partition: "auto"; or the names of the modules or nodes that begin a stage; or a dict from
-            names to stages; or a function that takes the model graph and gives one of these; or an
-            :class:`Auto`, which says what is to be even, and under which conditions.
-        costs: what the automatic cut goes by: "analytic", "measured" (each node is run and timed on
-            the first device), a :class:`Profile` or the path of a saved one, or seconds by name of
-            node or module. "auto": measured on accelerators if there are example inputs, else
-            analytic.
-        checkpoint: "never", "always", or "except_last": which micro-batches keep no activations and
-            compute them again in the backward.
-        checkpoint_segments: a checkpointed stage is cut in so many segments, each of which is run
-            again on its own: at no time are there more activations than those of one of them. The
-            inputs of all segments are kept. (Where a schedule puts gradients of parameters off, so
-            is what these are computed from.)
-        schedule: the order of :meth:`Pipeline.step`: one of :data:`fxpipe.schedule.NAMES`; "auto",
-            the best that is found for the stages' costs; or a :class:`fxpipe.schedule.Schedule` for
-            as many lanes as there are devices.
-        stages: how many, if not as many as the schedule takes: one for each device, or two for
-            schedules that give each device several ("interleaved_1f1b", "looped_bfs", "zbv",
-            "dualpipe_v").
-        loss_fn: for :meth:`Pipeline.step`: ``loss_fn(output, target)`` gives a scalar. None: the
-            model returns its loss, as its output, the first of a tuple, or under the name "loss".
-        loss_weight: by how much the loss of each micro-batch counts in that of the mini-batch,
-            which is the sum of all losses times their weights over the sum of the weights. A
-            function that gives a number for a micro-batch: called with its part of the target; if
-            there is no ``loss_fn``, with its part of the model's arguments, by their names
+        model: the model; the pipeline shares its parameters.
+        devices: the device of each lane. Devices may repeat: ``["cpu", "cpu"]`` is two lanes on the
+            CPU. None: every visible accelerator, or two CPU lanes if there is none. A lane has one
+            stage, or as many as ``schedule`` and ``stages`` say. For a ``DeviceMesh`` of one
+            dimension, or a ``ProcessGroup``, each of its processes is a lane, and all of them
+            compile the same model; see :class:`fxpipe.ranks.RankPipeline`.
+        example_inputs, example_kwargs: the arguments of one mini-batch, as a tuple and a dict. If
+            either is given, the pipeline is compiled now, otherwise at its first call.
+        chunks: the number of micro-batches in a mini-batch. None: the number that ``schedule`` has,
+            if it is a :class:`fxpipe.schedule.Schedule`, else four for each stage. A batch with
+            fewer rows than that has fewer micro-batches, which keep their order in the schedule. A
+            model whose graph holds for one batch size only may get fewer too, all of one size.
+        partition: where to cut the model. "auto"; or the names of the modules or nodes that begin a
+            stage; or a dict from names to stages; or a function that takes the model graph and
+            returns one of these; or an :class:`Auto`, which sets what is balanced (time, memory),
+            and under which conditions.
+        costs: where the automatic cut takes the times of nodes from. "analytic": an estimate.
+            "measured": each node runs and is timed on the first device. Or a :class:`Profile`, the
+            path of a saved one, or a dict from names of nodes or modules to seconds. "auto":
+            "measured" on accelerators if there are example inputs, else "analytic".
+        checkpoint: which micro-batches keep no activations, but recompute them in the backward:
+            "never", "always", or "except_last" (all but the last).
+        checkpoint_segments: the number of segments of a checkpointed stage. The inputs of all
+            segments are kept, and each segment is recomputed on its own, so that the activations of
+            only one segment exist at a time. (If a schedule puts weight gradients off, the
+            activations from which they are computed exist until then.)
+        schedule: the order of a training step, :meth:`Pipeline.step`: one of
+            :data:`fxpipe.schedule.NAMES`; "auto", which searches for the best schedule for the
+            costs of the stages; or a :class:`fxpipe.schedule.Schedule` with as many lanes as there
+            are devices.
+        stages: the number of stages. None: as many as the schedule takes, which is one for each
+            device, or two for "interleaved_1f1b", "looped_bfs", "zbv" and "dualpipe_v".
+        loss_fn: the loss function of :meth:`Pipeline.step`: ``loss_fn(output, target)`` returns a
+            scalar. None: the model returns its loss, as its output, as the first element of a
+            tuple, or under the name "loss".
+        loss_weight: the weight of each micro-batch in the loss of the mini-batch, which is the sum
+            of all losses times their weights over the sum of the weights. A function of a
+            micro-batch that returns a number: it is called with the micro-batch's target; or, if
+            there is no ``loss_fn``, with the model's arguments by name
             (``lambda labels, **_: (labels != -100).sum()``). :mod:`fxpipe.loss_weight` has such
-            functions. Or "rows", for a mean over the rows, or "sum". None: what the check finds,
-            the number of rows or a sum.
-        in_dims, out_dims: the batch dimension of inputs and outputs, where it cannot be inferred:
-            an int or None for all, or nested like the arguments, or the output. An output without
-            one (None) is averaged, weighted by the sizes of the micro-batches; where "sum" is said,
-            or it is found to be a sum over the rows, it is added up. In ``in_dims``, "list" says
-            that a list has one element for each row, as ``{"images": "list", "targets": "list"}``
-            for a detection model: it is cut between its elements.
-        deferred_batch_norm: update the running statistics of batch norms once for each mini-batch,
-            as without a pipeline. Each micro-batch is normalised by its own statistics either way.
-        tracer: "auto", "symbolic", "export", or ``(model, args, kwargs) -> fx.GraphModule``.
+            functions. Or "rows" for a loss that is a mean over rows, or "sum" for one that is a
+            sum. None: the check finds out which of the two the loss is.
+        in_dims, out_dims: the batch dimensions of inputs and outputs that cannot be inferred: an
+            int or None for all of them, or values nested like the arguments, or like the output. An
+            output without a batch dimension (None) is averaged over the micro-batches, weighted by
+            their sizes. It is added up if "sum" is given in place of None, or if the check finds
+            that it is a sum over the rows. In ``in_dims``, "list" means that a list has one element
+            for each row, and is cut between elements: ``{"images": "list", "targets": "list"}`` for
+            a detection model.
+        deferred_batch_norm: whether the running statistics of batch norms are updated once for each
+            mini-batch, as without a pipeline. Either way, each micro-batch is normalised by its own
+            statistics.
+        tracer: the front end that traces the model: "auto", "symbolic", "export", or a function
+            ``(model, args, kwargs) -> fx.GraphModule``.
         passes: the chain of passes to run. None: :func:`fxpipe.default_chain`, to which you can add
             passes of your own: ``fxpipe.default_chain().before("split", Mine())``.
-        check: whether what the pipeline means is compared with the model, on a few rows of each
-            kind of call: True, what differs is refused; "warn", it is warned of; False, it is
-            accepted.
-        stage_backend: what compiles each stage, forward and backward: a backend as
+        check: whether the results of micro-batches are compared with the model's on a whole batch,
+            on a few rows, each time a kind of call is compiled. True: a call for which they differ
+            is refused. "warn": it runs, with a warning. False: it runs without one.
+        stage_backend: the backend that compiles each stage, forward and backward, as
             ``torch.compile`` takes it ("inductor", or a function of a graph module and example
-            inputs), or a dict of its arguments, ``{"backend": "inductor", "mode":
+            inputs); or a dict of arguments of ``torch.compile``, ``{"backend": "inductor", "mode":
             "max-autotune"}``. A stage that it cannot compile runs as it is, with a warning. None:
             all stages run as they are.
         dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
-            code and, if it is small, drawn, after every pass. None: what ``FXPIPE_DUMP`` in the
-            environment says, if anything.
+            code and, if it is small, drawn, after every pass. None: the folder that the environment
+            variable ``FXPIPE_DUMP`` names, if it is set.
         verbose: whether each compilation logs where its time goes, as a table of its phases, on
             Python's logger "fxpipe" at level INFO (on stderr if logging has not been set up).
-            ``FXPIPE_LOGS=compile`` in the environment asks for the same.
+            The environment variable ``FXPIPE_LOGS=compile`` does the same.
 
     Returns:
         A module with the model's signature, outputs, parameters and state dict. The parameters are
         the model's own, moved to the devices of their stages.
 
     Raises:
-        ValueError: for arguments that make no sense, saying which would.
-        TraceError, BatchError, PartitionError: at compilation, if the model cannot be traced, the
-            batch not be found, or the model not be cut.
+        ValueError, TypeError: if an argument makes no sense; the message says what would.
+        TraceError, BatchError, PartitionError: at compilation, if the model cannot be traced, if
+            its batch dimensions or the meaning of its outputs cannot be settled, or if the model
+            cannot be cut.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes an nn.Module, got a {type(model).__name__}")
@@ -165,7 +172,7 @@ def compile(
         if example_inputs is not None and not isinstance(example_inputs, tuple):
             raise TypeError(
                 f"example_inputs is the tuple of the model's arguments, got a "
-                f"{type(example_inputs).__name__}; write example_inputs=(x,) for one"
+                f"{type(example_inputs).__name__}; write example_inputs=(x,) for one argument"
             )
         pipeline.prepare(*(example_inputs or ()), **(example_kwargs or {}))
     return pipeline

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.inspect.draw import render_svg
 
-NOISE = 0.15  # standard deviation, of pixels between 0 and 1
+NOISE = 0.15  # the standard deviation of the noise; pixels are between 0 and 1
 
 
 class UNet(nn.Module):
-    """A small U-Net (Ronneberger et al., 2015) that gives the noise in an image.
+    """A small U-Net (Ronneberger et al., 2015) that estimates the noise in an image.
 
-    Convolutions with stride 2 lead down, interpolations lead up, and a skip connects the two sides
-    at every level.
+    It takes and returns a tensor of shape rows x 3 x height x width, whose height and width are
+    multiples of ``2 ** (depth - 1)``. Convolutions with stride 2 lead down, interpolations lead up,
+    and a skip connects the two sides at every level.
     """
 
     def __init__(self, channels: int = 16, depth: int = 4) -> None:
@@ -53,7 +54,7 @@ class UNet(nn.Module):
 
 
 def photographs() -> list[Tensor]:
-    """The two photographs that scikit-learn ships, as 3 x height x width between 0 and 1."""
+    """The two photographs that scikit-learn ships: 3 x height x width, with pixels from 0 to 1."""
     try:
         from sklearn.datasets import load_sample_images  # type: ignore[import-untyped]
     except ImportError:
@@ -103,7 +104,7 @@ def train(
 ) -> DemoResult:
     """Train a model by Adam on the mean squared error.
 
-    ``devices``: the device of the inputs, and that of the outputs.
+    ``devices``: the device of the model's inputs, and the device of its outputs.
     """
     source, target = devices
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
@@ -157,7 +158,7 @@ def run(out: Path, steps: int, console: Console) -> None:
     difference = max(abs(a - b) for a, b in zip(piped.losses, plain.losses, strict=True))
     console.print(f"largest difference of the {steps} losses: {difference:.1e}")
     if home.type == "cpu":
-        console.print("(four lanes on one CPU share its cores: here a pipeline is to be looked at)")
+        console.print("(on one CPU the four lanes share its cores, so the pipeline is not faster)")
     console.print(pipe.report())
 
     for level in ("stage", "pipeline"):
@@ -166,13 +167,13 @@ def run(out: Path, steps: int, console: Console) -> None:
         console.print(f"wrote {path}")
     page = out / "report.html"
     pipe.report_html(page)
-    console.print(f"wrote {page}: all of it on one page, for a browser")
+    console.print(f"wrote {page}: report, drawings, passes and code on one page, for a browser")
     pipe.close()
 
 
 def stage_devices() -> list[str]:
-    """The devices of four stages: spread over the accelerators of this machine, or four times the
-    CPU if it has none."""
+    """The devices of four stages: the accelerators of this machine, evenly, or four times the CPU
+    if it has none."""
     count = torch.accelerator.device_count()
     kind = torch.accelerator.current_accelerator()
     if kind is None or not count:

@@ -28,12 +28,13 @@ from fxpipe.schedule import Timeline
 
 
 class RankPipeline(Pipeline):
-    """A model of which this process runs some stages, and the other ranks of a group the others.
+    """A pipeline whose stages are spread over the ranks of a group: each rank runs some of them.
 
-    Every rank calls :meth:`step`, and the pipeline itself, at the same time and with the same
-    batch. Parameters, buffers and the state dict are those of this rank's stages, under the model's
-    names. The model itself, ``module``, is whole on every rank, but only the parameters and buffers
-    of a rank's own stages are kept up to date there.
+    Calls of :meth:`step`, and of the pipeline itself, are collective: every rank makes the same
+    calls in the same order, with the same batch. ``parameters()``, ``buffers()`` and
+    ``state_dict()`` have the tensors of this rank's stages, under the model's names. The model
+    itself, ``module``, is whole on every rank, but a rank keeps only the parameters and buffers of
+    its own stages up to date.
     """
 
     _runner: RankRunner
@@ -41,19 +42,19 @@ class RankPipeline(Pipeline):
     def __init__(self, model: nn.Module, options: Options, ranks: Ranks) -> None:
         if options.stage_backend is not None:
             raise NotImplementedError(
-                "stages of ranks are not compiled: leave stage_backend out, or give a list of "
-                "devices"
+                "stage_backend is not supported for ranks: leave it out, or give a list of devices"
             )
         ModelProxy.__init__(self, model)
         self._set_up(RankRunner(RankCompiler(model, options, ranks)))
 
     def forward(self, *args: Any, broadcast: bool = False, **kwargs: Any) -> Any:
-        """The model's output, on the rank of the last stage; None on the other ranks.
+        """Run the model's forward. The rank of the last stage gets the output, others get None.
 
         Args:
             broadcast: whether all ranks get the output.
 
-        Raises RuntimeError where gradients are recorded: they would end at this process.
+        Raises RuntimeError if gradients are enabled, since a backward from the output could not
+        reach the stages of other ranks.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -73,16 +74,16 @@ class RankPipeline(Pipeline):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """A training step, which all ranks make together; see :meth:`fxpipe.Pipeline.step`.
+        """A training step, which all ranks run together; see :meth:`fxpipe.Pipeline.step`.
 
-        All ranks get the loss, and each the gradients of its own parameters. The random numbers of
-        the model are those of rank 0's default generator; a loss that draws some uses the last
+        Every rank gets the loss, and the gradients of its own parameters. The model draws its
+        random numbers from rank 0's default generator; a loss function draws them from the last
         rank's.
 
         Raises:
-            NotImplementedError: for a scaler, whose ranks would come to different scales.
+            NotImplementedError: for a scaler, since ranks would come to different scales.
             RankError: if the step has failed on another rank. Afterwards the pipeline can be used
-                again, if no rank has been lost.
+                again, unless a process has died.
         """
         if scaler is not None:
             raise NotImplementedError(
@@ -92,7 +93,7 @@ class RankPipeline(Pipeline):
         return super().step(*args, target=target, optimizer=optimizer, **kwargs)
 
     def measure(self, *args: Any, **kwargs: Any) -> Timeline:
-        """Not there for ranks: raises NotImplementedError."""
+        """Raises NotImplementedError, since steps are measured in one process only."""
         raise NotImplementedError(
             "steps are measured in one process only: compile the model for a list of devices"
         )
@@ -104,13 +105,16 @@ class RankPipeline(Pipeline):
 
     @property
     def rank_graph(self) -> fx.GraphModule:
-        """The graph that this rank has run last: its own part of the step graph, with a "transmit"
-        or a "receive" for all that goes to other ranks or comes from them."""
+        """The rank graph that ran last: this rank's part of the step graph, with a "transmit" node
+        for each value that it sends to another rank, and a "receive" node for each that it gets.
+
+        Raises NotYet if no call has run yet.
+        """
         if self._runner.program is None:
             raise NotYet("there has been no call yet: call step()")
         return self._runner.program.graph_module
 
-    # ------------------------------------------------------------------------- what this rank has
+    # ------------------------------------------------------- parameters and buffers of this rank
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -131,8 +135,9 @@ class RankPipeline(Pipeline):
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
     def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """The part of the model's state dict that is of this rank's stages. What no stage uses is
-        rank 0's, so that those of all ranks make up the model's."""
+        """The entries of the model's state dict that belong to this rank's stages. Entries that no
+        stage uses belong to rank 0, so that the state dicts of all ranks together are the model's.
+        """
         own = self._own("state_dict")
         found: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
         for name in [name for name in found if name.removeprefix(prefix) not in own]:
@@ -140,10 +145,10 @@ class RankPipeline(Pipeline):
         return found
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of the model, or of this rank.
+        """Load a state dict of the whole model, or of this rank.
 
-        Raises RuntimeError, if ``strict``, where a tensor of this rank is missing, or where there
-        is one that the model has not.
+        Raises RuntimeError, if ``strict``, for a state dict that lacks a tensor of this rank, or
+        has one that the model does not have.
         """
         own = self._own("load_state_dict")
         result = self.module.load_state_dict(state_dict, strict=False, assign=assign)
@@ -151,17 +156,18 @@ class RankPipeline(Pipeline):
         if strict and (missing or result.unexpected_keys):
             raise RuntimeError(
                 f"the state dict lacks {missing} of rank {self.rank}, and has "
-                f"{result.unexpected_keys}, which the model has not"
+                f"{result.unexpected_keys}, which the model does not have"
             )
         return result
 
     def _own(self, what: str) -> set[str]:
-        """The names in the model of what this rank has."""
+        """The names of the parameters, buffers and state dict entries that belong to this rank.
+        ``what`` names the method that asks, for the message of the error."""
         owners = self._runner.compiler.owners
         if not owners:
             raise NotYet(
-                f"{what} are those of this rank's stages, which are not known before the model has "
-                "been cut: give example_inputs to compile()"
+                f"{what} depends on the stages of this rank, which are not known before the model "
+                "has been cut: give example_inputs to compile()"
             )
         every = (*owners, *self.module.state_dict(), *dict(tensors_of_module(self.module)))
         return {name for name in every if owners.get(name, 0) == self.rank}

@@ -4,8 +4,9 @@
 
     torch.compile(model, backend=fxpipe.backend(devices=["cuda:0", "cuda:1"], chunks=8))
 
-Dynamo traces the model, so what is compiled here is Dynamo's graph. Before that ``inputs`` gives it
-the inputs of the model, and ``regions`` makes one node of each part that switches a mode.
+Dynamo traces the model, and fxpipe compiles Dynamo's graph. Before that, two modules rewrite it:
+``inputs`` turns parameters, buffers and sizes from inputs of the graph back into attributes and
+calls, and ``regions`` makes one node of each part that runs under ``no_grad`` or an autocast.
 """
 
 from __future__ import annotations
@@ -27,33 +28,35 @@ __all__ = ["Backend", "BackendError", "backend"]
 
 
 def backend(devices: Sequence[str | torch.device] | None = None, **options: Any) -> Backend:
-    """For ``torch.compile(model, backend=...)``: run the model as a pipeline.
+    """A backend for ``torch.compile(model, backend=...)``, which runs the model as a pipeline.
 
     Args:
-        devices, options: as for :func:`fxpipe.compile`, but without ``example_inputs`` and
-            ``tracer``, since Dynamo traces the model, and without ``loss_fn`` and ``schedule``,
-            since there is no ``step()``. ``in_dims`` is a dict by the names of the arguments.
+        devices, options: as for :func:`fxpipe.compile`, but without ``example_inputs``,
+            ``example_kwargs`` and ``tracer``, since Dynamo traces the model, and without
+            ``loss_fn`` and ``schedule``, since there is no ``step()``. ``in_dims`` is a dict from
+            the names of arguments to their batch dimensions.
 
-    The model has to be captured in one graph, and for any batch size, since micro-batches are
-    smaller than the example.
+    Dynamo has to capture the model in one graph (without graph breaks). It has to capture it for
+    any batch size, since micro-batches are smaller than the example.
 
     Raises:
-        ValueError, TypeError: for options that make no sense, or have no meaning here.
-        BackendError: at the first call, if the graph is not the whole model; Dynamo then raises a
-            ``BackendCompilerFailed`` with that message.
+        ValueError, TypeError: for options that make no sense, or that a backend does not take.
+        BackendError: at the first call, if there are graph breaks, or if the batch size is a
+            constant in the graph. ``torch.compile`` raises it as a ``BackendCompilerFailed`` with
+            the same message.
     """
     if not isinstance(options.get("in_dims") or {}, dict):
         raise ValueError(
-            f"in_dims is {options['in_dims']!r}: give a dict by the names of the arguments, since "
-            "those that are no tensors are not passed on by Dynamo"
+            f"in_dims is {options['in_dims']!r}: give a dict from names of arguments to their "
+            "batch dimensions, since Dynamo passes on only the arguments that are tensors"
         )
     unknown = {"example_inputs", "example_kwargs", "tracer", "loss_fn", "schedule"} & set(options)
     if unknown:
         raise ValueError(
-            f"{sorted(unknown)[0]} has no meaning for a backend of torch.compile: leave it away, "
+            f"{sorted(unknown)[0]} has no meaning for a backend of torch.compile: leave it out, "
             "or use fxpipe.compile"
         )
-    compile(nn.Identity(), devices, **options)  # raises if the options are wrong
+    compile(nn.Identity(), devices, **options)  # raises an error now if the options are wrong
     return Backend(devices, options)
 
 
@@ -64,13 +67,13 @@ class Backend:
     def __init__(self, devices: Sequence[str | torch.device] | None, options: dict[str, Any]):
         self.devices, self.options = devices, options
         self.pipelines: list[Pipeline] = []
-        self.__name__ = "fxpipe"  # in Dynamo's messages
+        self.__name__ = "fxpipe"  # Dynamo's messages call the backend so
 
     def __call__(self, gm: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph that Dynamo has captured, and return the function that runs it. Dynamo
-        calls this, with the graph and its example inputs."""
+        calls this method with each graph and its example inputs."""
         _refuse_a_part(gm)
-        gm = _copied(gm)  # Dynamo uses the original afterwards
+        gm = _copied(gm)  # Dynamo uses the original graph after this call
         inputs = list(map(GraphInput.of, gm.graph.find_nodes(op="placeholder"), example))
         in_dims = self._symbolic_batch([each for each in inputs if each.is_tensor])
         bound = bind(gm, inputs)
@@ -93,14 +96,15 @@ class Backend:
         return run
 
     def _symbolic_batch(self, inputs: Sequence[GraphInput]) -> dict[str, int | None]:
-        """``in_dims`` for these inputs; Dynamo has to capture the model again until the batch size
-        is a symbol in its graph.
+        """The batch dimension of each input, by its path; None for inputs without one.
 
-        At first Dynamo makes all sizes constants. The dimensions that should vary are marked, and
-        an exception makes Dynamo capture the model anew.
+        At first all sizes are constants in Dynamo's graph. If a batch dimension is not marked as
+        dynamic yet, this method marks it, and raises an exception that makes Dynamo capture the
+        model again, with the batch size as a symbol.
 
         Raises:
-            BackendError: if the model makes a constant of its batch size.
+            BackendError: if the batch size is a constant nevertheless, since the model's code makes
+                it one.
         """
         said: dict[str, int | None] = self.options.get("in_dims") or {}
         dims = {
@@ -128,10 +132,14 @@ class Backend:
 
 
 class _BeginAnew(
-    dynamo().exc.TensorifyScalarRestartAnalysis,  # type: ignore[misc] # which a backend may raise
-    dynamo().exc.UnspecializeRestartAnalysis,  # type: ignore[misc] # after which Dynamo may take another way
+    dynamo().exc.TensorifyScalarRestartAnalysis,  # type: ignore[misc]
+    dynamo().exc.UnspecializeRestartAnalysis,  # type: ignore[misc]
 ):
-    """An exception that makes Dynamo capture the model again, with the marked sizes as symbols."""
+    """An exception that makes Dynamo capture the model again, with the marked sizes as symbols.
+
+    Dynamo lets a backend raise the first of its bases. For the second, it forgets the branches that
+    it took before, since the new graph may take others.
+    """
 
 
 def _refuse_a_part(gm: fx.GraphModule) -> None:
@@ -142,13 +150,14 @@ def _refuse_a_part(gm: fx.GraphModule) -> None:
         raise BackendError(
             "Dynamo cannot capture the model in one graph, and a pipeline needs the whole: "
             f"{why}{''.join(f' (at {line})' for line in where)}; torch.compile(fullgraph=True) "
-            "says more of it; mend that line, or use fxpipe.compile(model), which traces otherwise"
+            "says more about it; change that line, or use fxpipe.compile(model), which traces the "
+            "model without Dynamo"
         )
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of Dynamo's graph, which may be changed. Its nodes have the paths of modules as in the
-    model, so that names in ``partition=`` are found."""
+    """A copy of Dynamo's graph, which may be changed. The metadata of its nodes has the paths that
+    modules have in the model, so that ``partition=`` can name them."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:
@@ -160,7 +169,8 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _specialised(model: nn.Module, args: tuple[Any, ...], _: dict[str, Any]) -> fx.GraphModule:
-    """A copy of the graph in which arguments that are no tensors have become constants."""
+    """The tracer of the pipeline: a copy of Dynamo's graph, in which arguments that are no tensors
+    have become constants."""
     assert isinstance(model, fx.GraphModule)
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}

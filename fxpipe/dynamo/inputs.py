@@ -5,9 +5,9 @@
     Dynamo's graph                          the model that is compiled
     (weight, s0, x) ─ linear ─ view(s0)     (x) ─ linear (its own weight) ─ view(x.size(0))
 
-In Dynamo's graph parameters, buffers and sizes are inputs. Here parameters and buffers become
-attributes of the graph module again, so that each can be moved to the device of its stage; and
-sizes are read from the tensors again, so that a micro-batch has sizes of its own.
+In Dynamo's graph parameters, buffers and sizes are inputs. The functions of this module make
+parameters and buffers attributes of the graph module again, so that each can be moved to the device
+of its stage. They replace sizes by calls of ``size()``, which give the sizes of a micro-batch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,22 @@ from fxpipe.ir._torch import rename
 
 @dataclass
 class GraphInput:
-    """An input of Dynamo's graph. ``node`` is its placeholder, or None once that is removed."""
+    """An input of Dynamo's graph.
+
+    Attributes:
+        node: the placeholder; None if it has been removed from the graph.
+        example: the value of the input in the call that Dynamo has traced.
+        path: the name in the model, such as "layers.0.weight", or the name of an argument.
+        is_owned: whether the input is an attribute of a module: a parameter, a buffer, or another
+            tensor.
+        is_number: whether the input is a float, which Dynamo passes as a tensor.
+    """
 
     node: fx.Node | None
     example: Any
-    path: str  # its name in the model: "layers.0.weight", or the name of an argument
-    is_owned: bool  # whether a module has it: a parameter, a buffer, or a tensor attribute
-    is_number: bool  # whether it is a float, which Dynamo passes as a tensor
+    path: str
+    is_owned: bool
+    is_number: bool
 
     @staticmethod
     def of(node: fx.Node, example: Any) -> GraphInput:
@@ -49,7 +58,7 @@ class GraphInput:
             isinstance(example, Tensor) and kind.endswith("NN_MODULE") and not is_number
         )
         name = getattr(source, "name", node.name)
-        name = name() if callable(name) else name  # a method in PyTorch 2.11
+        name = name() if callable(name) else name  # in PyTorch 2.11 ``name`` is a method
         path = within_model(name) if is_owned else _argument(name)
         if not is_owned:
             node.target = path
@@ -58,32 +67,32 @@ class GraphInput:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor among the arguments of the call."""
+        """Whether the input is a tensor among the arguments of the call."""
         return isinstance(self.example, Tensor) and not (self.is_owned or self.is_number)
 
     def is_symbolic(self, dim: int) -> bool:
-        """Whether the size of that dimension is a symbol in the graph, and not a constant."""
+        """Whether the size of dimension ``dim`` is a symbol in the graph, and not a constant."""
         assert self.node is not None
         size = self.node.meta["example_value"].shape[dim]
         return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
     def value(self, given: Any) -> Any:
-        """The value of this input, as the pipeline takes it: symbolic sizes and numbers as plain
-        ones."""
+        """The value that the pipeline takes for a value that Dynamo passes: an int for a symbolic
+        size, a float for a number that is passed as a tensor, and any other value as it is."""
         if isinstance(given, torch.SymInt):
             return int(given)
         return float(given) if self.is_number else given
 
 
 def within_model(source: str) -> str:
-    """The path in the model that Dynamo's name of a tensor stands for: ``a.weight`` for
+    """The path in the model for Dynamo's name of a tensor: ``a.weight`` for
     ``L['self']._modules['a']._parameters['weight']``."""
     own = re.sub(r"^[LG]\['\w+'\]|\b(_modules|_parameters|_buffers|__dict__)\b", "", source)
     return ".".join(re.findall(r"\w+", own))
 
 
 def _argument(source: str) -> str:
-    """The name of an argument, from Dynamo's: ``x`` for ``L['x']``, ``pair_0`` for
+    """The name of an argument for Dynamo's name of it: ``x`` for ``L['x']``, ``pair_0`` for
     ``L['kwargs']['pair'][0]``, and ``arg_0`` for ``L['args'][0]``."""
     parts = re.findall(r"\w+", source)
     name = "_".join(part for part in parts if part not in ("L", "G", "args", "kwargs"))
@@ -104,22 +113,23 @@ class Bound:
         self.tensor = tensor
 
     def stay(self) -> None:
-        """Move the model's own buffer to the device to which its copy in the graph has been
-        moved."""
+        """Move the model's buffer to the device of its stage. Placing the stages has put a moved
+        copy of it into the graph module; the model's buffer takes over the copy's memory."""
         placed = self.place[self.name]
         if placed is not self.tensor:
             self.tensor.data = placed.data
             self.place[self.name] = self.tensor
 
     def refresh(self, tensor: Tensor) -> None:
-        """Hold the tensor that a call gives, if the model has replaced its parameter or buffer."""
+        """Put ``tensor``, which Dynamo passes in a call, into the graph module, if the model has
+        replaced its parameter or buffer."""
         if tensor is not self.tensor:
             self.tensor = self.place[self.name] = tensor
 
 
 def bind(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[int, Bound]:
     """Make the inputs that are parameters and buffers attributes of the graph module, under their
-    names in the model. Returns these by the index of the input."""
+    names in the model. Returns the bound tensors, by the indices of their inputs."""
     bound: dict[int, Bound] = {}
     for i, each in enumerate(inputs):
         if each.is_owned and each.node is not None:
@@ -144,14 +154,14 @@ def bind(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> dict[int, Bound]:
 
 
 def free_name(owner: nn.Module, name: str) -> str:
-    """``name``, with underscores behind it if the module has an attribute of that name already."""
+    """``name``, with underscores appended until the module has no attribute of that name."""
     while hasattr(owner, name):
         name += "_"
     return name
 
 
 def read_sizes_from_tensors(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
-    """Replace each input that is a size by a ``size()`` call on the tensor input that has it."""
+    """Replace each input that is a size by a ``size()`` call on a tensor input of that size."""
     where: dict[Any, tuple[fx.Node, int]] = {}
     for each in inputs:
         if each.node is not None and each.is_tensor:

@@ -1,7 +1,7 @@
 """The regions of Dynamo's graphs that run under ``no_grad`` or an autocast: each becomes one node.
 
-Dynamo marks the beginning and the end of such a region by calls that switch the mode of the running
-thread. A pipeline could cut between the two, and stages run in different threads.
+Dynamo marks the beginning and the end of such a region by calls that switch a mode of the running
+thread. A cut must not separate the two calls, since stages run in different threads.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def keep_regions_whole(gm: fx.GraphModule) -> None:
 
 
 def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The regions of a graph: the nodes from each switch of gradients or autocast to the switch
-    that takes it back.
+    """The regions of a graph: the nodes from each call that switches gradients or autocast to the
+    call that restores the mode.
 
-    Raises BackendError if a switch is never taken back.
+    Raises BackendError if a mode is never restored.
     """
-    usual = torch.is_grad_enabled()
+    outside = torch.is_grad_enabled()
     region: list[fx.Node] = []
-    grad, casts = usual, 0
+    grad, casts = outside, 0
     for node in filter(is_work, list(graph.nodes)):
         if node.target is SET_GRAD_ENABLED:
             grad = bool(node.args[0])
@@ -58,14 +58,14 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
             casts += 1
         elif node.target is EXIT_AUTOCAST:
             casts -= 1
-        elif grad == usual and not casts:
+        elif grad == outside and not casts:
             continue
         region.append(node)
-        if grad == usual and not casts:
+        if grad == outside and not casts:
             yield region
             region = []
     if region:
         raise BackendError(
-            "the model leaves gradients or autocast switched otherwise than it found them, at "
-            f"{region[0].meta.get('stack_trace') or region[0]}: switch them in a with statement"
+            "the model switches gradients or autocast and does not restore them before it returns, "
+            f"at {region[0].meta.get('stack_trace') or region[0]}: switch them in a with statement"
         )

@@ -1,10 +1,10 @@
-"""How a model that was built on "meta" gets its values.
+"""Memory and values for the tensors of a model that was built on "meta".
 
 ::
 
     files         a checkpoint on disk, as tensors that are read one at a time, when they are used
     storage       memory for tensors on "meta", on the devices of their stages
-    initialise    values for what no checkpoint has, by the means of the modules themselves
+    initialise    values for tensors that no checkpoint has, by the modules' own methods
     load          the three together: ``pipe.load(path)`` and ``pipe.materialize()``
 """
 

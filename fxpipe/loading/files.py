@@ -32,7 +32,8 @@ _KINDS = (
     (f"*.safetensors{_INDEX}", "*.safetensors"),
     (f"*.bin{_INDEX}", "*.bin", "*.pt", "*.pth", "*.ckpt"),
 )
-"""What is looked for in a folder: safetensors first, and of each kind its index first."""
+"""The patterns of checkpoints in a folder, in the order in which they are looked for: safetensors
+before other files, and the index of a sharded checkpoint before its shards."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -46,7 +47,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The dtypes that safetensors writes most often. Tensors of others are opened to see theirs."""
+"""PyTorch's dtypes for the most frequent dtypes of safetensors. A tensor of any other dtype is read
+to learn its PyTorch dtype."""
 
 
 class Stored(Tensor):
@@ -58,7 +60,7 @@ class Stored(Tensor):
 
     @staticmethod
     def of(shape: Iterable[int], dtype: torch.dtype, read: Callable[[], Tensor]) -> Stored:
-        """The tensor that ``read`` returns, of this shape and dtype, on the CPU."""
+        """A tensor on the CPU, of this shape and dtype, whose values ``read`` returns."""
         made: Stored = wrapper_tensor(Stored, tuple(shape), dtype)
         made.read = read
         return made
@@ -73,9 +75,10 @@ class Stored(Tensor):
 
 
 def stored_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, by name. They are read when they are used, and not kept.
+    """The tensors of a checkpoint, by name. Each is read from the file when an operator uses it,
+    and is not kept.
 
-    Rename the keys of a checkpoint before loading it, for a model whose names have a prefix, say::
+    To load a checkpoint into a model whose names have another prefix, rename its keys::
 
         stored = fxpipe.loading.stored_tensors("gpt2/model.safetensors")
         pipe.load({f"transformer.{name}": tensor for name, tensor in stored.items()})
@@ -86,8 +89,8 @@ def stored_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: if there is no such file, or a shard is missing.
-        ValueError: if a folder holds none, or several; or if a file holds no state dict.
-        ImportError: for files of safetensors, if that library is not installed.
+        ValueError: if a folder holds no checkpoint, or several; or if a file holds no state dict.
+        ImportError: for files of safetensors, if the library ``safetensors`` is not installed.
     """
     path = Path(path)
     if path.is_dir():
@@ -100,8 +103,8 @@ def stored_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """The one checkpoint in a folder; of several the one that is called ``model``, as that of a
-    Hugging Face model is."""
+    """The file of the checkpoint in a folder. If there are several, it is the one whose name begins
+    with ``model.`` or ``pytorch_model.``, as Hugging Face names checkpoints."""
     for kinds in _KINDS:
         for kind in kinds:
             found = sorted(folder.glob(kind))
@@ -155,7 +158,7 @@ def _in_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _from_safetensors(path: Path, name: str) -> Tensor:
-    # The file is opened for each tensor: what has been mapped of it is unmapped with the tensor.
+    # The file is opened anew for each tensor, so that its memory mapping ends with the tensor.
     with _safetensors().safe_open(path, framework="pt") as file:
         tensor: Tensor = file.get_tensor(name)
     return tensor
@@ -186,8 +189,8 @@ def _from_torch(path: Path, name: str) -> Tensor:
 
 
 def _opened(path: Path) -> Mapping[str, Tensor]:
-    """The state dict of a file, mapped into memory. It is not kept: mapping takes milliseconds, and
-    a mapped file takes address space."""
+    """The state dict of a file, mapped into memory. Nobody keeps it, since a mapped file takes
+    address space, and to map it again takes milliseconds only."""
     held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(held, Mapping):
         raise ValueError(f"{path} holds a {type(held).__name__}, not a state dict")

@@ -1,11 +1,11 @@
-"""Values for tensors that no checkpoint has: those of a new model, and buffers that a module does
-not save.
+"""Values for tensors that no checkpoint has: all tensors of a new model, and buffers that a module
+does not save.
 
-Nothing is guessed of what a tensor should hold. It is asked of the modules themselves, by the
-conventions that there are, and a tensor that they have not written to is refused by name:
+The compiler guesses no value. The model's own methods set the values, by two conventions, and a
+tensor that they have not written to is refused by name:
 
-1. ``_init_weights(module)`` of a module around it, as models of Hugging Face and of timm have it;
-2. ``reset_parameters()`` of the module, as those of PyTorch have it.
+1. ``_init_weights(module)`` of a module around it, as in models of Hugging Face and of timm;
+2. ``reset_parameters()`` of the module itself, as in modules of PyTorch.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from fxpipe.ir._torch import RESETS
 from fxpipe.loading.storage import Storage, tensors_of
 
 Init = Callable[[nn.Module], object]
-"""A function that sets the parameters and buffers of one module, its children's not included: what
-``nn.Module.apply`` takes."""
+"""A function that sets the parameters and buffers of one module, without those of its children, as
+``nn.Module.apply`` takes it."""
 
 
 def initialised(
     model: nn.Module, tensors: Mapping[str, Tensor], memory: Storage, init: Init | None
 ) -> list[str]:
-    """Give memory and values to these tensors of a model, which are on "meta".
+    """Give memory and values to tensors of a model that are on "meta".
 
     Args:
-        init: sets the tensors of a module; None: the modules' own means.
+        tensors: the tensors, by their names in the model.
+        memory: gives the memory, and knows which tensors have been written to.
+        init: a function that sets the tensors of a module. None: the model's own methods do.
 
     Returns:
-        The names of those that have not been written to.
+        The names of the tensors to which nothing has been written.
     """
     memory.give(tensors)
     for path, own in _by_module(tensors).items():
@@ -47,14 +49,14 @@ def initialised(
                 for name, value in tensors_of(module)
                 if id(value) not in made and not value.is_meta
             }
-            for means in _means(model, path) if init is None else iter((init,)):
-                means(module)
+            for initialise in _initialisers(model, path) if init is None else iter((init,)):
+                initialise(module)
                 for name, tensor in own.items():
                     _keep(module, name, tensor)
                 if all(map(memory.is_written, own.values())):
                     break
             for name, tensor in tensors_of(module):
-                if name in known:  # it had its values already
+                if name in known:  # it had values before, which the methods may have replaced
                     tensor.copy_(known[name])
     return [name for name, tensor in tensors.items() if not memory.is_written(tensor)]
 
@@ -67,8 +69,8 @@ def _by_module(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _means(model: nn.Module, path: str) -> Iterator[Init]:
-    """The means of a model to initialise the module at a path, the likeliest first."""
+def _initialisers(model: nn.Module, path: str) -> Iterator[Init]:
+    """The model's methods that may initialise the module at a path, the likeliest first."""
     module = model.get_submodule(path)
     for around in _modules_around(model, path):
         method = getattr(around, "_init_weights", None)
@@ -86,7 +88,7 @@ def _reset(method: Callable[[], object], module: nn.Module) -> None:
 
 
 def _modules_around(model: nn.Module, path: str) -> Iterator[nn.Module]:
-    """The module at a path and those around it, the innermost first."""
+    """The module at a path and the modules that contain it, the innermost first."""
     while path:
         yield model.get_submodule(path)
         path = path.rpartition(".")[0]
@@ -102,8 +104,8 @@ def _takes_a_module(method: Callable[..., Any]) -> bool:
 
 
 def _keep(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Where a new tensor has been assigned to a module, copy its values into the tensor that was
-    there, which others may hold, and put that back."""
+    """If a method has assigned a new tensor to an attribute, copy its values into ``tensor``, which
+    was there before, and put ``tensor`` back: an optimizer or another module may hold it."""
     now = dict(tensors_of(module)).get(name)
     if now is None or now is tensor or now.is_meta or now.shape != tensor.shape:
         return

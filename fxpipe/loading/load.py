@@ -1,13 +1,13 @@
-"""Load a checkpoint into a model, or initialise it, where each tensor lives.
+"""Load a checkpoint into a model, or initialise the model, each tensor on the device of its stage.
 
 ::
 
     meta.weight  ── in the checkpoint ──────────── memory on its device, then load_state_dict
-    meta.inv_freq ─ not saved by its module ────── memory on its device, then the module's own means
-    meta.bias ───── missing in the checkpoint ──── stays on "meta", and is said to be missing
+    meta.inv_freq ─ not saved by its module ────── memory on its device, then the module's method
+    meta.bias ───── missing in the checkpoint ──── stays on "meta", and is reported as missing
 
-What is missing, unexpected, or of another shape is found and said by the model's own
-``load_state_dict``, which also runs the hooks of modules that rename what old checkpoints have.
+The model's own ``load_state_dict`` reports keys that are missing, unexpected or of another shape.
+It also runs the hooks by which modules rename the keys of old checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxpipe.loading.initialise import Init, initialised
 from fxpipe.loading.storage import Storage, without_values
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
-"""A checkpoint: what :func:`stored_tensors` takes, or tensors by name."""
+"""A checkpoint: a path, as :func:`stored_tensors` takes it, or a dictionary of tensors by name."""
 
 Homes = Mapping[str, torch.device]
 """The device of each tensor, by name."""
@@ -36,7 +36,8 @@ def load(
     """Load a checkpoint, one tensor at a time; see :meth:`fxpipe.Pipeline.load`.
 
     Args:
-        homes: for tensors on "meta". Empty: the model has values.
+        homes: the devices on which tensors that are on "meta" get memory. Empty if the model has no
+            tensors on "meta".
     """
     saves = model.state_dict(keep_vars=True)
     own = {name: value for name, value in saves.items() if isinstance(value, Tensor)}
@@ -58,8 +59,9 @@ def load(
         for name, tensor in own.items():
             if name in stored and not tensor.is_meta and tensor.dtype != stored[name].dtype:
                 tensor.data = tensor.data.to(stored[name].dtype)
-    # Where an old checkpoint lacks a buffer, a module may put its own value into the state dict, as
-    # batch norms do with the number of batches: it needs one then. Otherwise that is taken back.
+    # If an old checkpoint lacks a buffer, its module may put the buffer's present value into the
+    # state dict, as batch norms do with the number of batches. So the buffer needs a value for the
+    # time of loading; it goes back to "meta" if the module does not do that.
     lacking = {
         name: tensor
         for name, tensor in unset.items()
@@ -84,7 +86,7 @@ def load(
 
 
 def materialize(model: nn.Module, homes: Homes, init: Init | None) -> None:
-    """Initialise what is on "meta"; see :meth:`fxpipe.Pipeline.materialize`."""
+    """Initialise the tensors that are on "meta"; see :meth:`fxpipe.Pipeline.materialize`."""
     memory = Storage(homes)
     with torch.inference_mode(False):
         try:
@@ -96,8 +98,8 @@ def materialize(model: nn.Module, homes: Homes, init: Init | None) -> None:
 
 
 def _fill_in_ties(stored: dict[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Let a tensor that the model has under several names be in a checkpoint under all of them, if
-    it is there under one: files of safetensors hold each memory once."""
+    """If the model has one tensor under several names, and the checkpoint has it under one of them,
+    add it to ``stored`` under all of them. Files of safetensors hold tied weights only once."""
     names = {id(own[name]): name for name in stored if name in own}
     for name, tensor in own.items():
         if name not in stored and id(tensor) in names:
@@ -111,8 +113,8 @@ def _not_made(model: nn.Module, left: list[str], init: Init | None) -> str:
         why = "init has not written to it"
     else:
         why = (
-            f"no checkpoint has it, and {type(owner).__name__} has no reset_parameters(), nor the "
-            "model an _init_weights(module), that writes to it"
+            f"no checkpoint has it, {type(owner).__name__} has no reset_parameters() that writes "
+            "to it, and the model has no _init_weights(module) that does"
         )
     return (
         f'{left[0]}{others} of {type(model).__name__} is on the device "meta", and {why}: give '

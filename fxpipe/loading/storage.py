@@ -2,12 +2,12 @@
 
 ::
 
-    layer.weight     Parameter, meta                      what an optimizer, a tie, a hook holds
-          │ exchanged
-    layer.weight     the same Parameter, on "cuda:1"      they hold it still
+    layer.weight     Parameter, meta                      an optimizer, a tie or a hook holds it
+          │ exchange(): new memory, same object
+    layer.weight     the same Parameter, on "cuda:1"      the optimizer, tie or hook holds it still
 
-Tensors stay the objects that they were: an optimizer that was made before, modules that share a
-parameter, and attributes that are one tensor under two names, need not be told.
+Tensors stay the same objects. So an optimizer that was made before, modules that share a parameter,
+and attributes that are one tensor under two names keep working.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fxpipe.ir._torch import exchange, memory_number, version_of
 
 
 def without_values(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that are on "meta", by their names: its parameters, its buffers, and
-    tensors that are plain attributes of modules. Each is there once, under its first name."""
+    """The tensors of a model that are on "meta", by name: parameters, buffers, and tensors that are
+    plain attributes of modules. A tensor that has several names is listed under the first."""
     found: dict[int, tuple[str, Tensor]] = {}
     for path, module in model.named_modules():
         for name, tensor in tensors_of(module):
@@ -34,14 +34,15 @@ def without_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are attributes of a module itself, with their names."""
+    """The tensors that are attributes of a module, not of its children, with their names."""
     for own in (module._parameters, module._buffers, vars(module)):
         yield from ((name, value) for name, value in own.items() if isinstance(value, Tensor))
 
 
 @dataclass
 class Storage:
-    """Storage that is given to tensors on "meta"; what has not been written to can be taken back.
+    """Gives memory to tensors on "meta", and puts tensors on "meta" again to which nothing has been
+    written.
 
     Args:
         homes: the devices of the tensors, by name; a tensor that has none is put on the CPU.
@@ -53,10 +54,11 @@ class Storage:
     def give(
         self, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None
     ) -> None:
-        """Give these tensors memory, whose values are not set, on the devices where they live.
+        """Give tensors memory on their devices. The memory is not initialised.
 
         Args:
-            dtypes: of tensors that are to have another dtype than they have on "meta", by name.
+            tensors: the tensors, by name.
+            dtypes: by name, the dtypes of tensors that get another dtype than they have on "meta".
         """
         storages: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
         uses = Counter(memory_number(tensor) for tensor in tensors.values())
@@ -65,7 +67,7 @@ class Storage:
             dtype = (dtypes or {}).get(name, tensor.dtype)
             number = memory_number(tensor)
             new = torch.empty_like(tensor, dtype=dtype, device=home, requires_grad=False)
-            if uses[number] > 1 and dtype == tensor.dtype:  # views of one memory remain such views
+            if uses[number] > 1 and dtype == tensor.dtype:  # views of one memory share it again
                 if (number, home) not in storages:
                     size = tensor.untyped_storage().nbytes()
                     memory = torch.empty(size, dtype=torch.uint8, device=home)
@@ -76,13 +78,13 @@ class Storage:
             self._versions[id(tensor)] = tensor, version_of(tensor)
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether a tensor that has been given memory has been written to since."""
+        """Whether a tensor has been written to since :meth:`give` gave it memory."""
         given, version = self._versions[id(tensor)]
         return version_of(given) != version
 
     def take_back(self, is_wanted: Callable[[Tensor], bool] | None = None) -> None:
-        """Put tensors on "meta" again: those that have not been written to, or those for which a
-        condition holds."""
+        """Put tensors on "meta" again: those for which ``is_wanted`` is true; by default, those to
+        which nothing has been written."""
         for tensor, _ in list(self._versions.values()):
             if not self.is_written(tensor) if is_wanted is None else is_wanted(tensor):
                 exchange(tensor, torch.empty_like(tensor, device="meta", requires_grad=False))

@@ -43,7 +43,7 @@ def test_what_ranks_do_not_do_is_refused(pool):
     assert "NotImplementedError: steps are measured in one process only" in measure
     assert "NotYet" in parameters and "give example_inputs to compile()" in parameters
     assert "TypeError: a pipeline of several ranks cannot be pickled" in pickle
-    assert "NotImplementedError: stages of ranks are not compiled" in backend
+    assert "NotImplementedError: stage_backend is not supported for ranks" in backend
 
 
 def test_each_rank_loads_its_own_part_of_the_models_state(pool):
