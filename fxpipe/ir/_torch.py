@@ -118,6 +118,15 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def gradient_kinds(node: Any) -> list[tuple[Any, torch.dtype, torch.device]]:
+    """The shape, dtype and device of each gradient that a node of an autograd graph takes. A nested
+    tensor has no shape: what is given in its place equals no shape."""
+    return [
+        (object() if each.is_nested_tensor else tuple(each.shape), each.dtype, each.device)
+        for each in node._input_metadata
+    ]
+
+
 def memory_number(tensor: Tensor) -> int:
     """A number that stands for the memory of a strided tensor, the same for all its views.
 

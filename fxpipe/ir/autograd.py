@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 Node = Any
@@ -10,14 +10,29 @@ Node = Any
 leaf as its ``variable``."""
 
 
-def reached(starts: Iterable[Node]) -> Iterator[Node]:
+Edge = tuple[Node | None, int]
+"""The node that a gradient goes to, None if it goes nowhere, and the gradient's number there."""
+
+
+def next_edges(node: Node) -> Sequence[Edge]:
+    """Where the gradients go that a node gives."""
+    edges: Sequence[Edge] = node.next_functions
+    return edges
+
+
+def reached(
+    starts: Iterable[Node], edges: Callable[[Node], Sequence[Edge]] = next_edges
+) -> Iterator[Node]:
     """The nodes that a backward from these visits, each once, in an order that the graph alone
-    determines: those nearer to the starts come first."""
+    determines: those nearer to the starts come first.
+
+    ``edges``: where the gradients go that a node gives, if some of the nodes are to be left out.
+    """
     nodes = list(dict.fromkeys(starts))
     seen = set(nodes)
     for node in nodes:  # the list grows while it is walked
         yield node
-        for function, _ in node.next_functions:
+        for function, _ in edges(node):
             if function is not None and function not in seen:
                 seen.add(function)
                 nodes.append(function)

@@ -3,8 +3,8 @@ give the same outputs, buffers and gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -149,8 +149,19 @@ def _compare(
 ) -> None:
     expected, where = reference.result, reference.where
     recorded = expected.history is not None
+    # Equal values and equal histories lead to equal gradients, so that no backward is needed. This
+    # is not so for a region (a checkpoint): its backward runs its forward again, which records
+    # another history.
+    regions = any(isinstance(module, Region) for module in traced.graph_module.modules())
+
+    def may_differ(history: Hashable) -> bool:
+        return recorded and (regions or expected.history != history)
+
+    backward = may_differ if recorded else False
     try:
-        actual = example.run(reference.tensors, traced, recorded=recorded, watched=watched)
+        actual = example.run(
+            reference.tensors, traced, recorded=recorded, backward=backward, watched=watched
+        )
     except Exception as error:
         if not may_be_the_models(error):
             raise
@@ -162,30 +173,27 @@ def _compare(
         found = difference(one, other, tolerance)
         if found:
             raise Refused(f"its graph differs {where}: {name}: {found}")
-    # Equal values and equal histories lead to equal gradients, so that no backward is needed. This
-    # is not so for a region (a checkpoint): its backward runs its forward again, which records
-    # another history.
-    regions = any(isinstance(module, Region) for module in traced.graph_module.modules())
-    if recorded and (regions or expected.history != actual.history):
-        _compare_gradients(example, reference, traced, watched)
+    if may_differ(actual.history):
+        _compare_gradients(example, reference, actual, watched)
 
 
 def _compare_gradients(
-    example: Example, reference: Reference, traced: Traced, watched: bool
+    example: Example, reference: Reference, graph: Effects, watched: bool
 ) -> None:
-    run = partial(example.run, reference.tensors, backward=True, watched=watched)
+    """Raise ``Refused`` unless the graph (whose run with a backward is given) has the gradients of
+    the model."""
     try:
-        expected = run().gradients
+        run = example.run(reference.tensors, backward=True, watched=watched)
     except Exception as error:
         if not is_the_models(error):
             raise
         return  # the model has no backward: there is nothing to compare
-    try:
-        actual = run(traced).gradients
-    except Exception as error:
-        if not may_be_the_models(error):
-            raise
-        raise Refused(f"the backward of its graph fails: {first_line(error)}") from error
+    failure = graph.no_backward
+    if failure is not None:
+        if not may_be_the_models(failure):
+            raise failure
+        raise Refused(f"the backward of its graph fails: {first_line(failure)}") from failure
+    expected, actual = run.gradients, graph.gradients
     found = gradient_difference(expected, actual, largest_eps(example.model.parameters()))
     if found.lost:
         raise Refused(f"its graph has no gradient for {listed(found.lost)}, and the model has one")

@@ -147,7 +147,7 @@ class Example:
         traced: Traced | None = None,
         *,
         recorded: bool = False,
-        backward: bool = False,
+        backward: bool | Callable[[Hashable], bool] = False,
         watched: bool = False,
     ) -> Effects:
         """Run the model, or its graph, on these tensors, without side effects on the model.
@@ -156,7 +156,8 @@ class Example:
             tensors: the inputs; they are cloned first.
             traced: the graph to run in place of the model.
             recorded: whether autograd records a history; ``Effects.history`` then describes it.
-            backward: whether to run a backward as well, for ``Effects.gradients``.
+            backward: whether to run a backward as well, for ``Effects.gradients``; or a function
+                that tells by the history. An error that the backward raises is in the effects then.
             watched: whether writes to parameters are noted and undone, which takes time.
         """
         clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
@@ -177,14 +178,27 @@ class Example:
                 t.detach().clone() if isinstance(t, Tensor) else t for t in results
             )
             buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
-            gradients = self._gradients(results) if backward else {}
-            changed, history = since.changed(), None
+            changed = since.changed()
+            effects = Effects(output, buffers, {}, None, {}, changed)
             if recorded:
-                history = history_of(results)
-                if hooks:  # hooks may change gradients at will: the object equals no other history
-                    history = object()
-        where = {name: write.where for name, write in written.items()}
-        return Effects(output, buffers, where, history, gradients, changed)
+
+                def go_back(history: Hashable) -> None:
+                    # Hooks may change gradients at will: the object equals no other history.
+                    effects.history = object() if hooks else history
+                    if callable(backward) and backward(effects.history):
+                        self._go_back(results, effects)
+
+                history_of(results, go_back)
+            elif backward:
+                effects.gradients = self._gradients(results)
+        effects.written = {name: write.where for name, write in written.items()}
+        return effects
+
+    def _go_back(self, results: Sequence[Any], effects: Effects) -> None:
+        try:
+            effects.gradients = self._gradients(results)
+        except Exception as error:
+            effects.no_backward = error
 
     def _gradients(self, results: Sequence[Any]) -> Projections:
         """The gradients of the parameters for a fixed weighted sum of all outputs."""
@@ -205,7 +219,7 @@ class Example:
         return called(self.model, args, kwargs)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Effects:
     """The effects of one run: what a forward gives, writes and changes, and the gradients of a
     backward, if there was one."""
@@ -216,6 +230,7 @@ class Effects:
     history: Hashable  # if recorded: the autograd graph as a value, see ``history_of``
     gradients: Projections  # the parameters' gradients; empty without a backward
     changed: list[tuple[nn.Module, str]]  # the attributes of modules that the forward has changed
+    no_backward: Exception | None = None  # what the backward has raised, if it was run by history
 
 
 @contextmanager

@@ -9,7 +9,7 @@ differ, or where a history does not determine the gradients; of each gradient a 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from fxpipe.ir.autograd import reached
+from fxpipe.ir._torch import gradient_kinds
+from fxpipe.ir.autograd import Edge, Node, next_edges, reached
 from fxpipe.ir.progress import phase
 
 TOLERANCE = 1e-3  # relative to a gradient's norm: two runs may add up in different orders
+SOME = 2**20  # elements of a gradient that are copied at a time
 SMALL = 0.01  # a gradient below this share of the largest one may be a mere rounding error
 
 
@@ -32,42 +34,77 @@ def has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
 
 
-def history_of(results: list[Any]) -> Hashable:
+_AS_IT_IS = {
+    *("AliasBackward0", "CloneBackward0", "ExpandBackward0", "ReshapeAliasBackward0"),
+    *("SliceBackward0", "ToCopyBackward0", "UnsafeViewBackward0", "ViewBackward0"),
+}
+"""The kinds of nodes that hand a gradient on as it is where its shape, dtype and device remain the
+same: the node of a slice, say, that takes all of a tensor."""
+
+
+def history_of(
+    results: list[Any], then: Callable[[Hashable], None] = lambda history: None
+) -> Hashable:
     """The autograd graph behind the results as a value that can be compared: the kinds of its nodes
-    and their edges.
+    and their edges. Nodes that hand the gradient on as it is are left out.
 
     A history with a backward that a user has written (``torch.autograd.Function``) equals no other,
     since that backward may compute anything.
 
     ::
 
-        conv(x).relu()      ("ReluBackward0", ((1, 0),))
-                            ("ConvolutionBackward0", (None, (2, 0), (3, 0)))
-                            the parameters 2 and 3, by their ids
+        conv(x).relu()      ("ReluBackward0", None, ((1, 0),))
+                            ("ConvolutionBackward0", None, (None, (2, 0), (3, 0)))
+                            ("torch::autograd::AccumulateGrad", 140126, ())
+                            ...
 
-    ``results`` is emptied, and the graph freed.
+    ``then`` is called with the history before ``results`` is emptied and the graph freed.
     """
-    ends = [get_gradient_edge(t)[:2] if has_gradient(t) else None for t in results]
-    nodes = list(reached(end[0] for end in ends if end))
-    number = {node: i for i, node in enumerate(nodes)}
+    held: list[Node] = []  # all nodes, those nearer to the results first
+
+    def behind(edge: Edge) -> Edge:
+        node, place = edge
+        while node is not None and _hands_on(node):
+            held.append(node)
+            ((node, place),) = node.next_functions
+        return node, place
+
+    edges: dict[Node, Sequence[Edge]] = {}
+
+    def edges_of(node: Node) -> Sequence[Edge]:
+        held.append(node)
+        edges[node] = [behind(edge) for edge in next_edges(node)]
+        return edges[node]
+
+    ends = [behind(get_gradient_edge(t)[:2]) if has_gradient(t) else None for t in results]
+    number = {node: i for i, node in enumerate(reached((e[0] for e in ends if e), edges_of))}
     starts = tuple(end and (number[end[0]], end[1]) for end in ends)
-    found: list[Hashable] = []
-    for node in nodes:
-        # ``name()`` is not called on the node of a user's Function: the user may have set ``name``.
-        kind = object() if isinstance(node, BackwardCFunction) else node.name()
-        if hasattr(node, "variable"):
-            found.append(id(node.variable))
-        edges = tuple(n and (number[n], place) for n, place in node.next_functions)
-        found.append((kind, edges))
+    history = starts, tuple(_described(node, edges[node], number) for node in number)
+    then(history)
     # Nodes are freed from the outputs on, one by one: freeing the first would free the next
     # recursively, and a long chain would overflow the stack.
-    results.clear()
-    ends.clear()
-    number.clear()
-    nodes.reverse()
-    while nodes:
-        nodes.pop()
-    return starts, tuple(found)
+    for references in (results, ends, number, edges):
+        references.clear()
+    held.reverse()
+    while held:
+        held.pop()
+    return history
+
+
+def _described(node: Node, edges: Sequence[Edge], number: Mapping[Node, int]) -> Hashable:
+    """A node and its edges as a value. ``number``: of each node."""
+    # ``name()`` is not called on the node of a user's Function: the user may have set ``name``.
+    kind = object() if isinstance(node, BackwardCFunction) else node.name()
+    leaf = id(node.variable) if hasattr(node, "variable") else None
+    return kind, leaf, tuple(n and (number[n], place) for n, place in edges)
+
+
+def _hands_on(node: Node) -> bool:
+    """Whether a node gives the very gradient that it takes."""
+    if isinstance(node, BackwardCFunction) or node.name() not in _AS_IT_IS:
+        return False
+    ((following, place),) = node.next_functions
+    return following is not None and gradient_kinds(node)[0] == gradient_kinds(following)[place]
 
 
 @dataclass(frozen=True)
@@ -96,22 +133,37 @@ def projections(
     """Run the backward of a weighted sum of the outputs; return the projection of each leaf's
     gradient, by the leaf's name.
 
-    A hook on each leaf projects its gradient and frees it as soon as it has been accumulated, so
-    that few gradients are in memory at once. ``grad`` of each leaf has to be None beforehand.
+    A gradient is projected and freed as soon as a node gives it: where a leaf is used several
+    times (a tied weight), before the next one is added to it. So hardly ever is more than one in
+    memory. ``grad`` of each leaf has to be None beforehand.
     """
     found: Projections = dict.fromkeys(leaves)
+    names = {id(leaf): name for name, leaf in leaves.items()}
 
-    def take(name: str, leaf: Tensor) -> None:
+    def add(name: str, grad: Tensor) -> None:
+        before, now = found[name], _projected(grad)
+        found[name] = now if before is None else before + now
+
+    def take(places: Mapping[int, str], given: Sequence[Tensor | None], _: Any) -> Any:
+        for place, name in places.items():
+            if (grad := given[place]) is not None:
+                add(name, grad)
+        return tuple(None if place in places else grad for place, grad in enumerate(given))
+
+    def take_accumulated(name: str, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         if grad is not None:
-            before, now = found[name], _projected(grad)
-            # A nested backward, as of a reentrant checkpoint, may have given a part of it already.
-            found[name] = now if before is None else before + now
+            add(name, grad)
 
     with ExitStack() as hooks:
-        for name, leaf in leaves.items():
+        for node in reached(get_gradient_edge(output).node for output in outputs):
+            ends = [getattr(end, "variable", None) for end, _ in next_edges(node)]
+            places = {i: names[id(end)] for i, end in enumerate(ends) if id(end) in names}
+            if places:
+                hooks.callback(node.register_hook(partial(take, places)).remove)
+        for name, leaf in leaves.items():  # what a nested backward, of a checkpoint say, gives
             register: Any = leaf.register_post_accumulate_grad_hook
-            hooks.callback(register(partial(take, name)).remove)
+            hooks.callback(register(partial(take_accumulated, name)).remove)
         if outputs:
             with phase("backward", quiet=True):
                 torch.autograd.backward(list(outputs), list(weights))
@@ -132,10 +184,15 @@ def _projected(grad: Tensor) -> Projection:
     grad = torch.view_as_real(grad) if grad.is_complex() else grad
     grad = grad.to_dense() if grad.layout != torch.strided else grad
     rows = grad.shape[0] if grad.ndim > 1 else 1
-    grad = grad.reshape(rows, -1).to(torch.promote_types(grad.dtype, torch.float32))
-    left = torch.stack([irregular((rows,), seed) for seed in (1, 2)]).to(grad)
-    right = irregular((grad.shape[1],), 3).to(grad)
-    return Projection(tuple((left @ (grad @ right)).tolist()), grad.norm().item())
+    grad = grad.reshape(rows, grad.numel() // max(1, rows))
+    precise = torch.empty(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(grad.device)
+    left = torch.stack([irregular((rows,), seed) for seed in (1, 2)]).to(precise)
+    right = irregular((grad.shape[1],), 3).to(precise)
+    # Some rows at a time, since those of a half-precision gradient are copied.
+    some = torch.split(grad, max(1, SOME // max(1, grad.shape[1])))
+    products = torch.cat([part.to(precise) @ right for part in some])
+    size = math.hypot(*(part.norm(dtype=precise.dtype).item() for part in some))
+    return Projection(tuple((left @ products).tolist()), size)
 
 
 def total(parts: Sequence[Projections]) -> Projections:

@@ -580,3 +580,11 @@ def test_a_group_knows_how_long_its_ranks_wait_for_each_other(tmp_path):
         assert does_not_exist_in_public(dist.ProcessGroup, "timeout", "options")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_node_of_an_autograd_graph_knows_the_shape_dtype_and_device_of_its_gradients():
+    y = torch.ones(2, 3, requires_grad=True)[:1]
+    assert _torch.gradient_kinds(y.grad_fn) == [((1, 3), torch.float32, torch.device("cpu"))]
+    (leaf, place), *_ = y.grad_fn.next_functions
+    assert _torch.gradient_kinds(leaf)[place][0] == (2, 3)
+    assert does_not_exist_in_public(torch.autograd.graph.Node, "input_metadata")

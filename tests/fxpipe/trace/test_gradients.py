@@ -1,0 +1,137 @@
+"""Histories and projections tell two backwards apart, and take little memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxpipe.trace import trace
+from fxpipe.trace.gradients import history_of, projections
+from tests.fxpipe.trace.small import x
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda y: y[:],
+        lambda y: y.clone(),
+        lambda y: y.view(3, 4).expand(3, 4),
+        lambda y: y.view(3, 4)[:, 0:4].contiguous().clone(),
+    ],
+)
+def test_nodes_that_hand_the_gradient_on_as_it_is_are_no_part_of_a_history(same) -> None:
+    layer, batch = nn.Linear(4, 4), torch.randn(3, 4)
+    assert history_of([same(layer(batch))]) == history_of([layer(batch)])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda y: y[:2],
+        lambda y: y.view(4, 3),
+        lambda y: y.double(),
+        lambda y: y.detach(),
+        lambda y: y * 1,
+        lambda y: y[None].expand(2, 3, 4),
+    ],
+)
+def test_whatever_changes_a_gradient_or_its_shape_is_a_part_of_the_history(other) -> None:
+    layer, batch = nn.Linear(4, 4), torch.randn(3, 4)
+    assert history_of([other(layer(batch))]) != history_of([layer(batch)])
+
+
+def test_a_long_history_is_freed_without_a_recursion() -> None:
+    y = torch.ones(1, requires_grad=True)
+    for _ in range(100_000):
+        y = (y * 1).clone()
+    results = [y]
+    del y
+    history_of(results)
+    assert not results
+
+
+def test_a_history_may_be_used_before_its_graph_is_freed() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    results = [weight * 3]
+    history_of(results, lambda history: results[0].sum().backward())
+    assert weight.grad is not None and weight.grad.tolist() == [3, 3]
+    assert not results
+
+
+class Tied(nn.Module):
+    """Uses a weight twice, and once more within a checkpoint whose backward is a nested one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.t() + self.bias
+        z = checkpoint(lambda y: y.sigmoid() @ self.weight, y, use_reentrant=True)
+        return z @ self.weight * self.bias
+
+
+def test_projections_are_those_of_the_gradients_that_a_backward_accumulates() -> None:
+    torch.manual_seed(0)
+    model, batch, weights = Tied(), torch.randn(3, 4), torch.randn(3, 4)
+    leaves = dict(model.named_parameters())
+    found = projections([model(batch)], [weights], leaves)
+    assert all(leaf.grad is None for leaf in leaves.values())
+    model(batch).backward(weights)
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        gradient, number, leaf.grad = leaf.grad, found[name], None
+        (expected,) = projections([leaf], [gradient], {name: leaf}).values()
+        assert number is not None and expected is not None
+        assert number.numbers == pytest.approx(expected.numbers, rel=1e-4)
+
+
+def test_gradients_of_a_tied_weight_are_not_added_up_in_memory() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    accumulated: list[Tensor | None] = []
+    weight.register_post_accumulate_grad_hook(lambda leaf: accumulated.append(leaf.grad))
+    found = projections([weight * 2 + weight * 3], [torch.ones(2)], {"weight": weight})
+    assert all(gradient is None for gradient in accumulated)
+    assert found["weight"] is not None and found["weight"].size == pytest.approx(5 * 2**0.5)
+
+
+def test_an_exported_graph_with_the_history_of_the_model_needs_no_backward(monkeypatch) -> None:
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[:]  # an alias in the model, and a slice in the graph
+
+    def backward(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a backward was run")
+
+    monkeypatch.setattr(torch.autograd, "backward", backward)
+    traced = trace(Sliced(), (x(),), tracer="export")
+    assert traced.front_end == "export"
+
+
+class Restructured(nn.Module):
+    """While it is traced it computes the same by other operators."""
+
+    rows = 0
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(8, 8), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            Restructured.rows += len(x)
+            return self.layer(x)
+        y = self.layer(x).unsqueeze(0).squeeze(0)
+        return y * self.factor + y.detach() * (1 - self.factor)
+
+
+def test_where_histories_differ_gradients_are_compared_in_the_same_run_of_the_graph() -> None:
+    Restructured.rows = 0
+    assert trace(Restructured(), (x(),), tracer="export").front_end == "export"
+    assert Restructured.rows == 4, "two rows, one with a history, and one with a backward"
