@@ -71,8 +71,8 @@ class Runner:
         self._check_open()
         if is_traced((*args, *kwargs.values())):
             raise RuntimeError(
-                "a pipeline cannot be traced, since its stages run in threads of their own: trace "
-                "the model itself, pipe.module, or use a graph of the pipeline, such as "
+                "a pipeline cannot be traced: its stages run in threads of their own. Trace the "
+                "model itself, pipe.module, or use a graph of the pipeline, such as "
                 "pipe.model_graph"
             )
         if TransformType.Grad in transforms():
