@@ -34,7 +34,7 @@ from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.random import RandomState
 from fxpipe.runtime.state import STATEFUL, State
-from fxpipe.runtime.writes import Writes, same_values
+from fxpipe.runtime.writes import Comparison, Writes
 
 
 class Surroundings:
@@ -140,6 +140,8 @@ class _WrittenState:
     In the second call the module writes to copies: a batch norm must not count a batch twice, and a
     module that reads a buffer must read the same value again. The first call in each mode (training
     or not, of each submodule) notices which tensors are written to; their names are remembered.
+    An accelerator says which buffers have changed only once it has done that call: until then every
+    call keeps copies of all buffers.
     """
 
     # By identity: a module may define equality, and have no hash then.
@@ -153,22 +155,22 @@ class _WrittenState:
         if self.module is None:
             return
         self.mode = tuple(module.training for module in self.module.modules())
-        known = self._known.setdefault(self.module, {}).get(self.mode)
+        written = self._known.setdefault(self.module, {}).get(self.mode)
+        known = None if written is None else written.settled()
         self.learning = known is None
         if known is None:
             buffers = self.module.named_buffers(remove_duplicate=False)
-            known = _Written([name for name, buffer in buffers if not is_lazy(buffer)], [])
-        self.buffers = {n: self.module.get_buffer(n).detach().clone() for n in known.buffers}
-        self.parameters = {
-            n: self.module.get_parameter(n).detach().clone() for n in known.parameters
-        }
+            known = [name for name, buffer in buffers if not is_lazy(buffer)], []
+        names, parameters = known
+        self.buffers = {n: self.module.get_buffer(n).detach().clone() for n in names}
+        self.parameters = {n: self.module.get_parameter(n).detach().clone() for n in parameters}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """The first call is made within this context.
 
         A parameter is copied just before the first operator that writes to it. Buffers are copied
-        beforehand, and copies of those that have not changed are dropped.
+        beforehand, and copies of those that are known not to have changed are dropped.
         """
         if self.module is None or not self.learning:
             yield
@@ -182,9 +184,13 @@ class _WrittenState:
         with Writes(dict(self.module.named_parameters()), save):
             yield
         now = self.module.get_buffer
-        self.buffers = {n: old for n, old in self.buffers.items() if not same_values(now(n), old)}
+        comparison = Comparison({name: (now(name), old) for name, old in self.buffers.items()})
+        changed = comparison.changed()
+        if changed is not None:
+            self.buffers = {name: self.buffers[name] for name in changed}
         if not was_lazy:  # a lazy module has made tensors in this call, which were not watched
-            self._known[self.module][self.mode] = _Written([*self.buffers], [*self.parameters])
+            written = _Written(comparison, [*self.parameters])
+            self._known[self.module].setdefault(self.mode, written)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
@@ -214,10 +220,15 @@ class _WrittenState:
 
 @dataclass(frozen=True)
 class _Written:
-    """The names of the buffers and parameters that a module writes to."""
+    """The buffers and parameters that a module writes to, as its first call has shown."""
 
-    buffers: list[str]
+    buffers: Comparison[str]
     parameters: list[str]
+
+    def settled(self) -> tuple[list[str], list[str]] | None:
+        """Their names; None as long as an accelerator has not compared the buffers."""
+        changed = self.buffers.changed()
+        return None if changed is None else (changed, self.parameters)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:

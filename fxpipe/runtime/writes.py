@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fxpipe.ir._torch import TorchDispatchMode, schema_of
 from fxpipe.ir.tensors import memory_of
+from fxpipe.runtime.streams import current, has_streams
 
 Key = TypeVar("Key")
 
@@ -56,3 +57,42 @@ def same_values(tensor: Tensor, before: Tensor) -> bool:
         return torch.equal(tensor, before)
     one, other = (t.to_sparse(layout=torch.sparse_coo).coalesce() for t in (tensor, before))
     return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
+
+
+class Comparison(Generic[Key]):
+    """Which tensors differ from copies that were made of them earlier.
+
+    On the CPU this is known at once. An accelerator compares when it gets there, and the host does
+    not wait for it: its answers are copied to the host's memory, to be read once they have come.
+
+    Args:
+        pairs: the tensors, each with its copy.
+    """
+
+    def __init__(self, pairs: Mapping[Key, tuple[Tensor, Tensor]]) -> None:
+        self._changed: list[Key] | None = None  # once it is known
+        self._on_host: list[Key] = []
+        self._asked: list[tuple[list[Key], Tensor, torch.Event]] = []
+        asked: dict[torch.device, list[Key]] = {}
+        for key, (tensor, before) in pairs.items():
+            is_like = tensor.shape == before.shape and tensor.dtype == before.dtype
+            is_plain = is_like and tensor.layout == torch.strided
+            if is_plain and tensor.device == before.device and has_streams(tensor.device):
+                asked.setdefault(tensor.device, []).append(key)
+            elif not same_values(tensor, before):
+                self._on_host.append(key)
+        with torch.no_grad():
+            for device, keys in asked.items():
+                answers = torch.stack([(pairs[key][0] != pairs[key][1]).any() for key in keys])
+                on_host = answers.to("cpu", non_blocking=True)
+                (computing,) = current([device])
+                self._asked.append((keys, on_host, computing.record_event()))
+
+    def changed(self) -> list[Key] | None:
+        """The tensors that have changed; None as long as an accelerator has not answered."""
+        if self._changed is None and all(event.query() for _, _, event in self._asked):
+            found = list(self._on_host)
+            for keys, answers, _ in self._asked:
+                found += [key for key, has in zip(keys, answers.tolist(), strict=True) if has]
+            self._changed = found
+        return self._changed

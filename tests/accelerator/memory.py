@@ -126,6 +126,7 @@ def needed(chunks, run):
             chunks=chunks,
             schedule="1f1b",
             loss_fn=lambda output, target: ((output - target) ** 2).sum(),
+            check=False,
             partition=[f"stages.{i}" for i in range(1, LANES)],
         ) as pipe,
     ):

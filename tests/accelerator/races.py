@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from fxpipe.runtime import lanes
 from tests.accelerator import sim
 
 HERE = torch.device("sim:0")
@@ -279,7 +280,87 @@ def test_the_host_of_one_stream_has_not_waited_for_another():
     assert len(found()) == 1
 
 
+def test_that_the_host_waits_can_be_refused():
+    x = torch.ones(4, device=HERE)
+    with sim.no_waits():
+        for wait in (lambda: (x + 1).tolist(), x.nonzero, lambda: torch.equal(x, x), x.cpu):
+            with pytest.raises(RuntimeError, match="synchronizing operation"):
+                wait()
+        y = x.to("cpu", non_blocking=True)
+        torch.accelerator.current_stream(HERE).record_event().synchronize()
+    assert y.tolist() == [1.0] * 4
+
+
 # ------------------------------------------------------------------------------------- threads
+
+
+def waits_elsewhere():
+    """A thread of the host that waits for the device. By now it has, but nobody has heard of it."""
+    has_waited = threading.Semaphore(0)
+
+    def wait():
+        torch.accelerator.synchronize(HERE)
+        has_waited.release()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    has_waited.acquire()
+    return thread
+
+
+def test_what_one_thread_has_waited_for_is_not_known_to_another():
+    x = torch.ones(4, device=HERE)
+    thread = waits_elsewhere()
+    with other():
+        x + 1
+    assert len(found()) == 1
+    thread.join()
+
+
+def test_a_thread_that_is_joined_hands_over_what_it_has_waited_for():
+    x = torch.ones(4, device=HERE)
+    waits_elsewhere().join()
+    with other():
+        x + 1
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_queue_of_lanes_hands_over_what_its_sender_has_waited_for(wait):
+    x = torch.ones(4, device=HERE)
+    queue = lanes.SimpleQueue()
+    answers = lanes.SimpleQueue()
+
+    def use():
+        queue.get()
+        with other():
+            answers.put(x + 1)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    if wait:
+        torch.accelerator.synchronize(HERE)
+    queue.put(None)
+    answers.get()
+    assert len(found()) == (0 if wait else 1)
+    thread.join()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_engine_knows_what_the_caller_of_a_backward_has_waited_for(wait):
+    x = torch.ones(4, device=HERE, requires_grad=True)
+    stream = other()
+    stream.wait_stream(torch.accelerator.current_stream(HERE))
+    with stream:
+        y = x * 2
+        z, gradient = y * 1, torch.ones(4, device=HERE)
+    late = torch.full((4,), 3.0, device=HERE)
+    y.register_hook(lambda gradient: gradient + late)  # on the other stream
+    if wait:
+        torch.accelerator.synchronize(HERE)
+    with stream:
+        (gradient,) = torch.autograd.grad(z, x, gradient)
+        assert gradient.tolist() == [8.0] * 4
+    assert len(found()) == (0 if wait else 1)
 
 
 def test_current_streams_are_those_of_a_thread():

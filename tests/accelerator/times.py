@@ -106,6 +106,7 @@ def step_takes(
             chunks=CHUNKS,
             schedule=schedule,
             loss_fn=loss_fn,
+            check=False,
             partition=[f"stages.{i}" for i in range(1, lanes)],
             **options,
         ) as pipe,
@@ -166,6 +167,10 @@ def test_lanes_are_measured_without_being_held_up(monkeypatch):
     assert step_takes("1f1b", run="measure") == pytest.approx((CHUNKS + 4 - 1) * 3, rel=1e-3)
     step_takes("1f1b", run="measure", on=2)
     assert not [name for name in waited if name.startswith("fxpipe-lane")]
+
+
+def test_lanes_that_share_a_device_take_turns_there_and_leave_it_no_gap():
+    assert step_takes("1f1b", lanes=2, on=1) == pytest.approx(CHUNKS * 2 * 3)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])

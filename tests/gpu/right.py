@@ -171,8 +171,6 @@ def sync(machine: Machine, report: Report) -> None:
                     report.row(run=name, checkpoint=checkpoint, waits=said or "no")
                     if said:
                         report.problem(f"{name}, checkpoint {checkpoint}: the host waits: {said}")
-    if not machine.is_real:
-        report.note("The simulated accelerator cannot refuse to wait: nothing is shown here.")
 
 
 def _and_backward(pipe: fxpipe.Pipeline, x: Tensor, target: Tensor) -> None:

@@ -83,9 +83,26 @@ def _host_s(machine: Machine, run: Callable[[], object]) -> tuple[float, float]:
     return 1e6 * sorted(cpu)[len(cpu) // 2], 1e6 * sorted(wall)[len(wall) // 2]
 
 
+def forward_of(model: nn.Module, x: Tensor, chunks: int, count: int) -> Callable[[], None]:
+    """A forward of each micro-batch, on ``count`` streams of one device in turn."""
+    streams = [torch.Stream(x.device) for _ in range(count)]
+
+    def run() -> None:
+        here = torch.accelerator.current_stream(x.device)
+        for stream in streams:
+            stream.wait_stream(here)
+        for i, part in enumerate(x.chunk(chunks)):
+            with torch.no_grad(), streams[i % count]:
+                model(part)
+        for stream in streams:
+            here.wait_stream(stream)
+
+    return run
+
+
 def lanes(machine: Machine, report: Report) -> None:
     """A step with large stages, whose lanes share one GPU, against the loop: it should take as
-    long."""
+    long. Lanes that share a GPU share a stream there: how much faster are micro-batches on two?"""
     here, chunks = machine.name(), 8
     width, layers, rows = machine.pick((4096, 8, 512), (16, 1, 2))
     for stages in (1, 2, 4):
@@ -94,6 +111,9 @@ def lanes(machine: Machine, report: Report) -> None:
         target = torch.randn(chunks * rows, device=here)
         plain = machine.seconds(loop_of(model, x, target, chunks))
         report.row(stages=stages, run="loop", ms=1e3 * plain, ratio=1.0)
+        one, two = (machine.seconds(forward_of(model, x, chunks, count)) for count in (1, 2))
+        report.row(stages=stages, run="forwards on one stream", ms=1e3 * one, ratio=1.0)
+        report.row(stages=stages, run="forwards on two streams", ms=1e3 * two, ratio=two / one)
         for schedule in machine.pick(("gpipe", "1f1b", "zb_h1"), ("1f1b",)):
             how: dict[str, Any] = {"chunks": chunks, "schedule": schedule, "loss_fn": mean_loss}
             with pipeline(model, [here] * stages, partition=cut(model), **how) as pipe:

@@ -13,11 +13,14 @@ engine starts its threads, one for each device that there is.
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tests.accelerator.sim.build import built
+from tests.accelerator.threads import watch
 
 NAME = "sim"
 
@@ -30,6 +33,7 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    watch()
 
 
 def races() -> list[str]:
@@ -47,6 +51,18 @@ def keep_stacks(whether: bool) -> None:
     """Whether the Python stack of every operator is kept, so that a race says where both of its
     ends were called. It takes time."""
     torch.ops.sim.keep_stacks(whether)
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """A context in which what makes the host wait for a device raises RuntimeError, in all threads:
+    a value that the host asks for, a copy that it waits for. As
+    ``torch.cuda.set_sync_debug_mode("error")`` it lets the host wait for a stream or an event."""
+    torch.ops.sim.let_host_wait(False)
+    try:
+        yield
+    finally:
+        torch.ops.sim.let_host_wait(True)
 
 
 def _module() -> types.ModuleType:

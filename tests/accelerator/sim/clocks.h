@@ -65,7 +65,7 @@ class Clocks {
   void host_waits(c10::DeviceIndex device);
   void host_waits(double event);
 
-  // The clock of this thread, and what another one has handed over to it.
+  // When this thread is, and the time that another one has handed over to it.
   double host();
   void host_joins(double time);
   // A backward that is called for now begins on a device: the engine's thread there takes over.

@@ -23,6 +23,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -182,6 +183,14 @@ double flops_of(
   return 0;
 }
 
+std::atomic<bool> host_may_wait{true};
+
+// Called where the host would wait for a device.
+void wait_here(const std::string& what) {
+  TORCH_CHECK(
+      host_may_wait, "called a synchronizing operation while the host must not wait: ", what);
+}
+
 // One call of an operator.
 class Call {
  public:
@@ -213,6 +222,7 @@ class Call {
     const bool tells_the_host = (!gives_tensors && !schema_.returns().empty()) ||
         op_.hasTag(at::Tag::dynamic_output_shape) || op_.hasTag(at::Tag::data_dependent_output);
     if (tells_the_host) {
+      wait_here(what);
       detector.host_waits(stream);
       Clocks::get().host_waits(stream);
       land_copies();
@@ -518,6 +528,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   if (from_host && is_on_its_way(source)) {
     detector.report(what + "\n  reads on the host what is still copied there: nobody has waited for it\n");
   }
+  if ((to_host || from_host) && !non_blocking) wait_here(what);
   auto& clocks = Clocks::get();
   if (between) {
     detector.wait(stream, detector.record(there));
@@ -674,13 +685,23 @@ TORCH_LIBRARY(sim, m) {
     Memory::get().settle();
   });
   m.def("makespan() -> float", [] { return Clocks::get().makespan(); });
-  m.def("host_time() -> float", [] { return Clocks::get().host(); });
-  m.def("host_joins(float time) -> ()", [](double time) { Clocks::get().host_joins(time); });
+  // What a thread of the host hands to another: when it is, and what it has waited for.
+  m.def("host_gives() -> (float, int[])", [] {
+    const auto clock = Detector::get().host();
+    return std::make_tuple(Clocks::get().host(), std::vector<int64_t>(clock.begin(), clock.end()));
+  });
+  m.def("host_takes(float time, int[] clock) -> ()", [](double time, std::vector<int64_t> clock) {
+    Clocks::get().host_joins(time);
+    Detector::get().host_waits(Clock(clock.begin(), clock.end()));
+  });
   m.def("backward_begins(int device) -> ()", [](int64_t device) {
     Clocks::get().backward_begins(static_cast<int>(device));
   });
-  m.def("backward_ended(int task) -> float", [](int64_t task) {
-    return Clocks::get().backward_ended(static_cast<int>(task));
+  m.def("backward_ended(int task) -> (float, int[])", [](int64_t task) {
+    const int number = static_cast<int>(task);
+    const auto clock = Detector::get().backward_ended(number);
+    return std::make_tuple(
+        Clocks::get().backward_ended(number), std::vector<int64_t>(clock.begin(), clock.end()));
   });
   m.def("spans() -> (int[], int[], str[], float[], float[])", [] {
     std::vector<int64_t> devices, streams;
@@ -704,6 +725,7 @@ TORCH_LIBRARY(sim, m) {
     return default_generator(static_cast<c10::DeviceIndex>(device));
   });
   m.def("clear() -> ()", [] { Detector::get().clear(); });
+  m.def("let_host_wait(bool whether) -> ()", [](bool whether) { host_may_wait = whether; });
   m.def("keep_stacks(bool whether) -> ()", [](bool whether) { Detector::get().keep_stacks(whether); });
 }
 

@@ -1,5 +1,6 @@
 #include "races.h"
 
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/profiler/combined_traceback.h>
 
 #include <algorithm>
@@ -7,6 +8,12 @@
 
 namespace sim {
 namespace {
+
+thread_local Clock host_here; // what this thread has waited for
+
+int graph_task() {
+  return torch::autograd::get_current_graph_task_id(); // -1 outside of a backward
+}
 
 void join(Clock& clock, const Clock& other) {
   if (clock.size() < other.size()) clock.resize(other.size());
@@ -56,10 +63,21 @@ int Detector::number_locked(c10::Stream stream) {
   return found->second;
 }
 
-// What a stream is given now comes after what the host has waited for.
+// What this thread knows; in a backward also what the engine's other threads there have learnt.
+Clock& Detector::host_locked() {
+  if (const int task = graph_task(); task != -1) join(host_here, tasks_[task]);
+  return host_here;
+}
+
+void Detector::host_learns(const Clock& event) {
+  join(host_locked(), event);
+  if (const int task = graph_task(); task != -1) join(tasks_[task], event);
+}
+
+// What a stream is given now comes after what this thread of the host has waited for.
 Clock& Detector::of(int stream) {
   Clock& clock = clocks_[stream];
-  join(clock, host_);
+  join(clock, host_locked());
   if (clock.size() <= static_cast<size_t>(stream)) clock.resize(stream + 1);
   return clock;
 }
@@ -143,7 +161,8 @@ void Detector::remember(Block& block, Access access) {
 void Detector::allocated(Block& block) {
   std::lock_guard lock(mutex_);
   auto& freed = freed_[block.stream];
-  const Clock& clock = of(block.stream);
+  Clock clock = host_locked(); // nothing is given to the stream yet
+  join(clock, clocks_[block.stream]);
   freed.erase(
       std::remove_if(
           freed.begin(),
@@ -156,17 +175,19 @@ void Detector::allocated(Block& block) {
 
 std::vector<c10::Stream> Detector::freed(Block& block) {
   std::lock_guard lock(mutex_);
-  const Clock& clock = of(block.stream);
+  // What this thread has waited for is done, whichever thread is given the memory next: the
+  // allocator's lock puts that after this.
+  Clock waited = host_locked();
+  join(waited, clocks_[block.stream]);
   // The allocator waits for all that these streams have been given so far.
-  Clock waited = host_;
   std::vector<c10::Stream> users;
   for (int stream : block.recorded) {
-    join(waited, of(stream));
+    join(waited, clocks_[stream]);
     users.push_back(streams_[stream]);
   }
   for (auto& access : block.accesses) {
     const bool is_safe = access.stream == block.stream || access.of_freed ||
-        knows(clock, access.stream, access.time) || knows(waited, access.stream, access.time);
+        knows(waited, access.stream, access.time);
     if (is_safe) continue;
     access.of_freed = true;
     freed_[block.stream].push_back(std::move(access));
@@ -193,27 +214,39 @@ void Detector::wait(c10::Stream stream, const Clock& event) {
 
 void Detector::host_waits(const Clock& event) {
   std::lock_guard lock(mutex_);
-  join(host_, event);
+  host_learns(event);
 }
 
 void Detector::host_waits(c10::Stream stream) {
   std::lock_guard lock(mutex_);
-  join(host_, of(number_locked(stream)));
+  host_learns(of(number_locked(stream)));
 }
 
 void Detector::host_waits(c10::DeviceIndex device) {
   std::lock_guard lock(mutex_);
   for (size_t i = 0; i < streams_.size(); ++i) {
-    if (streams_[i].device_index() == device) join(host_, of(static_cast<int>(i)));
+    if (streams_[i].device_index() == device) host_learns(clocks_[i]);
   }
 }
 
 bool Detector::host_knows(const Clock& event) {
   std::lock_guard lock(mutex_);
+  const Clock& clock = host_locked();
   for (size_t i = 0; i < event.size(); ++i) {
-    if (!knows(host_, static_cast<int>(i), event[i])) return false;
+    if (!knows(clock, static_cast<int>(i), event[i])) return false;
   }
   return true;
+}
+
+Clock Detector::host() {
+  std::lock_guard lock(mutex_);
+  return host_locked();
+}
+
+Clock Detector::backward_ended(int task) {
+  std::lock_guard lock(mutex_);
+  auto ended = tasks_.extract(task);
+  return ended ? std::move(ended.mapped()) : Clock();
 }
 
 void Detector::report(std::string text) {

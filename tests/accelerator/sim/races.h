@@ -6,8 +6,10 @@
 // Every stream counts what it is given to do, and keeps a clock: how far each stream was in what
 // it has waited for, directly or not. (s:n) happens before what stream t does next if t's clock has
 // at least n for s. An event takes the clock of its stream along; whoever waits for it joins that to
-// its own. The host has a clock too, of what it has waited for: all that it gives to any stream from
-// then on comes after that. There is one for all host threads, so a wait in one counts for all.
+// its own. Each thread of the host has a clock too, of what it has waited for: what the thread gives
+// to any stream from then on comes after that. A thread learns what another one has waited for only
+// from what that one hands to it (``threads.py``). The threads of the autograd engine that work at
+// one backward share what they learn there.
 //
 // The idea is that of vector clocks (Mattern, "Virtual time and global states of distributed
 // systems", 1989), as in torch.cuda._sanitizer.
@@ -77,6 +79,11 @@ class Detector {
   // Whether the host has waited for all that a clock says.
   bool host_knows(const Clock& event);
 
+  // What this thread has waited for. It is handed to other threads, who learn it (host_waits).
+  Clock host();
+  // What the engine's threads knew at the end of a backward, which has the number of its graph task.
+  Clock backward_ended(int task);
+
   void report(std::string text);
   std::vector<std::string> reports();
   void clear();
@@ -86,6 +93,8 @@ class Detector {
 
  private:
   Clock& of(int stream);
+  Clock& host_locked();
+  void host_learns(const Clock& event);
   std::string described(const std::string& what);
   int number_locked(c10::Stream stream);
   void check(const Block& block, int stream, const std::string& what, bool is_write);
@@ -96,7 +105,7 @@ class Detector {
   std::unordered_map<c10::Stream, int> numbers_;
   std::vector<c10::Stream> streams_;
   std::vector<Clock> clocks_; // of the streams
-  Clock host_;
+  std::unordered_map<int, Clock> tasks_; // by graph task: what its threads have learnt
   // By the stream that they belong to: what is still done with memory that is free again.
   std::unordered_map<int, std::vector<Access>> freed_;
   std::vector<std::string> reports_;
