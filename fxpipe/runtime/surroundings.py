@@ -34,7 +34,7 @@ from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.random import RandomState
 from fxpipe.runtime.state import STATEFUL, State
-from fxpipe.runtime.writes import Comparison, Writes
+from fxpipe.runtime.writes import ChangedTensors, Writes
 
 
 class Surroundings:
@@ -184,7 +184,7 @@ class _WrittenState:
         with Writes(dict(self.module.named_parameters()), save):
             yield
         now = self.module.get_buffer
-        comparison = Comparison({name: (now(name), old) for name, old in self.buffers.items()})
+        comparison = ChangedTensors({name: (now(name), old) for name, old in self.buffers.items()})
         changed = comparison.changed()
         if changed is not None:
             self.buffers = {name: self.buffers[name] for name in changed}
@@ -222,7 +222,7 @@ class _WrittenState:
 class _Written:
     """The buffers and parameters that a module writes to, as its first call has shown."""
 
-    buffers: Comparison[str]
+    buffers: ChangedTensors[str]
     parameters: list[str]
 
     def settled(self) -> tuple[list[str], list[str]] | None:

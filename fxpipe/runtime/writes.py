@@ -59,7 +59,7 @@ def same_values(tensor: Tensor, before: Tensor) -> bool:
     return torch.equal(one.indices(), other.indices()) and torch.equal(one.values(), other.values())
 
 
-class Comparison(Generic[Key]):
+class ChangedTensors(Generic[Key]):
     """Which tensors differ from copies that were made of them earlier.
 
     On the CPU this is known at once. An accelerator compares when it gets there, and the host does
