@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,16 @@ from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_the_models
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
-from fxpipe.meaning.call import Asked, Meaning, Targets, known_dims, loss_dim, meaning_of
+from fxpipe.meaning.call import (
+    Asked,
+    Meaning,
+    Targets,
+    check_at_size,
+    known_dims,
+    loss_dim,
+    meaning_of,
+    refuse_unclear,
+)
 from fxpipe.meaning.listed import Listed, in_parts, of_one_shape
 from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
@@ -227,19 +237,22 @@ class Compiler:
     def _meaning(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
         """The batch dimensions of the inputs and outputs of this call, checked by running
         ``model``, a twin of the compiler's model."""
+        tensors, _ = Structure.of((args, kwargs))
+        with self._where_it_runs(model, tensors):
+            return meaning_of(model, args, kwargs, self._asked)
+
+    @property
+    def _asked(self) -> Asked:
+        """The options that say how the check reads a call."""
         options = self.options
-        check = False if self.is_on_meta() else options.check
-        asked = Asked(
+        return Asked(
             options.in_dims,
             options.out_dims,
-            check,
+            False if self.is_on_meta() else options.check,
             options.sizes,
             options.loss_weight,
             returns_loss=options.loss_fn is None,
         )
-        tensors, _ = Structure.of((args, kwargs))
-        with self._where_it_runs(model, tensors):
-            return meaning_of(model, args, kwargs, asked)
 
     def _to_the_model(
         self, inputs: tuple[tuple[Any, ...], dict[str, Any]]
@@ -308,6 +321,9 @@ class Compiler:
             return None
         try:
             chunks = self.options.even_chunks_for(batch)
+            tensors, _ = Structure.of((args, kwargs))
+            with self._where_it_runs(twin.model, tensors):
+                check_at_size(twin.model, args, kwargs, meaning, self._asked)
             return self._compiled(twin, args, kwargs, meaning, call, chunks)
         except AnotherStrategy:  # the caller raises ``why`` then, which says more
             return None
@@ -448,9 +464,12 @@ class Compiler:
         dims, found = meaning.in_dims, meaning.outputs
         several = options.chunks_for(batch_size(values, dims), traced.refused_sizes)
 
+        unclear = partial(refuse_unclear, meaning, options.check)
+
         def output(gm: fx.GraphModule) -> list[Dims]:
             said = options.loss_weight if options.loss_fn is None else None
-            return output_dims(gm, values, dims, options.out_dims, traced.rebuild, found, said)
+            out_dims, rebuild = options.out_dims, traced.rebuild
+            return output_dims(gm, values, dims, out_dims, rebuild, found, said, unclear)
 
         return ToStages(
             inputs=tuple(values),

@@ -6,7 +6,6 @@ the call is refused."""
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,18 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.errors import is_the_models
-from fxpipe.ir.structure import Structure, leaves
+from fxpipe.ir.structure import Structure, leaves, map_tensors
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning import messages
 from fxpipe.meaning.backward import backward_problem
 from fxpipe.meaning.candidates import InDims, agree, candidates
-from fxpipe.meaning.check import Problem, Question, Trial, Verdict, check, ran
+from fxpipe.meaning.check import SIZES, Problem, Question, Trial, Verdict, check, ran
+from fxpipe.meaning.compare import difference
 from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.lasting import lasting_problem
 from fxpipe.meaning.listed import Listed, any_row, is_a_row
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.said import INFER, Input, broadcast, named_inputs
 from fxpipe.meaning.sample import part
 from fxpipe.meaning.stilled import batch_norms, dropouts, still
+from fxpipe.meaning.stirred import Values, in_place_of_zeros, stirred
 from fxpipe.meaning.weights import (
     Fill,
     Weigh,
@@ -41,7 +43,10 @@ from fxpipe.meaning.weights import (
     with_ignored,
 )
 from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim, InDim
+from fxpipe.runtime.random import seed_host
 from fxpipe.trace import called, canonical, parameters_put_back, untouched
+from fxpipe.trace.gradients import has_gradient
+from fxpipe.trace.isolation import Since
 from fxpipe.trace.patches import tensor_hooks
 from fxpipe.trace.twin import model_of
 
@@ -53,6 +58,9 @@ class Meaning:
     in_dims: Sequence[InDim]
     outputs: dict[str, Dim] = field(default_factory=dict)
     """How each output is put together, by its path; empty where the model could not be run."""
+    unclear: dict[str, bool] = field(default_factory=dict)
+    """The outputs, by their paths, that are zero for every sample, so that they may be means or
+    sums: whether each has a gradient."""
     notes: list[str] = field(default_factory=list)
     """Remarks for the report, such as that dropout masks are those of each micro-batch."""
     one_row_only: bool = False
@@ -139,6 +147,35 @@ def meaning_of(
     found = asking.best(ways)
     _FOUND.setdefault(model_of(model), {})[_key(inputs)] = found.in_dims
     return found
+
+
+def check_at_size(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    meaning: Meaning,
+    asked: Asked,
+) -> None:
+    """Check a meaning with as many rows as the example has, cut into the micro-batches that it
+    will be cut into: for a model whose branches depend on the number of rows.
+
+    Raises:
+        BatchError: if the parts do not make the whole, or a warning, as :func:`meaning_of`.
+    """
+    dims = [dim if isinstance(dim, int) else None for dim in meaning.in_dims]
+    inputs = named_inputs(model, args, kwargs, asked.in_dims)
+    sizes = asked.sizes(_batch(inputs, dims) or 0)
+    if len(sizes) < 2 or not asked.check or any(each.tensor.is_meta for each in inputs):
+        return
+    asking = _Asking(model, args, kwargs, inputs, asked)
+    verdict = asking.verdict_of(dims, True, (sizes,))
+    if verdict.trial is None or not verdict.problems:
+        return
+    text = messages.by_size(verdict.problems[0], sizes)
+    if verdict.is_wrong:
+        _refuse(asked, text)
+    else:
+        warnings.warn(text, BatchWarning, stacklevel=2)
 
 
 def _in_lists(
@@ -311,6 +348,16 @@ def _refuse(asked: Asked, text: str) -> None:
         warnings.warn(text, BatchWarning, stacklevel=3)
 
 
+def refuse_unclear(meaning: Meaning, check: bool | str, path: str) -> None:
+    """Raise an error for an output that is zero for every sample, so that it may be a mean or a
+    sum, if it has a gradient; warn of one that has none."""
+    if path in meaning.unclear and check:
+        text = messages.unclear(path)
+        if meaning.unclear[path] and check is True:
+            raise BatchError(text)
+        warnings.warn(text, BatchWarning, stacklevel=2)
+
+
 def _first_of(names: Sequence[str]) -> str:
     """The first name and the number of the others, as text."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
@@ -350,6 +397,9 @@ class _Asking:
         self.loss = ""  # the path of the loss among the model's outputs, "" if it has none
         self.returns_loss = asked.returns_loss
         self.contradiction = ""  # how the model contradicts ``loss_weight``, for a message
+        # The names of the buffers, parameters and attributes that the forward changes, once known.
+        self.changed: list[str] | None = None
+        self._values: Values | None = None  # for parameters of zeros, see ``stirred``
 
     def _weigh(self, function: Callable[..., Any]) -> Weigh:
         """The weight of a micro-batch by a function of the model's arguments."""
@@ -386,7 +436,7 @@ class _Asking:
         tried = next((v for v in verdicts if v[1].trial is not None and v[1].is_wrong), None)
         if tried is not None:
             dims, verdict = tried
-            text = messages.wrong(verdict, self.inputs, dims)
+            text = self._unrepeatable(verdict) or messages.wrong(verdict, self.inputs, dims)
             if self.asked.check is True:
                 raise BatchError(text)
             if self.asked.check == "warn":
@@ -405,19 +455,58 @@ class _Asking:
         note = "not checked: the model takes no other number of rows"
         return Meaning(dims, notes=[note], one_row_only=batch == 1)
 
+    def _unrepeatable(self, verdict: Verdict) -> str:
+        """What to say of a model that gives something else at each call, for the same inputs; an
+        empty string if it does not."""
+        trial = verdict.trial
+        assert trial is not None
+        output = self.output_of(part(trial.tensors, [None] * len(trial.tensors), 0, 0))
+        for path, value in leaves(output, "output"):
+            before = trial.whole.get(path)
+            if isinstance(value, Tensor) and isinstance(before, Tensor) and not value.is_meta:
+                apart = difference(before, value)
+                if apart:
+                    return messages.unrepeatable(path, apart)
+        return ""
+
     def meaning(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> Meaning:
         """The meaning with these batch dimensions, once the backward has been checked as well."""
         if self.contradiction:
             _refuse(self.asked, self.contradiction)
         problem = self._in_the_backward(dims, verdict)
         notes = self._notes(dims, verdict, ways)
+        if lasting := self._lasting(dims, verdict):
+            notes.append(lasting)
+            warnings.warn(messages.lasting(lasting), BatchWarning, stacklevel=2)
         if problem is not None:
             text = messages.in_the_backward(problem)
             if self.asked.check is True:
                 raise BatchError(text)
             warnings.warn(text, BatchWarning, stacklevel=2)
             notes.append(problem.text)
-        return Meaning(dims, verdict.outputs, notes)
+        return Meaning(dims, verdict.outputs, self._unclear(verdict), notes)
+
+    def _unclear(self, verdict: Verdict) -> dict[str, bool]:
+        """The outputs that may be means or sums for all that the check sees, and whether each has
+        a gradient."""
+        said = self.asked.loss_weight is not None and self.returns_loss and self.loss
+        unclear = {path for path in verdict.unclear if not self._ignored(path) and path != said}
+        if not unclear or not self.asked.check or verdict.trial is None:
+            return {}
+
+        def trained(output: Any, _: bool) -> dict[str, bool]:
+            found = dict(leaves(output, "output"))
+            return {path: has_gradient(found.get(path)) for path in unclear}
+
+        tensors = verdict.trial.tensors
+        try:
+            whole = part(tensors, [None] * len(tensors), 0, 0)
+            found: dict[str, bool] = self._recorded(whole, trained)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return dict.fromkeys(unclear, False)
+        return found
 
     def _in_the_backward(self, dims: InDims, verdict: Verdict) -> Problem | None:
         """What is wrong with the gradients although the outputs are right; None if nothing is."""
@@ -436,6 +525,18 @@ class _Asking:
                 raise
             return None  # it has no backward
 
+    def _lasting(self, dims: InDims, verdict: Verdict) -> str:
+        """What differs where parts find the state that the parts before them have left."""
+        trial = verdict.trial
+        if not (self.asked.check and self.changed) or trial is None or self.listed is not None:
+            return ""
+        try:
+            return lasting_problem(self._in_sequence, trial, dims, self.changed)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return ""  # it takes no second call in the state that the first one leaves
+
     def _notes(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> list[str]:
         notes = []
         if dims != ways[0]:
@@ -451,7 +552,7 @@ class _Asking:
                 "deferred_batch_norm=True makes the running ones those of the mini-batch"
             )
         drawing = dropouts(self.model)
-        if drawing or self.met_random_numbers:
+        if drawing or self.met_random_numbers or self.drew:
             by = f" ({_first_of(drawing)})" if drawing else ""
             notes.append(
                 f"random numbers are drawn for each micro-batch by itself{by}, and are others than "
@@ -513,13 +614,20 @@ class _Asking:
 
     # ---------------------------------------------------------------------------- asking the model
 
-    def verdict_of(self, dims: InDims, is_likely: bool) -> Verdict:
-        """The verdict of the check on one candidate."""
+    def verdict_of(
+        self, dims: InDims, is_likely: bool, sizes: Sequence[tuple[int, ...]] = ()
+    ) -> Verdict:
+        """The verdict of the check on one candidate.
+
+        ``sizes``: the sizes of the parts of samples, in the order in which they are tried; by
+        default two small samples, and then the micro-batches that the example is cut into.
+        """
         batch = _batch(self.inputs, dims) or 0
         if not agree(self.inputs, dims) or not batch:
             return Verdict(takes_parts=True)
         is_listed = self.listed is not None
-        question = Question(self.output_of, self.tensors, dims, self.asked.sizes(batch), is_listed)
+        sizes = sizes or (*SIZES, self.asked.sizes(batch))
+        question = Question(self.output_of, self.tensors, dims, sizes, is_listed)
         self.drew = False
         verdict = check(question, self._ignored, is_likely=is_likely)
         if self.drew and not self.stilled:
@@ -585,19 +693,11 @@ class _Asking:
         seed: int | None,
         then: Callable[[Any], Any] = lambda output: output,
     ) -> Any:
-        quiet = still(self.model) if self.stilled else nullcontext()
-        mode = torch.enable_grad() if self.with_gradients else torch.no_grad()
-        with untouched(self.model) as since, parameters_put_back(self.model), mode:
-            if seed is not None:
-                torch.manual_seed(seed)
-                random.seed(seed)
-            with quiet as stilled:
-                output = called(self.model, args, kwargs)
-                made = then(output)
-            if stilled is not None:
-                self.met_batch_norm |= stilled.met_batch_norm
-                self.met_random_numbers |= stilled.met_random_numbers
-            self.drew = self.drew or (seed is None and since.drew_random_numbers())
+        def call() -> tuple[Any, Any]:
+            output = called(self.model, args, kwargs)
+            return output, then(output)
+
+        output, made = self._quietly(call, seed)
         if self.returns_loss:
             loss = own_loss(output)
             is_one = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point()
@@ -608,3 +708,55 @@ class _Asking:
                 if dim is not INFER:
                     self.said.add(path)
         return made
+
+    def _quietly(self, run: Callable[[], Any], seed: int | None = None) -> Any:
+        """What a function gives that calls the model, without effect on the model."""
+        quiet = still(self.model) if self.stilled else nullcontext()
+        mode = torch.enable_grad() if self.with_gradients else torch.no_grad()
+        if self._values is None:
+            self._values = in_place_of_zeros(self.model)
+        with (
+            stirred(self._values),
+            untouched(self.model) as since,
+            parameters_put_back(self.model) as written,
+            mode,
+        ):
+            if seed is not None:
+                torch.manual_seed(seed)
+                seed_host(seed)
+            before = dict(self.model.named_buffers())
+            with quiet as stilled:
+                made = run()
+            if stilled is not None:
+                self.met_batch_norm |= stilled.met_batch_norm
+                self.met_random_numbers |= stilled.met_random_numbers
+            self.drew = self.drew or (seed is None and since.drew_random_numbers())
+            if self.changed is None:
+                self.changed = self._changes(since, before, written)
+        return made
+
+    def _changes(
+        self, since: Since, before: Mapping[str, Tensor], parameters: Mapping[str, Any]
+    ) -> list[str]:
+        """The names of what the forward has changed on the model."""
+        after = dict(self.model.named_buffers())
+        changed = set(map(id, since.written()))
+        buffers = [n for n, b in after.items() if b is not before.get(n) or id(b) in changed]
+        paths = {module: name for name, module in self.model.named_modules()}
+        attributes = [f"{paths[m]}.{n}".removeprefix(".") for m, n in since.changed() if m in paths]
+        return [*parameters, *buffers, *attributes]
+
+    def _in_sequence(self, calls: Sequence[list[Tensor]]) -> tuple[list[Any], dict[str, Tensor]]:
+        """What the model gives in several calls, one after the other, and the values of its buffers
+        and parameters after the last one. No call undoes what the call before it has changed."""
+
+        def run() -> tuple[list[Any], dict[str, Tensor]]:
+            outputs = []
+            for tensors in calls:
+                args, kwargs = self.fill(tensors)
+                outputs.append(map_tensors(Tensor.clone, called(self.model, args, kwargs)))
+            own = (*self.model.named_parameters(), *self.model.named_buffers())
+            return outputs, {n: t.detach().clone() for n, t in own if n in (self.changed or ())}
+
+        found: tuple[list[Any], dict[str, Tensor]] = self._quietly(run)
+        return found

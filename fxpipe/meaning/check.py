@@ -47,7 +47,8 @@ class Question:
     Args:
         run: the model as a function from tensors to its output, without gradients or side effects.
         tensors, dims: the tensors of the example, and the batch dimension of each.
-        usual: the sizes of the micro-batches that the example would be cut into.
+        sizes: the sizes of the parts of a sample, for each sample in the order in which they are
+            tried.
         in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
             too.
     """
@@ -55,7 +56,7 @@ class Question:
     run: Callable[[list[Tensor]], Any]
     tensors: Sequence[Tensor]
     dims: Sequence[int | None]
-    usual: tuple[int, ...] = ()
+    sizes: Sequence[tuple[int, ...]] = SIZES
     in_lists: bool = False
 
     def outputs(self, tensors: list[Tensor], rows: int, start: int = 0) -> dict[str, Any]:
@@ -184,6 +185,9 @@ def _checked(
         is_large = share > LARGE and not problems[0].is_scalar
         often = len(problems) == count or (len(problems) > 1 and share >= SMALL) or is_large
         (verdict.problems if often else verdict.slight).append(problems[0])
+    if verdict.trial is not None:  # what is accepted although it differs is joined by its shape
+        for path in failed.keys() & verdict.trial.whole.keys():
+            fits[path] = fits[path] or _by_shape(verdict.trial, path)
     verdict.outputs = {path: _way(ways) for path, ways in fits.items() if ways}
     verdict.unclear = {path for path, ways in fits.items() if not _is_clear(ways)}
     return verdict
@@ -273,8 +277,8 @@ def _trial(
 
 def _ways(question: Question, levels: Sequence[str]) -> Iterator[tuple[tuple[int, ...], str]]:
     """The sizes of the parts and the levels of a sample, in the order in which they are tried."""
-    usual = [question.usual] if len(question.usual) > 1 else []
-    return ((sizes, level) for sizes in (*SIZES, *usual) for level in levels)
+    several = [sizes for sizes in question.sizes if len(sizes) > 1]
+    return ((sizes, level) for sizes in several for level in levels)
 
 
 def _is_empty(output: dict[str, Any]) -> bool:

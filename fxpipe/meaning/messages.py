@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fxpipe.meaning.candidates import different_sizes, packed
 from fxpipe.meaning.check import Problem, Verdict
+from fxpipe.meaning.compare import Difference
 from fxpipe.meaning.said import INFER, Input
 
 IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out by default
@@ -94,9 +95,50 @@ def in_the_backward(problem: Problem) -> str:
     """The message where the gradients of the parts do not add up to those of the whole."""
     return (
         f"{problem.text}: a backward that is not the derivative of its forward (of a "
-        "torch.autograd.Function, or changed by a hook) puts rows together. Move it out of the "
+        "torch.autograd.Function, changed by a hook, or of an embedding with "
+        "scale_grad_by_freq=True) puts rows together. Move it out of the "
         "model, or give chunks=1; a difference that does no harm is accepted with "
         'check="warn"'
+    )
+
+
+def unrepeatable(path: str, apart: Difference) -> str:
+    """The message for a model that gives another output for the same inputs at each call."""
+    return (
+        f"{path} differs by {apart} between two calls with the same inputs: the model counts its "
+        "calls where fxpipe does not see it (in a global variable, a closure, an attribute of a "
+        "class or a default argument), or draws random numbers other than PyTorch's. A graph would "
+        "have the values of one call for ever: keep such a state in a buffer of the model or in an "
+        "attribute of a module within it, and draw random numbers with torch"
+    )
+
+
+def lasting(text: str) -> str:
+    """The warning for a state that is another one after micro-batches than after all rows."""
+    return (
+        f"{text}. Gradient accumulation does the same. To have the model's own, change that state "
+        "outside of the forward, once for each mini-batch, from what the pipeline returns; or give "
+        "chunks=1"
+    )
+
+
+def by_size(problem: Problem, sizes: Sequence[int]) -> str:
+    """The message for a model that is right in parts of a few rows, and not in micro-batches."""
+    return (
+        f"{problem.text}. For fewer rows the parts make the whole: the model does something else "
+        f"with {sum(sizes)} rows than with {' and '.join(map(str, sorted(set(sizes))))}, so that a "
+        "branch of it depends on the batch size. Take that branch out of the model, or let it "
+        "depend on an argument; or give chunks=1"
+    )
+
+
+def unclear(path: str) -> str:
+    """The message for an output that may be a mean or a sum."""
+    return (
+        f"{path} is zero for all rows like those of the example, so that it cannot be found out "
+        "whether it is a mean over the rows or a sum: give out_dims, with None for a mean or "
+        '"sum" for a sum (of a loss that the model returns, loss_weight="rows" or "sum"), or '
+        "example inputs for which it is not zero"
     )
 
 

@@ -26,6 +26,7 @@ def output_dims(
     rebuild: Callable[[Any], Any],
     found: Mapping[str, Dim],
     loss_weight: Any = None,
+    unclear: Callable[[str], None] = lambda path: None,
 ) -> list[Dims]:
     """For each node that a graph returns, how every tensor in its value is put together.
 
@@ -35,6 +36,8 @@ def output_dims(
         found: how the check has found that outputs are put together, by the outputs' paths.
         loss_weight: the option of :func:`fxpipe.compile`, if it is about a loss that the model
             returns; else None.
+        unclear: called with the path of each output that depends on the batch and of which the
+            user says nothing; it raises an error, or warns, if that may be a mean or a sum.
 
     Raises:
         BatchError: for a dimension that does not exist, or an output that nothing is known of.
@@ -59,6 +62,9 @@ def output_dims(
     for node in nodes:
         own = pytree.tree_leaves(slots[node])
         leaves = zip(own, pytree.tree_leaves(values[node]), _larger(node, len(own)), strict=True)
+        for slot in own if node in varying else ():
+            if slot.said is INFER:
+                unclear(slot.path)
         dims = tuple(
             LISTED
             if is_of_a_row(slot.path, found)

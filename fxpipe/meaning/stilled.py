@@ -133,6 +133,50 @@ def _in_place(value: float) -> Callable[..., Any]:
     return draw
 
 
+def _integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    low, high, size = args if len(args) > 2 else (0, *args)
+    own = {k: v for k, v in kwargs.items() if k != "generator"}
+    return torch.full(size, (low + high) // 2, **{"dtype": torch.long, **own})
+
+
+def _integers_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like, *bounds = args
+    low, high = bounds if len(bounds) > 1 else (0, *bounds)
+    return torch.full_like(like, (low + high) // 2, **kwargs)
+
+
+def _turned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In place of a random order the reverse one, in which rows that change places show."""
+    own = {k: v for k, v in kwargs.items() if k != "generator"}
+    return torch.arange(args[0] - 1, -1, -1, **own)
+
+
+def _heads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    probabilities = args[0] if len(args) < 2 else torch.full_like(args[0], args[1])
+    return probabilities.round()
+
+
+def _any_integer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].fill_(args[1] if len(args) > 2 else 0)  # from, to; or none, or only to
+
+
+def _means(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not any(isinstance(each, Tensor) for each in args[:2]):
+        return func(*args, **kwargs)
+    mean, spread = args[:2]
+    return mean + 0.0 * spread
+
+
+def _likeliest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """In place of samples from probabilities the likeliest ones, all different if there are as
+    many; of equally likely ones the last."""
+    probabilities, count = args[:2]
+    last_first = probabilities.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    order = probabilities.shape[-1] - 1 - last_first
+    places = torch.arange(count, device=order.device) % order.shape[-1]
+    return order.index_select(-1, places)
+
+
 def _undropped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The replacement of dropout: the output equals the input, and the mask keeps all values."""
     return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
@@ -147,5 +191,17 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.normal_: _in_place(0.0),
     aten.exponential_: _in_place(1.0),
     aten.bernoulli_: _in_place(1.0),
+    aten.bernoulli: _heads,
+    aten.log_normal_: _in_place(1.0),
+    aten.cauchy_: _in_place(0.0),
+    aten.geometric_: _in_place(1.0),
     aten.native_dropout: _undropped,
+    aten.random_: _any_integer,
+    aten.normal: _means,
+    aten.randint: _integers,
+    aten.randint_like: _integers_like,
+    aten.randperm: _turned,
+    aten.multinomial: _likeliest,
+    aten.poisson: lambda func, args, kwargs: args[0].round(),
+    aten.binomial: lambda func, args, kwargs: (args[0] * args[1]).round(),
 }

@@ -9,6 +9,8 @@ each other, and for the loss, which may draw from the default generator without 
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -44,6 +46,46 @@ def seeds(count: int) -> tuple[int, ...]:
     """Seeds drawn from the default generator, so that ``torch.manual_seed`` determines them all."""
     with LOCK:
         return tuple(torch.randint(2**62, (count,)).tolist())
+
+
+class HostRandomState:
+    """The states of Python's random number generator and of NumPy's, as they are now."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether random numbers have been drawn since the states were read."""
+        is_same = random.getstate() == self._python
+        return not is_same or _comparable(_numpy_state()) != _comparable(self._numpy)
+
+    def put_back(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def seed_host(seed: int) -> None:
+    """Seed Python's random number generator and NumPy's."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _numpy_state() -> Any:
+    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
+def _comparable(state: Any) -> Any:
+    is_legacy = isinstance(state, tuple)
+    return tuple(map(_bytes, state)) if is_legacy else repr(state)
+
+
+def _bytes(part: Any) -> Any:
+    return part.tobytes() if hasattr(part, "tobytes") else part
 
 
 class RandomState:

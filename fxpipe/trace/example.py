@@ -179,7 +179,8 @@ class Example:
             )
             buffers = {n: b.detach().clone() for n, b in self.model.named_buffers()}
             changed = since.changed()
-            effects = Effects(output, buffers, {}, None, {}, changed)
+            draws = since.drew_on_the_host()
+            effects = Effects(output, buffers, {}, None, {}, changed, draws)
             if recorded:
 
                 def go_back(history: Hashable) -> None:
@@ -230,6 +231,7 @@ class Effects:
     history: Hashable  # if recorded: the autograd graph as a value, see ``history_of``
     gradients: Projections  # the parameters' gradients; empty without a backward
     changed: list[tuple[nn.Module, str]]  # the attributes of modules that the forward has changed
+    draws: bool  # whether the forward draws from Python's or NumPy's random number generator
     no_backward: Exception | None = None  # what the backward has raised, if it was run by history
 
 

@@ -49,7 +49,8 @@ def history_of(
     and their edges. Nodes that hand the gradient on as it is are left out.
 
     A history with a backward that a user has written (``torch.autograd.Function``) equals no other,
-    since that backward may compute anything.
+    since that backward may compute anything; nor does one with a lookup in an embedding that
+    divides gradients by how often each index occurs among all rows (``scale_grad_by_freq``).
 
     ::
 
@@ -94,7 +95,9 @@ def history_of(
 def _described(node: Node, edges: Sequence[Edge], number: Mapping[Node, int]) -> Hashable:
     """A node and its edges as a value. ``number``: of each node."""
     # ``name()`` is not called on the node of a user's Function: the user may have set ``name``.
-    kind = object() if isinstance(node, BackwardCFunction) else node.name()
+    is_users = isinstance(node, BackwardCFunction)
+    is_unlike = is_users or getattr(node, "_saved_scale_grad_by_freq", False)
+    kind = object() if is_unlike else node.name()
     leaf = id(node.variable) if hasattr(node, "variable") else None
     return kind, leaf, tuple(n and (number[n], place) for n, place in edges)
 

@@ -3,7 +3,6 @@ and the user's hooks are not called."""
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from fxpipe import skip
 from fxpipe.ir._torch import gradient_hooks
 from fxpipe.ir.hooks import hooks_of, is_torchs, records
 from fxpipe.ir.progress import phase
-from fxpipe.runtime.random import RandomState
+from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.runtime.state import State
 from fxpipe.runtime.writes import Writes, same_values
 from fxpipe.trace.errors import at, is_model_line, since
@@ -44,17 +43,27 @@ class Since:
     """Tells what a model has done since the block of :func:`untouched` began."""
 
     _random: RandomState
-    _python: Any  # the state of the module ``random``
+    _host: HostRandomState
     _state: State
+    _tensors: list[tuple[Tensor, Tensor]]  # the modules' tensors, without parameters, and copies
 
     def drew_random_numbers(self) -> bool:
         """Whether random numbers have been drawn since then."""
-        return self._random.has_changed or random.getstate() != self._python
+        return self._random.has_changed or self.drew_on_the_host()
+
+    def drew_on_the_host(self) -> bool:
+        """Whether random numbers of Python's or NumPy's generator have been drawn since then."""
+        return self._host.has_changed
 
     def changed(self) -> list[tuple[nn.Module, str]]:
         """The attributes of modules that have been assigned anew, or whose contents have changed,
         since then."""
         return self._state.changed()
+
+    def written(self) -> list[Tensor]:
+        """The buffers, and tensors in attributes of modules, whose values have changed since
+        then."""
+        return [tensor for tensor, before in self._tensors if not same_values(tensor, before)]
 
 
 @contextmanager
@@ -85,7 +94,7 @@ def untouched(model: nn.Module) -> Iterator[Since]:
     saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
     gradients = [(p, p.grad) for p in model.parameters()]
     devices = {t.device for t in (*model.parameters(), *tensors)}
-    state, python_state = RandomState(devices), random.getstate()
+    state, host = RandomState(devices), HostRandomState()
     outer = _here.models
     try:
         _here.models = {*outer, model}
@@ -101,7 +110,7 @@ def untouched(model: nn.Module) -> Iterator[Since]:
         for parameter, _ in gradients:  # a forward that runs a backward may add to gradients
             parameter.grad = None
         with _eagerly():
-            yield Since(state, python_state, contents)
+            yield Since(state, host, contents, saved_tensors)
     finally:
         _here.models = outer
         contents.put_back()
@@ -118,7 +127,7 @@ def untouched(model: nn.Module) -> Iterator[Since]:
                 if not same_values(tensor, value):
                     tensor.copy_(value)
         state.put_back()
-        random.setstate(python_state)
+        host.put_back()
 
 
 def _eagerly() -> AbstractContextManager[Any]:

@@ -29,6 +29,7 @@ from fxpipe.ir._torch import pytree
 from fxpipe.ir.errors import TraceError, is_the_models
 from fxpipe.ir.hooks import HOOKS
 from fxpipe.ir.source import is_of_a_model
+from fxpipe.runtime.random import HostRandomState
 from fxpipe.runtime.state import STATEFUL, Attribute, State
 from fxpipe.trace.checks import Reference, difference
 from fxpipe.trace.errors import Refused, source_line
@@ -50,14 +51,16 @@ def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
     Raises TraceError if that is the model itself. Warns of a state that nothing depends on, which a
     pipeline does not change.
     """
+    drawing = _drawing(example, reference.tensors) if reference.result.draws else {}
     changed = reference.result.changed
     if not changed:
-        return {}
+        STATEFUL.update(part for module in drawing for part in module.modules())
+        return drawing
     model, tensors = example.model, reference.tensors
     later, lasting = _later_states(example, tensors, changed)
     matters = _that_matter(example, reference, list(changed), later)
     names = {module: name for name, module in model.named_modules()}
-    whole: dict[nn.Module, str] = {}
+    whole = dict(drawing)
     for module, name in matters:
         owner = _with_a_forward(model, names[module])
         if owner is model:
@@ -84,6 +87,49 @@ def kept_whole(example: Example, reference: Reference) -> dict[nn.Module, str]:
         _tell(example, tensors, owners, name, names[owners[0]])
     STATEFUL.update(inside)
     return whole
+
+
+def _drawing(example: Example, tensors: list[Tensor]) -> dict[nn.Module, str]:
+    """The modules whose forward draws from Python's or NumPy's random number generator, with their
+    paths: a graph would have the numbers that were drawn while it was traced for ever.
+
+    Raises TraceError if the model itself is one of them.
+    """
+    model, found = example.model, dict[nn.Module, str]()
+    names = {module: name for name, module in model.named_modules()}
+    before: list[HostRandomState] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        note()
+        running.append(module)
+        before.append(HostRandomState())
+
+    def note() -> None:
+        """Note the innermost module that is running if it has drawn since it began, or since the
+        last of its parts has ended."""
+        if running and before[-1].has_changed:
+            found[running[-1]] = names[running[-1]]
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        note()
+        running.pop()
+        before.pop()
+        if before:
+            before[-1] = HostRandomState()
+
+    running: list[nn.Module] = []
+    with untouched(model), torch.no_grad(), parameters_put_back(model):
+        for module in names:
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
+        example.call([tensor.clone() for tensor in tensors])
+    if model in found:
+        raise TraceError(
+            f"{type(model).__name__} draws random numbers with Python's random, or with NumPy, in "
+            "its forward: a graph would have the first ones for ever. Draw them with torch; or "
+            "draw them in a module of its own, which is then kept whole"
+        )
+    return found
 
 
 @dataclass(frozen=True)

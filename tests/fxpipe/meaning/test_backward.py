@@ -137,3 +137,21 @@ def test_no_backward_is_run_where_the_histories_are_the_same(monkeypatch):
     assert not ran
     compiled(Net(lambda grad: grad)).close()
     assert ran
+
+
+class ByFrequency(nn.Module):
+    """An embedding whose gradients are divided by how often each index occurs among all rows."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.a, self.b = kind(5, 8, scale_grad_by_freq=True), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        return self.b(self.a(ids))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_that_go_by_how_often_an_index_occurs_are_refused(kind):
+    ids = torch.tensor([[1, 2], [1, 1], [2, 3], [1, 4], [0, 1], [1, 1]])
+    with pytest.raises(fxpipe.BatchError, match=r"gradient of a\.weight depends on which rows"):
+        fxpipe.compile(ByFrequency(kind), TWO, chunks=2, example_inputs=(ids,))
