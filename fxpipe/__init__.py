@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from fxpipe.meaning.errors import BatchError, BatchWarning
     from fxpipe.pipeline import Pipeline
     from fxpipe.planning import Plan, plan
-    from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
-    from fxpipe.runtime.transport import RankError
+    from fxpipe.runtime.checkpointing.checkpoint import CheckpointError, checkpoint
+    from fxpipe.runtime.ranks.transport import RankError
     from fxpipe.schedule import Schedule, ScheduleError, simulate
     from fxpipe.trace import TraceError
     from passes.chain import Chain, default_chain
@@ -57,8 +57,8 @@ _HOMES = {
     "compile": "fxpipe.api",
     "Chain": "passes.chain",
     "default_chain": "passes.chain",
-    "checkpoint": "fxpipe.runtime.checkpoint",
-    "CheckpointError": "fxpipe.runtime.checkpoint",
+    "checkpoint": "fxpipe.runtime.checkpointing.checkpoint",
+    "CheckpointError": "fxpipe.runtime.checkpointing.checkpoint",
     "BatchError": "fxpipe.meaning.errors",
     "BatchWarning": "fxpipe.meaning.errors",
     "TraceError": "fxpipe.trace",
@@ -71,7 +71,7 @@ _HOMES = {
     "backend": "fxpipe.dynamo",
     "BackendError": "fxpipe.dynamo",
     "Profile": "passes.cost.given",
-    "RankError": "fxpipe.runtime.transport",
+    "RankError": "fxpipe.runtime.ranks.transport",
     "Schedule": "fxpipe.schedule",
     "ScheduleError": "fxpipe.schedule",
     "simulate": "fxpipe.schedule",

@@ -15,7 +15,7 @@ from fxpipe.compiler.ranks import Ranks
 from fxpipe.inspect.dump import dump_of
 from fxpipe.pipeline import Pipeline
 from fxpipe.ranks import RankPipeline
-from fxpipe.runtime.compiled_stage import Given, StageBackend
+from fxpipe.runtime.compiled.stage import Given, StageBackend
 from fxpipe.schedule import Schedule
 from fxpipe.trace import CustomTracer
 from passes import Chain, default_chain

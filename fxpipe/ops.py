@@ -16,7 +16,6 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import pytree
 from fxpipe.runtime import batch_norm as _batch_norm
-from fxpipe.runtime import checkpoint as _checkpoint
 from fxpipe.runtime import copy as _copy
 from fxpipe.runtime import dependency as _dependency
 from fxpipe.runtime import microbatch as _microbatch
@@ -24,12 +23,13 @@ from fxpipe.runtime import portal as _portal
 from fxpipe.runtime import random as _random
 from fxpipe.runtime import shared as _shared
 from fxpipe.runtime import step as _step
-from fxpipe.runtime.checkpoint import Handle
+from fxpipe.runtime.checkpointing import checkpoint as _checkpoint
+from fxpipe.runtime.checkpointing.checkpoint import Handle
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.portal import Portal
+from fxpipe.runtime.ranks.transport import Arrival, Transport
 from fxpipe.runtime.step import Tape
 from fxpipe.runtime.streams import CALLER
-from fxpipe.runtime.transport import Arrival, Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")

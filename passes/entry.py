@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.text import summary
-from fxpipe.runtime.compiled_stage import CompiledStages
+from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import Dims, InDim
 from fxpipe.schedule import Schedule
 from passes.cost.analytic import ADAM

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import passes
 from fxpipe import Pipeline
-from fxpipe.runtime.compiled_stage import CompiledStages
+from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.schedule import Kind, Schedule
 from passes import Alias, Partition, default_chain
 from passes.chain import ToPipeline, ToStages

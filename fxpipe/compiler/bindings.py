@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import version_of
 from fxpipe.ir.graph import attribute
-from fxpipe.runtime.regions import regions_in
+from fxpipe.runtime.checkpointing.regions import regions_in
 
 META = torch.device("meta")
 

@@ -17,7 +17,7 @@ from fxpipe.ir.cost import Cost, stage_costs
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
-from fxpipe.runtime.compiled_stage import CompiledStages
+from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, Dims, InDim, Parts, joined
 from fxpipe.runtime.program import Program
 from fxpipe.trace import Traced

@@ -46,7 +46,7 @@ from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
 from fxpipe.meaning.weights import named_arguments
 from fxpipe.runtime.ambient import compiling
-from fxpipe.runtime.compiled_stage import CompiledStages
+from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import Dim, Dims
 from fxpipe.runtime.state import STATEFUL
 from fxpipe.trace import (

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.graph import STAGE, attribute, stage_nodes
-from fxpipe.runtime.regions import WITHIN
+from fxpipe.runtime.checkpointing.regions import WITHIN
 from passes import Partition
 from passes.partition.automatic import cut_around
 from passes.partition.pieces import warn_of_the_heaviest

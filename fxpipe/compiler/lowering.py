@@ -17,7 +17,7 @@ from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Loss, LossWeight, Target
 from fxpipe.compiler.options import Options
 from fxpipe.ir.progress import phase
-from fxpipe.runtime.compiled_stage import as_it_is
+from fxpipe.runtime.compiled.stage import as_it_is
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim
 from fxpipe.runtime.program import lower
 from passes.chain import ToPipeline, ToStep

@@ -15,7 +15,7 @@ from fxpipe.ir.cost import Cost
 from fxpipe.ir.counts import count
 from fxpipe.meaning.loss import ROWS
 from fxpipe.planning.estimates import estimated_costs
-from fxpipe.runtime.compiled_stage import StageBackend
+from fxpipe.runtime.compiled.stage import StageBackend
 from fxpipe.runtime.microbatch import SUM
 from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
 from fxpipe.trace import CustomTracer

@@ -40,11 +40,11 @@ from fxpipe.ir._torch import timeout_of
 from fxpipe.ir.graph import STAGE, WRITTEN, attribute, stage_nodes
 from fxpipe.ir.printing import format_graph
 from fxpipe.meaning.errors import BatchError
-from fxpipe.runtime.agreement import Agreement
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.program import Program, lower
-from fxpipe.runtime.transport import Edge, GroupTransport, RankError
+from fxpipe.runtime.ranks.agreement import Agreement
+from fxpipe.runtime.ranks.transport import Edge, GroupTransport, RankError
 from passes import PartitionError, Project
 from passes.chain import Level, ToPipeline, ToStages
 from passes.to_rank.project import edge_of, transfers_of

@@ -15,7 +15,7 @@ from torch import fx
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
-from fxpipe.runtime.regions import regions_in
+from fxpipe.runtime.checkpointing.regions import regions_in
 from fxpipe.schedule import Timeline
 from passes.common.skips import SkipLayout
 from passes.partition.pieces import Piece, pieces

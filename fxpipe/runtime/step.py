@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.ir._torch import gradient_hooks, pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
-from fxpipe.runtime.checkpoint import CheckpointOptions, Handle, checkpointed
+from fxpipe.runtime.checkpointing.checkpoint import CheckpointOptions, Handle, checkpointed
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import flattened, leaves_in, mapped
 from fxpipe.runtime.microbatch import weighted_sum

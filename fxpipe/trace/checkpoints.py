@@ -6,10 +6,10 @@
 
 While a front end traces, the checkpoint function is patched: it only calls the function that it is
 given, and all nodes that are created in this call are marked. Afterwards the marked nodes are moved
-into a :class:`~fxpipe.runtime.regions.Region`, which runs them under a checkpoint with the options
-that the model has given. A reentrant checkpoint (``use_reentrant=True``) becomes a region as well:
-the gradients are equal, while export, which would see its forward run under ``no_grad``, would
-trace a function without gradients.
+into a :class:`~fxpipe.runtime.checkpointing.regions.Region`, which runs them under a checkpoint
+with the options that the model has given. A reentrant checkpoint (``use_reentrant=True``) becomes a
+region as well: the gradients are equal, while export, which would see its forward run under
+``no_grad``, would trace a function without gradients.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
 from fxpipe.ir.graph import WHOLE
-from fxpipe.runtime import checkpoint
-from fxpipe.runtime.checkpoint import CheckpointOptions
-from fxpipe.runtime.regions import Region, Settings
+from fxpipe.runtime.checkpointing import checkpoint
+from fxpipe.runtime.checkpointing.checkpoint import CheckpointOptions
+from fxpipe.runtime.checkpointing.regions import Region, Settings
 from fxpipe.trace.patches import patched
 
 _CUSTOM = "custom"  # the entry of a node's metadata that torch.export copies to its final graph

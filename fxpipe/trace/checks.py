@@ -14,7 +14,7 @@ from torch import Tensor
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.errors import TraceError, is_the_models
 from fxpipe.ir.structure import is_opened, leaves
-from fxpipe.runtime.regions import Region
+from fxpipe.runtime.checkpointing.regions import Region
 from fxpipe.trace.errors import Refused, first_line, may_be_the_models, suppressed
 from fxpipe.trace.example import Effects, Example, Traced
 from fxpipe.trace.gradients import gradient_difference, largest_eps, listed

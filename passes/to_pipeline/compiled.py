@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.ir.graph import STAGE, attribute
-from fxpipe.runtime.compiled_stage import CompiledStages
+from fxpipe.runtime.compiled.stage import CompiledStages
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.graph import DEVICE, HOME, MICROBATCH, ORIGIN, STAGE, STREAM, attribute
-from fxpipe.runtime.transport import Edge
+from fxpipe.runtime.ranks.transport import Edge
 
 TRANSPORT = "transport"  # the name of the input through which a rank is given its transport
 

@@ -22,7 +22,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import ORIGIN
 from fxpipe.ir.printing import format_node
-from fxpipe.runtime.transport import Edge
+from fxpipe.runtime.ranks.transport import Edge
 from passes.to_rank.project import edge_of, transfers_of
 
 

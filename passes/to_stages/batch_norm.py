@@ -27,7 +27,7 @@ from torch import fx, nn
 from fxpipe import ops
 from fxpipe.ir._torch import BatchNorm
 from fxpipe.ir.graph import ONCE, attribute
-from fxpipe.runtime.regions import region_of
+from fxpipe.runtime.checkpointing.regions import region_of
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxpipe.ir._torch import wrap_with_autocast
 from fxpipe.ir.graph import VALUE, attribute
-from fxpipe.runtime.regions import regions_in, with_body
+from fxpipe.runtime.checkpointing.regions import regions_in, with_body
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.runtime.compiled_stage import CompiledStages, StageBackend
+from fxpipe.runtime.compiled.stage import CompiledStages, StageBackend
 from fxpipe.schedule import named
 from passes import default_chain
 from passes.chain import Level, ToStep

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
-from fxpipe.runtime import compiled_stage
-from fxpipe.runtime.compiled_stage import StageBackend
+from fxpipe.runtime.compiled import stage as compiled_stage
+from fxpipe.runtime.compiled.stage import StageBackend
 
 pytestmark = pytest.mark.filterwarnings("error:.*is not compiled")
 
@@ -229,7 +229,7 @@ def test_a_backend_gets_the_graph_of_a_stage_with_its_tensors_as_inputs():
         "    %first_weight : [num_users=1] = placeholder[target=first_weight]\n"
         "    %first_bias : [num_users=1] = placeholder[target=first_bias]\n"
         "    %x : [num_users=1] = placeholder[target=x]\n"
-        "    %first : [num_users=1] = call_function[target=fxpipe.runtime.lifted.first]"
+        "    %first : [num_users=1] = call_function[target=fxpipe.runtime.compiled.lifted.first]"
         "(args = ((%first_weight, %first_bias), %x), kwargs = {})\n"
         "    %relu : [num_users=1] = call_method[target=relu](args = (%first,), kwargs = {})\n"
         "    return (relu,)",
@@ -237,7 +237,7 @@ def test_a_backend_gets_the_graph_of_a_stage_with_its_tensors_as_inputs():
         "    %last_weight : [num_users=1] = placeholder[target=last_weight]\n"
         "    %last_bias : [num_users=1] = placeholder[target=last_bias]\n"
         "    %relu : [num_users=1] = placeholder[target=relu]\n"
-        "    %last : [num_users=1] = call_function[target=fxpipe.runtime.lifted.last]"
+        "    %last : [num_users=1] = call_function[target=fxpipe.runtime.compiled.lifted.last]"
         "(args = ((%last_weight, %last_bias), %relu), kwargs = {})\n"
         "    return (last,)",
     ]

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import (
 
 import fxpipe
 from fxpipe.ir.printing import format_graph
-from fxpipe.runtime.checkpoint import CheckpointOptions
-from fxpipe.runtime.regions import Region
+from fxpipe.runtime.checkpointing.checkpoint import CheckpointOptions
+from fxpipe.runtime.checkpointing.regions import Region
 from tests.fxpipe.trace.small import BOTH
 from tests.zoo import same
 

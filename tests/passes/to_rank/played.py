@@ -12,7 +12,7 @@ from torch import fx
 
 from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.program import lower
-from fxpipe.runtime.transport import Edge
+from fxpipe.runtime.ranks.transport import Edge
 
 PATIENCE = 60.0  # seconds after which a rank that waits is taken to wait forever
 

@@ -41,8 +41,8 @@ from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import GROWS, SEED
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
-from fxpipe.runtime.halves import compiled_in_halves, defer_to_tape
-from fxpipe.runtime.lifted import Lifted, NotLifted, Tensors, obstacle, varies
+from fxpipe.runtime.compiled.halves import compiled_in_halves, defer_to_tape
+from fxpipe.runtime.compiled.lifted import Lifted, NotLifted, Tensors, obstacle, varies
 from fxpipe.runtime.random import alone
 from fxpipe.runtime.state import State
 from fxpipe.runtime.writes import Writes

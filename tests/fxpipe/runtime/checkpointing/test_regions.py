@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from fxpipe.runtime.checkpoint import checkpoint
+from fxpipe.runtime.checkpointing.checkpoint import checkpoint
 
 
 def test_what_writes_again_leaves_the_buffers_that_torchs_checkpoint_leaves() -> None:

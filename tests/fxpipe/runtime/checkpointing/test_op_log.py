@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpipe.runtime.checkpoint import CheckpointError, checkpoint
-from fxpipe.runtime.op_log import OpLog, compared
+from fxpipe.runtime.checkpointing.checkpoint import CheckpointError, checkpoint
+from fxpipe.runtime.checkpointing.op_log import OpLog, compared
 
 
 def test_the_first_difference_is_pointed_at():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.runtime.packing import Constant, packed, unpacked
+from fxpipe.runtime.ranks.packing import Constant, packed, unpacked
 from tests.zoo import same
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ pair talks in one direction only; and :meth:`GroupTransport.connect` uses each e
 the first run, in one order on all ranks.
 
 The header says which run the message belongs to, and a rank that gets a message of another run
-raises an error. The description (see :mod:`fxpipe.runtime.packing`) is sent only at its first use
-on an edge; later headers refer to it by number. Headers travel by gloo, from host to host.
+raises an error. The description (see :mod:`fxpipe.runtime.ranks.packing`) is sent only at its first
+use on an edge; later headers refer to it by number. Headers travel by gloo, from host to host.
 
 A run that fails on one rank ends on the others too: what the rank still had to transmit is sent as
 a failure, and what it still had to receive is taken and dropped. Afterwards every edge is as empty
@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.runtime.packing import Description, packed, unpacked
+from fxpipe.runtime.ranks.packing import Description, packed, unpacked
 from fxpipe.runtime.streams import await_made, current, has_streams, made, on
 
 Edge = tuple[int, int]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.runtime.transport import RankError, failure, host_group
+from fxpipe.runtime.ranks.transport import RankError, failure, host_group
 
 _SPOKEN, _FAILED = 0, 1
 
@@ -34,7 +34,7 @@ class Agreement:
 
     Args:
         group: the ranks that have to agree.
-        timeout: as for :class:`fxpipe.runtime.transport.GroupTransport`.
+        timeout: as for :class:`fxpipe.runtime.ranks.transport.GroupTransport`.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:

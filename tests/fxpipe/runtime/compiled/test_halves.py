@@ -5,7 +5,7 @@ from functorch.compile import aot_function
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.halves import cut
+from fxpipe.runtime.compiled.halves import cut
 
 
 def backward_of(module, *inputs):

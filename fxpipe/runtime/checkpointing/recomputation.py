@@ -2,7 +2,8 @@
 
 In the forward, a hook on saved tensors hands autograd empty slots in place of the tensors. When the
 backward asks for the first slot that is empty, the function runs again, and fills all slots that
-the graph still has. :mod:`fxpipe.runtime.checkpoint` has the picture, and the public functions.
+the graph still has. :mod:`fxpipe.runtime.checkpointing.checkpoint` has the picture, and the public
+functions.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from fxpipe.ir._torch import (
     running_backward,
     version_of,
 )
-from fxpipe.runtime.checkpoint_options import CheckpointOptions
-from fxpipe.runtime.kept_inputs import KeptInputs, are_being_saved, without_history
-from fxpipe.runtime.op_log import OpLog, compared
-from fxpipe.runtime.surroundings import Surroundings, module_of
+from fxpipe.runtime.checkpointing.kept_inputs import KeptInputs, are_being_saved, without_history
+from fxpipe.runtime.checkpointing.op_log import OpLog, compared
+from fxpipe.runtime.checkpointing.options import CheckpointOptions
+from fxpipe.runtime.checkpointing.surroundings import Surroundings, module_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 _here = threading.local()  # .repetition: the innermost second run of this thread

@@ -7,9 +7,9 @@
                                                          │
                                                          body: the graph of self.block
 
-The body runs under :func:`fxpipe.runtime.checkpoint.checkpoint`, so that only its arguments are
-saved, as in the model. PyTorch's function cannot be used here, since it sets the random state of
-the whole process while other lanes may draw random numbers.
+The body runs under :func:`fxpipe.runtime.checkpointing.checkpoint.checkpoint`, so that only its
+arguments are saved, as in the model. PyTorch's function cannot be used here, since it sets the
+random state of the whole process while other lanes may draw random numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.runtime.checkpoint import CheckpointOptions, checkpointed
+from fxpipe.runtime.checkpointing.checkpoint import CheckpointOptions, checkpointed
 from fxpipe.runtime.random import Seeded
 
 WITHIN = ".body."

@@ -26,9 +26,9 @@ from fxpipe.ir._torch import FakeTensorMode, pytree, version_of
 from fxpipe.ir.graph import attribute
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.runtime import shared
-from fxpipe.runtime.draws import Draws, is_traced
+from fxpipe.runtime.checkpointing.regions import Region
+from fxpipe.runtime.compiled.draws import Draws, is_traced
 from fxpipe.runtime.random import Seeded
-from fxpipe.runtime.regions import Region
 from fxpipe.runtime.state import STATEFUL
 
 _KEPT = "stack_trace", "nn_module_stack"  # metadata that a compiler may show

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fxpipe.runtime.checkpoint import checkpoint
+from fxpipe.runtime.checkpointing.checkpoint import checkpoint
 from tests.zoo import same
 
 

@@ -8,7 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.checkpoint import CheckpointError, checkpoint, checkpointed, recompute
+from fxpipe.runtime.checkpointing.checkpoint import (
+    CheckpointError,
+    checkpoint,
+    checkpointed,
+    recompute,
+)
 from fxpipe.runtime.copy import wait
 from tests.zoo import same
 

@@ -31,9 +31,9 @@ from torch.utils import checkpoint as pytorch
 
 from fxpipe.ir._torch import is_forward_mode, transforms
 from fxpipe.runtime.ambient import is_traced
-from fxpipe.runtime.checkpoint_options import CheckpointOptions, Contexts
+from fxpipe.runtime.checkpointing.options import CheckpointOptions, Contexts
+from fxpipe.runtime.checkpointing.recomputation import CheckpointError, Frame, repetition_running
 from fxpipe.runtime.dependency import gate
-from fxpipe.runtime.recomputation import CheckpointError, Frame, repetition_running
 from fxpipe.runtime.streams import beside, current, on
 
 __all__ = [

@@ -1,0 +1,1 @@
+"""Stages that another compiler, such as Inductor, has compiled, forward and backward."""
