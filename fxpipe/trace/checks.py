@@ -3,7 +3,7 @@ give the same outputs, buffers and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from fxpipe.ir.structure import is_opened, leaves
 from fxpipe.runtime.checkpointing.regions import Region
 from fxpipe.trace.errors import Refused, first_line, may_be_the_models, suppressed
 from fxpipe.trace.example import Effects, Example, Traced
-from fxpipe.trace.gradients import gradient_difference, largest_eps, listed
+from fxpipe.trace.gradients import gradient_difference, largest_eps, listed, without_repetitions
 from fxpipe.trace.isolation import parameters_put_back, untouched
 
 ON_THE_EXAMPLE = "on the example"
@@ -154,13 +154,15 @@ def _compare(
     # another history.
     regions = any(isinstance(module, Region) for module in traced.graph_module.modules())
 
-    def may_differ(history: Hashable) -> bool:
-        return recorded and (regions or expected.history != history)
+    def to_compare(history: Hashable) -> Collection[str]:
+        if not recorded or not (regions or expected.history != history):
+            return ()
+        trained = example.trained
+        return trained if regions else without_repetitions(trained, [expected.history, history])
 
-    backward = may_differ if recorded else False
     try:
         actual = example.run(
-            reference.tensors, traced, recorded=recorded, backward=backward, watched=watched
+            reference.tensors, traced, recorded=recorded, backward=to_compare, watched=watched
         )
     except Exception as error:
         if not may_be_the_models(error):
@@ -173,20 +175,21 @@ def _compare(
         found = difference(one, other, tolerance)
         if found:
             raise Refused(f"its graph differs {where}: {name}: {found}")
-    if may_differ(actual.history):
-        _compare_gradients(example, reference, actual, watched)
+    if names := to_compare(actual.history):
+        _compare_gradients(example, reference, actual, names, watched)
 
 
 def _compare_gradients(
-    example: Example, reference: Reference, graph: Effects, watched: bool
+    example: Example, reference: Reference, graph: Effects, names: Collection[str], watched: bool
 ) -> None:
-    """Raise ``Refused`` unless the graph (whose run with a backward is given) has the gradients of
-    the model."""
-    try:
-        run = example.run(reference.tensors, backward=True, watched=watched)
-    except Exception as error:
-        if not is_the_models(error):
-            raise
+    """Raise ``Refused`` unless the gradients of these parameters are the model's in a run of the
+    graph."""
+    run = example.run(
+        reference.tensors, recorded=True, backward=lambda history: names, watched=watched
+    )
+    if run.no_backward is not None:
+        if not is_the_models(run.no_backward):
+            raise run.no_backward
         return  # the model has no backward: there is nothing to compare
     failure = graph.no_backward
     if failure is not None:

@@ -8,7 +8,7 @@ import keyword
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,7 +147,7 @@ class Example:
         traced: Traced | None = None,
         *,
         recorded: bool = False,
-        backward: bool | Callable[[Hashable], bool] = False,
+        backward: Callable[[Hashable], Collection[str]] | None = None,
         watched: bool = False,
     ) -> Effects:
         """Run the model, or its graph, on these tensors, without side effects on the model.
@@ -156,15 +156,15 @@ class Example:
             tensors: the inputs; they are cloned first.
             traced: the graph to run in place of the model.
             recorded: whether autograd records a history; ``Effects.history`` then describes it.
-            backward: whether to run a backward as well, for ``Effects.gradients``; or a function
-                that tells by the history. An error that the backward raises is in the effects then.
+            backward: a function from the history to the names of the parameters whose gradients are
+                wanted; if there are any, a backward is run for ``Effects.gradients``.
             watched: whether writes to parameters are noted and undone, which takes time.
         """
         clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
         watch: AbstractContextManager[Mapping[str, Write]] = (
             parameters_put_back(self.model) if watched else nullcontext({})
         )
-        mode = _with_gradients() if recorded or backward else torch.no_grad()
+        mode = _with_gradients() if recorded else torch.no_grad()
         with (
             untouched(self.model) as since,
             watch as written,
@@ -186,29 +186,33 @@ class Example:
                 def go_back(history: Hashable) -> None:
                     # Hooks may change gradients at will: the object equals no other history.
                     effects.history = object() if hooks else history
-                    if callable(backward) and backward(effects.history):
-                        self._go_back(results, effects)
+                    if backward is not None and (names := backward(effects.history)):
+                        self._go_back(results, effects, names)
 
                 history_of(results, go_back)
-            elif backward:
-                effects.gradients = self._gradients(results)
         effects.written = {name: write.where for name, write in written.items()}
         return effects
 
-    def _go_back(self, results: Sequence[Any], effects: Effects) -> None:
+    def _go_back(self, results: Sequence[Any], effects: Effects, names: Collection[str]) -> None:
         try:
-            effects.gradients = self._gradients(results)
+            effects.gradients = self._gradients(results, names)
         except Exception as error:
             effects.no_backward = error
 
-    def _gradients(self, results: Sequence[Any]) -> Projections:
-        """The gradients of the parameters for a fixed weighted sum of all outputs."""
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that require a gradient, by their names."""
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def _gradients(self, results: Sequence[Any], names: Collection[str]) -> Projections:
+        """The gradients of these parameters for a fixed weighted sum of all outputs."""
         outputs = [t for t in results if has_gradient(t)]
         # A plain sum would not do: the sum of a softmax, or of a normalised tensor, is constant,
         # and its gradient is zero.
         weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
-        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        return projections(outputs, weights, parameters)
+        trained = self.trained
+        wanted = {name: trained[name] for name in names}
+        return projections(outputs, weights, wanted, no_others=len(wanted) < len(trained))
 
     def call(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> Any:
         """The output of the model on these tensors, or that of its graph."""
@@ -232,7 +236,7 @@ class Effects:
     gradients: Projections  # the parameters' gradients; empty without a backward
     changed: list[tuple[nn.Module, str]]  # the attributes of modules that the forward has changed
     draws: bool  # whether the forward draws from Python's or NumPy's random number generator
-    no_backward: Exception | None = None  # what the backward has raised, if it was run by history
+    no_backward: Exception | None = None  # the error that the backward has raised
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from fxpipe.ir.autograd import Edge, Node, next_edges, reached
 from fxpipe.ir.progress import phase
 
 TOLERANCE = 1e-3  # relative to a gradient's norm: two runs may add up in different orders
+AHEAD = 12  # nodes by which uses of leaves are told apart
 SOME = 2**20  # elements of a gradient that are copied at a time
 SMALL = 0.01  # a gradient below this share of the largest one may be a mere rounding error
 
@@ -110,6 +111,61 @@ def _hands_on(node: Node) -> bool:
     return following is not None and gradient_kinds(node)[0] == gradient_kinds(following)[place]
 
 
+def without_repetitions(leaves: Mapping[str, Tensor], histories: Sequence[Any]) -> list[str]:
+    """The names of leaves whose gradients tell whether all gradients agree between runs with these
+    histories.
+
+    The layers of a deep model repeat. Of the leaves that have one shape and are used alike, by the
+    same kinds of nodes one after the other, the one nearest to the results is chosen, and the one
+    farthest from them. This is enough: the nodes that use a leaf compute its gradient from the
+    gradient that reaches them. Where these nodes are alike in every run, they make the same of it
+    for every such leaf. And the gradient that reaches the layers in the middle is a factor of the
+    one that reaches the farthest layer, whose leaves are compared.
+
+    All leaves are chosen if a history has a backward that a user has written, or hooks, either of
+    which may do anything. A leaf that is missing in a history is always chosen.
+    """
+    if any(not isinstance(each, tuple) or not _is_torchs(each) for each in histories):
+        return list(leaves)
+    uses = [_uses(nodes) for _, nodes in histories]
+    classes: dict[Hashable, list[tuple[int, str]]] = {}
+    for name, leaf in leaves.items():
+        found = [each.get(id(leaf)) for each in uses]
+        places, kinds = zip(*(each or (0, name) for each in found), strict=True)
+        key = leaf.shape, leaf.dtype, leaf.device, kinds
+        classes.setdefault(key, []).append((places[0], name))
+    ends = {name for each in classes.values() for _, name in (min(each), max(each))}
+    return [name for name in leaves if name in ends]
+
+
+def _is_torchs(history: Any) -> bool:
+    _, nodes = history
+    return all(isinstance(kind, str) for kind, _, _ in nodes)
+
+
+def _uses(nodes: Sequence[Any]) -> dict[int, tuple[int, int]]:
+    """For each leaf, by its id: its place in a history, and a number that is the same for leaves
+    which the same kinds of nodes use, and these in turn, up to :data:`AHEAD` nodes ahead."""
+    users: list[list[tuple[int, int]]] = [[] for _ in nodes]
+    for i, (_, _, edges) in enumerate(nodes):
+        for place, edge in enumerate(edges):
+            if edge is not None:
+                users[edge[0]].append((i, place))
+    colors = _numbered((kind, len(edges)) for kind, _, edges in nodes)
+    for _ in range(AHEAD):
+        colors = _numbered(
+            (color, tuple(sorted((colors[user], place) for user, place in users[i])))
+            for i, color in enumerate(list(colors))
+        )
+    return {leaf: (i, colors[i]) for i, (_, leaf, _) in enumerate(nodes) if leaf is not None}
+
+
+def _numbered(values: Iterable[Hashable]) -> list[int]:
+    """A number for each value, the same for equal values."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(value, len(numbers)) for value in values]
+
+
 @dataclass(frozen=True)
 class Projection:
     """A gradient in a few numbers: its inner products with fixed tensors, and its norm (``size``).
@@ -131,7 +187,11 @@ Projections = dict[str, Projection | None]
 
 
 def projections(
-    outputs: Sequence[Tensor], weights: Sequence[Tensor], leaves: Mapping[str, Tensor]
+    outputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    leaves: Mapping[str, Tensor],
+    *,
+    no_others: bool = False,
 ) -> Projections:
     """Run the backward of a weighted sum of the outputs; return the projection of each leaf's
     gradient, by the leaf's name.
@@ -139,6 +199,9 @@ def projections(
     A gradient is projected and freed as soon as a node gives it: where a leaf is used several
     times (a tied weight), before the next one is added to it. So hardly ever is more than one in
     memory. ``grad`` of each leaf has to be None beforehand.
+
+    ``no_others``: the backward computes no gradients but these. It cannot contain another backward
+    then, as that of a reentrant checkpoint does.
     """
     found: Projections = dict.fromkeys(leaves)
     names = {id(leaf): name for name, leaf in leaves.items()}
@@ -169,7 +232,8 @@ def projections(
             hooks.callback(register(partial(take_accumulated, name)).remove)
         if outputs:
             with phase("backward", quiet=True):
-                torch.autograd.backward(list(outputs), list(weights))
+                only = list(leaves.values()) if no_others else None
+                torch.autograd.backward(list(outputs), list(weights), inputs=only)
     return found
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fxpipe.trace import trace
+from fxpipe.trace import TraceError, trace
 from fxpipe.trace.gradients import history_of, projections
 from tests.fxpipe.trace.small import x
 
@@ -135,3 +135,73 @@ def test_where_histories_differ_gradients_are_compared_in_the_same_run_of_the_gr
     Restructured.rows = 0
     assert trace(Restructured(), (x(),), tracer="export").front_end == "export"
     assert Restructured.rows == 4, "two rows, one with a history, and one with a backward"
+
+
+class Deep(nn.Module):
+    """Residual layers, of which only tracing tells the operators apart, and one has another factor
+    in its gradient."""
+
+    def __init__(self, wrong: int | None = None) -> None:
+        super().__init__()
+        self.first, self.wrong = nn.Linear(8, 8), wrong
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for i, layer in enumerate(self.layers):
+            y = layer(x).sigmoid()
+            if type(x) is not Tensor:
+                y = y.unsqueeze(0).squeeze(0)
+                if i == self.wrong:
+                    y = y * 2 - y.detach()
+            x = x + y
+        return x
+
+
+def test_gradients_of_layers_that_repeat_are_compared_for_the_first_and_the_last(
+    monkeypatch,
+) -> None:
+    seen: list[int] = []
+
+    def recorded(outputs, weights, leaves, **options):
+        seen.append(len(leaves))
+        return projections(outputs, weights, leaves, **options)
+
+    monkeypatch.setattr("fxpipe.trace.example.projections", recorded)
+    trace(Deep(), (x(),), tracer="export")
+    assert len(seen) == 2
+    assert seen[0] == seen[1] < 40 < len(list(Deep().parameters()))
+
+
+@pytest.mark.parametrize("wrong", [0, 20, 39])
+def test_a_wrong_gradient_of_any_of_the_layers_that_repeat_is_seen(wrong: int) -> None:
+    with pytest.raises(TraceError, match="another gradient for"):
+        trace(Deep(wrong), (x(),), tracer="export")
+
+
+class OfTheWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_all_gradients_are_compared_where_a_user_has_written_one(monkeypatch) -> None:
+    """The backward of one layer's weight shows nowhere else."""
+
+    class Custom(Deep):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for i, layer in enumerate(self.layers):
+                weight = layer.weight
+                if i == 20 and type(x) is Tensor:
+                    weight = OfTheWeight.apply(weight)
+                x = x + nn.functional.linear(x, weight).sigmoid()
+            return x
+
+    match = r"another gradient for layers\.20\.weight$"
+    with pytest.raises(TraceError, match=match.replace("$", "")):
+        trace(Custom(), (x(),), tracer="export")
