@@ -21,7 +21,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.runtime.ambient import Ambient
-from fxpipe.runtime.clock import Record, Stopwatch
-from fxpipe.runtime.program import CALLER, Env, Instruction, Program
+from fxpipe.runtime.clock import Record
+from fxpipe.runtime.program import CALLER, Program
 from fxpipe.runtime.streams import HandOver, current, handed_over, has_streams, is_captured, on
 
 Job = Callable[[], None]
@@ -48,7 +48,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[fx.Node | None, Any]] = SimpleQueue()
-        self._arrived: Env = {}  # values that have been received, but not taken
+        self._arrived: dict[fx.Node, Any] = {}  # values that have been received, but not taken
 
     def post(self, node: fx.Node | None, value: Any) -> None:
         """Put a node's value in. None for a node says that the run has failed."""
@@ -120,44 +120,19 @@ class _ProgramCall:
         finally:
             del error
 
-    def execute(
-        self,
-        lane: int,
-        instructions: Sequence[Instruction],
-        env: Env,
-        stopwatch: Stopwatch | None = None,
-    ) -> None:
-        """Run a lane's instructions in this thread, with the values that other lanes post to it."""
-        inbox = self.inboxes[lane]
-        for instruction in instructions:
-            for node in instruction.awaits:
-                env[node] = inbox.take(node)
-            if self.error is not None:
-                raise _Dropped
-            if stopwatch is None:
-                value = instruction.run(env)
-            else:
-                value = stopwatch.time(instruction.node, partial(instruction.run, env))
-            for other in instruction.posts:
-                self.inboxes[other].post(instruction.node, value)
-            for node in instruction.forgets:
-                env.pop(node, None)
+    def drop(self) -> None:
+        """End the running lane's part, since the run has failed elsewhere."""
+        raise _Dropped
 
-    def in_lane(
-        self,
-        lane: int,
-        instructions: Sequence[Instruction],
-        ambient: Ambient,
-        taking: _Taking,
-    ) -> None:
+    def in_lane(self, lane: int, program: Program, ambient: Ambient, taking: _Taking) -> None:
         """Do a lane's part of the run in the lane's thread; an error there fails the whole run."""
         try:
             with ambient.applied(), taking.taken():
                 if self.record is None:
-                    self.execute(lane, instructions, {})
+                    program.function(lane)(self)
                 else:
                     stopwatch = self.record.stopwatch(lane, taking.device)
-                    self.execute(lane, instructions, {}, stopwatch)
+                    program.function(lane, timed=True)(self, time=stopwatch.time)
         except _Dropped:
             pass
         except BaseException as error:
@@ -203,30 +178,21 @@ def _current(device: torch.device) -> Iterator[None]:
         torch.accelerator.set_device_index(before)
 
 
+class _InlineCall:
+    """One call of a program without lanes."""
+
+    on = staticmethod(_current)
+
+
 def run_inline(program: Program, values: Sequence[Any], record: Record | None = None) -> Any:
     """Run a program without lanes, in this thread. It was lowered without a ``placement``.
 
     The device of each stage is the current one while the stage runs, as it is in a lane.
     """
-    env: Env = dict(zip(program.inputs, values, strict=True))
-    stopwatch = None if record is None else record.stopwatch(0, torch.device("cpu"))
-    for instruction in program.lanes[CALLER]:
-        if stopwatch is None and instruction.device is None:
-            instruction.run(env)
-        else:
-            _run_there(instruction, env, stopwatch)
-        for node in instruction.forgets:
-            env.pop(node, None)
-    return env[program.output]
-
-
-def _run_there(instruction: Instruction, env: Env, stopwatch: Stopwatch | None) -> None:
-    """Run an instruction with its device as the current one, and time it with the stopwatch."""
-    with nullcontext() if instruction.device is None else _current(instruction.device):
-        if stopwatch is None:
-            instruction.run(env)
-        else:
-            stopwatch.time(instruction.node, partial(instruction.run, env))
+    if record is None:
+        return program.function(CALLER)(_InlineCall, values)
+    stopwatch = record.stopwatch(0, torch.device("cpu"))
+    return program.function(CALLER, timed=True)(_InlineCall, values, stopwatch.time)
 
 
 class Lanes:
@@ -271,15 +237,15 @@ class Lanes:
         lanes = [lane for lane in program.lanes if lane != CALLER]
         with self._lock:  # all lanes get their runs in one order, so that none waits for another
             for lane in lanes:
-                job = partial(run.in_lane, lane, program.lanes[lane], ambient, taking[lane])
+                job = partial(run.in_lane, lane, program, ambient, taking[lane])
                 self._queues[lane].put(partial(copy_context().run, job))
-        env: Env = dict(zip(program.inputs, values, strict=True))
-        for node, others in program.inputs.items():
+        for (node, others), value in zip(program.inputs.items(), values, strict=True):
             for lane in others:
-                run.inboxes[lane].post(node, env[node])
+                run.inboxes[lane].post(node, value)
+        output = None
         try:
             with handed_over(hand_over):
-                run.execute(CALLER, program.lanes[CALLER], env)
+                output = program.function(CALLER)(run, values)
         except _Dropped:
             pass
         except BaseException as error:  # KeyboardInterrupt, say
@@ -287,7 +253,7 @@ class Lanes:
         run.rest()
         hand_over.give_back()
         run.outcome()
-        return env[program.output]
+        return output
 
     def is_one(self, thread: threading.Thread) -> bool:
         """Whether a thread is one of these lanes, which must not wait for a run of these lanes."""

@@ -112,18 +112,18 @@ def microseconds(runs: dict[str, Run], rounds: int, times: int = 3) -> dict[str,
 def profile(run: Run, times: int, lines: int) -> None:
     """Print where the time of calls goes, in the caller's thread and in the lanes."""
     profiles = [cProfile.Profile()]
-    in_lane = lanes._Run.in_lane
+    in_lane = lanes._ProgramCall.in_lane
 
     def profiled(self: Any, *args: Any, **kwargs: Any) -> None:
         mine = cProfile.Profile()
         profiles.append(mine)
         mine.runcall(in_lane, self, *args, **kwargs)
 
-    lanes._Run.in_lane = profiled  # type: ignore[method-assign]
+    lanes._ProgramCall.in_lane = profiled  # type: ignore[method-assign]
     try:
         profiles[0].runcall(lambda: [run() for _ in range(times)])
     finally:
-        lanes._Run.in_lane = in_lane  # type: ignore[method-assign]
+        lanes._ProgramCall.in_lane = in_lane  # type: ignore[method-assign]
     stats = pstats.Stats(*profiles)
     stats.sort_stats("tottime").print_stats(lines)
 

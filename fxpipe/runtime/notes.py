@@ -1,0 +1,58 @@
+"""Notes on exceptions: at which stage, micro-batch, node and line of the model one was raised."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Iterator
+
+from torch import fx
+
+from fxpipe.ir.graph import MICROBATCH, STAGE
+from fxpipe.ir.printing import format_node
+from fxpipe.ir.source import model_frame
+
+
+def where(node: fx.Node, error: BaseException) -> str:
+    """The note for an exception that a node of a pipeline graph has raised: the node's stage and
+    micro-batch, the node within the stage's graph, and its line of the model."""
+    if STAGE not in node.meta:
+        return f"in fxpipe: {format_node(node)}"
+    text = f"in fxpipe: stage {node.meta[STAGE]}, micro-batch {node.meta.get(MICROBATCH)}"
+    inner = _inner_node(node, error)
+    if inner is None:
+        return f"{text}, node {node.name!r}"
+    text += f", node {inner.name!r}"
+    line = _model_line(inner)
+    return f"{text}, from\n{line}" if line else text
+
+
+def _inner_node(node: fx.Node, error: BaseException) -> fx.Node | None:
+    """The node of the stage's own graph that was running, found by its line of generated code."""
+    module = node.graph.owning_module
+    target = node.target if node.op == "call_module" else None
+    if node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        target = node.args[0].target if node.args[0].op == "get_attr" else None
+    stage = module.get_submodule(str(target)) if module is not None and target else None
+    if not isinstance(stage, fx.GraphModule):
+        return None
+    for filename, line_number in _frames(error):
+        line = linecache.getline(filename, line_number)
+        if filename.startswith("<eval_with_key>") and (m := re.match(r"\s*(\w+)\b.*?=", line)):
+            for inner in stage.graph.nodes:
+                if inner.name == m[1]:
+                    return inner  # type: ignore[no-any-return]
+    return None
+
+
+def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame.f_code.co_filename, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _model_line(node: fx.Node) -> str | None:
+    """The innermost line of the model's source in a node's stack trace; None if there is none."""
+    frame = model_frame(node.meta.get("stack_trace"))
+    return f"  {frame['text']}" if frame else None
