@@ -42,6 +42,9 @@ _AS_IT_IS = {
 """The kinds of nodes that hand a gradient on as it is where its shape, dtype and device remain the
 same: the node of a slice, say, that takes all of a tensor."""
 
+_RESHAPES = "ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"
+"""The kinds of nodes that give the gradient in the shape of the operator's input."""
+
 
 def history_of(
     results: list[Any], then: Callable[[Hashable], None] = lambda history: None
@@ -99,6 +102,7 @@ def _described(node: Node, edges: Sequence[Edge], number: Mapping[Node, int]) ->
     is_users = isinstance(node, BackwardCFunction)
     is_unlike = is_users or getattr(node, "_saved_scale_grad_by_freq", False)
     kind = object() if is_unlike else node.name()
+    kind = _RESHAPES[0] if kind in _RESHAPES else kind
     leaf = id(node.variable) if hasattr(node, "variable") else None
     return kind, leaf, tuple(n and (number[n], place) for n, place in edges)
 

@@ -26,6 +26,17 @@ def test_nodes_that_hand_the_gradient_on_as_it_is_are_no_part_of_a_history(same)
     assert history_of([same(layer(batch))]) == history_of([layer(batch)])
 
 
+def test_a_reshape_is_one_kind_of_node_whether_it_is_a_view_or_not() -> None:
+    layer, batch = nn.Linear(4, 4), torch.randn(3, 4)
+    histories = [
+        history_of([layer(batch).view(4, 3)]),
+        history_of([layer(batch).reshape(4, 3)]),
+        history_of([torch.ops.aten._unsafe_view(layer(batch), (4, 3))]),
+        history_of([torch.ops.aten._reshape_alias(layer(batch), (4, 3), (3, 1))]),
+    ]
+    assert all(history == histories[0] for history in histories)
+
+
 @pytest.mark.parametrize(
     "other",
     [
