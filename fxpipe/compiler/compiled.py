@@ -61,9 +61,9 @@ class Mode:
     compiled: CompiledStages | None = None
     """The stages as a backend of ``torch.compile`` has compiled them; None if they run as they
     are."""
-    steps: dict[Any, Unrolled] = field(default_factory=dict)
+    steps: dict[Any, tuple[Unrolled, int]] = field(default_factory=dict)
     """The step graphs that have been compiled, by the number of micro-batches and the structure of
-    the target."""
+    the target, each with the place of the reading of the target that it is for."""
 
     @property
     def model_graph(self) -> fx.GraphModule:

@@ -4,6 +4,7 @@ model for it and cuts the graph into stages, and has the stage graph lowered to 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -128,18 +129,24 @@ class Compiler:
                 mode.refresh()
             return mode.unrolled[chunks]
 
-    def step(self, mode: Mode, chunks: int, target: Target) -> Unrolled:
+    def step(self, mode: Mode, chunks: int, readings: Sequence[Target]) -> tuple[Unrolled, Target]:
         """The step graph for ``chunks`` micro-batches and targets of this structure, lowered to
-        programs; cached in the mode."""
-        key = chunks, target.nesting, target.has_batch
+        programs, and how it reads the target; cached in the mode.
+
+        Args:
+            readings: the ways in which the target may be cut into micro-batches.
+        """
+        key = chunks, *((target.nesting, target.has_batch) for target in readings)
         with self._lock:
             if key not in mode.steps:
                 with self._logged(f"step of {chunks} micro-batches"):
                     with phase("loss", quiet=True):
-                        dim = self._loss_dim(mode, target, chunks)
-                    mode.steps[key] = self.lowering.step(mode, chunks, target, dim)
+                        place, dim = self._loss_dim(mode, readings, chunks)
+                    step = self.lowering.step(mode, chunks, readings[place], dim)
+                    mode.steps[key] = step, place
                 mode.refresh()
-            return mode.steps[key]
+            step, place = mode.steps[key]
+            return step, readings[place]
 
     def _logged(self, title: str) -> AbstractContextManager[None]:
         """A context in which the time of each phase is taken, and logged if the user asks for
@@ -147,16 +154,17 @@ class Compiler:
         title = f"{type(self.model).__name__}: {title}"
         return logged(title, self.options.verbose or wants_log())
 
-    def _loss_dim(self, mode: Mode, target: Target, chunks: int) -> Dim:
-        """How the losses of the micro-batches are put together to the loss of the mini-batch."""
+    def _loss_dim(self, mode: Mode, readings: Sequence[Target], chunks: int) -> tuple[int, Dim]:
+        """The place of the reading of the target with which the loss function gives the loss of the
+        mini-batch; and how the losses of the micro-batches are put together to that loss."""
         function = self.options.loss_fn
         if function is None:
-            return mode.loss_dim
+            return 0, mode.loss_dim
         if chunks == 1 or not (mode.rows or mode.example.batch):
-            return None
+            return 0, None
         some, named = mode.example.repeated()
         if any(tensor.is_meta for tensor in Structure.of((some, named))[0]):
-            return False  # there are no values to check with: see notice_values
+            return 0, False  # there are no values to check with: see notice_values
         model = Twin(self.model).model
         with self._where_it_runs(model, Structure.of((some, named))[0]):
             return loss_dim(
@@ -164,7 +172,7 @@ class Compiler:
                 (some, named),
                 mode.example.dims,
                 function,
-                Targets(target.leaves, target.has_batch, target.nesting.fill),
+                [Targets(each.leaves, each.has_batch, each.nesting.fill) for each in readings],
                 Asked(
                     self.options.in_dims,
                     check=self.options.check,
@@ -340,6 +348,9 @@ class Compiler:
         """A mode for lists of this length, with an element for each row: the model is traced with
         the list of the first micro-batch, and each element is an input of the graph."""
         chunks = self.options.even_chunks_for(listed.rows)
+        if text := self._of_fewer_lists(listed, chunks):
+            warnings.warn(text, stacklevel=2)
+            meaning = replace(meaning, notes=[*meaning.notes, text])
         rows = listed.rows // chunks
         one = replace(meaning, in_dims=listed.in_dims(rows))
         some, named = listed.part(0, rows)
@@ -350,6 +361,19 @@ class Compiler:
         if mode.traced.front_end != "symbolic":
             of_one_shape(mode.traced.bind(args, kwargs), listed.names)
         return mode
+
+    def _of_fewer_lists(self, listed: Listed, chunks: int) -> str:
+        """What to say where there are fewer micro-batches than asked for, since they are of equal
+        length; an empty string where there are not."""
+        wanted = self.options.chunks_for(listed.rows)
+        if chunks == wanted or (chunks > 1 and self.options.chooses_chunks):
+            return ""
+        run = "one micro-batch, stage after stage" if chunks == 1 else f"{chunks} micro-batches"
+        return (
+            f"{listed.names} have {listed.rows} elements, which cannot be cut into {wanted} lists "
+            f"of one length: they run as {run}; give lists whose length is a multiple of the "
+            "number of micro-batches"
+        )
 
     def _compiled(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.structure import Structure
 from fxpipe.meaning.loss import own_loss
+from fxpipe.runtime.microbatch import ListOfRows
 from fxpipe.runtime.random import alone
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -121,17 +122,67 @@ class Target:
     has_batch: tuple[bool, ...]
 
     @staticmethod
-    def of(target: Any, batch: int | None) -> Target:
+    def readings(target: Any, batch: int | None, lists_first: bool) -> list[Target]:
+        """The ways in which the target of a mini-batch of ``batch`` rows may be cut into
+        micro-batches, the likeliest first: its tensors along their first dimensions; or lists of as
+        many elements between these, the outermost such lists or the innermost ones.
+
+        Args:
+            lists_first: whether rows are elements of lists in the inputs as well.
+
+        Raises:
+            ValueError: if there is none, as a tensor in it has another number of rows.
+            TypeError: for an array of another library, which would not be split.
+        """
+
+        def is_list(value: Any) -> bool:
+            return type(value) in (list, tuple) and len(value) == batch
+
+        def is_innermost(value: Any) -> bool:
+            return is_list(value) and not any(map(has_list, value))
+
+        def has_list(value: Any) -> bool:
+            return any(map(is_list, pytree.tree_leaves(value, is_leaf=is_list)))
+
+        def is_none(value: Any) -> bool:
+            return False
+
+        if not has_list(target):
+            return [Target.of(target, batch)]
+        found: dict[Nesting, Target] = {}
+        refused: list[ValueError] = []
+        lists = is_list, is_innermost
+        for is_rows in (*lists, is_none) if lists_first else (is_none, *lists):
+            try:
+                each = Target.of(target, batch, is_rows)
+                found.setdefault(each.nesting, each)
+            except ValueError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        return list(found.values())
+
+    @staticmethod
+    def of(
+        target: Any, batch: int | None, is_rows: Callable[[Any], bool] = lambda value: False
+    ) -> Target:
         """Take apart the target of a mini-batch of ``batch`` rows.
+
+        Args:
+            is_rows: whether a value within the target is a list that is cut between its elements.
 
         Raises:
             ValueError: if a tensor in it has another number of rows.
             TypeError: for an array of another library, which would not be split.
         """
-        parts, spec = pytree.tree_flatten(target)
+        parts, spec = pytree.tree_flatten(target, is_leaf=is_rows)
         leaves: list[Any] = []
         counts: list[int | None] = []
         for part in parts:
+            if is_rows(part):
+                leaves.append(ListOfRows(part))
+                counts.append(None)
+                continue
             tensors, structure = Structure.of(part)
             is_whole = isinstance(part, Tensor) or not tensors
             leaves += [part] if is_whole else [structure, *tensors]
@@ -141,6 +192,8 @@ class Target:
 
 
 def _is_split(leaf: Any, batch: int | None) -> bool:
+    if isinstance(leaf, ListOfRows):
+        return True
     is_array = isinstance(leaf, Tensor) or hasattr(leaf, "__array__")
     if batch is None or not is_array or len(leaf.shape) == 0:
         return False
@@ -153,6 +206,7 @@ def _is_split(leaf: Any, batch: int | None) -> bool:
     if leaf.shape[0] != batch:
         raise ValueError(
             f"the target has a tensor of shape {tuple(leaf.shape)}, and the batch has "
-            f"{batch} rows: its first dimension must be as large"
+            f"{batch} rows: its first dimension must be as large; or give a list with one element "
+            "for each row"
         )
     return True

@@ -20,12 +20,11 @@ from fxpipe.ir._torch import TransformType, transforms
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Homes, Source, load, materialize
 from fxpipe.loading.storage import without_values
-from fxpipe.meaning.listed import refuse_target_in_lists
 from fxpipe.meaning.sample import Sample
 from fxpipe.runtime.ambient import is_intercepted, is_traced
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, run_inline
-from fxpipe.runtime.microbatch import Parts
+from fxpipe.runtime.microbatch import ListOfRows, Parts
 from fxpipe.runtime.random import is_alone
 
 
@@ -108,13 +107,13 @@ class Runner:
             if target is None and self.options.loss_fn is not None:
                 error.add_note("the target is given by its name: step(x, target=y)")
             raise
-        if mode.rows is not None:
-            refuse_target_in_lists(target, mode.rows)
-        wanted = Target.of(target, mode.batch_of(values))
-        self._step = self.compiler.step(mode, chunks, wanted)
+        readings = Target.readings(target, mode.batch_of(values), mode.rows is not None)
+        self._step, wanted = self.compiler.step(mode, chunks, readings)
         self._last = mode, chunks
         values += wanted.leaves
-        return self._step, [v.detach() if isinstance(v, Tensor | Parts) else v for v in values]
+        return self._step, [
+            v.detach() if isinstance(v, Tensor | Parts | ListOfRows) else v for v in values
+        ]
 
     # -------------------------------------------------------------------------------------- to load
 

@@ -193,7 +193,8 @@ class Views:
         if self._runner.last_step() is not None:
             return self.step_graph
         mode, chunks = self._runner.last()
-        return self._runner.compiler.step(mode, chunks, Target.of(None, None)).graph_module
+        step, _ = self._runner.compiler.step(mode, chunks, [Target.of(None, None)])
+        return step.graph_module
 
     def html(self) -> str | None:
         """A drawing of the stages, and the report, as HTML. None if there has been no call and no

@@ -27,7 +27,7 @@ from fxpipe.meaning.check import SIZES, Problem, Question, Trial, Verdict, check
 from fxpipe.meaning.compare import difference
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.lasting import lasting_problem
-from fxpipe.meaning.listed import Listed, any_row, is_a_row
+from fxpipe.meaning.listed import Column, Listed, any_row, is_a_row, is_column
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.said import INFER, Input, broadcast, named_inputs
 from fxpipe.meaning.sample import part
@@ -42,7 +42,7 @@ from fxpipe.meaning.weights import (
     weighed,
     with_ignored,
 )
-from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim, InDim
+from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim, InDim, ListOfRows
 from fxpipe.runtime.random import seed_host
 from fxpipe.trace import called, canonical, parameters_put_back, untouched
 from fxpipe.trace.gradients import has_gradient
@@ -226,74 +226,121 @@ def loss_dim(
     inputs: tuple[tuple[Any, ...], dict[str, Any]],
     in_dims: Sequence[InDim],
     loss: Callable[[Any, Any], Any],
-    target: Targets,
+    readings: Sequence[Targets],
     asked: Asked,
-) -> Dim:
-    """How the losses of micro-batches are put together to the loss of the mini-batch: by a sum
-    (SUM), a mean over the rows (None), or with the weights of ``loss_weight`` (WEIGHTED).
+) -> tuple[int, Dim]:
+    """How the target is cut into micro-batches, as a place among the readings; and how the losses
+    of the micro-batches are put together to the loss of the mini-batch: by a sum (SUM), a mean over
+    the rows (None), or with the weights of ``loss_weight`` (WEIGHTED).
 
     Args:
         loss: the user's function of output and target.
+        readings: the ways in which the target may be cut, the likeliest first. The first one with
+            which the parts make the whole is taken; if there is none, the first one.
 
     Raises:
         BatchError: if the model does not tell, or if what the user has said does not fit.
         BatchWarning: (a warning) for a loss that is neither a mean over the rows nor a sum.
     """
-    args, kwargs = inputs
-    named = named_inputs(model, args, kwargs, asked.in_dims)
-    listed = Listed.of(model, args, kwargs, named) if LISTED in in_dims else None
-    if listed is not None:
-        named, own = listed.inputs, listed.dims
-    else:
-        own = [dim if isinstance(dim, int) else None for dim in in_dims]
-    asking = _Asking(model, args, kwargs, named, asked, listed)
-    count = len(asking.tensors)
-    places = [i for i, leaf in enumerate(target.leaves) if isinstance(leaf, Tensor)]
-    tensors = [*asking.tensors, *(target.leaves[i] for i in places)]
-    dims = [*own, *(0 if target.has_batch[i] else None for i in places)]
+    found = [_LossOfTarget(model, inputs, in_dims, loss, each, asked) for each in readings]
+    if len(found) == 1:
+        return 0, found[0].dim()
+    place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
+    return place, found[place].dim()
 
-    some = Structure.of(inputs)[0]
-    device = some[0].device if some else torch.device("cpu")
 
-    def filled(tensors: Sequence[Any]) -> Any:
-        given = list(target.leaves)
-        for place, tensor in zip(places, tensors[count:], strict=True):
-            given[place] = tensor.to(device) if count else tensor
-        return target.fill(given)
+class _LossOfTarget:
+    """The check of a loss function, with the target cut in one of several ways."""
 
-    def run(tensors: list[Tensor]) -> Any:
-        output = asking.output_of(tensors[:count])
-        with untouched(model), torch.no_grad():  # the loss may draw random numbers
-            return loss(output, filled(tensors))
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        in_dims: Sequence[InDim],
+        loss: Callable[[Any, Any], Any],
+        target: Targets,
+        asked: Asked,
+    ) -> None:
+        args, kwargs = inputs
+        self.model, self.loss, self.target, self.asked = model, loss, target, asked
+        self.named = named_inputs(model, args, kwargs, asked.in_dims)
+        listed = Listed.of(model, args, kwargs, self.named) if LISTED in in_dims else None
+        if listed is not None:
+            self.named, self.own = listed.inputs, listed.dims
+        else:
+            self.own = [dim if isinstance(dim, int) else None for dim in in_dims]
+        self.asking = _Asking(model, args, kwargs, self.named, asked, listed)
+        self.count = len(self.asking.tensors)  # those of the inputs come first
+        leaves = enumerate(target.leaves)
+        self.places = [i for i, leaf in leaves if isinstance(leaf, Tensor | ListOfRows)]
+        given = (target.leaves[i] for i in self.places)
+        cut = [Column(leaf.elements) if isinstance(leaf, ListOfRows) else leaf for leaf in given]
+        self.tensors: list[Any] = [*self.asking.tensors, *cut]
+        self.dims = [*self.own, *(0 if target.has_batch[i] else None for i in self.places)]
+        some = Structure.of(inputs)[0]
+        self.device = some[0].device if some else None
 
-    def weigh(function: Callable[..., Any]) -> Weigh:
-        return lambda tensors: function(filled(tensors))
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        """The target with these tensors, on the device of the inputs."""
+        given = list(self.target.leaves)
+        for place, value in zip(self.places, tensors[self.count :], strict=True):
+            rows = self.target.leaves[place]
+            brought = map_tensors(self._brought, value.tensors if is_column(value) else value)
+            given[place] = type(rows.elements)(brought) if isinstance(rows, ListOfRows) else brought
+        return self.target.fill(given)
 
-    question = Question(run, tensors, dims)
-    verdict = check(question, is_likely=True)
-    if asking.drew and not asking.stilled:
-        asking.stilled = True
+    def _brought(self, value: Any) -> Any:
+        return value if self.device is None else value.to(self.device)
+
+    def run(self, tensors: list[Tensor]) -> Any:
+        """The loss."""
+        output = self.asking.output_of(tensors[: self.count])
+        with untouched(self.model), torch.no_grad():  # the loss may draw random numbers
+            return self.loss(output, self.filled(tensors))
+
+    def weigh(self, function: Callable[..., Any]) -> Weigh:
+        """The weight of a micro-batch by a function of its target."""
+        return lambda tensors: function(self.filled(tensors))
+
+    def verdict(self) -> Verdict:
+        """What the check comes to."""
+        question = Question(self.run, self.tensors, self.dims)
         verdict = check(question, is_likely=True)
-    if asked.loss_weight is not None:
-        verdict, wrong = weighed(verdict, LOSS, asked.loss_weight, weigh(asked.loss_weight), dims)
-        if wrong:
-            _refuse(asked, wrong.replace(LOSS, "loss_fn", 1))
-    elif verdict.trial is None or LOSS in verdict.unclear:
-        first = part(tensors, dims, 0, asked.sizes(_batch(named, own) or 0)[0])
-        if verdict.trial is None and not _is_taken(run, first):
-            return None  # it raises an error on a micro-batch: the step will raise the same
-        _refuse(asked, messages.unknown_loss(verdict))
-    if asked.check and verdict.problems and verdict.problems[0].is_scalar:
-        by = ""
-        if verdict.trial is not None and asked.loss_weight is None:
-            keys = _keys_of(target, places)
-            labels = [(keys[i], count + i) for i in range(len(places)) if i in keys]
-            by = remedy(verdict.trial, LOSS, labels, weigh, dims)
-        text = messages.across(verdict.problems[0], named, by).replace(LOSS, "the loss", 1)
-        warnings.warn(text, BatchWarning, stacklevel=2)
-    if asked.loss_weight is not None:
-        return dim_of(asked.loss_weight)
-    return SUM if verdict.outputs.get(LOSS) == SUM else None
+        if self.asking.drew and not self.asking.stilled:
+            self.asking.stilled = True
+            verdict = check(question, is_likely=True)
+        return verdict
+
+    def dim(self) -> Dim:
+        """How the losses of the micro-batches are put together. Raises BatchError, or warns."""
+        asked, verdict = self.asked, self.verdict()
+        if asked.loss_weight is not None:
+            weigh = self.weigh(asked.loss_weight)
+            verdict, wrong = weighed(verdict, LOSS, asked.loss_weight, weigh, self.dims)
+            if wrong:
+                _refuse(asked, wrong.replace(LOSS, "loss_fn", 1))
+        elif verdict.trial is None or LOSS in verdict.unclear:
+            sizes = asked.sizes(_batch(self.named, self.own) or 0)
+            first = part(self.tensors, self.dims, 0, sizes[0])
+            if verdict.trial is None and not _is_taken(self.run, first):
+                return None  # it raises an error on a micro-batch: the step will raise the same
+            _refuse(asked, messages.unknown_loss(verdict))
+        if asked.check and verdict.problems and verdict.problems[0].is_scalar:
+            by = ""
+            if verdict.trial is not None and asked.loss_weight is None:
+                keys = _keys_of(self.target, self.places)
+                count = self.count
+                labels = [
+                    (keys[i], count + i)
+                    for i in range(len(self.places))
+                    if i in keys and not is_column(self.tensors[count + i])
+                ]
+                by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims)
+            text = messages.across(verdict.problems[0], self.named, by)
+            warnings.warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
+        if asked.loss_weight is not None:
+            return dim_of(asked.loss_weight)
+        return SUM if verdict.outputs.get(LOSS) == SUM else None
 
 
 LOSS = "output"

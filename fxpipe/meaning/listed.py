@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.structure import Structure, children
+from fxpipe.ir.structure import Structure, children, map_tensors
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.said import INFER, Input, named_inputs
 from fxpipe.runtime.microbatch import LISTED, InDim, Parts
@@ -25,13 +25,14 @@ from fxpipe.trace import bound_arguments
 
 
 class Column:
-    """The tensors at one place of all elements of a list, such as the boxes of each row. Code that
-    handles a call's tensors takes a column for one tensor, whose first dimension is the list."""
+    """The tensors at one place of all elements of a list, such as the boxes of each row; or whole
+    elements, with any tensors in them. Code that handles a call's tensors takes a column for one
+    tensor, whose first dimension is the list."""
 
     ndim = 1
     layout = torch.strided
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Any]) -> None:
         self.tensors = list(tensors)
 
     @property
@@ -42,7 +43,7 @@ class Column:
     @property
     def is_meta(self) -> bool:
         """Whether the tensor of some row is on "meta", and so has no values."""
-        return any(tensor.is_meta for tensor in self.tensors)
+        return any(tensor.is_meta for tensor in Structure.of(self.tensors)[0])
 
     def narrow(self, dim: int, start: int, length: int) -> Column:
         """``length`` rows, from row ``start`` on."""
@@ -50,7 +51,20 @@ class Column:
 
     def clone(self) -> Column:
         """A copy of every row."""
-        return Column([tensor.clone() for tensor in self.tensors])
+        return self.map(Tensor.clone)
+
+    def detach(self) -> Column:
+        """The rows without their history."""
+        return self.map(Tensor.detach)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Column:
+        """What a function makes of the tensors of every row."""
+        return Column([map_tensors(function, row) for row in self.tensors])
+
+
+def is_column(value: Any) -> bool:
+    """Whether it is a column."""
+    return isinstance(value, Column)
 
 
 @dataclass(frozen=True)
@@ -285,26 +299,6 @@ def of_one_shape(values: Sequence[Any], names: str) -> None:
                 f"shapes {kinds[0][0]} and {kinds[1][0]} at one place of these lists: the graph "
                 "that torch.export makes of the model is for one of them only; pad them to one "
                 "shape, or give chunks=1"
-            )
-
-
-def refuse_target_in_lists(target: Any, rows: int) -> None:
-    """Raise BatchError for a target with a list of tensors that has one element for each row.
-
-    A target is cut along the first dimensions of its tensors, not between the elements of lists. So
-    a loss function would get the outputs of some rows with the whole list, or with parts of each of
-    its elements.
-    """
-
-    def is_rows(value: Any) -> bool:
-        return _is_list(value) and len(value) == rows
-
-    for value in pytree.tree_leaves(target, is_leaf=is_rows):
-        if is_rows(value) and Structure.of(value)[0]:
-            raise BatchError(
-                f"the target has a list of {rows} elements, one for each row, which is not cut "
-                "into micro-batches: give it to the model, as an argument, and let the model "
-                "return its loss; or give one tensor with a row for each"
             )
 
 

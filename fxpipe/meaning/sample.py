@@ -106,10 +106,10 @@ def sampled(
 
 def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Generator) -> Any:
     """The rows of a column in this order, each perturbed by itself, as they may differ in shape."""
-    rows = [column.tensors[i].detach() for i in order]
+    rows = Column([column.tensors[i] for i in order]).detach()
     if level == GIVEN:
-        return Column(rows)
-    return Column([_perturbed(row, row, 0, level if row.ndim else MOVED, draw) for row in rows])
+        return rows
+    return rows.map(lambda row: _perturbed(row, row, 0, level if row.ndim else MOVED, draw))
 
 
 def part(

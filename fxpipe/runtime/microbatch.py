@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.structure import leaves
+from fxpipe.ir.structure import leaves, map_tensors
 
 ANY = "any"
 """Given in place of a batch dimension: the value does not depend on the batch, so that all
@@ -56,6 +56,26 @@ class Parts:
         return Parts(tuple(value.clone() for value in self.values))
 
 
+@dataclass(frozen=True)
+class ListOfRows:
+    """A list with one element for each row, such as the boxes and labels of each image: it is cut
+    between its elements, which may be of any kind."""
+
+    elements: list[Any] | tuple[Any, ...]
+
+    def detach(self) -> ListOfRows:
+        """The list with tensors without history."""
+        return ListOfRows(map_tensors(_detached, self.elements))
+
+    def cut(self, chunks: int) -> tuple[Sequence[Any], ...]:
+        """A list for each of ``chunks`` micro-batches."""
+        return tuple(self.elements[a:b] for a, b in _ranges(len(self.elements), chunks))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
 def joined(values: Sequence[Any]) -> Any:
     """The output of the mini-batch, from outputs of micro-batches that differ only in lists with
     one element for each row: these lists are joined."""
@@ -92,15 +112,22 @@ def scatter(tensor: Any, dim: InDim, chunks: int) -> tuple[Any, ...]:
 
     Without a dimension (None) all micro-batches share the tensor. The parts are views, so no memory
     is copied. For ``LISTED`` the value is a :class:`Parts`, or a tensor for a single micro-batch.
+    :class:`ListOfRows` are cut into lists.
     """
     if isinstance(tensor, Parts):
         return tensor.values
+    if isinstance(tensor, ListOfRows):
+        return tensor.cut(chunks)
     if not isinstance(dim, int) or chunks == 1:
         return (tensor,) * chunks
     # torch.tensor_split gives several views at once, and autograd lets nobody write to such views.
-    size, extra = divmod(tensor.shape[dim], chunks)
-    ends = [i * size + min(i, extra) for i in range(chunks + 1)]
-    return tuple(tensor.narrow(dim, a, b - a) for a, b in itertools.pairwise(ends))
+    return tuple(tensor.narrow(dim, a, b - a) for a, b in _ranges(tensor.shape[dim], chunks))
+
+
+def _ranges(rows: int, chunks: int) -> Iterator[tuple[int, int]]:
+    """The first row of each micro-batch, and the first one after it."""
+    size, extra = divmod(rows, chunks)
+    return itertools.pairwise(i * size + min(i, extra) for i in range(chunks + 1))
 
 
 def gather(

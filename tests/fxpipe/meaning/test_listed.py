@@ -1,6 +1,7 @@
 """Lists with one element for each row, as detection models take them."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -105,13 +106,6 @@ def test_a_list_among_the_outputs_is_joined(model):
         assert same(ours.values(), theirs.values())
 
 
-def test_micro_batches_have_as_many_elements_each(model):
-    x = images(5)
-    with torch.no_grad(), fxpipe.compile(model.eval(), ["cpu"] * 2, chunks=2) as pipe:
-        assert len(pipe(x)) == 5
-        assert len(pipe(images(4))) == 4
-
-
 def test_a_dict_of_losses(model):
     torch.manual_seed(0)
     model = Detects()
@@ -168,12 +162,123 @@ def test_a_target_of_as_many_rows_goes_with_the_list(model):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_a_list_of_targets_goes_to_the_model_not_to_the_loss(model):
-    with (
-        fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=lambda o, t: o[0]["score"]) as pipe,
-        pytest.raises(fxpipe.BatchError, match="give it to the model, as an argument"),
-    ):
-        pipe.step(images(4), target=targets(4, 4, 4, 4))
+# ------------------------------------------------------------------ lists in the target of a step
+
+
+def box_loss(output, targets):
+    """The mean over the rows of a loss of several boxes each."""
+    losses = [(o["boxes"] - t["boxes"]).abs().mean() for o, t in zip(output, targets, strict=True)]
+    return torch.stack(losses).mean()
+
+
+def row_loss(output, targets):
+    """The same of one tensor with all rows."""
+    return box_loss([{"boxes": row} for row in output], targets)
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def slices(target, first, end):
+    return target[first:end]
+
+
+def stepped(model, loss_fn, x, target, cuts, part_of=slices):
+    """A step beside the loop over micro-batches: rows ``cuts[i]`` to ``cuts[i + 1]`` each."""
+    twin, rows = copy.deepcopy(model), cuts[-1]
+    for first, end in reversed(list(itertools.pairwise(cuts))):
+        loss = loss_fn(twin(x[first:end]), part_of(target, first, end))
+        (loss * ((end - first) / rows)).backward()
+    expected = taken(twin)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=len(cuts) - 1, loss_fn=loss_fn) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            pipe.step(x, target=target)
+        for ours, theirs in zip(taken(model), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 4, 3), (4, 4, 4, 4)])
+def test_a_list_of_targets_goes_with_a_list_of_inputs(model, counts):
+    """Although four boxes might be four rows as well."""
+    stepped(model, box_loss, images(4), targets(*counts), (0, 2, 4))
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 4, 3, 2), (5, 5, 5, 5, 5)])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_of_targets_goes_with_the_rows_of_a_tensor(counts, kind):
+    stepped(two_layers(), row_loss, torch.randn(5, 4), kind(targets(*counts)), (0, 3, 5))
+
+
+def test_elements_of_the_target_need_not_be_alike():
+    target = targets(2, 1, 4, 3)
+    target[1]["mask"] = torch.ones(3)
+    stepped(two_layers(), row_loss, torch.randn(4, 4), target, (0, 2, 4))
+
+
+def of_both(target, first, end):
+    return tuple(each[first:end] for each in target)
+
+
+def test_lists_in_a_pair_are_rows_though_the_pair_has_as_many_elements():
+    def loss_fn(output, target):
+        boxes, factors = target
+        rows = zip(output, boxes, factors, strict=True)
+        return torch.stack([(o - b).abs().mean() * f for o, b, f in rows]).mean()
+
+    target = [torch.randn(3, 4), torch.randn(1, 4)], [0.5, 2.0]
+    stepped(two_layers(), loss_fn, torch.randn(2, 4), target, (0, 1, 2), of_both)
+
+
+def test_a_pair_of_tensors_with_two_rows_is_no_list_of_rows():
+    def loss_fn(output, target):
+        first, second = target
+        return (output - first).square().mean() + (output * second).mean()
+
+    target = torch.randn(2, 4), torch.randn(2, 4)
+    stepped(two_layers(), loss_fn, torch.randn(2, 4), target, (0, 1, 2), of_both)
+
+
+def test_words_for_each_row_go_with_the_rows():
+    def loss_fn(output, words):
+        factors = torch.tensor([len(word) for word in words])
+        return (output.square().mean(1) * factors).mean()
+
+    target = ["a", "few", "words", "for", "rows"]
+    stepped(two_layers(), loss_fn, torch.randn(5, 4), target, (0, 3, 5))
+
+
+def test_a_list_that_all_micro_batches_share_stays_whole():
+    def loss_fn(output, classes):
+        return (output * torch.tensor(classes)).square().mean()
+
+    target = [1.0, 2.0, 3.0, 4.0]
+    stepped(two_layers(), loss_fn, torch.randn(4, 4), target, (0, 2, 4), lambda t, a, b: t)
+
+
+def boxes_in(targets):
+    return sum(len(t["boxes"]) for t in targets)
+
+
+def test_a_weight_may_be_that_of_a_list_of_targets():
+    def loss_fn(output, targets):
+        rows = zip(output, targets, strict=True)
+        return sum((o - t["boxes"]).abs().mean(1).sum() for o, t in rows) / boxes_in(targets)
+
+    model, x, target = two_layers(), torch.randn(4, 4), targets(2, 1, 4, 3)
+    expected = loss_fn(model(x), target)
+    options = {"chunks": 2, "loss_fn": loss_fn, "loss_weight": boxes_in}
+    with fxpipe.compile(model, ["cpu"] * 2, **options) as pipe:
+        torch.testing.assert_close(pipe.step(x, target=target), expected.detach())
+
+
+def test_a_list_that_cannot_be_cut_evenly_says_how_it_runs(model):
+    with fxpipe.compile(model.eval(), ["cpu"] * 2, chunks=2) as pipe, torch.no_grad():
+        with pytest.warns(UserWarning, match="images have 5 elements, which cannot be cut into 2"):
+            assert len(pipe(images(5))) == 5
+        assert "one micro-batch, stage after stage" in pipe.report()
 
 
 class Weighs(Detects):
