@@ -7,13 +7,24 @@ choose among the kernels of the CPU. All tests have to pass whatever these four 
 """
 
 import os
+
+# Where tests run side by side, threads of a kernel that wait for each other by spinning take the
+# core from the thread that they wait for: minutes become hours. OpenMP reads this variable once,
+# when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 from functools import partial
 
+import hypothesis
 import pytest
 import torch
 
 from fxpipe.runtime import lanes
 from tests.kernels import by_shape
+
+# How long an example takes depends on what else the machine does, and no test is about that.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 THREADS = int(os.environ.get("FXPIPE_TEST_THREADS", "1"))
 

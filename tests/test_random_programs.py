@@ -282,7 +282,6 @@ FOUND = [
 @example(FOUND[11])
 @settings(
     max_examples=EXAMPLES,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 def test_any_program_gives_the_bits_of_the_loop(case):
@@ -435,7 +434,6 @@ def is_in_order(schedule: Schedule) -> bool:
 @given(trainings())
 @settings(
     max_examples=STEPS,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 def test_a_step_of_any_program_gives_the_bits_of_the_loop_in_the_order_of_any_schedule(training):
