@@ -153,6 +153,17 @@ def _shaken(rows: Tensor, low: Tensor, high: Tensor, noise: Tensor) -> Tensor:
     return torch.where(rows.isfinite(), shaken, rows)
 
 
+def _with_one_other_row(rows: Tensor, dim: int, draw: torch.Generator) -> Tensor:
+    """Flags that are all the same, turned over in one row: then "any" and "all" are something else
+    for the part with that row than for the others."""
+    turned = torch.zeros_like(rows)
+    row = int(torch.randint(rows.shape[dim], (), generator=draw))
+    own = turned.select(dim, row)
+    own.copy_(torch.randint(2, own.shape, generator=draw))
+    own[(0,) * own.ndim] = True
+    return rows ^ turned
+
+
 def _exchanged(rows: Tensor, example: Tensor, dim: int, draw: torch.Generator) -> Tensor:
     """Integers and flags, each replaced by one that is drawn from all of the example's.
 
@@ -164,6 +175,8 @@ def _exchanged(rows: Tensor, example: Tensor, dim: int, draw: torch.Generator) -
         index = torch.randint(batch, rows.shape, generator=draw).to(example.device)
         return example.gather(dim, index)
     flat = example.flatten()
+    if rows.dtype == torch.bool and bool((flat == flat[0]).all()):
+        return _with_one_other_row(rows, dim, draw)
     if rows.dtype not in (torch.bool, torch.uint8) and bool((flat == flat[0]).all()):
         if rows.is_floating_point() or flat[0] < 0:
             return rows
