@@ -19,6 +19,7 @@ import graphviz  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.options import Options
@@ -366,6 +367,12 @@ class Pipeline(ModelProxy):
         """The guards of every program that is kept for later calls, the oldest first: there is one
         for each kind of call that has been compiled."""
         return self._views.all_guards
+
+    @property
+    def compilations(self) -> Compilations:
+        """Every compilation so far: when it was, why (which guard of each program there was has
+        failed), for which calls, and how long it took. ``print`` shows them."""
+        return self._runner.compiler.compilations
 
     @property
     def front_end(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.compiler.compiled import Mode
-from fxpipe.compiler.guards import GuardedCall, signature
+from fxpipe.compiler.guards import GuardedCall, ShapeGuard, signature
 from fxpipe.trace.premises import Premises
 
 MANY = 100  # the most modes, and the most signatures of calls, that are kept
@@ -79,6 +79,7 @@ class Cache:
         if len(self.modes) > MANY:
             self.forget()
         self._tell_of_constants(mode)
+        self._tell_of_shapes(mode)
         alike = [other for other in self.modes if other.guards.like(mode.guards, "state")]
         states = [state for each in alike for state in each.guards.state.premises]
         if len(states) == OFTEN - 1:
@@ -112,6 +113,32 @@ class Cache:
                     stacklevel=2,
                 )
                 return
+
+    def _tell_of_shapes(self, mode: Mode) -> None:
+        """Warn if this is compilation number OFTEN of calls that differ only in the shapes of
+        tensors, and name the dimension."""
+        but = "shape", "sizes", "rows", "state"
+        alike = [each.guards for each in self.modes if each.guards.like(mode.guards, *but)]
+        if len(alike) + 1 != OFTEN:
+            return
+        for guard, *before in zip(mode.guards.shapes, *(g.shapes for g in alike), strict=True):
+            for dim in guard.fixed:
+                sizes = dict.fromkeys(each.shape[dim] for each in before if dim in each.fixed)
+                if len(sizes) > 1:
+                    warnings.warn(self._about_a_size(guard, dim, list(sizes)), stacklevel=2)
+                    return
+
+    def _about_a_size(self, guard: ShapeGuard, dim: int, sizes: list[int]) -> str:
+        """A warning that calls which differ in the size of a dimension are compiled one by one."""
+        name, path, reason = type(self.model).__name__, guard.path, guard.reasons.get(dim, "")
+        return (
+            f"{name} has been compiled {OFTEN} times, since dimension {dim} of {path}, "
+            f"{guard.shape[dim]} in this call, differs between the calls "
+            f"({', '.join(map(str, sizes))}), and the trace has its size as a constant"
+            + (f" ({reason})" if reason else "")
+            + f": pad {path} to a few sizes, or keep the model from making a constant of it; "
+            "print(pipe.compilations) says why each compilation was made"
+        )
 
     def _tell_of_attributes(self, before: Premises) -> None:
         """Warn that changes of an attribute of the model have led to OFTEN compilations. ``before``

@@ -4,10 +4,12 @@ model for it and cuts the graph into stages, and has the stage graph lowered to 
 from __future__ import annotations
 
 import threading
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, fx, nn
 import passes
 from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.cache import Cache
+from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.guards import ANY_SHAPES, ANY_SIZE, ONE_SIZE, GuardedCall, Guards
 from fxpipe.compiler.history import History
@@ -103,6 +106,7 @@ class Compiler:
         self.layout = layout or Layout(len(options.devices))
         self.lowering = Lowering(model, options)
         self.cache = Cache(model)
+        self.compilations = Compilations(type(model).__name__)
         self.homes: dict[str, torch.device] = {}
         """The device of its stage for each tensor of the model that is still on "meta"."""
         self._lock = threading.RLock()
@@ -228,6 +232,7 @@ class Compiler:
                 "a pipeline cannot be compiled inside of a torch.func transform: call it once "
                 "before, or give example_inputs to compile()"
             )
+        at, begin = datetime.now(), time.perf_counter()
         some, named = canonical(self.model, args, kwargs)
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
@@ -239,7 +244,10 @@ class Compiler:
             mode = self.cache.mode(call)
             if mode is not None:  # found now that the check has determined the batch dimensions
                 return mode
+            why = self.compilations.why(call, [each.guards for each in self.cache.modes])
             mode = self._compile(twin, some, named, meaning, call)
+        seconds = time.perf_counter() - begin
+        self.compilations.note(at, seconds, why, mode.guards, mode.traced.front_end)
         return self.cache.learn(mode)
 
     def _meaning(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
@@ -430,6 +438,8 @@ class Compiler:
                 _kind(prepared.traced, None if meaning.listed else chunks),
                 Premises(self.model, _but_for_states(twin.reads(reads))),
                 prepared.traced.largest_batch,
+                prepared.traced.sizes,
+                self._parts(prepared.traced),
             ),
             chunks=chunks,
             notes=meaning.notes,
@@ -456,7 +466,16 @@ class Compiler:
         """Trace the model, and run the passes that come ahead of pass "partition"."""
         has_values = not self.is_on_meta()
         with phase("trace"):
-            traced = trace(model, *inputs, tracer=tracer, batch_dims=varying, check=has_values)
+            traced = trace(
+                model,
+                *inputs,
+                tracer=tracer,
+                batch_dims=varying,
+                any_size=chunks is None,
+                check=has_values,
+            )
+        if chunks is None:
+            self._refuse_other_branches(traced, traced.bind(*inputs), varying)
         context = self._to_stages(traced, inputs, meaning, chunks)
         history = History.observed(self.model, "stages", traced.graph_module, self.options.observer)
         prepared = _ModelGraph(traced, context, self.options.passes, history)
@@ -475,6 +494,30 @@ class Compiler:
             return self._traced(model, inputs, varying, meaning, chunks, "export")
         forget_history(traced.graph_module.graph)
         return prepared
+
+    def _refuse_other_branches(
+        self, traced: Traced, values: list[Tensor], dims: list[int | None]
+    ) -> None:
+        """Raise TraceError if the model takes another branch for a micro-batch than for the
+        mini-batch with which it has been traced: that branch is not in the graph."""
+        batch = batch_size(values, dims)
+        if traced.sizes is None or batch is None:
+            return
+        shapes = [tuple(value.shape) for value in values]
+        broken = traced.sizes.broken(shapes, self._parts(traced)(batch))
+        if broken is not None:
+            where = f", by {broken.where}" if broken.where else ""
+            raise TraceError(
+                f"{type(self.model).__name__} goes another way for micro-batches than for the "
+                f"mini-batch of {batch} rows{where}"
+            )
+
+    def _parts(self, traced: Traced) -> Callable[[int], tuple[int, ...]]:
+        """From the rows of a mini-batch to the numbers of rows for which the model has to go the
+        way that has been traced: those of its micro-batches, which the graph is run on, and its
+        own, as what it computes is to be what the model computes."""
+        options, refused = self.options, traced.refused_sizes
+        return lambda rows: (rows, *options.sizes(rows, refused))
 
     def _to_stages(
         self,

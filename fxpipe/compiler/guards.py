@@ -9,6 +9,7 @@ the call is compiled anew.
                            shape        dtype and sizes of a tensor; sizes that may vary are "*"
                            constant     an argument that is no tensor
                            rows         the largest batch for which the graph is right
+                           sizes        the relations between sizes for which the graph is right
                            autocast     the dtype on each kind of device
     guards on the model    modules      the modules, their training flags, and which have hooks
                            state        the shapes of parameters, the attributes that were read
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
@@ -39,12 +40,14 @@ from fxpipe.meaning.sample import batch_size
 from fxpipe.runtime.microbatch import InDim
 from fxpipe.trace import bound_arguments
 from fxpipe.trace.premises import Attribute, Premises
+from fxpipe.trace.sizes import Condition, Sizes
 
 ANY_SHAPES, ANY_SIZE, ONE_SIZE = KINDS = "any shapes", "any batch size", "one batch size"
 """The kinds of programs, by the sizes of inputs that they are right for. A symbolic graph has no
-size as a constant; an exported graph has every size but the batch size; a graph that was traced
-with a single micro-batch is for batches of one size only."""
+sizes as constants; an exported graph has those that the model makes constants, and conditions on
+others; a graph that was traced with a single micro-batch is for batches of one size only."""
 
+MANY = 1000  # the most shapes of inputs of which a guard remembers whether it holds
 SHOWN = 8  # the most attributes, or names of modules, that are printed
 
 
@@ -186,17 +189,30 @@ class ShapeGuard:
     sizes: tuple[int | None, ...] | None
     example: str = field(compare=False)
     shape: tuple[int, ...] = field(compare=False)
+    reasons: Mapping[int, str] = field(compare=False, default_factory=dict)
+    """Why a size may not vary, where that is known: the line of the model that fixes it."""
 
     @staticmethod
-    def of(place: int, path: str, tensor: Tensor, dim: InDim, kind: str) -> ShapeGuard:
-        """The guard on a tensor of a call; ``kind`` is the program's, one of :data:`KINDS`."""
+    def of(
+        place: int, path: str, tensor: Tensor, dim: InDim, kind: str, sizes: Sizes | None
+    ) -> ShapeGuard:
+        """The guard on a tensor of a call.
+
+        Args:
+            kind: the program's, one of :data:`KINDS`.
+            sizes: the sizes for which the program is right, as far as its front end knows them.
+        """
         shape = tuple(tensor.shape)
-        varies = None if kind == ONE_SIZE else dim
-        sizes = tuple(None if i == varies else n for i, n in enumerate(shape))
-        example = f"{_dtype(tensor.dtype)} {_sizes(sizes)}"
+        varies = set() if kind == ONE_SIZE else {dim}
+        reasons: dict[int, str] = {}
+        if sizes is not None and kind != ONE_SIZE:
+            varies |= {d for i, d in sizes.free if i == place}
+            reasons = {d: why for (i, d), why in sizes.fixed.items() if i == place and why}
+        expected = tuple(None if i in varies else n for i, n in enumerate(shape))
+        example = f"{_dtype(tensor.dtype)} {_sizes(expected)}"
         if kind == ANY_SHAPES:
             return ShapeGuard(place, path, dim, None, None, example, shape)
-        return ShapeGuard(place, path, dim, tensor.dtype, sizes, example, shape)
+        return ShapeGuard(place, path, dim, tensor.dtype, expected, example, shape, reasons)
 
     def holds(self, call: GuardedCall) -> bool:
         if call.dims is not None and call.dims[self.place] != self.dim:
@@ -216,7 +232,23 @@ class ShapeGuard:
             return f"batch dimension of {self.path}: {self.dim} → {call.dims[self.place]}"
         if tensor.dtype != self.dtype and self.dtype is not None:
             return f"dtype of {self.path}: {_dtype(self.dtype)} → {_dtype(tensor.dtype)}"
-        return f"shape of {self.path}: {self.shape} → {tuple(tensor.shape)}"
+        now = tuple(tensor.shape)
+        said = f"shape of {self.path}: {self.shape} → {now}"
+        if len(now) == len(self.shape):
+            for i in self.changed(tensor):
+                if i in self.reasons:
+                    return f"{said} (dimension {i} has to be {self.shape[i]}: {self.reasons[i]})"
+        return said
+
+    @property
+    def fixed(self) -> list[int]:
+        """The dimensions that have to be of one size."""
+        return [i for i, size in enumerate(self.sizes or ()) if size is not None]
+
+    def changed(self, tensor: Tensor) -> list[int]:
+        """The dimensions of a tensor, of as many dimensions, that have other sizes than these."""
+        pairs = zip(self.sizes or (), tensor.shape, strict=False)
+        return [i for i, (then, now) in enumerate(pairs) if then not in (None, now)]
 
     def __str__(self) -> str:
         such_as = "any dtype and shape, such as " if self.sizes is None else ""
@@ -277,6 +309,53 @@ class RowsGuard:
 
     def __str__(self) -> str:
         return f"at most {self.most} rows"
+
+
+@dataclass(frozen=True)
+class SizesGuard:
+    """The relations between sizes for which an exported graph is right, such as
+    ``ids.size(1) <= 1024``."""
+
+    kind: ClassVar[str] = "sizes"
+    sizes: Sizes
+    paths: tuple[str, ...]  # of the tensors of the call
+    dims: tuple[InDim, ...]
+    parts: Callable[[int], Iterable[int]] = field(compare=False)
+    """The sizes of the micro-batches that a mini-batch of so many rows is cut into."""
+    _known: dict[Hashable, Condition | None] = field(compare=False, default_factory=dict)
+
+    def broken(self, call: GuardedCall) -> Condition | None:
+        """The first relation that does not hold for a call; None if all hold."""
+        shapes = tuple(tuple(tensor.shape) for tensor in call.tensors)
+        if shapes not in self._known:
+            if len(self._known) > MANY:
+                self._known.clear()
+            rows = batch_size(call.tensors, self.dims)
+            parts = [] if rows is None else self.parts(rows)
+            self._known[shapes] = self.sizes.broken(shapes, parts)
+        return self._known[shapes]
+
+    def holds(self, call: GuardedCall) -> bool:
+        return self.broken(call) is None
+
+    def failure(self, call: GuardedCall) -> str:
+        condition = self.broken(call)
+        assert condition is not None, "it is asked for where the guard does not hold"
+        places = [self.sizes.symbols[symbol] for symbol in condition.relation.free_symbols]
+        now = ", ".join(
+            f"{self.paths[i]} {tuple(call.tensors[i].shape)}"
+            for i in sorted({i for i, _ in places})
+        )
+        where = f" (needed by {condition.where})" if condition.where else ""
+        return f"sizes: {self._said(condition)} does not hold for {now}{where}"
+
+    def _said(self, condition: Condition) -> str:
+        places = self.sizes.symbols.items()
+        return condition.text({s: f"{self.paths[i]}.size({d})" for s, (i, d) in places})
+
+    def __str__(self) -> str:
+        said = [self._said(each) for each in self.sizes.conditions if each.where]
+        return _listed(said) if said else ""
 
 
 @dataclass(frozen=True)
@@ -422,22 +501,34 @@ class Guards:
         kind: one of :data:`KINDS`.
         premises: the state of the model that the trace depends on.
         largest_batch: the largest number of rows for which the graph is right.
+        sizes: the sizes of inputs for which the graph is right, as far as its front end knows them.
+        parts: from the rows of a mini-batch to the sizes of its micro-batches.
     """
 
     def __init__(
-        self, call: GuardedCall, kind: str, premises: Premises, largest_batch: int
+        self,
+        call: GuardedCall,
+        kind: str,
+        premises: Premises,
+        largest_batch: int,
+        sizes: Sizes | None = None,
+        parts: Callable[[int], Iterable[int]] = lambda rows: (),
     ) -> None:
         self.model = call.model
         dims = tuple(call.dims or ())
         tensors = zip(call.paths, call.tensors, dims, strict=True)
         constants = zip(call.paths_of_constants, call.constants, strict=True)
+        relations = []
+        if sizes is not None and sizes.conditions and kind == ANY_SIZE:
+            relations = [SizesGuard(sizes, tuple(call.paths), dims, parts)]
         self.modules = ModulesGuard(call.model)
         self.state = StateGuard(call.model, [premises])
         self._all: tuple[Guard, ...] = (
             ArgumentsGuard(call.built, tuple(call.arguments)),
-            *(ShapeGuard.of(i, *each, kind) for i, each in enumerate(tensors)),
+            *(ShapeGuard.of(i, *each, kind, sizes) for i, each in enumerate(tensors)),
             *(ConstantGuard.of(i, *each) for i, each in enumerate(constants)),
             *([RowsGuard(largest_batch, dims)] if largest_batch < sys.maxsize else []),
+            *relations,
             self.modules,
             AutocastGuard(call.autocast),
             self.state,
@@ -474,6 +565,11 @@ class Guards:
             [guard for guard in guards if guard.kind not in but] for guards in (self, other)
         )
         return ours == theirs
+
+    @property
+    def shapes(self) -> list[ShapeGuard]:
+        """The guards on the shapes of tensors."""
+        return [guard for guard in self._all if isinstance(guard, ShapeGuard)]
 
     @property
     def constants(self) -> list[ConstantGuard]:

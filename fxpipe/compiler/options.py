@@ -157,9 +157,10 @@ class Options:
         most = min(self._chunks, 1 if batch is None else batch)
         return next((n for n in range(most, 1, -1) if (batch or 0) // n not in refused), 1)
 
-    def sizes(self, batch: int) -> tuple[int, ...]:
-        """The number of rows of each micro-batch of a mini-batch of ``batch`` rows."""
-        chunks = self.chunks_for(batch)
+    def sizes(self, batch: int, refused: Collection[int] = ()) -> tuple[int, ...]:
+        """The number of rows of each micro-batch of a mini-batch of ``batch`` rows, none of which
+        is among the ``refused`` ones, as far as that is possible."""
+        chunks = self.chunks_for(batch, refused)
         return tuple(batch // chunks + (i < batch % chunks) for i in range(chunks))
 
     def even_chunks_for(self, batch: int) -> int:

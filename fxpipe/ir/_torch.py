@@ -373,6 +373,14 @@ WITHOUT_BACKENDS = "_ignore_backend_decomps"
 it switches them off for all threads. The graphs that fxpipe exports, of operators ahead of
 autograd, do not depend on that, so fxpipe replaces it."""
 
+SOURCE_OF_GUARD = "_get_sloc"
+"""The method of a ``ShapeEnv`` that tells which line of code a guard comes from."""
+
+
+def first_symbol(size: torch.SymInt) -> Any:
+    """The symbol (of sympy) that a size was given first, whatever it has been found to equal."""
+    return size.node._expr
+
 
 @contextmanager
 def lost_tensors_as_constants() -> Iterator[None]:

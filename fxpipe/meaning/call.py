@@ -480,6 +480,9 @@ class _Asking:
     def _none(self, verdicts: list[tuple[InDims, Verdict]], ways: Sequence[InDims]) -> Meaning:
         """The meaning where no candidate fits: an error, or with ``check="warn"`` a warning and
         the first candidate."""
+        # If the model raises an error on the call itself, the trace will raise the same.
+        if not _is_taken(self.output_of, self.tensors):
+            return Meaning(verdicts[0][0])
         tried = next((v for v in verdicts if v[1].trial is not None and v[1].is_wrong), None)
         if tried is not None:
             dims, verdict = tried
@@ -491,9 +494,6 @@ class _Asking:
             return self.meaning(dims, verdict, ways)
         (dims, verdict), *_ = verdicts
         batch = _batch(self.inputs, dims)
-        # If the model raises an error on the call itself, the trace will raise the same.
-        if not _is_taken(self.output_of, self.tensors):
-            return Meaning(dims)
         sizes = messages.sizes(self.inputs)
         if len(sizes) > 1 and self.asked.check:
             raise BatchError(messages.several(sizes, self.inputs)) from verdict.failure

@@ -12,7 +12,9 @@ dropped. Tracing leaves the model, its buffers and the random number generators 
     twin                 a copy of the model's structure, which is run and traced in its place
     isolation            runs the model, and puts back what the run has changed on it
     symbolic, export     the two front ends
+    sizes                the sizes of inputs for which an exported graph is right
     checks               runs a front end's graph beside the model, and compares
+    other_sizes          does so at other sizes than the example's
     premises             the attributes of the model that a trace depends on
     patches              the functions of PyTorch that are patched during a trace
     whole, functions, checkpoints, regions, conditions, reads, running
@@ -48,6 +50,7 @@ from fxpipe.trace.example import (
     canonical,
 )
 from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
+from fxpipe.trace.other_sizes import with_proven_sizes
 from fxpipe.trace.patches import LOCK
 
 __all__ = [
@@ -76,6 +79,7 @@ def trace(
     *,
     tracer: str | CustomTracer = "auto",
     batch_dims: BatchDims | None = None,
+    any_size: bool = False,
     check: bool = True,
 ) -> Traced:
     """Trace ``model``, as called with ``args`` and ``kwargs``, into a model graph.
@@ -85,6 +89,9 @@ def trace(
             ``(model, args, kwargs) -> fx.GraphModule`` with a placeholder for each input tensor.
         batch_dims: for each input tensor, in order, its batch dimension or None; by default the
             first, of every tensor whose first dimension has the size most of them have.
+        any_size: whether other sizes of the inputs may vary as well, where the model lets them;
+            ``Traced.sizes`` says for which sizes the graph is right. If not, an exported graph is
+            for the example's sizes, and for any batch size.
         check: whether to run the model and its graph, and compare what they give. Give False for a
             model on "meta", whose tensors have no values to compare.
 
@@ -98,18 +105,12 @@ def trace(
     # Only one thread may trace at a time: fx patches nn.Module, and a trace changes the model
     # before it is put back.
     with LOCK:
-        return _trace(model, args, kwargs or {}, tracer, batch_dims, check)
+        example = Example.of(model, args, kwargs or {}, batch_dims, any_size=any_size)
+        return _trace(example, tracer, check)
 
 
-def _trace(
-    model: nn.Module,
-    args: Args,
-    kwargs: Kwargs,
-    tracer: str | CustomTracer,
-    batch_dims: BatchDims | None,
-    check: bool,
-) -> Traced:
-    example = Example.of(model, args, kwargs, batch_dims)
+def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
+    model = example.model
     front_ends = _front_ends(tracer)
     if check:
         _refuse_what_has_no_values(model, example)
@@ -145,6 +146,8 @@ def _trace(
                     with phase("comparison", quiet=True):
                         traced = _checked(example, references, traced)
                     traced.refused_sizes = checks.refused_sizes(example, references)
+                    with phase("other sizes", quiet=True):
+                        traced.sizes = with_proven_sizes(example, references[-1], traced)
             traced.otherwise = None  # it is not needed any more, and refers to modules
             return traced
         except Exception as error:  # a front end runs the model's code, which may raise anything

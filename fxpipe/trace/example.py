@@ -30,6 +30,7 @@ from fxpipe.trace.isolation import (
     untouched,
 )
 from fxpipe.trace.patches import tensor_hooks
+from fxpipe.trace.sizes import Sizes
 from fxpipe.trace.twin import model_of
 
 BatchDims = Sequence[int | None]
@@ -50,6 +51,8 @@ class Traced:
     branch, which is not in the graph."""
     refused_sizes: frozenset[int] = frozenset()
     """Small batch sizes that the model itself has been seen to refuse."""
+    sizes: Sizes | None = None
+    """The sizes of inputs that the graph is right for, if the front end knows them."""
     warning: str = ""
     """What to add to the message if the graph turns out to differ from the model."""
     otherwise: Callable[[Example], Traced] | None = None
@@ -89,9 +92,18 @@ class Example:
     batch_dims: list[int | None]  # of the tensors
     whole: Mapping[nn.Module, str] = field(default_factory=dict)
     """Modules that no front end may look into, with their paths."""
+    any_size: bool = False
+    """Whether sizes other than the batch's are to vary as well, where the model lets them."""
 
     @staticmethod
-    def of(model: nn.Module, args: Args, kwargs: Kwargs, batch_dims: BatchDims | None) -> Example:
+    def of(
+        model: nn.Module,
+        args: Args,
+        kwargs: Kwargs,
+        batch_dims: BatchDims | None,
+        *,
+        any_size: bool = False,
+    ) -> Example:
         bound = bound_arguments(model, args, kwargs)
         tensors, structure = Structure.of((bound.args, bound.kwargs))
         dims = infer_batch_dims(tensors) if batch_dims is None else list(batch_dims)
@@ -102,7 +114,8 @@ class Example:
             )
         _, by_name = Structure.of(dict(bound.arguments))
         detached = [tensor.detach() for tensor in tensors]
-        return Example(model, _identifiers(by_name.paths()), structure, detached, dims)
+        names = _identifiers(by_name.paths())
+        return Example(model, names, structure, detached, dims, any_size=any_size)
 
     @property
     def batch(self) -> int | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from fxpipe.ir.source import model_frame
 from fxpipe.ir.structure import Structure
 from fxpipe.trace import checkpoints, whole
 from fxpipe.trace.conditions import ASSERTED, asserted
-from fxpipe.trace.errors import Refused, at, may_be_the_models
+from fxpipe.trace.errors import Refused, may_be_the_models
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
@@ -34,6 +33,7 @@ from fxpipe.trace.patches import data_used, eased, fx_here, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps
 from fxpipe.trace.running import Running
+from fxpipe.trace.sizes import Sizes, model_lines, sizes_of
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Strategy:
     detached_data: bool = False
     """Whether the model gets ``tensor.detach()`` in place of ``tensor.data``, of which export loses
     track."""
+    any_size: bool = False
+    """Whether every dimension of the inputs is left symbolic, or the batch's only."""
 
 
 class Failure(Exception):
@@ -70,7 +72,8 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
     """
     model = example.model
     _warn_of_hooks(model)
-    first = strategy or Strategy(example.whole)
+    # How large the results of a module that is kept whole are is learned for batch sizes only.
+    first = strategy or Strategy(example.whole, any_size=example.any_size and not example.whole)
     strategies, failures = [first], list[Failure]()
     # Gradients are on: under no_grad, modules may choose kernels that have no backward.
     with (
@@ -86,6 +89,9 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
             try:
                 return _attempt(example, each)
             except Failure as failure:
+                if each.any_size:
+                    strategies.append(replace(each, any_size=False))
+                    continue
                 failures.append(failure)
                 strategies += _next(example, failure)
     cause, last = failures[0].error, failures[-1].error
@@ -110,10 +116,8 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
     running = Running()
     # Export makes constants of sizes 0 and 1, so that a batch must have two rows to be symbolic.
     tensors = example.tensors if example.batch != 1 else example.resized(2)
-    dynamic = tuple(
-        None if dim is None else {dim: torch.export.Dim.AUTO} for dim in example.batch_dims
-    )
     with (
+        model_lines(),
         data_used(detached=strategy.detached_data) as data,
         values_read(running) as read,
         running.watched(example.model),
@@ -131,14 +135,16 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 program = torch.export.export(
                     _OnTensors(example, structures.append),
                     tuple(tensor.clone() for tensor in tensors),
-                    dynamic_shapes={"inputs": dynamic},
+                    dynamic_shapes={"inputs": _dynamic(tensors, example, strategy)},
                     strict=False,
                 )
             _refuse_lost_tensors(program, example)
+            sizes = sizes_of(program, example.batch_dims)
             exported = program.module(check_guards=False)
             graph_module = _on_the_model(exported, example, calls)
             checkpoints.enclose(graph_module, checkpointed)
             traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
+            traced.sizes = sizes
             unknown = _size_by_value(graph_module, example.model)
             if unknown is not None:
                 _enclosed(traced, example, unknown)
@@ -149,11 +155,30 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
             failure = Failure(strategy, blamed, _to_blame(example.model, blamed, running))
             failure.data_is_used = bool(data)
             raise failure from error
-    traced.largest_batch = _largest_batch(program, example.batch or 0)
-    traced.warning = _fixed_batch(program)
+    traced.largest_batch = _largest_batch(program, sizes, example.batch or 0)
+    traced.warning = _fixed_batch(program, sizes)
+    otherwise: Strategy | None = None
     if functions and not strategy.functions_as_nodes:
-        traced.otherwise = partial(front_end, strategy=replace(strategy, functions_as_nodes=True))
+        otherwise = replace(strategy, functions_as_nodes=True)
+    elif strategy.any_size:
+        otherwise = replace(strategy, any_size=False, functions_as_nodes=False)
+    if otherwise is not None:
+        traced.otherwise = partial(front_end, strategy=otherwise)
     return traced
+
+
+def _dynamic(
+    tensors: Sequence[Tensor], example: Example, strategy: Strategy
+) -> tuple[dict[int, Any] | None, ...]:
+    """The dimensions of the inputs that stay symbolic: the batch's, and with ``any_size`` all
+    others, but for those of sizes 0 and 1, of which export makes constants."""
+    found: list[dict[int, Any] | None] = []
+    for tensor, batch_dim in zip(tensors, example.batch_dims, strict=True):
+        dims = set() if batch_dim is None else {batch_dim}
+        if strategy.any_size and tensor.layout == torch.strided:
+            dims |= {dim for dim, size in enumerate(tensor.shape) if size > 1}
+        found.append({dim: torch.export.Dim.AUTO for dim in sorted(dims)} or None)
+    return tuple(found)
 
 
 def _to_blame(model: nn.Module, error: Exception, running: Running) -> nn.Module | None:
@@ -279,36 +304,35 @@ def _call(example: Example, tensors: Sequence[Tensor], traced: Traced | None) ->
         return example.call([tensor.clone() for tensor in tensors], traced)
 
 
-def _largest_batch(program: torch.export.ExportedProgram, batch: int) -> int:
+def _largest_batch(program: torch.export.ExportedProgram, sizes: Sizes, batch: int) -> int:
     """The largest batch that the graph is right for: of a model that branches by its batch size,
     export traces one branch only.
 
     Raises ``Refused`` if the graph is not right for all smaller batches of two rows or more.
     """
     largest = sys.maxsize
-    for symbol, sizes in program.range_constraints.items():
-        if not str(symbol).startswith("s"):  # symbols such as "u0" are values read from tensors
+    for symbol, range_ in program.range_constraints.items():
+        if symbol not in sizes.batch:
             continue
-        upper = int(sizes.upper) if sizes.upper < torch.iinfo(torch.int32).max else sys.maxsize
-        if sizes.lower > 2 or upper < batch:
+        upper = int(range_.upper) if range_.upper < torch.iinfo(torch.int32).max else sys.maxsize
+        if range_.lower > 2 or upper < batch:
             raise Refused(
                 "it branches on its batch size: "
-                f"the graph holds from {sizes.lower} to {sizes.upper} only"
+                f"the graph holds from {range_.lower} to {range_.upper} only"
             )
         largest = min(largest, upper)
     return largest
 
 
-def _fixed_batch(program: torch.export.ExportedProgram) -> str:
+def _fixed_batch(program: torch.export.ExportedProgram, sizes: Sizes) -> str:
     """A warning that names the line where the model has made a constant of its batch size; "" if
     the batch size is still symbolic."""
-    values = (node.meta.get("val") for node in program.graph.nodes)
-    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-    for guard in getattr(mode and mode.shape_env, "guards", ()):
-        size = guard.expr.args[-1] if guard.expr.is_Equality else None
-        frame = guard.sloc.framework_loc
-        if getattr(size, "is_Integer", False) and isinstance(frame, traceback.FrameSummary):
-            return f"; the batch size is fixed at {size} by {at(frame)}"
+    for condition in sizes.conditions:
+        relation = condition.relation
+        if relation.is_Equality and relation.free_symbols <= sizes.batch and condition.where:
+            size = relation.args[-1]
+            if size.is_Integer:
+                return f"; the batch size is fixed at {size} by {condition.where}"
     return ""
 
 

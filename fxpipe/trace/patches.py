@@ -21,6 +21,7 @@ The table has the attribute that is patched, the function that patches it, and t
     torch.compiler.is_compiling         eased             as torch.export sets it for all threads
     torch.export._ignore_backend_dec... eased             as it turns cuDNN off for all threads
     ShapeEnv.create_unbacked_sym...     values_read       to see who reads a number from a tensor
+    ShapeEnv._get_sloc                  model_lines       to name the model's line of a guard
     logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
 """
 

@@ -4,6 +4,7 @@ Where a test fails that a name ``does not exist in public``, PyTorch has got a p
 once the oldest release that fxpipe supports has it too, the private one can go.
 """
 
+import dataclasses
 import importlib.util
 import weakref
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpipe.ir import _torch
@@ -457,6 +459,41 @@ def test_an_export_gives_the_tensors_it_has_lost_track_of_as_constants(recwarn):
     assert name == "1.lifted_tensor_0"
     assert isinstance(constant, _torch.FakeTensor)
     assert not [w for w in recwarn if "fake tensor" in str(w.message)]
+
+
+def exported_with_two_lengths():
+    class Adds(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    dynamic = {"x": {1: torch.export.Dim.AUTO}, "y": {1: torch.export.Dim.AUTO}}
+    inputs = torch.ones(2, 5), torch.ones(2, 5)
+    return torch.export.export(Adds(), inputs, dynamic_shapes=dynamic, strict=False)
+
+
+def test_a_size_keeps_its_first_symbol_where_an_export_finds_that_it_equals_another():
+    """When a public way tells the guards on sizes of an exported program, in terms of the
+    dimensions of its inputs, ``first_symbol`` goes."""
+    nodes = exported_with_two_lengths().graph.find_nodes(op="placeholder")
+    one, other = (node.meta["val"].shape[1] for node in nodes)
+    assert one.node.expr == other.node.expr
+    assert _torch.first_symbol(one) != _torch.first_symbol(other)
+
+
+def test_an_export_asks_a_method_for_the_line_that_a_guard_comes_from(monkeypatch):
+    original = getattr(ShapeEnv, _torch.SOURCE_OF_GUARD)
+    asked = []
+
+    def source(*args, **kwargs):
+        found = original(*args, **kwargs)
+        asked.append(found)
+        return dataclasses.replace(found, framework_loc="elsewhere")
+
+    monkeypatch.setattr(ShapeEnv, _torch.SOURCE_OF_GUARD, source)
+    program = exported_with_two_lengths()
+    value = program.graph.find_nodes(op="placeholder")[0].meta["val"]
+    guards = value.fake_mode.shape_env.guards
+    assert asked and {guard.sloc.framework_loc for guard in guards} == {"elsewhere"}
 
 
 def test_the_node_of_a_graph_gets_a_name_that_is_unique():

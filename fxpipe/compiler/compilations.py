@@ -1,0 +1,101 @@
+"""The record of compilations: when a model was compiled, why, for what, and how long it took."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import overload
+
+from fxpipe.compiler.guards import GuardedCall, Guards
+from fxpipe.ir.text import human_time
+
+WIDTH = 100  # of a record that is printed
+SHOWN = 3  # the most programs of which a printed record says why they did not serve the call
+
+FIRST = "the first call"
+FORGOTTEN = "all programs had been dropped (recompile(), values loaded, parameters moved)"
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One compilation of a model for a kind of call.
+
+    Attributes:
+        number: the how-manieth compilation of the pipeline it is, from 1 on.
+        at: when it began.
+        seconds: how long it took, without what lowers a pipeline or step graph to programs.
+        why: what made it necessary: for each program that there was, the latest first, the guard
+            that the call has failed, such as ``shape of x: (8, 4) → (8, 6)``.
+        guards: for which calls the program that came of it is right.
+        front_end: what traced the model: "symbolic", "export" or "custom".
+    """
+
+    number: int
+    at: datetime
+    seconds: float
+    why: tuple[str, ...]
+    guards: Guards
+    front_end: str
+
+    def __str__(self) -> str:
+        head = f"{self.number}. {self.at:%H:%M:%S}, {human_time(self.seconds)}, {self.front_end}: "
+        more = len(self.why) - SHOWN
+        reasons = [*self.why[:SHOWN], *([f"and {more} programs more"] if more > 0 else [])]
+        lines = textwrap.wrap(head + reasons[0], WIDTH, subsequent_indent="   ")
+        for reason in reasons[1:]:
+            lines += textwrap.wrap(reason, WIDTH, initial_indent="   ", subsequent_indent="   ")
+        said = textwrap.wrap(str(self.guards), WIDTH - 3)
+        return "\n".join([*lines, *textwrap.indent("\n".join(said), "   ").splitlines()])
+
+
+class Compilations(Sequence[Compilation]):
+    """The compilations of a pipeline, the oldest first. ``print`` shows each in a few lines.
+
+    ::
+
+        2 compilations of GPT
+        1. 10:46:11, 2.31 s, export: the first call
+           compiled for ids: int64 [*, *], ids.size(1) <= 64, train, no autocast
+        2. 10:46:15, 1.95 s, export: mode of the model: train → eval
+           compiled for ids: int64 [*, *], ids.size(1) <= 64, eval, no autocast
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._all: list[Compilation] = []
+
+    def note(
+        self, at: datetime, seconds: float, why: tuple[str, ...], guards: Guards, front_end: str
+    ) -> None:
+        """Add a compilation; the arguments are its attributes."""
+        number = len(self._all) + 1
+        self._all.append(Compilation(number, at, seconds, why, guards, front_end))
+
+    def why(self, call: GuardedCall, programs: Iterable[Guards]) -> tuple[str, ...]:
+        """Why none of the programs serves a call: the guard of each that fails, the latest first.
+
+        Guards come one after the other, so that several programs may fail one for the same reason;
+        it is said once.
+        """
+        if not self._all:
+            return (FIRST,)
+        reasons = [guards.first_failure(call) for guards in programs]
+        return tuple(dict.fromkeys(reversed(reasons))) or (FORGOTTEN,)
+
+    @overload
+    def __getitem__(self, index: int) -> Compilation: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Compilation]: ...
+    def __getitem__(self, index: int | slice) -> Compilation | list[Compilation]:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __str__(self) -> str:
+        count = f"{len(self)} compilation{'s' * (len(self) != 1)} of {self._name}"
+        return "\n".join([count, *map(str, self._all)])
+
+    __repr__ = __str__

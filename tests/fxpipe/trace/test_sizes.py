@@ -1,0 +1,115 @@
+"""For which sizes of its inputs an exported graph is right, and how that is shown."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.trace import checks, trace
+from fxpipe.trace.example import Example, Traced
+from fxpipe.trace.other_sizes import DIFFERS, REFUSED, with_proven_sizes
+from tests.fxpipe.trace.small import run
+
+
+def exported(model: nn.Module, *args: Tensor, batch_dims=None) -> Traced:
+    return trace(model, args, tracer="export", any_size=True, batch_dims=batch_dims)
+
+
+def said(traced: Traced) -> list[str]:
+    """The conditions that lines of the model have led to; ``i_d`` is dimension d of input i."""
+    names = {symbol: f"{i}_{d}" for symbol, (i, d) in traced.sizes.symbols.items()}
+    return [each.text(names) for each in traced.sizes.conditions if each.where]
+
+
+def test_what_code_has_decided_by_a_size_is_a_condition_with_its_line() -> None:
+    class Limited(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            assert x.shape[1] <= 9
+            return x + y.sum(1, keepdim=True) if y.shape[1] != 3 else x
+
+    traced = exported(Limited(), torch.randn(4, 5), torch.randn(4, 7))
+    assert said(traced) == ["0_1 <= 9", "1_1 != 3"]
+    (line, *_) = (each.where for each in traced.sizes.conditions if each.where)
+    assert line.endswith("assert x.shape[1] <= 9")
+    assert set(traced.sizes.free) == {(0, 1), (1, 1)}
+    for length, other in (9, 8), (2, 2), (5, 30):
+        x, y = torch.randn(6, length), torch.randn(6, other)
+        assert traced.sizes.broken([x.shape, y.shape], [3]) is None
+        torch.testing.assert_close(run(traced, x, y), Limited()(x, y))
+    assert traced.sizes.broken([(6, 10), (6, 7)], [3]) is not None
+    assert traced.sizes.broken([(6, 9), (6, 3)], [3]) is not None
+    assert traced.sizes.broken([(6, 1), (6, 4)], [3]) is not None, "1 is a constant to torch.export"
+
+
+def test_a_condition_on_the_batch_size_is_about_the_rows_that_are_given() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if x.shape[0] == x.shape[1] else x
+
+    traced = exported(Odd(), torch.randn(8, 5))
+    assert said(traced) == ["0_0 != 0_1"]
+    assert traced.sizes.broken([(12, 6)], [4, 12]) is None
+    assert traced.sizes.broken([(12, 6)], [6, 12]) is not None
+
+
+def test_a_size_that_the_model_makes_a_constant_is_fixed_by_the_line_that_does() -> None:
+    class Fixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    traced = exported(Fixes(), torch.randn(4, 5, 6))
+    assert set(traced.sizes.free) == {(0, 1)}
+    ((place, line),) = traced.sizes.fixed.items()
+    assert place == (0, 2) and line.endswith("return self.linear(x)")
+
+
+def proven(model: nn.Module, graph_of: nn.Module, *args: Tensor):
+    """The sizes that are left free where a graph is another model's, and what pins the others."""
+    sizes = exported(model, *args).sizes
+    example = Example.of(model, args, {}, None, any_size=True)
+    (reference, *_) = checks.references(example)
+    graph = fx.symbolic_trace(graph_of)
+    traced = Traced(graph, "export", example.binder(), lambda output: output, sizes=sizes)
+    found = with_proven_sizes(example, reference, traced)
+    return set(found.free), found.fixed
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * x.shape[1] + y.sum(1, keepdim=True)
+
+
+def test_a_graph_is_right_for_the_sizes_at_which_it_gives_what_the_model_gives() -> None:
+    class Frozen(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x * 5 + y.sum(1, keepdim=True)
+
+    inputs = torch.randn(4, 5), torch.randn(4, 7)
+    assert proven(Scaled(), Scaled(), *inputs) == ({(0, 1), (1, 1)}, {})
+    assert proven(Scaled(), Frozen(), *inputs) == ({(1, 1)}, {(0, 1): DIFFERS})
+
+
+def test_a_size_is_pinned_where_the_model_refuses_every_other() -> None:
+    class Five(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.shape[1]
+
+    class OnlyFive(Five):
+        """Takes five columns, for a reason that no export sees."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.stride(0) != 5:
+                raise ValueError("only five")
+            return x * 5
+
+    x = torch.randn(4, 5)
+    sizes = exported(Five(), x).sizes
+    example = Example.of(OnlyFive(), (x,), {}, None, any_size=True)
+    graph = fx.symbolic_trace(Five())
+    traced = Traced(graph, "export", example.binder(), lambda output: output, sizes=sizes)
+    found = with_proven_sizes(example, checks.references(example)[0], traced)
+    assert not found.free and found.fixed == {(0, 1): REFUSED}
