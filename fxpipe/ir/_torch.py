@@ -377,6 +377,15 @@ SOURCE_OF_GUARD = "_get_sloc"
 """The method of a ``ShapeEnv`` that tells which line of code a guard comes from."""
 
 
+@contextmanager
+def at_most_guards(count: int) -> Iterator[None]:
+    """Inside the ``with`` block, torch.export makes a constant of a size that takes part in more
+    guards than ``count``. Simplifying a guard takes the longer the more guards there are."""
+    config: Any = importlib.import_module("torch.fx.experimental._config")
+    with config.patch(symbol_guard_limit_before_specialize=count):
+        yield
+
+
 def first_symbol(size: torch.SymInt) -> Any:
     """The symbol (of sympy) that a size was given first, whatever it has been found to equal."""
     return size.node._expr

@@ -10,6 +10,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe import skip
-from fxpipe.ir._torch import FakeTensor, lost_tensors_as_constants
+from fxpipe.ir._torch import FakeTensor, at_most_guards, lost_tensors_as_constants
 from fxpipe.ir.hooks import is_watched
 from fxpipe.ir.source import model_frame
 from fxpipe.ir.structure import Structure
@@ -33,7 +34,7 @@ from fxpipe.trace.patches import data_used, eased, fx_here, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps
 from fxpipe.trace.running import Running
-from fxpipe.trace.sizes import Sizes, model_lines, sizes_of
+from fxpipe.trace.sizes import MANY, Sizes, model_lines, sizes_of
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
     tensors = example.tensors if example.batch != 1 else example.resized(2)
     with (
         model_lines(),
+        at_most_guards(MANY) if strategy.any_size else nullcontext(),
         data_used(detached=strategy.detached_data) as data,
         values_read(running) as read,
         running.watched(example.model),

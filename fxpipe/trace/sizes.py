@@ -38,6 +38,11 @@ Place = tuple[int, int]
 Shapes = Sequence[Sequence[int]]
 """The shapes of all input tensors, in order."""
 
+MANY = 20
+"""The most conditions that a size may take part in. A size of which a model asks more (windows that
+are shifted, merged and padded) is made a constant, since the export would take many times as long.
+"""
+
 Symbol = Any
 """A symbol of sympy, which stands for a size."""
 
@@ -167,10 +172,13 @@ def sizes_of(program: torch.export.ExportedProgram, batch_dims: Sequence[int | N
 
 
 def _fixing(symbol: Symbol, conditions: Iterable[Condition]) -> str:
-    """The line of the model that makes a size a constant."""
+    """The line of the model that makes a size a constant, and why if that is not to be seen."""
     about = [each for each in conditions if symbol in each.relation.free_symbols]
-    equations = [each for each in about if each.relation.is_Equality]
-    return next((each.where for each in (*equations, *about)), "")
+    exact = [each for each in about if each.relation.is_Equality and symbol in each.relation.args]
+    where = next((each.where for each in (*exact, *about)), "")
+    return (
+        f"it takes part in more than {MANY} conditions, at {where}" if len(about) > MANY else where
+    )
 
 
 def _line(source: Any) -> str:

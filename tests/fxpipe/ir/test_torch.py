@@ -496,6 +496,22 @@ def test_an_export_asks_a_method_for_the_line_that_a_guard_comes_from(monkeypatc
     assert asked and {guard.sloc.framework_loc for guard in guards} == {"elsewhere"}
 
 
+def test_an_export_makes_a_constant_of_a_size_with_many_guards():
+    class Compares(nn.Module):
+        def forward(self, x):
+            return x * sum(x.shape[1] > n for n in range(3, 9))
+
+    def size():
+        dynamic = {"x": {1: torch.export.Dim.AUTO}}
+        inputs = (torch.ones(2, 99),)
+        program = torch.export.export(Compares(), inputs, dynamic_shapes=dynamic, strict=False)
+        return program.graph.find_nodes(op="placeholder")[0].meta["val"].shape[1]
+
+    assert not size().node.expr.is_number
+    with _torch.at_most_guards(3):
+        assert size() == 99
+
+
 def test_the_node_of_a_graph_gets_a_name_that_is_unique():
     graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")

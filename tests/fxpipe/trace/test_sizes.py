@@ -113,3 +113,16 @@ def test_a_size_is_pinned_where_the_model_refuses_every_other() -> None:
     traced = Traced(graph, "export", example.binder(), lambda output: output, sizes=sizes)
     found = with_proven_sizes(example, checks.references(example)[0], traced)
     assert not found.free and found.fixed == {(0, 1): REFUSED}
+
+
+def test_a_size_that_takes_part_in_very_many_conditions_is_made_a_constant() -> None:
+    class Compares(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            odd = [n for n in range(2, 30) if x.shape[1] % n]
+            return x * len(odd) + y.sum(1, keepdim=True)
+
+    traced = exported(Compares(), torch.randn(4, 31), torch.randn(4, 5))
+    assert set(traced.sizes.free) == {(1, 1)}
+    reason = traced.sizes.fixed[0, 1]
+    assert reason.startswith("it takes part in more than 20 conditions, at ")
+    assert reason.endswith("odd = [n for n in range(2, 30) if x.shape[1] % n]")
