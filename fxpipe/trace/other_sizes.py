@@ -44,14 +44,14 @@ def with_proven_sizes(example: Example, reference: Reference, traced: Traced) ->
     sizes = traced.sizes
     if sizes is None:
         return None
-    trial = _Trial(example, reference, traced, sizes)
+    resized = _Resized(example, reference, traced, sizes)
     left: dict[Place, str] = dict.fromkeys(sizes.free, REFUSED)
-    for grouped in (lambda _: None), trial.size, sizes.same_as:
+    for grouped in (lambda _: None), resized.size, sizes.same_as:
         groups: dict[Any, list[Place]] = {}
         for place in left:
             groups.setdefault(grouped(place), []).append(place)
         for group in groups.values():
-            if why := trial.why_not(group):
+            if why := resized.why_not(group):
                 left |= dict.fromkeys(group, why)
             else:
                 left = {place: why for place, why in left.items() if place not in group}
@@ -59,7 +59,7 @@ def with_proven_sizes(example: Example, reference: Reference, traced: Traced) ->
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _Resized:
     """Runs a model and its graph on inputs of other sizes."""
 
     example: Example
