@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from fxpipe.compiler.history import History
 from fxpipe.inspect.dump import history_html
@@ -90,4 +91,5 @@ def _rows(hops: Iterable[Hop]) -> Iterable[list[tuple[float | str, str]]]:
 
 def _chains(changes: Iterable[History]) -> Iterable[str]:
     for history in changes:
-        yield f"<details><summary>{history.title}</summary>{history_html(history)}</details>"
+        summary = f"<summary>{escape(history.title)}</summary>"
+        yield f"<details>{summary}{history_html(history)}</details>"

@@ -303,6 +303,19 @@ def set_sequence_number(node: torch.autograd.graph.Node, number: int) -> None:
     node._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
+def sequence_number(node: torch.autograd.graph.Node) -> int:
+    """The place of a node in the order in which its thread has made nodes. Of nodes that are ready
+    the autograd engine takes the one with the highest number first."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def results_of(node: torch.autograd.graph.Node) -> list[torch.autograd.graph.GradientEdge]:
+    """The edges at which the gradients of a node's results arrive, one for each result."""
+    count = len(node._input_metadata)
+    return [torch.autograd.graph.GradientEdge(node, i) for i in range(count)]
+
+
 def gradient_hooks(tensor: Tensor) -> tuple[Any, Any]:
     """A tensor's hooks on its gradient, and its hooks that run once that has been accumulated.
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning.candidates import different_sizes, packed
 from fxpipe.meaning.check import Problem, Verdict
 from fxpipe.meaning.compare import Difference
 from fxpipe.meaning.said import INFER, Input
-
-IGNORED = -100  # the label that torch.nn.functional.cross_entropy leaves out by default
 
 
 def sizes(inputs: Sequence[Input]) -> dict[int, Input]:

@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
-from fxpipe.ir.autograd import reached
+from fxpipe.ir._torch import gradient_hooks, results_of, sequence_number
+from fxpipe.ir.autograd import next_edges, reached
 
 Penalty = tuple[Tensor, Tensor]
 """A parameter, and the gradient that the loss has for it directly, not through the model's output.
@@ -55,7 +57,47 @@ def penalties(value: Tensor, grad: Tensor, parameters: Sequence[Tensor]) -> list
     """The gradients of a loss for these parameters, as far as it depends on them directly.
 
     ``grad`` is the gradient of the loss itself, by which all are scaled. The loss's graph is kept
-    for the backward that follows.
+    for the backward that follows. No hook of a parameter is called: it has to see the sum of this
+    gradient and the one from the stage, since it may clip what it is given.
     """
-    grads = torch.autograd.grad(value, parameters, grad, retain_graph=True, allow_unused=True)
-    return [(p, g) for p, g in zip(parameters, grads, strict=True) if g is not None]
+    plain = [p for p in parameters if not gradient_hooks(p)[0]]
+    found: dict[Tensor, Tensor | None] = {}
+    if plain:
+        grads = torch.autograd.grad(value, plain, grad, retain_graph=True, allow_unused=True)
+        found.update(zip(plain, grads, strict=True))
+    for parameter in parameters:
+        if parameter not in found:
+            found[parameter] = _past_hooks(value, grad, parameter)
+    return [(p, g) for p in parameters if (g := found[p]) is not None]
+
+
+def _past_hooks(value: Tensor, grad: Tensor, parameter: Tensor) -> Tensor | None:
+    """The gradient of a loss for a parameter, without a call of the parameter's hooks.
+
+    ::
+
+        value ─ ... ─ node ─┬─ hooks ─ accumulation into the parameter
+                            └─ the gradient, taken here
+
+    ``torch.autograd.grad`` would call the hooks. Here it gives the gradients of the results of each
+    node that uses the parameter. These nodes are then called one by one, in the order in which the
+    engine would call them, so that the terms are added in its order.
+    """
+    uses = [
+        node
+        for node in reached([value.grad_fn])
+        if any(getattr(each, "variable", None) is parameter for each, _ in next_edges(node))
+    ]
+    total: Tensor | None = None
+    for node in sorted(uses, key=sequence_number, reverse=True):
+        of_results = torch.autograd.grad(
+            value, results_of(node), grad, retain_graph=True, allow_unused=True
+        )
+        with torch.no_grad():
+            call = node.apply if isinstance(node, BackwardCFunction) else node
+            given = call(*of_results)
+        given = given if isinstance(given, tuple) else (given,)
+        for term, (each, _) in zip(given, next_edges(node), strict=True):
+            if getattr(each, "variable", None) is parameter and term is not None:
+                total = term if total is None else total + term
+    return total

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fxpipe.ir._torch import gradient_hooks, pytree, run_backward
+from fxpipe.ir._torch import pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.runtime.checkpointing.checkpoint import CheckpointOptions, Handle, checkpointed
 from fxpipe.runtime.copy import moved
@@ -117,9 +117,7 @@ class Tape:
         reaches the parameter anyway; otherwise the second half adds the gradient."""
         reached = set(leaves_of(roots))
         for parameter, grad in self.penalties:
-            if gradient_hooks(parameter)[0]:  # they have been called with this gradient already
-                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-            elif parameter in reached:
+            if parameter in reached:
                 roots.append(parameter)
                 given.append(grad)
             else:

@@ -60,8 +60,8 @@ def ways_out(
                 fewest = count
     if found:
         return f"it would fit with {_listed([str(way) for way in found])}"
-    others = [f"no other {name}" for name in settings] + [f"no {MORE * devices} devices"]
-    return f"{', '.join(others)} would help: give devices with more memory"
+    tried = ", ".join([*settings, f"up to {MORE * devices} devices"])
+    return f"nothing that was tried makes it fit ({tried}): give devices with more memory"
 
 
 def _kinds(settings: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:

@@ -107,6 +107,7 @@ def host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
 def _new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta) -> Any:
     """A new process group of these ranks, which no other process takes part in making. Without a
     ``backend`` (None) it has the default group's."""
+    # With local synchronization only the group's ranks take part in making it.
     local = len(ranks) != dist.get_world_size()
     return dist.new_group(
         list(ranks), timeout=timeout, backend=backend, use_local_synchronization=local
@@ -127,13 +128,14 @@ class GroupTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self.device, self.rank = device, dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
-        # With local synchronization only the group's ranks take part in making it.
-        local = len(self.ranks) != dist.get_world_size()
-        made = partial(dist.new_group, self.ranks, timeout=timeout, use_local_synchronization=local)
-        self._control = made(backend="gloo")
+        self._control = _new_group(self.ranks, "gloo", timeout)
         # Gloo sends only from the host's memory, and has a separate channel for each direction.
         self._by_host = device.type == "cpu" or dist.get_backend(group) == "gloo"
-        up, down = (None, None) if self._by_host else (made(), made())
+        up, down = (
+            (None, None)
+            if self._by_host
+            else (_new_group(self.ranks, None, timeout), _new_group(self.ranks, None, timeout))
+        )
         self._payload = {True: up or self._control, False: down or self._control}
         self._edges: dict[Edge, _EdgeEnd] = {}
         self._is_rendezvous = os.environ.get("FXPIPE_RENDEZVOUS", "0") not in ("", "0")

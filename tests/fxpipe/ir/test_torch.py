@@ -271,6 +271,22 @@ def test_of_nodes_that_are_ready_that_with_the_highest_number_runs_first():
     assert does_not_exist_in_public(torch.autograd.graph.Node, "set_sequence_nr", "priority")
 
 
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made():
+    x = torch.ones(1, requires_grad=True)
+    numbers = [_torch.sequence_number(each.grad_fn) for each in (x.exp(), x.sin(), x * x)]
+    assert numbers == sorted(set(numbers))
+    assert does_not_exist_in_public(torch.autograd.graph.Node, "sequence_nr", "priority")
+
+
+def test_a_gradient_can_be_taken_where_it_arrives_at_each_result_of_a_node():
+    x = torch.arange(3.0, requires_grad=True)
+    one, _, three = x.unbind()
+    value = one * 2 + three * 5
+    grads = torch.autograd.grad(value, _torch.results_of(one.grad_fn), allow_unused=True)
+    assert grads == (2, None, 5)
+    assert does_not_exist_in_public(torch.autograd.graph.Node, "input_metadata")
+
+
 def test_hooks_on_gradients_are_seen():
     parameter = nn.Parameter(torch.ones(1))
     assert not any(_torch.gradient_hooks(parameter))

@@ -57,8 +57,8 @@ def test_a_model_that_cannot_fit_is_refused_with_what_is_short_and_what_would_he
     assert "device 0 needs " in message
     assert f"and has {0.4 * TABLES:,.0f}, " in message
     assert (
-        "; no other schedule, no other chunks, no other checkpoint, no 8 devices would help: give "
-        "devices with more memory"
+        "; nothing that was tried makes it fit (schedule, chunks, checkpoint, up to 8 devices): "
+        "give devices with more memory"
     ) in message, "a table is larger than a device"
 
 

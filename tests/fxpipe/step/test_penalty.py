@@ -131,20 +131,44 @@ def test_an_optimizer_steps_with_them(schedule):
     assert same(*results)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_hooks_on_parameters_come_by_as_often_as_in_the_loop(schedule):
-    """Those on the gradient see that of the penalty by itself."""
+class Doubled(torch.autograd.Function):
+    """A loss may be of a Function of one's own, whose node is called in another way."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("of_its_own", [False, True])
+def test_hooks_on_parameters_see_the_sum_as_in_the_loop(schedule, of_its_own):
+    """They may clip: what two gradients become one by one is not what their sum becomes."""
     model, x, target = MLP(), torch.randn(8, 12), torch.randn(8)
-    reference, added = copy.deepcopy(model), []
+    reference, added, seen = copy.deepcopy(model), [], {}
+
+    def loss_of(each):
+        weight = each.layers[0].weight
+        extra = Doubled.apply(weight) if of_its_own else weight * weight
+        return lambda output, y: penalised(each)(output, y) + extra.square().sum() / 10
+
     for each in model, reference:
-        each.layers[0].weight.register_hook(lambda grad: 2 * grad)
+        calls = seen.setdefault(each, [])
+        each.layers[0].weight.register_hook(
+            lambda grad, calls=calls: calls.append(grad) or grad.clamp(-0.01, 0.01)
+        )
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(added.append)
     with fxpipe.compile(
-        model, ["cpu"] * 2, chunks=4, schedule=schedule, loss_fn=penalised(model)
+        model, ["cpu"] * 2, chunks=4, schedule=schedule, loss_fn=loss_of(model)
     ) as pipe:
         pipe.step(x, target=target)
     for inputs, y in zip(x.split(2), target.split(2), strict=True):
-        (penalised(reference)(reference(inputs), y) / 4).backward()
+        (loss_of(reference)(reference(inputs), y) / 4).backward()
     torch.testing.assert_close(gradients(model), gradients(reference))
+    ours, loops = ([grad.norm() for grad in calls] for calls in seen.values())
+    torch.testing.assert_close(sorted(ours), sorted(loops))
     assert len(added) == 4 * len(list(model.parameters()))

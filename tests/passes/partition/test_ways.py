@@ -57,11 +57,11 @@ def test_what_is_of_no_use_is_not_said():
 
 def test_where_nothing_helps_it_is_said_what_does_not():
     assert said(lambda c: False) == (
-        "no other schedule, no other chunks, no other checkpoint, no 8 devices would help: give "
+        "nothing that was tried makes it fit (schedule, chunks, checkpoint, up to 8 devices): give "
         "devices with more memory"
     )
     assert said(lambda c: False, {}, 3) == (
-        "no 12 devices would help: give devices with more memory"
+        "nothing that was tried makes it fit (up to 12 devices): give devices with more memory"
     )
 
 
