@@ -15,13 +15,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.structure import leaves
 from fxpipe.meaning.check import Problem, Trial
+from fxpipe.meaning.compare import difference
 from fxpipe.meaning.sample import part
 from fxpipe.runtime.microbatch import ANY, SUM, Dim
 from fxpipe.trace.gradients import (
+    SMALL,
+    TOLERANCE,
     Projections,
     gradient_difference,
     has_gradient,
@@ -45,9 +49,10 @@ def backward_problem(
     trial: Trial,
     dims: Sequence[int | None],
     outputs: Mapping[str, Dim],
+    inputs: Mapping[int, str],
 ) -> Problem | None:
     """What differs between the gradients on the whole sample and the sum of those on its parts;
-    None if nothing does.
+    None if nothing does. The gradients are those of the parameters and of inputs.
 
     Args:
         recorded: runs the model.
@@ -55,16 +60,25 @@ def backward_problem(
         dims: the batch dimensions of the inputs.
         outputs: how the outputs of the parts are put together, by the outputs' paths. The backward
             begins at these outputs.
+        inputs: the names of the inputs whose gradients are compared, by their places.
     """
     pieces = trial.each(dims)
     whole = part(trial.tensors, [None] * len(trial.tensors), 0, 0)
-    if recorded(whole, _history) == recorded(pieces[0], _history):
+
+    def history(tensors: list[Tensor]) -> Hashable:
+        given, leaves = _differentiable(tensors, inputs)
+        found: Hashable = recorded(given, partial(_history, list(leaves.values())))
+        return found
+
+    if history(whole) == history(pieces[0]):
         return None
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
 
-    def gradients(tensors: list[Tensor], weight: Callable[[str], Tensor | None]) -> Projections:
-        """The gradients of the parameters on these rows, where the backward begins with the
-        gradient ``weight(path)`` at each output."""
+    def gradients(
+        tensors: list[Tensor], weight: Callable[[str], Tensor | None]
+    ) -> tuple[Projections, dict[int, Tensor]]:
+        """The gradients of the parameters, and those of the inputs, on these rows, where the
+        backward begins with the gradient ``weight(path)`` at each output."""
 
         def go_back(output: Any, _: bool) -> Projections:
             ends = []
@@ -74,17 +88,28 @@ def backward_problem(
                     ends.append((value, given.to(value)))
             return projections([end for end, _ in ends], [given for _, given in ends], trained)
 
-        found: Projections = recorded(tensors, go_back)
-        return found
+        given, own = _differentiable(tensors, inputs)
+        found: Projections = recorded(given, go_back)
+        none = torch.zeros_like
+        return found, {i: none(t) if t.grad is None else t.grad for i, t in own.items()}
 
     whole = part(trial.tensors, [None] * len(trial.tensors), 0, 0)
-    expected = gradients(whole, lambda path: _given(path, trial.whole[path]))
-    parts = [
+    expected, of_inputs = gradients(whole, lambda path: _given(path, trial.whole[path]))
+    pairs = [
         gradients(tensors, partial(_given_to_part, trial, outputs, number))
         for number, tensors in enumerate(trial.each(dims))
     ]
+    parts = [found for found, _ in pairs]
     found = gradient_difference(expected, total(parts), largest_eps(trained.values()))
     if not found:
+        sizes_of = [each.size for each in expected.values() if each]
+        largest = max(
+            [*sizes_of, *(grad.norm().item() for grad in of_inputs.values())], default=0.0
+        )
+        for place, name in inputs.items():
+            own = [grads[place] for _, grads in pairs]
+            if text := _of_an_input(name, of_inputs[place], own, dims[place], trial, largest):
+                return Problem("gradient", text)
         return None
     rows, sizes = sum(trial.sizes), " and ".join(map(str, trial.sizes))
     alone, together = f"{sizes} rows by themselves", f"{rows} rows at once"
@@ -107,8 +132,38 @@ def backward_problem(
     return Problem("gradient", text)
 
 
-def _history(output: Any, hooked: bool) -> Hashable:
-    history = history_of([value for _, value in leaves(output)])
+def _differentiable(
+    tensors: Sequence[Tensor], inputs: Mapping[int, str]
+) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """The tensors, some of which are copies of leaves that get gradients; and these leaves, by
+    their places. The copies are no leaves, so that the model may write to them."""
+    given, own = list(tensors), dict[int, Tensor]()
+    with torch.inference_mode(False), torch.enable_grad():
+        for place in inputs:
+            own[place] = tensors[place].detach().clone().requires_grad_()
+            given[place] = own[place].clone()
+    return given, own
+
+
+def _of_an_input(
+    name: str, whole: Tensor, parts: Sequence[Tensor], dim: int | None, trial: Trial, largest: float
+) -> str:
+    """How the gradient of an input differs if rows go through the backward in parts; an empty
+    string if it does not. ``largest``: the size of the largest gradient of all, beside which a
+    rounding error may be as large as a small gradient."""
+    together = torch.cat(list(parts), dim) if dim is not None else torch.stack(list(parts)).sum(0)
+    apart = difference(whole, together)
+    if not apart or apart.largest <= TOLERANCE * max(apart.scale, SMALL * largest):
+        return ""
+    rows, sizes = sum(trial.sizes), " and ".join(map(str, trial.sizes))
+    return (
+        f"the gradient of {name} depends on which rows go through the backward together: of "
+        f"{sizes} rows it differs by {apart} from the gradient of {rows} rows at once"
+    )
+
+
+def _history(inputs: Sequence[Tensor], output: Any, hooked: bool) -> Hashable:
+    history = history_of([value for _, value in leaves(output)], inputs=inputs)
     return object() if hooked else history  # hooks may do anything: the object equals no other
 
 

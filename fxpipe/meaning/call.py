@@ -565,12 +565,20 @@ class _Asking:
         known = {p: d for p, d in verdict.outputs.items() if p not in unknown and not is_a_row(p)}
         if not known:
             return None
-        try:
-            return backward_problem(self._recorded, self.model, trial, dims, known)
-        except Exception as error:
-            if not is_the_models(error):
-                raise
-            return None  # it has no backward
+        real = {
+            i: each.name
+            for i, (each, tensor) in enumerate(zip(self.inputs, trial.tensors, strict=True))
+            if isinstance(tensor, Tensor)
+            and tensor.is_floating_point()
+            and tensor.layout == torch.strided
+        }
+        for inputs in (real, {}) if real else ({},):
+            try:
+                return backward_problem(self._recorded, self.model, trial, dims, known, inputs)
+            except Exception as error:
+                if not is_the_models(error):
+                    raise  # else it takes no inputs with gradients, or has no backward
+        return None
 
     def _lasting(self, dims: InDims, verdict: Verdict) -> str:
         """What differs where parts find the state that the parts before them have left."""

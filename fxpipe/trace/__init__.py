@@ -176,6 +176,8 @@ def _checked(example: Example, references: list[checks.Reference], traced: Trace
     try:
         tolerance = 0.0 if traced.front_end == "symbolic" else checks.EXPORT_TOLERANCE
         checks.compare(example, references, traced, tolerance)
+        if traced.may_lose_gradients:
+            checks.compare_gradients_of_inputs(example, references[-1], traced)
         if example.whole:
             state.compare(example, references[0], traced, tolerance)
         return traced

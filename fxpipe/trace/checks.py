@@ -21,6 +21,7 @@ from fxpipe.trace.gradients import gradient_difference, largest_eps, listed, wit
 from fxpipe.trace.isolation import parameters_put_back, untouched
 
 ON_THE_EXAMPLE = "on the example"
+GRADIENT_TOLERANCE = 1e-3  # relative to the largest element
 EXPORT_TOLERANCE = 1e-5  # relative: export decomposes some modules into other kernels
 
 
@@ -142,6 +143,32 @@ def compare(
             if reference.where != ON_THE_EXAMPLE:
                 _compare(example, _on_the_example(example), traced, tolerance, watched)
             raise
+
+
+def compare_gradients_of_inputs(example: Example, reference: Reference, traced: Traced) -> None:
+    """Raise ``Refused`` unless the graph gives inputs the gradients that the model gives them.
+
+    The histories that :func:`compare` compares begin at parameters: they do not show what lies
+    ahead of the first one.
+    """
+    try:
+        expected = example.gradients_of_inputs(reference.tensors)
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return  # the model takes no inputs with gradients, or has no backward
+    try:
+        actual = example.gradients_of_inputs(reference.tensors, traced)
+    except Exception as error:
+        if not may_be_the_models(error):
+            raise
+        raise Refused(f"the backward of its graph fails: {first_line(error)}") from error
+    for name, tensor, one, other in zip(
+        example.names, reference.tensors, expected, actual, strict=True
+    ):
+        first, second = (torch.zeros_like(tensor) if g is None else g for g in (one, other))
+        if found := difference(first, second, GRADIENT_TOLERANCE):
+            raise Refused(f"its graph has another gradient for the input {name}: {found}")
 
 
 def _compare(

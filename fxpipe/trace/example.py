@@ -53,6 +53,9 @@ class Traced:
     """Small batch sizes that the model itself has been seen to refuse."""
     sizes: Sizes | None = None
     """The sizes of inputs that the graph is right for, if the front end knows them."""
+    may_lose_gradients: bool = False
+    """Whether parts of the model have a backward of their own, or no gradients: inputs ahead of the
+    first parameter may have got others for it."""
     warning: str = ""
     """What to add to the message if the graph turns out to differ from the model."""
     otherwise: Callable[[Example], Traced] | None = None
@@ -226,6 +229,25 @@ class Example:
         trained = self.trained
         wanted = {name: trained[name] for name in names}
         return projections(outputs, weights, wanted, no_others=len(wanted) < len(trained))
+
+    def gradients_of_inputs(
+        self, tensors: Sequence[Tensor], traced: Traced | None = None
+    ) -> list[Tensor | None]:
+        """The gradients of the inputs of real numbers for a fixed weighted sum of all outputs, in a
+        run of the model, or of its graph, without side effects on the model."""
+        with (
+            untouched(self.model),
+            parameters_put_back(self.model),
+            _with_gradients(),
+            checkpoints.with_any_backward(),
+        ):
+            leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
+            results, _ = Structure.of(self.call([leaf.clone() for leaf in leaves], traced))
+            outputs = [t for t in results if has_gradient(t)]
+            weights = [torch.arange(t.numel()).view(t.shape).to(t).cos() for t in outputs]
+            if outputs:
+                torch.autograd.backward(outputs, weights)
+        return [leaf.grad for leaf in leaves]
 
     def call(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> Any:
         """The output of the model on these tensors, or that of its graph."""

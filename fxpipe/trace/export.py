@@ -159,6 +159,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
             raise failure from error
     traced.largest_batch = _largest_batch(program, sizes, example.batch or 0)
     traced.warning = _fixed_batch(program, sizes)
+    traced.may_lose_gradients = bool(functions) or _has_regions_without_gradients(program)
     otherwise: Strategy | None = None
     if functions and not strategy.functions_as_nodes:
         otherwise = replace(strategy, functions_as_nodes=True)
@@ -324,6 +325,12 @@ def _largest_batch(program: torch.export.ExportedProgram, sizes: Sizes, batch: i
             )
         largest = min(largest, upper)
     return largest
+
+
+def _has_regions_without_gradients(program: torch.export.ExportedProgram) -> bool:
+    """Whether gradients are switched off, or on, for a part of the model."""
+    region = torch.ops.higher_order.wrap_with_set_grad_enabled
+    return any(node.target is region for node in program.graph.nodes)
 
 
 def _fixed_batch(program: torch.export.ExportedProgram, sizes: Sizes) -> str:

@@ -47,7 +47,9 @@ _RESHAPES = "ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"
 
 
 def history_of(
-    results: list[Any], then: Callable[[Hashable], None] = lambda history: None
+    results: list[Any],
+    then: Callable[[Hashable], None] = lambda history: None,
+    inputs: Sequence[Tensor] = (),
 ) -> Hashable:
     """The autograd graph behind the results as a value that can be compared: the kinds of its nodes
     and their edges. Nodes that hand the gradient on as it is are left out.
@@ -63,7 +65,8 @@ def history_of(
                             ("torch::autograd::AccumulateGrad", 140126, ())
                             ...
 
-    ``then`` is called with the history before ``results`` is emptied and the graph freed.
+    ``inputs`` are leaves that stand for one another in the histories of several runs, by their
+    places. ``then`` is called with the history before ``results`` is emptied and the graph freed.
     """
     held: list[Node] = []  # all nodes, those nearer to the results first
 
@@ -84,7 +87,8 @@ def history_of(
     ends = [behind(get_gradient_edge(t)[:2]) if has_gradient(t) else None for t in results]
     number = {node: i for i, node in enumerate(reached((e[0] for e in ends if e), edges_of))}
     starts = tuple(end and (number[end[0]], end[1]) for end in ends)
-    history = starts, tuple(_described(node, edges[node], number) for node in number)
+    places: dict[int, Hashable] = {id(t): ("input", i) for i, t in enumerate(inputs)}
+    history = starts, tuple(_described(node, edges[node], number, places) for node in number)
     then(history)
     # Nodes are freed from the outputs on, one by one: freeing the first would free the next
     # recursively, and a long chain would overflow the stack.
@@ -96,14 +100,18 @@ def history_of(
     return history
 
 
-def _described(node: Node, edges: Sequence[Edge], number: Mapping[Node, int]) -> Hashable:
-    """A node and its edges as a value. ``number``: of each node."""
+def _described(
+    node: Node, edges: Sequence[Edge], number: Mapping[Node, int], places: Mapping[int, Hashable]
+) -> Hashable:
+    """A node and its edges as a value. ``number``: of each node; ``places``: of inputs, by ids."""
     # ``name()`` is not called on the node of a user's Function: the user may have set ``name``.
     is_users = isinstance(node, BackwardCFunction)
     is_unlike = is_users or getattr(node, "_saved_scale_grad_by_freq", False)
     kind = object() if is_unlike else node.name()
     kind = _RESHAPES[0] if kind in _RESHAPES else kind
-    leaf = id(node.variable) if hasattr(node, "variable") else None
+    leaf: Hashable = None
+    if hasattr(node, "variable"):
+        leaf = places.get(id(node.variable), id(node.variable))
     return kind, leaf, tuple(n and (number[n], place) for n, place in edges)
 
 

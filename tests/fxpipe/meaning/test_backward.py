@@ -155,3 +155,64 @@ def test_gradients_that_go_by_how_often_an_index_occurs_are_refused(kind):
     ids = torch.tensor([[1, 2], [1, 1], [2, 3], [1, 4], [0, 1], [1, 1]])
     with pytest.raises(fxpipe.BatchError, match=r"gradient of a\.weight depends on which rows"):
         fxpipe.compile(ByFrequency(kind), TWO, chunks=2, example_inputs=(ids,))
+
+
+class ChangedAtOnce(Net):
+    """Its first operation has a backward of its own, which no parameter's gradient goes through."""
+
+    def forward(self, x):
+        return super().forward(Changed.apply(x, self.first))
+
+
+def test_a_gradient_of_an_input_that_puts_rows_together_is_refused():
+    model = ChangedAtOnce(None, by="nothing")
+    model.first = ACROSS["centred"]
+    with pytest.raises(fxpipe.BatchError, match="the gradient of x depends on which rows"):
+        compiled(model)
+
+
+def test_a_gradient_of_an_input_of_each_row_by_itself_is_right():
+    model, x = ChangedAtOnce(None, by="nothing"), torch.randn(6, 8, requires_grad=True)
+    model.first = lambda grad: -grad
+    with compiled(model) as pipe:
+        (found,) = torch.autograd.grad(pipe(x).square().mean(), x)
+        (expected,) = torch.autograd.grad(model(x).square().mean(), x)
+        torch.testing.assert_close(found, expected)
+
+
+class Measures(nn.Module):
+    """Takes no input that needs a gradient, since NumPy takes none."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        assert not x.requires_grad
+        return self.b(Changed.apply(self.a(x), ACROSS["centred"]))
+
+
+def test_a_model_that_takes_no_inputs_with_gradients_is_checked_without():
+    with pytest.raises(fxpipe.BatchError, match=r"gradient of a\.weight depends on which"):
+        compiled(Measures())
+
+
+class PartWithoutGradients(nn.Module):
+    """What it does ahead of its first parameter has gradients in part."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = x.abs().amax(1, keepdim=True)
+        return self.b(torch.tanh(self.a(x / scale)))
+
+
+def test_the_gradient_of_an_input_that_a_part_without_gradients_uses_is_the_models():
+    model, x = PartWithoutGradients(), torch.randn(6, 8, requires_grad=True)
+    with compiled(model) as pipe:
+        (found,) = torch.autograd.grad(pipe(x).square().mean(), x)
+        (expected,) = torch.autograd.grad(model(x).square().mean(), x)
+        torch.testing.assert_close(found, expected)
