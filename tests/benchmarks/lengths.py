@@ -3,7 +3,7 @@
 ::
 
     python -m tests.benchmarks.lengths
-    python -m tests.benchmarks.lengths --models gpt,unet2d --shapes 10
+    python -m tests.benchmarks.lengths --models nanogpt,unet2d --shapes 10
 
 Language models get sequences of other lengths, Whisper and T5 targets of other lengths as well, and
 U-Nets images of other heights and widths. The models are small ones of the published kinds, with
@@ -14,7 +14,8 @@ thread, in eval mode.
 Seconds are CPU seconds of all calls, and of the first one. Memory is how much the resident set of
 the process grows from the first call to the last, and that for each compilation after the first.
 ``differs`` is the largest difference from the loop over micro-batches, relative to the largest
-value; "0" are equal bits. ``0 shapes`` fail: a call that raises an error is counted and named.
+value; "0" are equal bits. ``fail`` counts the calls that raised an error; the errors are printed
+below the table.
 """
 
 from __future__ import annotations
