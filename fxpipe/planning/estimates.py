@@ -56,10 +56,16 @@ def estimated_costs(
     return found
 
 
-def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
-    """The seconds that one micro-batch takes at each stage, as medians over a measured timeline.
+def measured_costs(
+    timeline: Timeline, stages: int, average: Callable[[list[float]], float] = median
+) -> list[StageCost]:
+    """The seconds that one micro-batch takes at each stage, as averages over a measured timeline.
 
     The loss and its backward, for which a schedule has no action, count as part of the last stage.
+
+    Args:
+        average: the median, by which single micro-batches that the machine has disturbed do not
+            count, or the mean, where nothing disturbs them.
     """
     taken: dict[tuple[int, Kind], list[float]] = {}
     loss: dict[str, list[float]] = {}
@@ -70,9 +76,9 @@ def measured_costs(timeline: Timeline, stages: int) -> list[StageCost]:
             loss.setdefault(span.name, []).append(span.seconds)
 
     def seconds(stage: int, kind: Kind) -> float:
-        own = median(taken.get((stage, kind), [0.0]))
+        own = average(taken.get((stage, kind), [0.0]))
         if stage == stages - 1 and kind is not Kind.WEIGHT_GRAD:
-            own += median(loss.get(LOSS if kind is Kind.FORWARD else LOSS_BACKWARD, [0.0]))
+            own += average(loss.get(LOSS if kind is Kind.FORWARD else LOSS_BACKWARD, [0.0]))
         return own
 
     return [

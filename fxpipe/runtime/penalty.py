@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from fxpipe.ir._torch import gradient_hooks, results_of, sequence_number
 from fxpipe.ir.autograd import next_edges, reached
@@ -33,7 +34,8 @@ there."""
 def leaves_of(values: Iterable[Any]) -> list[Tensor]:
     """The leaves of the autograd graph of some values, each once, in an order that the graph
     alone determines."""
-    starts = [v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
+    made = [v.node if isinstance(v, GradientEdge) else getattr(v, "grad_fn", None) for v in values]
+    starts = [node for node in made if node is not None]
     return [node.variable for node in reached(starts) if hasattr(node, "variable")]
 
 

@@ -55,7 +55,7 @@ class Tape:
     def __init__(self) -> None:
         self.grads: list[Tensor | None] = []  # gradients, one for each leaf of the arguments
         self.build: Callable[[list[Any]], Any] = tuple  # makes the arguments from their leaves
-        self.results: list[list[Any]] = []  # the leaves of each result
+        self.results: list[list[Any]] = []  # of each result the leaves, or where they were made
         self.handle: Handle | None = None  # recomputes the forward; None if not checkpointed
         self.repeat: Callable[..., tuple[Any, ...]] | None = None  # the forward without checkpoint
         self.deferred: list[Deferred] = []  # backwards that the second half runs
@@ -87,6 +87,8 @@ class Tape:
             ]
             results = function(*self.build(entries))
             self.results = [leaves_in(result) for result in results]
+            if self.stage is not None:
+                self.results = [[_end(leaf) for leaf in leaves] for leaves in self.results]
             return tuple(mapped(_cut_off, result) for result in results)
 
     def backward(self, grads: Sequence[Any], inputs: Sequence[Tensor] | None = None) -> Any:
@@ -97,10 +99,11 @@ class Tape:
             grads: the gradient of each result; None for a result that has none.
             inputs: the leaves of the graph to which the backward goes; None for all.
         """
-        roots, given = [], []
+        roots: list[Any] = []
+        given: list[Tensor] = []
         for leaves, grad in zip(self.results, grads, strict=True):
             for leaf, each in zip(leaves, leaves_in(grad), strict=False):
-                if each is not None and _has_history(leaf):
+                if each is not None and (isinstance(leaf, GradientEdge) or _has_history(leaf)):
                     roots.append(leaf)
                     given.append(each)
         self.results = []
@@ -111,7 +114,7 @@ class Tape:
         of_arguments, self.grads = self.grads, []
         return self.build(of_arguments)
 
-    def _begin_at_penalties(self, roots: list[Tensor], given: list[Tensor]) -> None:
+    def _begin_at_penalties(self, roots: list[Any], given: list[Tensor]) -> None:
         """Let the backward add the gradients that the loss itself has for parameters of this stage
         (see :mod:`fxpipe.runtime.penalty`): this backward also starts at such a parameter if it
         reaches the parameter anyway; otherwise the second half adds the gradient."""
@@ -161,6 +164,17 @@ def recording() -> Tape | None:
     """The tape of the forward that runs in this thread, whose backward may have a second half. None
     if no forward is recorded, or nothing may be put off in it."""
     return getattr(_recording, "tape", None)
+
+
+def _end(leaf: Any) -> Any:
+    """The edge of the autograd graph at which the backward from a result starts.
+
+    A tape that kept the result itself would keep its memory, too, until the backward, though the
+    result has long been sent to another stage. A tensor subclass has a backward of its own, which
+    needs the result.
+    """
+    is_made = type(leaf) is Tensor and leaf.grad_fn is not None
+    return get_gradient_edge(leaf) if is_made else leaf
 
 
 def _has_history(value: Any) -> bool:

@@ -274,8 +274,11 @@ def handed_over(given: HandOver) -> Iterator[None]:
 
 
 def await_callers(waiting: torch.Stream | None, tensor: Tensor) -> None:
-    """Let a stream wait until a tensor that the caller has given is computed, and keep the tensor's
-    memory until the stream is done with it."""
+    """Let a stream wait until a tensor that the caller has given is computed.
+
+    Its memory need not be kept for the stream: the caller has the tensor until the run has ended,
+    and then its own streams wait for what the stream reads (:func:`read_callers`).
+    """
     if waiting is None:
         return
     given = _given()
@@ -285,7 +288,6 @@ def await_callers(waiting: torch.Stream | None, tensor: Tensor) -> None:
     else:
         for computing in current([tensor.device]):
             waiting.wait_stream(computing)
-    keep(waiting, tensor)
 
 
 def read_callers(tensor: Tensor, by: torch.Stream | None) -> None:

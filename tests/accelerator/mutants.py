@@ -15,17 +15,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
+import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -60,7 +63,10 @@ EXCHANGED = {
         # A link waits for all that its device has been given, and not for a value.
         ("keep(waiting, tensors)", f"waiting.{_EVERYTHING}; keep(waiting, tensors)"),
         # A link of inputs waits for all that stages have been given since the call.
-        ("keep(waiting, tensor)", f"waiting.{_EVERYTHING}; keep(waiting, tensor)"),
+        (
+            "    given = _given()\n    event",
+            f"    waiting.{_EVERYTHING}\n    given = _given()\n    event",
+        ),
         ("return self._begun.get(device)", "return None"),
     ],
     "fxpipe/runtime/copy.py": [
@@ -76,6 +82,7 @@ TESTS = ["times.py", "memory.py", "pipelines.py"]
 # Of the last file, one test for each way in which values cross streams.
 CHOSEN = "times or memory or batch_may or penalty or current or share_a or unet-never or tied"
 TIMEOUT_S = 600
+SURVIVES = "SURVIVES"
 
 
 @dataclass(frozen=True)
@@ -96,10 +103,10 @@ def mutants() -> Iterator[Mutant]:
     for file, pairs in EXCHANGED.items():
         source = (ROOT / file).read_text()
         for code, other in pairs:
-            before, found, _ = source.partition(f"{code}\n")
-            assert found, f"{file} does not have: {code}"
-            changed = source.replace(f"{code}\n", f"{other}\n", 1)
-            yield Mutant(file, before.count("\n") + 1, f"{code} -> {other}", changed)
+            assert source.count(code) == 1, f"{file} does not have, or has twice: {code}"
+            line = source[: source.index(code)].count("\n") + 1
+            what = re.sub(r"\s+", " ", f"{code} -> {other}")
+            yield Mutant(file, line, what, source.replace(code, other))
     for file in FILES:
         source = (ROOT / file).read_text()
         for node in ast.walk(ast.parse(source)):
@@ -132,64 +139,99 @@ def _without(file: str, source: str, node: ast.expr | ast.Expr, instead: str) ->
     return Mutant(file, node.lineno, what, source[:start] + instead + source[end:])
 
 
-def killer(mutant: Mutant, copy: Path) -> str | None:
-    """The first test that fails with the mutant, or None."""
-    target = copy / mutant.file
-    before = target.read_text()
-    target.write_text(mutant.source)
-    try:
-        return _failure(copy)
-    finally:
-        target.write_text(before)
+def preload() -> None:
+    """Import what the tests import from other packages, once for all processes that are forked."""
+    listing = "import sys, pytest, tests.zoo, fxpipe.api; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", listing], cwd=ROOT, capture_output=True, text=True)
+    for name in done.stdout.split():
+        if not _is_ours(name):
+            with suppress(Exception):
+                importlib.import_module(name)
 
 
-def _failure(copy: Path) -> str | None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-p", "tests.accelerator.plugin", *TESTS, "-k", CHOSEN]
-    env = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    where = copy / "tests/accelerator"
-    try:
-        done = subprocess.run(
-            command,
-            cwd=where,
-            env=os.environ | env,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired:
-        return f"the tests have not ended after {TIMEOUT_S} s"
-    if done.returncode == 0:
-        return None
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return found[1] if found else "the tests do not run"
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("fxpipe", "passes", "tests")
+
+
+@dataclass
+class Trial:
+    """A mutant that is being tried, in a process of its own."""
+
+    mutant: Mutant
+    copy: Path
+    pid: int = 0
+    began: float = 0.0
+
+    def begin(self) -> None:
+        """Change the copy of the repository, and begin with the tests."""
+        (self.copy / self.mutant.file).write_text(self.mutant.source)
+        self.began = time.monotonic()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                os._exit(_run_tests(self.copy))
+            except BaseException:
+                os._exit(70)
+
+    def has_ended(self) -> str | None:
+        """The first test that has failed, or what else has happened; None as long as they run."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if not pid:
+            if time.monotonic() - self.began < TIMEOUT_S:
+                return None
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        (self.copy / self.mutant.file).write_text((ROOT / self.mutant.file).read_text())
+        if not pid:
+            return f"the tests have not ended after {TIMEOUT_S} s"
+        said = (self.copy / "said").read_text(errors="replace")
+        found = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+        return SURVIVES if status == 0 else found[1] if found else "the tests do not run"
+
+
+def _run_tests(copy: Path) -> int:
+    """Run the tests of a copy, in a process that has been forked for them."""
+    said = os.open(copy / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    for name in [name for name in sys.modules if _is_ours(name)]:
+        del sys.modules[name]
+    sys.dont_write_bytecode = True  # of a file that is changed twice in a second
+    sys.path.insert(0, str(copy))
+    os.chdir(copy / "tests/accelerator")
+    import pytest
+
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "tests.accelerator.plugin"]
+    return pytest.main([*options, *TESTS, "-k", CHOSEN])
 
 
 def main(words: list[str], jobs: int) -> int:
     """Try all mutants, or those with one of the words. Returns how many survive."""
     wanted = [each for each in mutants() if not words or any(word in str(each) for word in words)]
-    copies: SimpleQueue[Path] = SimpleQueue()
-
-    def tried(mutant: Mutant) -> str | None:
-        copy = copies.get()
-        try:
-            return killer(mutant, copy)
-        finally:
-            copies.put(copy)
-
-    survivors = 0
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as threads:
-        for job in range(jobs):
-            copies.put(_copy(Path(folder) / str(job)))
-        for mutant, found in zip(wanted, threads.map(tried, wanted), strict=True):
-            survivors += found is None
-            print(f"{mutant}\n    {found or 'SURVIVES'}", flush=True)
+    survivors, running = 0, list[Trial]()
+    preload()
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [_copy(Path(folder) / str(job)) for job in range(jobs)]
+        while wanted or running:
+            while wanted and copies:
+                running.append(Trial(wanted.pop(0), copies.pop()))
+                running[-1].begin()
+            time.sleep(0.1)
+            for trial in list(running):
+                if (found := trial.has_ended()) is not None:
+                    running.remove(trial)
+                    copies.append(trial.copy)
+                    survivors += found == SURVIVES
+                    took = time.monotonic() - trial.began
+                    print(f"{trial.mutant}\n    {found} ({took:.0f} s)", flush=True)
     return survivors
 
 
 def _copy(folder: Path) -> Path:
     ignored = shutil.ignore_patterns(".*", "__pycache__", "*.ipynb", "docs")
     shutil.copytree(ROOT, folder, ignore=ignored)
+    for package in ("fxpipe", "passes", "tests/accelerator"):
+        compileall.compile_dir(folder / package, quiet=2)
     return folder
 
 
@@ -198,4 +240,5 @@ if __name__ == "__main__":
     parser.add_argument("words", nargs="*")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads of OpenMP cannot be forked
     sys.exit(main(given.words, given.jobs))

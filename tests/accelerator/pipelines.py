@@ -165,7 +165,14 @@ def test_a_batch_may_be_anywhere(home):
 
 @pytest.mark.parametrize(
     ("home", "run"),
-    [("pinned", "step"), ("pinned", "forward"), ("sim:5", "forward"), ("sim:0", "step")],
+    [
+        ("pinned", "step"),
+        ("pinned", "forward"),
+        ("sim:5", "forward"),
+        ("sim:0", "step"),
+        ("pinned", "graph module"),
+        ("sim:5", "graph module"),
+    ],
 )
 def test_a_batch_may_be_overwritten_as_soon_as_the_call_returns(home, run):
     def at_home(tensor):
@@ -183,11 +190,12 @@ def test_a_batch_may_be_overwritten_as_soon_as_the_call_returns(home, run):
             pipe.step(*own, target=own_target)
             cpu.step(*x, target=target)
         else:
-            output = pipe(*own)
+            pipe.prepare(*own)
+            output = (pipe if run == "forward" else pipe.graph_module)(*own)
             loss_of(cpu(*x)).backward()
         for tensor in (*own, own_target):
             tensor.zero_()
-        if run == "forward":
+        if run != "step":
             loss_of(output).backward()
         assert same(here(gradients(model)), gradients(twin))
 

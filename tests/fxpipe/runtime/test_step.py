@@ -59,6 +59,18 @@ def test_a_gradient_is_handed_on_as_it_came_and_not_copied():
     assert gx.data_ptr() == grad.data_ptr() and gx.stride() == gy.stride() == (6, 1)
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_tape_does_not_keep_the_output_of_its_stage(checkpoint):
+    """Once it is sent, the output is needed by the next stage only, and its copy there suffices."""
+    x = torch.ones(2, 3, requires_grad=True)
+    (output,), tape = forward(nn.Linear(3, 3), (x,), (), True, checkpoint)
+    memory = weakref.ref(output.untyped_storage())
+    del output
+    assert memory() is None
+    (grad,) = backward(tape, (torch.ones(2, 3),))
+    assert same(grad, tape.stage.weight.sum(0).expand(2, 3))
+
+
 def test_a_tape_lets_go_of_all_in_the_backward():
     kept = []
 
