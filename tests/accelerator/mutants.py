@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILES = [
     f"fxpipe/runtime/{name}.py"
-    for name in ("streams", "copy", "portal", "dependency", "step", "lanes", "checkpoint")
+    for name in ("streams", "copy", "portal", "dependency", "step", "lanes")
 ]
 CALLS = {
     "await_callers",
