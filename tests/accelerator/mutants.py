@@ -33,7 +33,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILES = [
     f"fxpipe/runtime/{name}.py"
-    for name in ("streams", "copy", "portal", "dependency", "step", "lanes")
+    for name in (
+        "streams",
+        "copy",
+        "portal",
+        "dependency",
+        "step",
+        "lanes",
+        "checkpointing/checkpoint",
+    )
 ]
 CALLS = {
     "await_callers",
