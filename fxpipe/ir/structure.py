@@ -164,6 +164,10 @@ class Structure:
         own = set(map(id, marks))
         return [leaf for _, leaf in leaves(self.fill(marks)) if id(leaf) not in own]
 
+    def without_tensors(self) -> list[Any]:
+        """The leaves in which there are no tensors; an object is one leaf."""
+        return [part.value for part in self.parts if not part.holes]
+
     def _marks(self) -> list[Tensor]:
         """A tensor for each place of a tensor. It has to be one, as constructors may check that."""
         return [torch.empty(0) for part in self.parts for _ in part.holes]

@@ -33,6 +33,7 @@ from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
 from fxpipe.trace.patches import data_used, eased, fx_here, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps
+from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
 from fxpipe.trace.running import Running
 from fxpipe.trace.sizes import MANY, Sizes, model_lines, sizes_of
 
@@ -51,6 +52,8 @@ class Strategy:
     track."""
     any_size: bool = False
     """Whether every dimension of the inputs is left symbolic, or the batch's only."""
+    layers_once: bool = False
+    """Whether of layers that repeat the first one is exported, and its nodes are copied."""
 
 
 class Failure(Exception):
@@ -74,7 +77,12 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
     model = example.model
     _warn_of_hooks(model)
     # How large the results of a module that is kept whole are is learned for batch sizes only.
-    first = strategy or Strategy(example.whole, any_size=example.any_size and not example.whole)
+    is_plain = not example.whole
+    first = strategy or Strategy(
+        example.whole,
+        any_size=example.any_size and is_plain,
+        layers_once=is_plain and bool(repeated(model)),
+    )
     strategies, failures = [first], list[Failure]()
     # Gradients are on: under no_grad, modules may choose kernels that have no backward.
     with (
@@ -90,6 +98,9 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
             try:
                 return _attempt(example, each)
             except Failure as failure:
+                if each.layers_once:
+                    strategies.append(replace(each, layers_once=False))
+                    continue
                 if each.any_size:
                     strategies.append(replace(each, any_size=False))
                     continue
@@ -126,6 +137,8 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
     ):
         try:
             calls: dict[str, whole.Opaque] = {}
+            layers = repeated(example.model) if strategy.layers_once else {}
+            once = Repeated(example.model, layers, calls)
             if strategy.whole:
                 calls |= whole.seen(strategy.whole, _runs(example))
             with (
@@ -133,6 +146,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 functions_called(calls if strategy.functions_as_nodes else None) as functions,
                 checkpoints.noted(checkpoints.graph_of_export) as checkpointed,
                 lost_tensors_as_constants(),
+                once.exported(),
             ):
                 program = torch.export.export(
                     _OnTensors(example, structures.append),
@@ -143,7 +157,9 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
             _refuse_lost_tensors(program, example)
             sizes = sizes_of(program, example.batch_dims)
             exported = program.module(check_guards=False)
-            graph_module = _on_the_model(exported, example, calls)
+            if layers and (functions or checkpointed.found):
+                raise DoesNotRepeat("it has backwards or checkpoints of its own")
+            graph_module = _on_the_model(exported, example, calls, once)
             checkpoints.enclose(graph_module, checkpointed)
             traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
             traced.sizes = sizes
@@ -161,7 +177,9 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
     traced.warning = _fixed_batch(program, sizes)
     traced.may_lose_gradients = bool(functions) or _has_regions_without_gradients(program)
     otherwise: Strategy | None = None
-    if functions and not strategy.functions_as_nodes:
+    if strategy.layers_once:
+        otherwise = replace(strategy, layers_once=False)
+    elif functions and not strategy.functions_as_nodes:
         otherwise = replace(strategy, functions_as_nodes=True)
     elif strategy.any_size:
         otherwise = replace(strategy, any_size=False, functions_as_nodes=False)
@@ -346,7 +364,10 @@ def _fixed_batch(program: torch.export.ExportedProgram, sizes: Sizes) -> str:
 
 
 def _on_the_model(
-    exported: fx.GraphModule, example: Example, calls: Mapping[str, whole.Opaque]
+    exported: fx.GraphModule,
+    example: Example,
+    calls: Mapping[str, whole.Opaque],
+    once: Repeated,
 ) -> fx.GraphModule:
     """A copy of the exported graph that reads the model's own tensors under the model's own names,
     and has no guards: fxpipe has guards of its own."""
@@ -370,6 +391,7 @@ def _on_the_model(
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = _without_wrapper(node.meta)
+    once.copied(graph, attributes)
     enclose_vmaps(graph, attributes)
     # Nodes that only guards used are dead now, as are reads of a tied parameter by its other names.
     graph.eliminate_dead_code(partial(_is_needed, attributes))

@@ -231,7 +231,7 @@ OP = torch.ops.fxpipe.whole.default
 
 
 @contextmanager
-def _instead(paths: Mapping[nn.Module, str], stand_in: Callable[..., Any]) -> Iterator[None]:
+def standing_in(paths: Mapping[nn.Module, str], stand_in: Callable[..., Any]) -> Iterator[None]:
     """Inside the ``with`` block ``stand_in(module, forward, key, args, kwargs)`` is called in place
     of the forward of each of these modules; if a module has hooks, also in place of the hooks.
 
@@ -303,7 +303,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
 
     for run in runs:
         count += 1
-        with _instead(paths, watched):
+        with standing_in(paths, watched):
             run()
     for key, each in found.items():
         if len(each) != count:
@@ -337,7 +337,7 @@ def kept_whole(paths: Mapping[nn.Module, str], calls: Mapping[str, Opaque]) -> I
 
     token = _calls.set(calls)
     try:
-        with _instead(paths, call):
+        with standing_in(paths, call):
             yield
     finally:
         _calls.reset(token)

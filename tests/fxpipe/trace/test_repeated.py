@@ -1,0 +1,209 @@
+"""Layers that repeat are exported once, where nothing tells them apart; else each by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.trace import Traced, trace
+from tests.fxpipe.trace.small import run
+
+
+class Layer(nn.Module):
+    exported = 0
+
+    def __init__(self, number: int, width: int = 8) -> None:
+        super().__init__()
+        self.number = number
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            Layer.exported += 1
+        return x + self.linear(self.norm(x)).relu()
+
+
+class Net(nn.Module):
+    def __init__(self, kind: type[Layer] = Layer, count: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.layers = nn.ModuleList(kind(i) for i in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def exported(model: nn.Module, *inputs: Tensor) -> tuple[Traced, int]:
+    """The graph, which gives what the model gives, and how often a layer has been exported."""
+    torch.manual_seed(0)
+    Layer.exported = 0
+    inputs = inputs or (torch.randn(6, 4),)
+    traced = trace(model, inputs, tracer="export")
+    torch.testing.assert_close(run(traced, *inputs), model(*inputs))
+    return traced, Layer.exported
+
+
+def test_the_nodes_of_the_first_layer_are_copied_for_the_others() -> None:
+    model = Net()
+    traced, times = exported(model)
+    assert times == 1
+    graph = traced.graph_module.graph
+    read = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    assert read == dict(model.named_parameters()).keys()
+    linear = graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    paths = [list(node.meta["nn_module_stack"].values())[-1][0] for node in linear]
+    assert paths == ["first", *(f"layers.{i}.linear" for i in range(5))]
+    assert not graph.find_nodes(op="call_function", target=torch.ops.fxpipe.whole.default)
+
+
+def test_a_pipeline_of_copied_layers_trains_like_the_model() -> None:
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(6, 4)
+    model(x).square().mean().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, tracer="export") as pipe:
+        pipe(x).square().mean().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name])
+
+
+class Scaled(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (self.number + 1)
+
+
+def test_layers_are_exported_by_themselves_if_a_number_that_they_read_differs() -> None:
+    assert exported(Net(Scaled))[1] == 5
+
+
+def test_an_attribute_of_a_copied_layer_is_a_guard() -> None:
+    class Switched(Layer):
+        is_on = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.is_on else x
+
+    torch.manual_seed(0)
+    model, x = Net(Switched), torch.randn(6, 4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=1, tracer="export") as pipe:
+        Layer.exported = 0
+        pipe(x)
+        assert Layer.exported == 1
+        model.layers[3].is_on = False
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+class Normed(Layer):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.norm = nn.BatchNorm1d(8)
+
+
+def test_each_copy_writes_to_the_buffers_of_its_own_layer() -> None:
+    model, twin = Net(Normed), Net(Normed)
+    twin.load_state_dict(model.state_dict())
+    traced, times = exported(model, x := torch.randn(6, 4))
+    assert times == 1
+    model.load_state_dict(twin.state_dict())
+    run(traced, x)
+    twin(x)
+    for (name, one), other in zip(model.named_buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+
+
+class InPlace(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).add_(1)
+
+
+def test_a_layer_that_writes_to_what_it_computes_is_copied() -> None:
+    assert exported(Net(InPlace))[1] == 1
+
+
+class Captured(Layer):
+    """Uses a tensor that is no argument, and leaves one that it does not return."""
+
+    seen: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.seen:
+            y = y + self.seen[-1]
+        self.seen.append(y)
+        return y
+
+
+def test_layers_that_know_of_each_other_by_other_ways_are_exported_by_themselves() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            seen: list[Tensor] = []
+            for layer in self.layers:
+                layer.seen = seen
+            return super().forward(x)
+
+    assert exported(Model(Captured))[1] > 5
+
+
+def test_a_layer_whose_inputs_have_another_shape_is_exported_once_more() -> None:
+    class Halving(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)[:, None].expand(-1, 6, -1)
+            for i, layer in enumerate(self.layers):
+                x = layer(x[:, ::2] if i == 2 else x)
+            return x
+
+    assert exported(Halving(count=7))[1] <= 4
+
+
+class Nested(Layer):
+    def forward(self, x: Tensor, mask: Tensor, *, scale: dict[str, float]) -> tuple[Tensor, None]:
+        return super().forward(x) * mask * scale["by"], None
+
+
+@pytest.mark.parametrize("factors, times", [([2.0] * 5, 1), ([2.0, 2.0, 3.0, 3.0, 2.0], 2)])
+def test_arguments_and_results_may_be_nested_and_constants_tell_layers_apart(
+    factors: list[float], times: int
+) -> None:
+    class Model(Net):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer, factor in zip(self.layers, factors, strict=True):
+                x, _ = layer(x, mask, scale={"by": factor})
+            return x
+
+    assert exported(Model(Nested), torch.randn(6, 4), torch.randn(8))[1] == times
+
+
+def test_layers_with_hooks_or_shared_parameters_are_exported_by_themselves() -> None:
+    shared = Net()
+    for layer in shared.layers:
+        layer.norm = shared.layers[0].norm
+    assert exported(shared)[1] == 5
+    dropped = Net()
+    dropped.layers[1].linear.training = False  # another module than those beside it
+    assert exported(dropped)[1] == 2
+
+
+def test_dropout_draws_for_every_copy_anew() -> None:
+    class Dropped(Layer):
+        def __init__(self, number: int) -> None:
+            super().__init__(number)
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dropout(super().forward(x))
+
+    model, x = Net(Dropped), torch.randn(6, 4)
+    Layer.exported = 0
+    traced = trace(model, (x,), tracer="export")
+    assert Layer.exported == 1
+    torch.manual_seed(0)
+    expected = model(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(run(traced, x), expected)
