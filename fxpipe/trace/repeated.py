@@ -14,11 +14,13 @@ parameters of its own. That it cannot do anything else follows from this:
 
 - its modules have the same classes, buffers and parameters of the same shapes, and no hooks;
 - every attribute that the first layer has read while it was exported has the same value;
-- it gets arguments of the same structure, shapes, strides and dtypes;
+- it gets tensors of the same shapes, strides and dtypes, the same numbers and flags, and nothing
+  else;
 - the nodes of the first layer use no tensors but these arguments and its own, and no others use
   theirs but through what it returns.
 
-The graph as a whole is compared with the model like any other. Where something does not fit, or the
+The graph as a whole is compared with the model like any other, which shows whether a layer goes by
+something outside of the modules, such as a global variable. Where something does not fit, or the
 graph differs, the model is exported without this.
 """
 
@@ -42,6 +44,7 @@ from fxpipe.trace.whole import OP, Opaque, standing_in
 REPEATED = 3  # from so many layers that are alike on, it is worth it
 PARTS = 3  # modules in a layer, with itself: of fewer, hardly any nodes are saved
 
+_NUMBERS = bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat
 _PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 
@@ -264,17 +267,18 @@ class Repeated:
 
 
 def _is_plain(tensors: Sequence[Any], structure: Structure) -> bool:
-    """Whether values consist of dense tensors and constants: no symbolic sizes are among them, and
-    no objects that have tensors within them."""
-    dense = all(isinstance(each, Tensor) and each.layout == torch.strided for each in tensors)
-    return dense and not structure.opens_objects
+    """Whether values consist of dense tensors, and of numbers and the like: no symbolic sizes are
+    among them, and no objects, which may change from one call to the next."""
+    is_dense = all(isinstance(each, Tensor) and each.layout == torch.strided for each in tensors)
+    others = structure.without_tensors()
+    is_constant = all(isinstance(each, _PLAIN) for each in others) and not structure.opens_objects
+    return is_dense and is_constant
 
 
 def _fit(one: Structure, other: Structure) -> bool:
-    """Whether two structures are equal, with equal constants."""
+    """Whether two structures of plain values are equal, with equal constants."""
     return one.fits(other) and all(
-        ours is theirs
-        or (isinstance(ours, _PLAIN) and type(ours) is type(theirs) and ours == theirs)
+        type(ours) is type(theirs) and ours == theirs
         for ours, theirs in zip(one.without_tensors(), other.without_tensors(), strict=True)
     )
 
@@ -317,8 +321,8 @@ class _Body:
                 if user not in inside:
                     raise DoesNotRepeat(f"{user} uses what is computed within {layer.path}")
             for used in node.all_input_nodes:
-                is_number = not isinstance(used.meta.get("val"), Tensor) and used.op != "get_attr"
-                if used not in inside and used.op != "get_attr" and not is_number:
+                is_same = used.op == "get_attr" or isinstance(used.meta.get("val"), _NUMBERS)
+                if used not in inside and not is_same:
                     raise DoesNotRepeat(f"{layer.path} uses {used}, which it is not given")
         return _Body(layer, begin, end, nodes, entries)
 

@@ -207,3 +207,38 @@ def test_dropout_draws_for_every_copy_anew() -> None:
     expected = model(x)
     torch.manual_seed(0)
     torch.testing.assert_close(run(traced, x), expected)
+
+
+class Counter:
+    count = 0
+
+
+class Counted(Layer):
+    def forward(self, x: Tensor, counter: Counter) -> Tensor:
+        counter.count += 1
+        return super().forward(x) * counter.count
+
+
+def test_layers_that_are_given_an_object_are_exported_by_themselves() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            counter, x = Counter(), self.first(x)
+            for layer in self.layers:
+                x = layer(x, counter)
+            return x
+
+    assert exported(Model(Counted))[1] == 5
+
+
+def test_what_layers_compute_by_a_global_variable_shows_in_the_comparison() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            Counter.count = 0
+            return super().forward(x)
+
+    class Global(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            Counter.count += 1
+            return super().forward(x) * Counter.count
+
+    assert exported(Model(Global))[1] == 6, "once for all layers, and then each by itself"
