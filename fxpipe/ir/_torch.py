@@ -254,6 +254,9 @@ def is_in_a_group() -> bool:
     return group is not None and group() is not None
 
 
+_WITHOUT_OWN_BACKWARD = {Tensor, torch.nn.Parameter, torch.autograd.graph.GradientEdge}
+
+
 def run_backward(
     roots: tuple[Any, ...],
     grads: tuple[Tensor, ...],
@@ -274,7 +277,7 @@ def run_backward(
         accumulate: whether gradients are added to ``.grad``. If not, they are returned, and a
             RuntimeError is raised if the backward does not reach one of the inputs.
     """
-    if any(type(root) is not Tensor and isinstance(root, Tensor) for root in (*roots, *inputs)):
+    if not {*map(type, roots), *map(type, inputs)} <= _WITHOUT_OWN_BACKWARD:
         # A subclass of Tensor may have a backward of its own.
         if not accumulate:
             return torch.autograd.grad(roots, inputs, grads, retain_graph=retain_graph)

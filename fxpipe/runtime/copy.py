@@ -13,6 +13,7 @@ makes the gradient, and makes the work that uses the gradient wait for that stre
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from fxpipe.runtime.streams import (
     await_callers,
     await_made,
     device_of,
+    is_of_cpu,
     keep_pace,
     link,
     made,
@@ -64,7 +66,10 @@ def on_the_way_back(home: torch.device, device: torch.device | None) -> Any:
     Autograd runs the backward of a node on the stream on which the node was made. So a node made in
     this context sends gradients home over that link.
     """
-    return on() if device is None or home == device else on(link(device, home)[0])
+    return _AS_IT_IS if device is None or home == device else on(link(device, home)[0])
+
+
+_AS_IT_IS = nullcontext()
 
 
 class _Copy(torch.autograd.Function):
@@ -98,9 +103,13 @@ class _Wait(torch.autograd.Function):
 def copy(values: Any, source: str, target: str) -> Any:
     """Send values from the devices where they are to the target stream's device.
 
-    On the same device the result shares the memory of what was sent.
+    On the same device the result shares the memory of what was sent. On the CPU a value that is
+    there already is returned as it is. Several that carry gradient still go through one autograd
+    node, so that their gradients go back together.
     """
     device = device_of(target)
+    leaves, build = flattened(values)
+    is_there = is_of_cpu(target) and all(x.is_cpu for x in leaves if isinstance(x, Tensor))
 
     def sent(*tensors: Tensor) -> tuple[Tensor, ...]:
         with on_the_way_back(tensors[0].device, device):
@@ -110,6 +119,8 @@ def copy(values: Any, source: str, target: str) -> Any:
                 made(copied, link(tensor.device, device, source == CALLER)[1])
         return copies
 
+    if is_there:
+        return gate(values, sent, least=2)
     leaves, build = flattened(gate(values, sent))  # tensors that carry gradient are moved now
     return build([moved(x, device, source) if isinstance(x, Tensor) else x for x in leaves])
 
@@ -118,12 +129,19 @@ def wait(values: Any, source: str, target: str) -> Any:
     """Let the target stream wait until the source stream has made the values. Returns the values.
 
     A copy stream stands for the streams of several links; each of these waits when it is given
-    values to copy, and not here.
+    values to copy, and not here. On the CPU nothing has to wait; but if several values carry
+    gradient, no gradient goes back before all have come.
     """
+
+    def waited(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return first(_Wait.apply(source, target, *tensors))  # type: ignore[no-untyped-call]
+
+    if is_of_cpu(source) and is_of_cpu(target):
+        return gate(values, waited, least=2)
     computing, waiting = stream(source), stream(target)
     keep_pace(computing or waiting)
     await_made(waiting, values)
-    values = gate(values, lambda *tensors: first(_Wait.apply(source, target, *tensors)))  # type: ignore[no-untyped-call]
+    values = gate(values, waited)
     if waiting is None:
         made(values, computing)
     return values

@@ -34,23 +34,26 @@ from torch import Tensor
 from fxpipe.ir._torch import pytree
 from fxpipe.runtime.streams import beside, pass_on
 
+_TENSORS = {Tensor}
+
 
 def carries_gradient(value: object) -> bool:
     """Whether the backward pass will go through this value."""
     return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
-def gate(values: Any, apply: Callable[..., tuple[Tensor, ...]]) -> Any:
+def gate(values: Any, apply: Callable[..., tuple[Tensor, ...]], least: int = 1) -> Any:
     """Replace the values that carry gradient by the results of one call of ``apply`` with them all.
 
     Values that carry no gradient stay as they are: as results of an autograd node they would carry
-    one. If no value carries gradient, ``apply`` is not called.
+    one. ``apply`` is not called if fewer than ``least`` values carry gradient. (With ``least=2`` a
+    function that does nothing but let gradients wait for each other makes no node for one value.)
     """
     if not torch.is_grad_enabled():
         return values
     leaves, build = flattened(values)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not where:
+    if len(where) < least:
         return values
     for i, tensor in zip(where, apply(*(leaves[i] for i in where)), strict=True):
         pass_on(leaves[i], tensor)
@@ -60,7 +63,7 @@ def gate(values: Any, apply: Callable[..., tuple[Tensor, ...]]) -> Any:
 
 def flattened(values: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The leaves of a pytree, and a function that builds the same pytree from other leaves."""
-    if type(values) is tuple and all(type(value) is Tensor for value in values):
+    if type(values) is tuple and {*map(type, values)} == _TENSORS:
         return list(values), tuple  # by far the most frequent case, where a pytree takes longer
     leaves, spec = pytree.tree_flatten(values)
     return leaves, partial(pytree.tree_unflatten, treespec=spec)
@@ -105,7 +108,7 @@ def fork(values: Any) -> tuple[Any, Tensor]:
 
     If no value carries gradient, the phony carries none either, and joining it has no effect.
     """
-    phony = torch.empty(0)
+    phony = None
 
     def apply(*tensors: Tensor) -> tuple[Tensor, ...]:
         nonlocal phony
@@ -114,7 +117,7 @@ def fork(values: Any) -> tuple[Any, Tensor]:
         return tuple(rest)
 
     values = gate(values, apply)
-    return values, phony
+    return values, torch.empty(0) if phony is None else phony
 
 
 def join(values: Any, phony: Tensor) -> Any:

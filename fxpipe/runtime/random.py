@@ -25,15 +25,19 @@ LOCK = threading.RLock()  # held by the thread that reads or changes the default
 _here = threading.local()  # .alone: whether this thread is within alone()
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Within this context no other thread of ours draws from the default generators."""
-    with LOCK:
-        outer, _here.alone = is_alone(), True
-        try:
-            yield
-        finally:
-            _here.alone = outer
+class alone:
+    """Within this context no other thread of ours draws from the default generators.
+
+    It is a class, and no generator: the loss of every micro-batch is computed in it.
+    """
+
+    def __enter__(self) -> None:
+        LOCK.acquire()
+        self._outer, _here.alone = is_alone(), True
+
+    def __exit__(self, *_: object) -> None:
+        _here.alone = self._outer
+        LOCK.release()
 
 
 def is_alone() -> bool:

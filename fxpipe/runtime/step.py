@@ -78,18 +78,15 @@ class Tape:
     def _record(
         self, function: Callable[..., tuple[Any, ...]], leaves: list[Any]
     ) -> tuple[Any, ...]:
-        # Autograd does not see a tensor within a tuple, so it records the node for the anchor.
-        anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
-            entries = [
-                _GraphEntry.apply(anchor, (leaf,), self.grads, i) if _is_inner(leaf) else leaf  # type: ignore[no-untyped-call]
-                for i, leaf in enumerate(leaves)
-            ]
-            results = function(*self.build(entries))
+            for i, leaf in enumerate(leaves):
+                if _is_inner(leaf):
+                    leaves[i] = _GraphEntry.apply(_anchor(), (leaf,), self.grads, i)  # type: ignore[no-untyped-call]
+            results = function(*self.build(leaves))
             self.results = [leaves_in(result) for result in results]
             if self.stage is not None:
                 self.results = [[_end(leaf) for leaf in leaves] for leaves in self.results]
-            return tuple(mapped(_cut_off, result) for result in results)
+            return tuple([mapped(_cut_off, result) for result in results])
 
     def backward(self, grads: Sequence[Any], inputs: Sequence[Tensor] | None = None) -> Any:
         """Run the backward. Returns the gradients of the arguments, and adds those of parameters to
@@ -126,6 +123,12 @@ class Tape:
             else:
                 self.deferred.append((parameter, grad, [parameter]))
         self.penalties = []
+
+
+def _anchor() -> Tensor:
+    """A tensor for which autograd records a node that is given its values within a tuple, where
+    autograd does not see them."""
+    return torch.empty(0, requires_grad=True)
 
 
 class _GraphEntry(torch.autograd.Function):
@@ -178,7 +181,8 @@ def _end(leaf: Any) -> Any:
 
 
 def _has_history(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+    # To ask isinstance whether it is a Tensor takes longer.
+    return (type(value) is Tensor or isinstance(value, Tensor)) and value.requires_grad
 
 
 def _is_inner(value: Any) -> bool:
@@ -378,9 +382,9 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
         arrived = moved(value, device, source)
         result = arrived.detach()
         pass_on(arrived, result)
-        return result.requires_grad_(value.requires_grad)
+        return result.requires_grad_() if value.requires_grad else result
 
-    return tuple(mapped(move, value) for value in values)
+    return tuple([mapped(move, value) for value in values])
 
 
 def replicate(parameter: Tensor, target: str, user: str) -> Tensor:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -47,6 +47,13 @@ def stream_name(device: torch.device | str, role: str) -> str:
 def device_of(name: str) -> torch.device | None:
     """The device of a stream; None for the caller's, which is wherever the inputs are."""
     return None if name == CALLER else torch.device(name.split("/")[0])
+
+
+@cache
+def is_of_cpu(name: str) -> bool:
+    """Whether a stream's name is one of the CPU's, where nothing waits and nothing is copied."""
+    device = device_of(name)
+    return device is not None and device.type == "cpu"
 
 
 def has_streams(device: torch.device | None) -> bool:
@@ -103,7 +110,11 @@ def beside(devices: Iterable[torch.device]) -> Any:
     node's incoming gradients. Were that the compute stream, its next kernels would wait as well.
     Within this context it is a stream aside, on which nothing is computed.
     """
-    return on(*(_aside(device) for device in dict.fromkeys(devices) if has_streams(device)))
+    found = [_aside(device) for device in dict.fromkeys(devices) if has_streams(device)]
+    return on(*found) if found else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 @cache
