@@ -44,23 +44,39 @@ class _Dropped(Exception):
 
 
 class Inbox:
-    """The values that other lanes have posted to a lane, by their nodes."""
+    """The values that other lanes have posted to a lane, by their nodes.
+
+    The lane's thread is woken only by the value that it waits for: to switch threads takes longer
+    than many stages do.
+    """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[fx.Node | None, Any]] = SimpleQueue()
-        self._arrived: dict[fx.Node, Any] = {}  # values that have been received, but not taken
+        self._arrived: dict[fx.Node, Any] = {}
+        self._awaited: fx.Node | None = None  # the node whose value the lane waits for
+        self._has_failed = False
+        self._bell: SimpleQueue[None] = SimpleQueue()
 
-    def post(self, node: fx.Node | None, value: Any) -> None:
-        """Put a node's value in. None for a node says that the run has failed."""
-        self._queue.put((node, value))
+    def post(self, node: fx.Node, value: Any) -> None:
+        """Put a node's value in."""
+        self._arrived[node] = value
+        if self._awaited is node:
+            self._bell.put(None)
+
+    def fail(self) -> None:
+        """Let the lane know that the run has failed."""
+        self._has_failed = True
+        self._bell.put(None)
 
     def take(self, node: fx.Node) -> Any:
         """The value of a node, once it is there. Raises :class:`_Dropped` if the run has failed."""
-        while node not in self._arrived:
-            arrived, value = self._queue.get()
-            if arrived is None:
-                raise _Dropped
-            self._arrived[arrived] = value
+        if node not in self._arrived:
+            # From here on a post rings the bell. One that came before is seen by the loop.
+            self._awaited = node
+            while node not in self._arrived:
+                if self._has_failed:
+                    raise _Dropped
+                self._bell.get()
+            self._awaited = None
         return self._arrived.pop(node)
 
 
@@ -89,7 +105,7 @@ class _ProgramCall:
             if self.error is None:
                 self.error = error
         for inbox in self.inboxes.values():
-            inbox.post(None, None)
+            inbox.fail()
 
     def rest(self) -> None:
         """Wait until all lanes have ended their parts of the run.

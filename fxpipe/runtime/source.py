@@ -145,7 +145,9 @@ class _Source:
         call, values, time, take = map(self._new, ("call", "values", "time", "take"))
         self._call, self._time, self._take = call, time, take
         others = dict.fromkeys(other for each in instructions for other in each.posts)
-        self._posts = {other: self._new(f"post_{max(other, 0)}") for other in others}
+        self._posts = {
+            other: self._new("post_caller" if other < 0 else f"post_{other}") for other in others
+        }
 
         self._line(f"def lane({call}, {values}, {time}):")
         if not alone:
@@ -160,7 +162,8 @@ class _Source:
 
     def _write(self, instruction: Instruction) -> None:
         node, name = instruction.node, instruction.node.name
-        for awaited in instruction.awaits:
+        # The value that is made last first: when it is there, so are the others, most likely.
+        for awaited in reversed(instruction.awaits):
             self._line(f"    {awaited.name} = {self._take}({self._constant('node', awaited)})")
         value = self._value(instruction)
         if not self._alone and node.op != "get_attr" and instruction.function is not getitem:

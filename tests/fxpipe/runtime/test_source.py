@@ -26,7 +26,7 @@ def test_a_lane_is_a_python_function():
         """\
 def lane(call, values, time):
     take = call.inboxes[1].take
-    post_0 = call.inboxes[-1].post
+    post_caller = call.inboxes[-1].post
     del values
     a_s0_mb0 = take(node_0)
     if call.error is not None: call.drop()
@@ -43,7 +43,7 @@ def lane(call, values, time):
     x_parts = take(node_4)
     if call.error is not None: call.drop()
     b_out = function_5((stage_1_mb0, ), 0, x_parts, 0)
-    post_0(node_6, b_out)
+    post_caller(node_6, b_out)
     del stage_1_mb0, x_parts, b_out""",
     )
 
