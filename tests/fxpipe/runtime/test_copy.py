@@ -25,10 +25,17 @@ def test_a_gradient_comes_back_in_the_dtype_and_on_the_device_that_was_sent():
 
 
 def test_on_one_device_memory_is_shared():
-    x, y = torch.ones(2, requires_grad=True), torch.ones(2)
-    near, same = copy((x, y), CPU, CPU)
+    x, y, z = torch.ones(2, requires_grad=True), torch.ones(2), torch.ones(2, requires_grad=True)
+    near, same, _ = copy((x, y, z), CPU, CPU)
     assert near.data_ptr() == x.data_ptr() and near is not x
     assert same is y
+
+
+def test_on_the_cpu_one_value_needs_neither_a_copy_nor_a_wait():
+    x, y = torch.ones(2, requires_grad=True) * 2, torch.ones(2)
+    for gate in (lambda v: copy(v, CPU, CPU), lambda v: wait(v, "cpu/compute", CPU)):
+        near, same = gate((x, y))
+        assert near is x and same is y
 
 
 def test_a_copy_is_one_node_of_the_autograd_graph_for_all_its_values():
