@@ -57,15 +57,14 @@ class _Queue:
 class _Inbox(lanes.Inbox):
     """An inbox that hands over, with each value, what the lane knew that has posted it.
 
-    This counts when the value is taken, and not when it comes out of the queue, where others that
-    are used later may be ahead of it.
+    This counts when the value is taken, and not when the bell rings that wakes the lane.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._queue = SimpleQueue()
+        self._bell = SimpleQueue()
 
-    def post(self, node: fx.Node | None, value: Any) -> None:
+    def post(self, node: fx.Node, value: Any) -> None:
         super().post(node, (gives(), value))
 
     def take(self, node: fx.Node) -> Any:
