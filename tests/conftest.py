@@ -40,18 +40,19 @@ def kernels():
 
 
 @pytest.fixture(autouse=True)
-def one_seed_and_one_number_of_threads(monkeypatch):
+def one_seed_and_one_number_of_threads(request, monkeypatch):
     """Tests compare bits: each starts from the same state, whatever ran before it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
+    threads = 1 if request.node.get_closest_marker("one_thread") else THREADS
+    torch.set_num_threads(threads)
     # Lanes divide the threads of the process among them. Their bits are those of the loop only if a
     # lane computes with as many threads as the loop does.
-    monkeypatch.setattr(lanes, "_work", partial(_with_threads, lanes._work))
+    monkeypatch.setattr(lanes, "_work", partial(_with_threads, lanes._work, threads))
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
 
 
-def _with_threads(work, queue, threads, ready):
+def _with_threads(work, wanted, queue, threads, ready):
     """The work of a lane, with as many intra-op threads as the test has."""
-    work(queue, threads and THREADS, ready)
+    work(queue, threads and wanted, ready)

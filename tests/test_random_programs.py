@@ -474,7 +474,11 @@ def test_a_step_of_any_program_gives_the_bits_of_the_loop_in_the_order_of_any_sc
         assert "can be cut into" in str(error)
         assume(False)
     with pipe:
-        loss = pipe.step(x, target=target)
+        try:
+            loss = pipe.step(x, target=target)
+        except fxpipe.BatchError as error:  # it is zero whatever the rows are: no mean, and no sum
+            assert "could not be found out" in str(error)
+            assume(False)
         order = schedule.first(case.batch)  # a small batch has fewer micro-batches
         expected = step_of_loop(model, (x,), target, pipe, order, case.chunks, loss_fn)
     torch.testing.assert_close(loss, expected[0])

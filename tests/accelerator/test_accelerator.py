@@ -29,7 +29,10 @@ pytestmark = pytest.mark.skipif(
         ["tests/accelerator/pipelines.py"],
         ["tests/accelerator/times.py"],
         ["tests/accelerator/memory.py"],
-        [f"tests/fxpipe/runtime/test_{what}.py" for what in ("streams", "random", "surroundings")],
+        [
+            f"tests/fxpipe/runtime/{what}.py"
+            for what in ("test_streams", "test_random", "checkpointing/test_surroundings")
+        ],
     ],
     ids=lambda tests: Path(tests[0]).stem,
 )

@@ -101,18 +101,20 @@ class Strided:
         return tensor.view(torch.uint8)
 
     def built(self, part: Tensor) -> Tensor:
-        """Make the tensor again, from the part that has arrived. The tensor may be a view of the
-        part, so the caller must not use the part for anything else."""
-        stored = part.view(self.dtype).view(self.stored)
-        if self.is_dense:
-            tensor = part.view(self.dtype).as_strided(self.stored, self.strides)
-        elif self.overlaps:
+        """Make the tensor again, from the part that has arrived. The tensor may share memory with
+        the part, so the caller must not use the part for anything else."""
+        flat = part.view(self.dtype)
+        stored = flat.view(self.stored)
+        if self.overlaps and not self.is_dense:
             return stored.expand(self.shape).requires_grad_(self.requires_grad)
-        else:
-            tensor = torch.empty_strided(
+        if not self.is_dense:
+            flat = torch.empty_strided(
                 self.stored, self.strides, dtype=self.dtype, device=part.device
             ).copy_(stored)
-        tensor = tensor.as_strided(self.shape, self.strides)
+        # What arrives is no view: autograd forbids to detach a view in place.
+        tensor = flat.new_empty(0)
+        with torch.no_grad():
+            tensor.set_(flat.untyped_storage(), flat.storage_offset(), self.shape, self.strides)
         return tensor.requires_grad_(self.requires_grad)
 
 

@@ -93,8 +93,8 @@ def test_tables_sort_down_and_up_by_a_click(opened):
     assert element(opened, f"#stages th:nth-child({number})").get_attribute("aria-sort") == (
         "descending"
     )
-    number = click(opened, "what-travels", "value")
-    names = column(opened, "what-travels", number)
+    number = click(opened, "values-sent", "value")
+    names = column(opened, "values-sent", number)
     assert names == sorted(names) and len(names) > 4
 
 

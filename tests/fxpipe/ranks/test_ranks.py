@@ -16,6 +16,8 @@ from tests.fxpipe.ranks.jobs import Call, Trained, train, train_all, train_all_m
 from tests.models.registry import ENTRIES
 from tests.zoo import Chain, Tied, UNet, same
 
+pytestmark = pytest.mark.one_thread  # as each rank has
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():

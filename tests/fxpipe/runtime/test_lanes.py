@@ -407,6 +407,7 @@ def test_no_thread_outlives_its_pipeline():
     assert lanes() == []
 
 
+@pytest.mark.one_thread
 def test_the_callers_number_of_threads_is_left_alone():
     torch.set_num_threads(2)
     seen = []

@@ -89,3 +89,10 @@ def test_descriptions_of_alike_values_are_equal_and_of_others_are_not():
 def test_a_tensor_that_is_more_than_its_memory_is_refused(tensor):
     with pytest.raises(TypeError, match=r"layout torch\.sparse_coo cannot go to"):
         packed(tensor, CPU)
+
+
+def test_what_arrives_may_be_detached_in_place_as_a_view_may_not():
+    for tensor in torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 1).expand(2, 3):
+        (arrived,) = travelled([tensor])
+        assert arrived.detach_() is arrived
+        assert arrived.stride() == tensor.stride() and torch.equal(arrived, tensor)
