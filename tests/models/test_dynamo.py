@@ -19,6 +19,8 @@ from tests.models.compare import (
 )
 from tests.models.registry import entries
 
+pytestmark = pytest.mark.one_thread  # as the loop has
+
 T5 = pytest.param(
     "T5ForConditionalGeneration",
     marks=pytest.mark.skipif(

@@ -13,6 +13,8 @@ from tests.models.table import END, ROOT, START, TABLE, called
 
 FAST = [entry for entry in entries().values() if entry.fast]
 
+pytestmark = pytest.mark.one_thread  # as the loop in compare() has
+
 
 @pytest.mark.parametrize("case", [(True, "always"), (False, "never")], ids=called)
 @pytest.mark.parametrize("entry", FAST, ids=lambda entry: entry.name)
