@@ -57,7 +57,7 @@ class Inbox:
         self._bell: SimpleQueue[None] = SimpleQueue()
 
     def post(self, node: fx.Node, value: Any) -> None:
-        """Put a node's value in."""
+        """Hand the value of a node over to this lane."""
         self._arrived[node] = value
         if self._awaited is node:
             self._bell.put(None)

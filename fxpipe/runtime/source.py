@@ -215,7 +215,7 @@ class _Source:
         return f"{self._constant('filled', filled)}({names})"
 
     def _constant(self, kind: str, value: Any) -> str:
-        """The global name of a constant."""
+        """The name under which the lane's function finds a constant among its globals."""
         if id(value) not in self._named:
             self._named[id(value)] = name = self._new(f"{kind}_{len(self._named)}")
             self.constants[name] = value

@@ -91,7 +91,7 @@ def trace(
             first, of every tensor whose first dimension has the size most of them have.
         any_size: whether other sizes of the inputs may vary as well, where the model lets them;
             ``Traced.sizes`` says for which sizes the graph is right. If not, an exported graph is
-            for the example's sizes, and for any batch size.
+            for the example's sizes, and for any batch size; so it is without ``check``.
         check: whether to run the model and its graph, and compare what they give. Give False for a
             model on "meta", whose tensors have no values to compare.
 
@@ -105,7 +105,9 @@ def trace(
     # Only one thread may trace at a time: fx patches nn.Module, and a trace changes the model
     # before it is put back.
     with LOCK:
-        example = Example.of(model, args, kwargs or {}, batch_dims, any_size=any_size)
+        example = Example.of(
+            model, args, kwargs or {}, batch_dims, any_size=any_size, is_compared=check
+        )
         return _trace(example, tracer, check)
 
 

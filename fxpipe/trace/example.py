@@ -97,6 +97,9 @@ class Example:
     """Modules that no front end may look into, with their paths."""
     any_size: bool = False
     """Whether sizes other than the batch's are to vary as well, where the model lets them."""
+    is_compared: bool = True
+    """Whether the graph will be compared with the model. If not, as on "meta", nothing may be taken
+    for granted that only the comparison shows."""
 
     @staticmethod
     def of(
@@ -106,6 +109,7 @@ class Example:
         batch_dims: BatchDims | None,
         *,
         any_size: bool = False,
+        is_compared: bool = True,
     ) -> Example:
         bound = bound_arguments(model, args, kwargs)
         tensors, structure = Structure.of((bound.args, bound.kwargs))
@@ -118,7 +122,15 @@ class Example:
         _, by_name = Structure.of(dict(bound.arguments))
         detached = [tensor.detach() for tensor in tensors]
         names = _identifiers(by_name.paths())
-        return Example(model, names, structure, detached, dims, any_size=any_size)
+        return Example(
+            model,
+            names,
+            structure,
+            detached,
+            dims,
+            any_size=any_size and is_compared,
+            is_compared=is_compared,
+        )
 
     @property
     def batch(self) -> int | None:

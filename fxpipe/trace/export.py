@@ -81,7 +81,7 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
     first = strategy or Strategy(
         example.whole,
         any_size=example.any_size and is_plain,
-        layers_once=is_plain and bool(repeated(model)),
+        layers_once=is_plain and example.is_compared and bool(repeated(model)),
     )
     strategies, failures = [first], list[Failure]()
     # Gradients are on: under no_grad, modules may choose kernels that have no backward.

@@ -21,7 +21,7 @@ parameters of its own. That it cannot do anything else follows from this:
 
 The graph as a whole is compared with the model like any other, which shows whether a layer goes by
 something outside of the modules, such as a global variable. Where something does not fit, or the
-graph differs, the model is exported without this.
+graph differs, or nothing is compared (a model on "meta"), the model is exported without this.
 """
 
 from __future__ import annotations

@@ -230,15 +230,33 @@ def test_layers_that_are_given_an_object_are_exported_by_themselves() -> None:
     assert exported(Model(Counted))[1] == 5
 
 
+class Global(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        Counter.count += 1
+        return super().forward(x) * Counter.count
+
+
+class WithGlobal(Net):
+    def __init__(self) -> None:
+        super().__init__(Global)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counter.count = 0
+        return super().forward(x)
+
+
 def test_what_layers_compute_by_a_global_variable_shows_in_the_comparison() -> None:
-    class Model(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            Counter.count = 0
-            return super().forward(x)
+    assert exported(WithGlobal())[1] == 6, "once for all layers, and then each by itself"
 
-    class Global(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            Counter.count += 1
-            return super().forward(x) * Counter.count
 
-    assert exported(Model(Global))[1] == 6, "once for all layers, and then each by itself"
+def test_where_nothing_is_compared_each_layer_is_exported_by_itself() -> None:
+    """A graph of a model on "meta" is trained with later, and a global variable may tell its layers
+    apart."""
+    with torch.device("meta"):
+        model, x = WithGlobal(), torch.randn(6, 4)
+    graph = trace(model, (x,), tracer="export", check=False).graph_module.graph
+    factors = [
+        node.args[1]
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    ]
+    assert factors == [1, 2, 3, 4, 5]

@@ -126,3 +126,10 @@ def test_a_size_that_takes_part_in_very_many_conditions_is_made_a_constant() -> 
     reason = traced.sizes.fixed[0, 1]
     assert reason.startswith("it takes part in more than 20 conditions, at ")
     assert reason.endswith("odd = [n for n in range(2, 30) if x.shape[1] % n]")
+
+
+def test_where_nothing_is_compared_no_size_but_the_batchs_varies() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 4), torch.randn(6, 5, 4)
+    traced = trace(model, (x,), tracer="export", any_size=True, check=False)
+    assert traced.sizes is None or not traced.sizes.free
