@@ -46,10 +46,10 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a value, which have no parts, each with its path: ``.past.layers[0].keys``."""
-    return ((below, part) for below, part, is_leaf in _all_parts(value, path) if is_leaf)
+    return ((below, part) for below, part, is_leaf in all_parts(value, path) if is_leaf)
 
 
-def _all_parts(
+def all_parts(
     value: Any, path: str = "", within: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, Any, bool]]:
     """The value, its parts, and theirs: the path of each, the part, and whether it is a leaf."""
@@ -58,7 +58,7 @@ def _all_parts(
     if parts and id(value) not in within:  # an object may point back to one that it is part of
         for key, part in parts.items():
             below = f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
-            yield from _all_parts(part, below, (*within, id(value)))
+            yield from all_parts(part, below, (*within, id(value)))
 
 
 class _Hole:
@@ -95,7 +95,7 @@ class _Part:
             return [value], _Part(hole := _Hole(), [hole], [""], {})
         if not is_opened(value):
             return [], _Part(value, [], [], {})
-        within = list(_all_parts(value))
+        within = list(all_parts(value))
         paths: dict[int, str] = {}
         for path, part, _ in within:
             if isinstance(part, VARYING):

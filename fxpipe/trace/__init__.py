@@ -19,6 +19,7 @@ dropped. Tracing leaves the model, its buffers and the random number generators 
     patches              the functions of PyTorch that are patched during a trace
     whole, functions, checkpoints, regions, conditions, reads, running
                          how parts are kept that torch.export cannot look into
+    containers           notices lists that a call changes although its graph does not see it
     errors               messages for models that no front end can trace
 
 All graphs are called alike: with a value for each tensor among the inputs, in the order in which

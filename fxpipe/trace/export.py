@@ -26,7 +26,7 @@ from fxpipe.ir.source import model_frame
 from fxpipe.ir.structure import Structure
 from fxpipe.trace import checkpoints, whole
 from fxpipe.trace.conditions import ASSERTED, asserted
-from fxpipe.trace.errors import Refused, may_be_the_models
+from fxpipe.trace.errors import Refused, may_be_the_models, sentence
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
@@ -107,7 +107,9 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
                 failures.append(failure)
                 strategies += _next(example, failure)
     cause, last = failures[0].error, failures[-1].error
-    raise cause if isinstance(last, whole.NotWhole) else last
+    if isinstance(last, whole.NotWhole) and last is not cause:
+        raise whole.Blamed(last.module, f"{sentence(cause)}; {last}") from cause
+    raise last
 
 
 def _next(example: Example, failure: Failure) -> list[Strategy]:

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fxpipe.ir.structure import Structure
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.state import State
 from fxpipe.trace import checkpoints
+from fxpipe.trace.containers import Unchanging, has_containers, unchanging
 from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import as_callable
@@ -54,6 +55,7 @@ def front_end(example: Example) -> Traced:
                 "it draws random numbers that do not depend on its inputs: fx freezes them"
             )
         graph_module = fx.GraphModule(model, graph, type(model).__name__)
+        _check_containers(graph_module)
         checkpoints.enclose(graph_module, calls)
     return Traced(graph_module, "symbolic", example.binder(), tracer.rebuild)
 
@@ -107,13 +109,17 @@ class _SymbolicTracer(fx.Tracer):
             raise Refused(f"{self.path_of_module(m)} is compiled to TorchScript")
         return super().call_module(m, forward, args, kwargs)
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **options: Any
+    ) -> fx.Node:
         if Ambient.here() != self.modes:
             raise Refused(
                 "it switches gradients or autocast on or off within its forward, which fx does "
                 "not see"
             )
-        node = super().create_node(*args, **kwargs)
+        if _is_the_models(target) and has_containers((args, kwargs)):
+            target = unchanging(target)
+        node = super().create_node(kind, target, args, kwargs, *more, **options)
         if node.target in _BACKWARDS:
             raise Refused(GRADIENTS)
         node.stack_trace = _stack_trace()
@@ -138,6 +144,24 @@ class _SymbolicTracer(fx.Tracer):
             return tensors
 
         return forward, []
+
+
+def _is_the_models(target: Any) -> bool:
+    """Whether a node calls a function of the model's, which the user has wrapped by ``fx.wrap``."""
+    return isinstance(target, FunctionType) and is_of_a_model(target.__code__.co_filename)
+
+
+def _check_containers(graph_module: fx.GraphModule) -> None:
+    """Let modules that are one node, and are given lists, raise an error if they change these."""
+    for node in graph_module.graph.find_nodes(op="call_module"):
+        module = graph_module.get_submodule(str(node.target))
+        is_the_models = not isinstance(module, Unchanging) and not _is_torchs(module)
+        if is_the_models and has_containers((node.args, node.kwargs)):
+            graph_module.set_submodule(str(node.target), Unchanging(module))
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
 
 
 def _move_ahead(write: fx.Node) -> None:

@@ -23,6 +23,7 @@ from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.random import RandomState
+from fxpipe.trace.containers import CHANGES, Contents, checked
 
 WITHOUT_VALUES = "compute it in several modules, or with masks and torch.where in place of values"
 """Advice for the user, where a part of the model is one node since it depends on values."""
@@ -161,7 +162,7 @@ class Whole(nn.Module):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._pretend(tensors)
         args, kwargs = self.seen.inputs.fill(tensors)
-        outputs, structure = Structure.of(self.module(*args, **kwargs))
+        outputs, structure = Structure.of(checked(self.module, args, kwargs))
         if not self.seen.outputs.fits(structure):
             raise RuntimeError(
                 f"{type(self.module).__name__} gave an output of another structure than when it "
@@ -282,7 +283,10 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         before = [version_of(tensor) for tensor in (*given, *buffers.values())]
         tensors = (*given, *module.parameters(), *buffers.values())
         state = RandomState({tensor.device for tensor in tensors})
+        contents = Contents((args, kwargs))
         output = forward(*args, **kwargs)
+        if contents.have_changed():
+            raise NotWhole(module, f"it {CHANGES}")
         after = [version_of(tensor) for tensor in (*given, *buffers.values())]
         if after[: len(given)] != before[: len(given)]:
             raise NotWhole(module, "it writes to its inputs")
