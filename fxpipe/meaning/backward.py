@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir.structure import leaves
+from fxpipe.ir.structure import Structure, leaves
 from fxpipe.meaning.check import Problem, Trial
 from fxpipe.meaning.compare import difference
 from fxpipe.meaning.sample import part
@@ -62,16 +62,6 @@ def backward_problem(
             begins at these outputs.
         inputs: the names of the inputs whose gradients are compared, by their places.
     """
-    pieces = trial.each(dims)
-    whole = part(trial.tensors, [None] * len(trial.tensors), 0, 0)
-
-    def history(tensors: list[Tensor]) -> Hashable:
-        given, leaves = _differentiable(tensors, inputs)
-        found: Hashable = recorded(given, partial(_history, list(leaves.values())))
-        return found
-
-    if history(whole) == history(pieces[0]):
-        return None
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
 
     def gradients(
@@ -88,7 +78,7 @@ def backward_problem(
                     ends.append((value, given.to(value)))
             return projections([end for end, _ in ends], [given for _, given in ends], trained)
 
-        given, own = _differentiable(tensors, inputs)
+        given, own = differentiable(tensors, inputs)
         found: Projections = recorded(given, go_back)
         none = torch.zeros_like
         return found, {i: none(t) if t.grad is None else t.grad for i, t in own.items()}
@@ -132,7 +122,7 @@ def backward_problem(
     return Problem("gradient", text)
 
 
-def _differentiable(
+def differentiable(
     tensors: Sequence[Tensor], inputs: Mapping[int, str]
 ) -> tuple[list[Tensor], dict[int, Tensor]]:
     """The tensors, some of which are copies of leaves that get gradients; and these leaves, by
@@ -162,9 +152,13 @@ def _of_an_input(
     )
 
 
-def _history(inputs: Sequence[Tensor], output: Any, hooked: bool) -> Hashable:
-    history = history_of([value for _, value in leaves(output)], inputs=inputs)
-    return object() if hooked else history  # hooks may do anything: the object equals no other
+def with_history(inputs: Sequence[Tensor], output: Any, hooked: bool) -> tuple[Any, Hashable]:
+    """The output without its autograd graph; and this graph as a value. ``inputs`` are the leaves
+    that differ from run to run."""
+    results, structure = Structure.of(output)
+    values = structure.fill(t.detach() if isinstance(t, Tensor) else t for t in results)
+    history = history_of(results, inputs=inputs)
+    return values, object() if hooked else history  # hooks may do anything: it equals no other
 
 
 def _given(path: str, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ the call is refused."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import Structure, leaves, map_tensors
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning import messages
-from fxpipe.meaning.backward import backward_problem
+from fxpipe.meaning.backward import backward_problem, differentiable, with_history
 from fxpipe.meaning.candidates import InDims, agree, candidates
 from fxpipe.meaning.check import SIZES, Problem, Question, Trial, Verdict, check, ran
 from fxpipe.meaning.compare import difference
@@ -45,7 +45,7 @@ from fxpipe.meaning.weights import (
 from fxpipe.runtime.microbatch import LISTED, SUM, WEIGHTED, Dim, InDim, ListOfRows
 from fxpipe.runtime.random import seed_host
 from fxpipe.trace import called, canonical, parameters_put_back, untouched
-from fxpipe.trace.gradients import has_gradient
+from fxpipe.trace.gradients import has_gradient, without_saved_tensors
 from fxpipe.trace.isolation import Since
 from fxpipe.trace.patches import tensor_hooks
 from fxpipe.trace.twin import model_of
@@ -292,11 +292,11 @@ class _LossOfTarget:
     def _brought(self, value: Any) -> Any:
         return value if self.device is None else value.to(self.device)
 
-    def run(self, tensors: list[Tensor]) -> Any:
-        """The loss."""
+    def run(self, tensors: list[Tensor]) -> tuple[Any, None]:
+        """The loss, without an autograd graph."""
         output = self.asking.output_of(tensors[: self.count])
         with untouched(self.model), torch.no_grad():  # the loss may draw random numbers
-            return self.loss(output, self.filled(tensors))
+            return self.loss(output, self.filled(tensors)), None
 
     def weigh(self, function: Callable[..., Any]) -> Weigh:
         """The weight of a micro-batch by a function of its target."""
@@ -435,7 +435,12 @@ class _Asking:
             self.tensors, structure = Structure.of(canonical(model, args, kwargs))
             self.fill, self.arguments = structure.fill, named_arguments(model, args, kwargs)
         self.stilled = model.training  # whether the model runs without randomness, see ``still``
-        self.with_gradients = False  # whether the model runs with gradients
+        # The inputs of real numbers, by their places: they get gradients while the model runs.
+        self.real = {i: each.name for i, each in enumerate(inputs) if _is_real(each.tensor)}
+        # How the model is run, the first way that it takes: with gradients for the parameters and
+        # for these inputs, or without any gradients (None).
+        self.modes: list[Mapping[int, str] | None] = [self.real] if self.real else []
+        self.modes += [{}, None]
         self.drew = False  # whether a run of the model has drawn random numbers
         self.met_batch_norm = False  # whether it has called a batch norm that is no module
         self.met_random_numbers = False  # whether a draw (of dropout, say) has been replaced
@@ -565,14 +570,9 @@ class _Asking:
         known = {p: d for p, d in verdict.outputs.items() if p not in unknown and not is_a_row(p)}
         if not known:
             return None
-        real = {
-            i: each.name
-            for i, (each, tensor) in enumerate(zip(self.inputs, trial.tensors, strict=True))
-            if isinstance(tensor, Tensor)
-            and tensor.is_floating_point()
-            and tensor.layout == torch.strided
-        }
-        for inputs in (real, {}) if real else ({},):
+        if trial.has_one_history:
+            return None
+        for inputs in (self.real, {}) if self.real else ({},):
             try:
                 return backward_problem(self._recorded, self.model, trial, dims, known, inputs)
             except Exception as error:
@@ -682,9 +682,12 @@ class _Asking:
             return Verdict(takes_parts=True)
         is_listed = self.listed is not None
         sizes = sizes or (*SIZES, self.asked.sizes(batch))
-        question = Question(self.output_of, self.tensors, dims, sizes, is_listed)
+        question = Question(self.ran, self.tensors, dims, sizes, is_listed)
         self.drew = False
+        modes = len(self.modes)
         verdict = check(question, self._ignored, is_likely=is_likely)
+        if len(self.modes) < modes:  # else what it gives in two modes would be compared
+            verdict = check(question, self._ignored, is_likely=is_likely)
         if self.drew and not self.stilled:
             self.stilled, self.drew = True, False
             verdict = check(question, self._ignored, is_likely=is_likely)
@@ -719,27 +722,52 @@ class _Asking:
             and not (path in second and torch.equal(value, second[path]))
         }
 
-    def _recorded(self, tensors: list[Tensor], then: Callable[[Any, bool], Any]) -> Any:
+    def output_of(self, tensors: Sequence[Tensor], seed: int | None = None) -> Any:
+        """The model's output for these tensors, from a run without side effects."""
+        output, _ = self.ran(tensors, seed)
+        return output
+
+    def ran(self, tensors: Sequence[Tensor], seed: int | None = None) -> tuple[Any, Hashable]:
+        """The model's output for these tensors, from a run without side effects, and the autograd
+        graph behind it; None in its place if the model runs without gradients only.
+
+        One run with gradients tells both, and takes no more time or memory than a run without, as
+        no tensors are saved for a backward.
+        """
+        mode, *others = self.modes
+        try:
+            return self._ran_in(mode, tensors, seed)
+        except Exception as error:
+            if not others or not is_the_models(error):
+                raise
+        found = self._ran_in(None, tensors, seed)  # an error now is not about gradients
+        self.modes = others
+        return found if others == [None] else self.ran(tensors, seed)
+
+    def _ran_in(
+        self, mode: Mapping[int, str] | None, tensors: Sequence[Tensor], seed: int | None
+    ) -> tuple[Any, Hashable]:
+        if mode is None:
+            args, kwargs = self.fill([tensor.clone() for tensor in tensors])
+            with torch.no_grad():
+                return self._output(args, kwargs, seed), None
+
+        def run() -> tuple[Any, Hashable]:
+            given, own = differentiable([tensor.clone() for tensor in tensors], mode)
+            then = partial(with_history, list(own.values()))
+            found: tuple[Any, Hashable] = self._recorded(given, then, seed)
+            return found
+
+        return without_saved_tensors(run)
+
+    def _recorded(
+        self, tensors: list[Tensor], then: Callable[[Any, bool], Any], seed: int | None = None
+    ) -> Any:
         """Run the model with gradients, and return ``then(output, hooked)``; ``hooked`` says
         whether the run has registered hooks on tensors."""
         args, kwargs = self.fill(tensors)
-        before, self.with_gradients = self.with_gradients, True
-        try:
-            with tensor_hooks() as hooks, torch.inference_mode(False):
-                return self._output(args, kwargs, None, lambda output: then(output, bool(hooks)))
-        finally:
-            self.with_gradients = before
-
-    def output_of(self, tensors: list[Tensor], seed: int | None = None) -> Any:
-        """The model's output for these tensors, from a run without side effects."""
-        args, kwargs = self.fill(tensors)
-        try:
-            return self._output(args, kwargs, seed)
-        except Exception as error:
-            if self.with_gradients or "grad" not in str(error) or not is_the_models(error):
-                raise
-        self.with_gradients = True  # the error was about gradients: its forward computes some
-        return self._output(args, kwargs, seed)
+        with tensor_hooks() as hooks, torch.inference_mode(False), torch.enable_grad():
+            return self._output(args, kwargs, seed, lambda output: then(output, bool(hooks)))
 
     def _output(
         self,
@@ -767,14 +795,12 @@ class _Asking:
     def _quietly(self, run: Callable[[], Any], seed: int | None = None) -> Any:
         """What a function gives that calls the model, without effect on the model."""
         quiet = still(self.model) if self.stilled else nullcontext()
-        mode = torch.enable_grad() if self.with_gradients else torch.no_grad()
         if self._values is None:
             self._values = in_place_of_zeros(self.model)
         with (
             stirred(self._values),
             untouched(self.model) as since,
             parameters_put_back(self.model) as written,
-            mode,
         ):
             if seed is not None:
                 torch.manual_seed(seed)
@@ -809,9 +835,18 @@ class _Asking:
             outputs = []
             for tensors in calls:
                 args, kwargs = self.fill(tensors)
-                outputs.append(map_tensors(Tensor.clone, called(self.model, args, kwargs)))
+                output = called(self.model, args, kwargs)
+                outputs.append(map_tensors(lambda t: t.detach().clone(), output))
             own = (*self.model.named_parameters(), *self.model.named_buffers())
             return outputs, {n: t.detach().clone() for n, t in own if n in (self.changed or ())}
 
-        found: tuple[list[Any], dict[str, Tensor]] = self._quietly(run)
+        found: tuple[list[Any], dict[str, Tensor]]
+        with torch.set_grad_enabled(self.modes[0] is not None):
+            found = without_saved_tensors(lambda: self._quietly(run))
         return found
+
+
+def _is_real(tensor: Any) -> bool:
+    """Whether an input may get a gradient."""
+    is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+    return is_plain and tensor.is_floating_point() and not tensor.is_meta

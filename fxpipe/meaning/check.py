@@ -17,7 +17,7 @@ errors may tip the balance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -45,7 +45,9 @@ class Question:
     """What is to be checked.
 
     Args:
-        run: the model as a function from tensors to its output, without gradients or side effects.
+        run: the model as a function from tensors to its output, without side effects, and to the
+            autograd graph behind the output (:func:`fxpipe.trace.gradients.history_of`); None where
+            none has been recorded.
         tensors, dims: the tensors of the example, and the batch dimension of each.
         sizes: the sizes of the parts of a sample, for each sample in the order in which they are
             tried.
@@ -53,17 +55,20 @@ class Question:
             too.
     """
 
-    run: Callable[[list[Tensor]], Any]
+    run: Callable[[list[Tensor]], tuple[Any, Hashable]]
     tensors: Sequence[Tensor]
     dims: Sequence[int | None]
     sizes: Sequence[tuple[int, ...]] = SIZES
     in_lists: bool = False
 
-    def outputs(self, tensors: list[Tensor], rows: int, start: int = 0) -> dict[str, Any]:
+    def outputs(
+        self, tensors: list[Tensor], rows: int, start: int = 0
+    ) -> tuple[dict[str, Any], Hashable]:
         """The outputs for ``rows`` rows of a sample, of which the first is row ``start``, by the
-        outputs' paths."""
-        output = self.run(tensors)
-        return dict(rows_of(output, rows, start) if self.in_lists else leaves(output, "output"))
+        outputs' paths; and the autograd graph behind them."""
+        output, history = self.run(tensors)
+        found = rows_of(output, rows, start) if self.in_lists else leaves(output, "output")
+        return dict(found), history
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,14 @@ class Trial:
     tensors: list[Tensor]
     whole: dict[str, Any]
     parts: list[dict[str, Any]]
+    histories: list[Hashable] = field(default_factory=list)
+    """The autograd graphs behind the outputs of the whole and of each part."""
+
+    @property
+    def has_one_history(self) -> bool:
+        """Whether the outputs of the whole and of the parts have equal autograd graphs."""
+        first, *others = self.histories or [None]
+        return first is not None and all(each == first for each in others)
 
     def each(self, dims: Sequence[int | None]) -> list[list[Tensor]]:
         """The tensors of each part of the sample."""
@@ -253,7 +266,9 @@ def _trial(
         trial = Trial(sizes, level, tensors, {}, [])
         try:
             whole = part(tensors, [None] * len(tensors), 0, 0)
-            trial.whole.update(question.outputs(whole, sum(sizes)))
+            outputs, history = question.outputs(whole, sum(sizes))
+            trial.whole.update(outputs)
+            trial.histories.append(history)
         except Exception as error:
             if not is_the_models(error):
                 raise
@@ -262,7 +277,9 @@ def _trial(
         try:
             starts = accumulate(sizes, initial=0)
             for tensors, rows, start in zip(trial.each(question.dims), sizes, starts, strict=False):
-                trial.parts.append(question.outputs(tensors, rows, start))
+                outputs, history = question.outputs(tensors, rows, start)
+                trial.parts.append(outputs)
+                trial.histories.append(history)
         except Exception as error:
             if not is_the_models(error):
                 raise

@@ -3,7 +3,7 @@ give the same outputs, buffers and gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,21 +176,8 @@ def _compare(
 ) -> None:
     expected, where = reference.result, reference.where
     recorded = expected.history is not None
-    # Equal values and equal histories lead to equal gradients, so that no backward is needed. This
-    # is not so for a region (a checkpoint): its backward runs its forward again, which records
-    # another history.
-    regions = any(isinstance(module, Region) for module in traced.graph_module.modules())
-
-    def to_compare(history: Hashable) -> Collection[str]:
-        if not recorded or not (regions or expected.history != history):
-            return ()
-        trained = example.trained
-        return trained if regions else without_repetitions(trained, [expected.history, history])
-
     try:
-        actual = example.run(
-            reference.tensors, traced, recorded=recorded, backward=to_compare, watched=watched
-        )
+        actual = example.run(reference.tensors, traced, recorded=recorded, watched=watched)
     except Exception as error:
         if not may_be_the_models(error):
             raise
@@ -202,22 +189,30 @@ def _compare(
         found = difference(one, other, tolerance)
         if found:
             raise Refused(f"its graph differs {where}: {name}: {found}")
-    if names := to_compare(actual.history):
-        _compare_gradients(example, reference, actual, names, watched)
+    # Equal values and equal histories lead to equal gradients, so that no backward is needed. This
+    # is not so for a region (a checkpoint): its backward runs its forward again, which records
+    # another history.
+    regions = any(isinstance(module, Region) for module in traced.graph_module.modules())
+    names: Collection[str] = ()
+    if recorded and regions:
+        names = example.trained
+    elif recorded and expected.history != actual.history:
+        names = without_repetitions(example.trained, [expected.history, actual.history])
+    if names:
+        _compare_gradients(example, reference, traced, names, watched)
 
 
 def _compare_gradients(
-    example: Example, reference: Reference, graph: Effects, names: Collection[str], watched: bool
+    example: Example, reference: Reference, traced: Traced, names: Collection[str], watched: bool
 ) -> None:
     """Raise ``Refused`` unless the gradients of these parameters are the model's in a run of the
     graph."""
-    run = example.run(
-        reference.tensors, recorded=True, backward=lambda history: names, watched=watched
-    )
+    run = example.run(reference.tensors, backward=names, watched=watched)
     if run.no_backward is not None:
         if not is_the_models(run.no_backward):
             raise run.no_backward
         return  # the model has no backward: there is nothing to compare
+    graph = example.run(reference.tensors, traced, backward=names, watched=watched)
     failure = graph.no_backward
     if failure is not None:
         if not may_be_the_models(failure):

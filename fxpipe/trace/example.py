@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,13 @@ from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure
 from fxpipe.runtime.microbatch import first_rows
 from fxpipe.trace import checkpoints
-from fxpipe.trace.gradients import Projections, has_gradient, history_of, projections
+from fxpipe.trace.gradients import (
+    Projections,
+    has_gradient,
+    history_of,
+    projections,
+    without_saved_tensors,
+)
 from fxpipe.trace.isolation import (
     Args,
     Kwargs,
@@ -175,7 +182,7 @@ class Example:
         traced: Traced | None = None,
         *,
         recorded: bool = False,
-        backward: Callable[[Hashable], Collection[str]] | None = None,
+        backward: Collection[str] = (),
         watched: bool = False,
     ) -> Effects:
         """Run the model, or its graph, on these tensors, without side effects on the model.
@@ -184,10 +191,24 @@ class Example:
             tensors: the inputs; they are cloned first.
             traced: the graph to run in place of the model.
             recorded: whether autograd records a history; ``Effects.history`` then describes it.
-            backward: a function from the history to the names of the parameters whose gradients are
-                wanted; if there are any, a backward is run for ``Effects.gradients``.
+            backward: the names of the parameters whose gradients are wanted. If there are any, a
+                history is recorded, and a backward is run for ``Effects.gradients``.
             watched: whether writes to parameters are noted and undone, which takes time.
         """
+        run = partial(self._run, tensors, traced, watched=watched)
+        if recorded and not backward:
+            return without_saved_tensors(partial(run, recorded=True))
+        return run(recorded=recorded or bool(backward), backward=backward)
+
+    def _run(
+        self,
+        tensors: Sequence[Tensor],
+        traced: Traced | None,
+        *,
+        recorded: bool,
+        backward: Collection[str] = (),
+        watched: bool,
+    ) -> Effects:
         clones = [tensor.clone() for tensor in tensors]  # the model may write to its inputs
         watch: AbstractContextManager[Mapping[str, Write]] = (
             parameters_put_back(self.model) if watched else nullcontext({})
@@ -214,8 +235,8 @@ class Example:
                 def go_back(history: Hashable) -> None:
                     # Hooks may change gradients at will: the object equals no other history.
                     effects.history = object() if hooks else history
-                    if backward is not None and (names := backward(effects.history)):
-                        self._go_back(results, effects, names)
+                    if backward:
+                        self._go_back(results, effects, backward)
 
                 history_of(results, go_back)
         effects.written = {name: write.where for name, write in written.items()}

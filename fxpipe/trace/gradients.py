@@ -3,7 +3,8 @@
 Two runs with equal outputs and equal autograd graphs have equal gradients. So the autograd graphs,
 the runs' *histories*, are compared first (:func:`history_of`). A backward runs only where they
 differ, or where a history does not determine the gradients; of each gradient a few numbers are kept
-(:func:`projections`).
+(:func:`projections`). For a history alone no tensors are saved for a backward
+(:func:`without_saved_tensors`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from fxpipe.ir._torch import gradient_kinds
 from fxpipe.ir.autograd import Edge, Node, next_edges, reached
 from fxpipe.ir.progress import phase
+
+Result = TypeVar("Result")
 
 TOLERANCE = 1e-3  # relative to a gradient's norm: two runs may add up in different orders
 AHEAD = 12  # nodes by which uses of leaves are told apart
@@ -33,6 +36,36 @@ SMALL = 0.01  # a gradient below this share of the largest one may be a mere rou
 def has_gradient(value: Any) -> bool:
     """Whether a value is a floating-point tensor that requires a gradient."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
+
+
+def without_saved_tensors(run: Callable[[], Result]) -> Result:
+    """The result of ``run()``, in which no operator saves tensors for its backward: autograd graphs
+    have the nodes and edges that they always have, and take hardly any memory. No backward can go
+    through them.
+
+    If ``run`` needs saved tensors (it runs a backward of its own, or a transform of ``torch.func``,
+    which refuses hooks on saved tensors), it is called once more, and tensors are saved as usual.
+    So it must have no side effects.
+    """
+    missed: list[bool] = []
+
+    def refuse(_: None) -> NoReturn:
+        missed.append(True)
+        raise RuntimeError("no tensors have been saved for this backward")
+
+    try:
+        with saved_tensors_hooks(_dropped, refuse):
+            result = run()
+        if not missed:
+            return result
+    except Exception as error:
+        if not missed and "saved tensor hooks" not in str(error):
+            raise
+    return run()
+
+
+def _dropped(tensor: Tensor) -> None:
+    """What is saved in place of a tensor."""
 
 
 _AS_IT_IS = {

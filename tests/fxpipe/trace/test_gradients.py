@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fxpipe.trace import TraceError, trace
-from fxpipe.trace.gradients import history_of, projections
+from fxpipe.trace.gradients import history_of, projections, without_saved_tensors
 from tests.fxpipe.trace.small import x
 
 
@@ -69,6 +70,60 @@ def test_a_history_may_be_used_before_its_graph_is_freed() -> None:
     history_of(results, lambda history: results[0].sum().backward())
     assert weight.grad is not None and weight.grad.tolist() == [3, 3]
     assert not results
+
+
+def test_a_graph_without_saved_tensors_has_the_same_history() -> None:
+    layer, batch = nn.Linear(4, 4), torch.randn(3, 4)
+    y = without_saved_tensors(lambda: layer(batch).sigmoid())
+    with pytest.raises(RuntimeError, match="no tensors have been saved"):
+        y.sum().backward()
+    assert history_of([y]) == history_of([layer(batch).sigmoid()])
+
+
+def test_an_activation_is_freed_as_soon_as_the_forward_no_longer_needs_it() -> None:
+    def run() -> tuple[Tensor, bool]:
+        y = torch.randn(3, 4, requires_grad=True).sigmoid()
+        memory = StorageWeakRef(y.untyped_storage())
+        y = y.sigmoid()
+        return y, memory.expired()
+
+    _, is_freed = run()
+    assert not is_freed, "an ordinary run keeps it for the backward"
+    _, is_freed = without_saved_tensors(run)
+    assert is_freed
+
+
+def _slope(x: Tensor) -> Tensor:
+    y = x.detach().requires_grad_()
+    return torch.autograd.grad(y.sigmoid().sum(), y)[0]
+
+
+@pytest.mark.parametrize("slope", [_slope, torch.func.grad(lambda x: x.sigmoid().sum())])
+def test_a_run_with_a_backward_of_its_own_saves_tensors(slope) -> None:
+    batch = torch.randn(3, 4)
+    assert torch.equal(without_saved_tensors(lambda: slope(batch)), slope(batch))
+
+
+def test_it_does_so_where_the_error_of_its_backward_is_caught() -> None:
+    def run() -> Tensor:
+        try:
+            return _slope(torch.zeros(2))
+        except RuntimeError:
+            return torch.zeros(2)
+
+    assert without_saved_tensors(run).tolist() == [0.25, 0.25]
+
+
+def test_an_error_that_has_nothing_to_do_with_saved_tensors_is_raised_at_once() -> None:
+    calls = []
+
+    def run() -> None:
+        calls.append(len(calls))
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        without_saved_tensors(run)
+    assert calls == [0]
 
 
 class Tied(nn.Module):
