@@ -169,7 +169,11 @@ def check_at_size(
         return
     asking = _Asking(model, args, kwargs, inputs, asked)
     verdict = asking.verdict_of(dims, True, (sizes,))
-    if verdict.trial is None or not verdict.problems:
+    if verdict.trial is None:
+        return
+    if not verdict.problems:
+        if problem := asking.in_the_backward(dims, verdict):
+            _refuse(asked, messages.in_the_backward(problem))
         return
     text = messages.by_size(verdict.problems[0], sizes)
     if verdict.is_wrong:
@@ -525,7 +529,7 @@ class _Asking:
         """The meaning with these batch dimensions, once the backward has been checked as well."""
         if self.contradiction:
             _refuse(self.asked, self.contradiction)
-        problem = self._in_the_backward(dims, verdict)
+        problem = self.in_the_backward(dims, verdict)
         notes = self._notes(dims, verdict, ways)
         if lasting := self._lasting(dims, verdict):
             notes.append(lasting)
@@ -560,7 +564,7 @@ class _Asking:
             return dict.fromkeys(unclear, False)
         return found
 
-    def _in_the_backward(self, dims: InDims, verdict: Verdict) -> Problem | None:
+    def in_the_backward(self, dims: InDims, verdict: Verdict) -> Problem | None:
         """What is wrong with the gradients although the outputs are right; None if nothing is."""
         trial = verdict.trial
         if not self.asked.check or trial is None or any(t.is_meta for t in trial.tensors):

@@ -3,9 +3,9 @@ put together.
 
 ::
 
-    example ── sampled: 5 rows ─┬─ model ─────────────────────────── whole ┐
-                                ├─ model on rows 0 to 2 ─┐                 ├─ alike?
-                                └─ model on rows 3 and 4 ┴─ put together ──┘
+    example ── sampled: 3 rows ─┬─ model ─────────────────────────── whole ┐
+                                ├─ model on row 0 ───────┐                 ├─ alike?
+                                └─ model on rows 1 and 2 ┴─ put together ──┘
 
 For each tensor among the outputs, the check finds out which way of putting its parts together gives
 the whole: they are joined along a dimension, averaged, added up, or all the same. The parts have
@@ -18,7 +18,7 @@ errors may tip the balance.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -31,7 +31,9 @@ from fxpipe.meaning.listed import is_a_row, rows_of
 from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 
-SIZES = (3, 2), (4, 2)  # of the parts: some models take rows in pairs only
+# The sizes of the parts: as few rows as can be; more for a model that gives something else for a
+# single row, which it squeezes, say; and even numbers for a model that takes rows in pairs only.
+SIZES = (1, 2), (3, 2), (4, 2)
 TRIALS = 3
 # An output that differs in some samples only is a problem if it differs in two of them or more, and
 # in a SMALL share of its elements at least; or if it differs in a LARGE share in one sample. Less
@@ -145,14 +147,25 @@ def check(
     """Check whether the outputs for the parts of a mini-batch, put together, are the outputs for
     the whole.
 
-    If this fails for a sample whose integers are mixed, it counts only if it fails for whole rows
-    too: the model may not be made for rows with mixed integers.
+    The first of the sizes are tried by themselves. If the parts do not give the whole then, the
+    other sizes decide.
 
     Args:
         ignored: says of an output's path whether the output is left out of the comparison.
         is_likely: whether one sample is enough; for an unlikely candidate several samples are
             taken, so that it is not accepted by chance.
     """
+    few, *more = question.sizes
+    verdict = _of_likely_rows(replace(question, sizes=(few,)), ignored, is_likely)
+    if verdict.is_exact or not more:
+        return verdict
+    return _of_likely_rows(replace(question, sizes=more), ignored, is_likely)
+
+
+def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likely: bool) -> Verdict:
+    """The verdict of samples of these sizes. If the parts do not give the whole for a sample whose
+    integers are mixed, this counts only if they do not for whole rows either: the model may not be
+    made for rows with mixed integers."""
     verdict = _checked(question, ignored, is_likely, LEVELS)
     if verdict.trial is None or verdict.trial.level != MIXED or not verdict.is_wrong:
         return verdict
@@ -191,7 +204,7 @@ def _checked(
                 before = fits.get(path) or found
                 fits[path] = tuple(way for way in before if way in found) or found
         clear = all(_is_clear(ways) for ways in fits.values()) and not failed
-        if clear and is_likely and not _goes_by_values(trial):
+        if clear and is_likely and not _goes_by_values(trial) and not _has_integers(trial):
             break
     for problems in failed.values():
         share = max((p.difference.share for p in problems if p.difference), default=1.0)
@@ -238,6 +251,15 @@ def _goes_by_values(trial: Trial) -> bool:
         ):
             return True
     return False
+
+
+def _has_integers(trial: Trial) -> bool:
+    """Whether an output has integers or flags. There are few different ones, such as the places of
+    largest values, so that the parts may have fitted the whole by chance."""
+    return any(
+        isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+        for value in trial.whole.values()
+    )
 
 
 def _is_clear(ways: tuple[Dim, ...]) -> bool:

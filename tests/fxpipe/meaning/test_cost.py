@@ -10,8 +10,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
+from fxpipe.meaning.call import Asked, meaning_of
 
 TWO = ["cpu", "cpu"]
+ASKED = Asked(sizes=lambda batch: (batch - batch // 2, batch // 2))
 
 
 class Deep(nn.Module):
@@ -43,3 +45,39 @@ def test_no_run_keeps_the_activations_of_all_layers(tracer):
     fxpipe.compile(Deep(), TWO, chunks=2, example_inputs=(torch.randn(6, 8),), tracer=tracer)
     assert Deep.runs
     assert max(alive for _, alive in Deep.runs) <= 2
+
+
+def test_the_model_is_checked_in_three_runs_on_few_rows():
+    meaning_of(Deep(), (torch.randn(512, 8),), {}, ASKED)
+    assert [rows for rows, _ in Deep.runs] == [3, 1, 2]
+
+
+class Squeezes(nn.Module):
+    """Takes a single row for a batch without rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)).squeeze())
+
+
+def test_more_rows_decide_where_a_single_one_gives_something_else():
+    model, x = Squeezes(), torch.randn(6, 8)
+    with fxpipe.compile(model, TWO, chunks=3, example_inputs=(x,)) as pipe:
+        assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(3)]))
+
+
+class Places(Deep):
+    """Gives whole numbers only, of which a few are often alike by chance."""
+
+    def forward(self, x):
+        return super().forward(x).argmax(0)[:1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whole_numbers_that_are_alike_by_chance_are_asked_for_again(seed):
+    torch.manual_seed(seed)
+    with pytest.raises(fxpipe.BatchError, match="whatever the batch size"):
+        meaning_of(Places(2), (torch.randn(6, 8),), {}, ASKED)
