@@ -49,6 +49,7 @@ def compile(
     passes: Chain | None = None,
     check: bool | str = True,
     stage_backend: Given | None = None,
+    dynamic: bool | None = None,
     dump: str | os.PathLike[str] | None = None,
     verbose: bool = False,
 ) -> Pipeline:
@@ -119,6 +120,13 @@ def compile(
             inputs); or a dict of arguments of ``torch.compile``, ``{"backend": "inductor", "mode":
             "max-autotune"}``. A stage that it cannot compile runs as it is, with a warning. None:
             all stages run as they are.
+        dynamic: whether a program may serve inputs of other sizes than those it was compiled for,
+            in other dimensions than the batch's: sequences of other lengths, pictures of other
+            heights and widths. None: the first one is for the sizes of its inputs, and those
+            compiled once another size has come are for all sizes that the model treats alike, so
+            that most models are compiled twice at most. True: already the first one is, which takes
+            longer to compile. False: each shape has a program of its own. (The batch size may
+            always vary, and so may all sizes where symbolic tracing can trace the model.)
         dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
             code and, if it is small, drawn, after every pass. None: the folder that the environment
             variable ``FXPIPE_DUMP`` names, if it is set.
@@ -153,6 +161,7 @@ def compile(
         loss_weight=loss_weight,
         check=check,
         stage_backend=None if stage_backend is None else StageBackend(stage_backend),
+        dynamic=dynamic,
         chunks=chunks,
         partition=partition,
         costs=costs,

@@ -109,6 +109,8 @@ class Compiler:
         self.compilations = Compilations(type(model).__name__)
         self.homes: dict[str, torch.device] = {}
         """The device of its stage for each tensor of the model that is still on "meta"."""
+        self._any_size = bool(options.dynamic)
+        """Whether programs are compiled for all sizes of inputs that the model treats alike."""
         self._lock = threading.RLock()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any], int]:
@@ -244,7 +246,10 @@ class Compiler:
             mode = self.cache.mode(call)
             if mode is not None:  # found now that the check has determined the batch dimensions
                 return mode
-            why = self.compilations.why(call, [each.guards for each in self.cache.modes])
+            guards = [each.guards for each in self.cache.modes]
+            why = self.compilations.why(call, guards)
+            if self.options.dynamic is None:
+                self._any_size |= any(each.other_sizes(call) for each in guards)
             mode = self._compile(twin, some, named, meaning, call)
         seconds = time.perf_counter() - begin
         self.compilations.note(at, seconds, why, mode.guards, mode.traced.front_end)
@@ -471,7 +476,7 @@ class Compiler:
                 *inputs,
                 tracer=tracer,
                 batch_dims=varying,
-                any_size=chunks is None,
+                any_size=self._any_size and chunks is None,
                 check=has_values,
             )
         if chunks is None:

@@ -245,6 +245,17 @@ class ShapeGuard:
         """The dimensions that have to be of one size."""
         return [i for i, size in enumerate(self.sizes or ()) if size is not None]
 
+    def has_other_sizes(self, call: GuardedCall) -> bool:
+        """Whether the tensor at this path has as many dimensions as the one that the program was
+        compiled for, and one other than the batch's is of another size."""
+        tensor = dict(zip(call.paths, call.tensors, strict=True)).get(self.path)
+        if tensor is None or tensor.ndim != len(self.shape):
+            return False
+        return any(
+            then != now and dim != self.dim
+            for dim, (then, now) in enumerate(zip(self.shape, tensor.shape, strict=True))
+        )
+
     def changed(self, tensor: Tensor) -> list[int]:
         """The dimensions of a tensor, of as many dimensions, that have other sizes than these."""
         pairs = zip(self.sizes or (), tensor.shape, strict=False)
@@ -545,6 +556,11 @@ class Guards:
         """Whether the guards on the model hold: its modules, their modes and hooks, the shapes of
         its parameters and the attributes that its forward reads."""
         return self.modules.holds() and self.state.holds()
+
+    def other_sizes(self, call: GuardedCall) -> bool:
+        """Whether a call differs from the one that the program was compiled for in the size of an
+        input's dimension, other than the batch's. (Guards may hold all the same.)"""
+        return any(guard.has_other_sizes(call) for guard in self.shapes)
 
     def failure(self, *args: Any, **kwargs: Any) -> str:
         """Which guard a call of the model fails first, and how; "" if the program may serve it.

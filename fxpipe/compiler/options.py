@@ -52,6 +52,7 @@ class Options:
     check: bool | str = True
     observer: Observer | None = None
     stage_backend: StageBackend | None = None
+    dynamic: bool | None = None
     verbose: bool = False
 
     @staticmethod
@@ -107,6 +108,12 @@ class Options:
             raise ValueError(
                 f"check is {self.check!r}: give True, to refuse a pipeline that computes something "
                 'else than the model; "warn", to be warned of it; or False, to accept it'
+            )
+        if self.dynamic not in (True, False, None):
+            raise ValueError(
+                f"dynamic is {self.dynamic!r}: give True, for programs that take inputs of other "
+                "lengths, heights and widths; False, for one program for each shape; or None, for "
+                "programs that take others from the second shape on"
             )
         chain_of(self.passes)  # raises for a chain that is none
 

@@ -13,6 +13,11 @@ from tests.zoo import gradients, same
 TWO = ["cpu", "cpu"]
 
 
+def compiled(model, **options):
+    """A pipeline whose first program is already one for any sizes."""
+    return fxpipe.compile(model, TWO, chunks=2, dynamic=True, **options)
+
+
 class Attends(nn.Module):
     """A small language model, with a limit to the length of its sequences."""
 
@@ -35,12 +40,13 @@ def of_length(length, rows=4):
     return torch.randint(20, (rows, length))
 
 
-def test_sequences_of_any_length_share_a_program_whose_bits_are_those_of_the_loop():
+@pytest.mark.parametrize(("dynamic", "programs"), [(None, 2), (True, 1), (False, 7)])
+def test_sequences_of_any_length_share_programs_whose_bits_are_those_of_the_loop(dynamic, programs):
     torch.manual_seed(0)
     model = Attends()
     reference = Attends()
     reference.load_state_dict(model.state_dict())
-    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+    with fxpipe.compile(model, TWO, chunks=2, dynamic=dynamic) as pipe:
         for length in 6, 7, 4, 2, 32, 3, 13:  # 4 is the number of rows, 2 that of a micro-batch
             ids = of_length(length)
             output = pipe(ids)
@@ -53,12 +59,48 @@ def test_sequences_of_any_length_share_a_program_whose_bits_are_those_of_the_loo
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
             model.zero_grad()
             reference.zero_grad()
-        assert len(pipe.all_guards) == 1
+        assert len(pipe.all_guards) == programs
         assert pipe.front_end == "export"
 
 
+def test_sizes_are_constants_until_another_shape_has_come_in_whatever_mode():
+    model = Attends()
+    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+        pipe(of_length(6))
+        assert "ids: int64 [*, 6]" in str(pipe.guards)
+        model.eval()
+        pipe(of_length(6, rows=8))
+        assert "ids: int64 [*, 6]" in str(pipe.guards), "another mode and batch are no other size"
+        pipe(of_length(7))
+        assert "ids: int64 [*, *], ids.size(1) <= 32" in str(pipe.guards)
+        model.train()
+        pipe(of_length(9))
+        assert "ids: int64 [*, *], ids.size(1) <= 32" in str(pipe.guards)
+        for length in 6, 7, 20:
+            for mode in True, False:
+                pipe.train(mode)
+                pipe(of_length(length))
+        assert len(pipe.compilations) == 4
+        assert pipe.compilations[2].why[0] == "shape of ids: (8, 6) → (4, 7)"
+
+
+def test_other_sizes_are_remembered_when_programs_are_dropped():
+    with fxpipe.compile(Attends(), TWO, chunks=2) as pipe:
+        pipe(of_length(6))
+        pipe(of_length(7))
+        pipe.recompile()
+        pipe(of_length(8))
+        pipe(of_length(9))
+        assert len(pipe.compilations) == 3
+
+
+def test_anything_but_true_false_and_none_is_refused():
+    with pytest.raises(ValueError, match="dynamic is 'yes': give True"):
+        fxpipe.compile(Attends(), TWO, dynamic="yes")
+
+
 def test_a_limit_of_the_model_is_a_guard_and_beyond_it_the_model_raises_its_own_error():
-    with fxpipe.compile(Attends(), TWO, chunks=2, example_inputs=(of_length(5),)) as pipe:
+    with compiled(Attends(), example_inputs=(of_length(5),)) as pipe:
         assert "compiled for ids: int64 [*, *], ids.size(1) <= 32" in str(pipe.guards)
         said = pipe.guards.failure(of_length(33))
         assert said.startswith("sizes: ids.size(1) <= 32 does not hold for ids (4, 33) (needed by ")
@@ -70,8 +112,8 @@ def test_a_limit_of_the_model_is_a_guard_and_beyond_it_the_model_raises_its_own_
 def test_a_step_of_another_length_takes_the_same_program():
     model = Attends()
     loss = nn.CrossEntropyLoss()
-    with fxpipe.compile(
-        model, TWO, chunks=2, loss_fn=lambda output, ids: loss(output.flatten(0, 1), ids.flatten())
+    with compiled(
+        model, loss_fn=lambda output, ids: loss(output.flatten(0, 1), ids.flatten())
     ) as pipe:
         for length in 5, 9, 3:
             ids = of_length(length)
@@ -100,7 +142,7 @@ class Branches(nn.Module):
 
 def test_each_branch_by_a_length_is_a_program_of_its_own():
     model = Branches()
-    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+    with compiled(model) as pipe:
         for length in 5, 12, 6, 30, 8, 9:
             x = torch.randn(4, length, 3)
             torch.testing.assert_close(pipe(x), model(x))
@@ -127,7 +169,7 @@ class Masked(nn.Module):
 def test_a_length_may_be_the_number_of_rows_of_the_batch_or_of_a_micro_batch(lengths):
     torch.manual_seed(0)
     model = Masked()
-    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+    with compiled(model) as pipe:
         for length in lengths:
             x, mask = torch.randn(4, length, 6), torch.ones(length, length).triu(1) > 0
             parts = [model(part, mask) for part in x.chunk(2)]
@@ -150,7 +192,7 @@ class Coincides(nn.Module):
 @pytest.mark.parametrize("length", [6, 12])
 def test_a_way_that_only_a_micro_batch_takes_or_only_the_mini_batch_is_refused(length):
     model = Coincides()
-    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+    with compiled(model) as pipe:
         x = torch.randn(12, 9, 6)
         torch.testing.assert_close(pipe(x), model(x))
         with pytest.raises(BatchError):
@@ -175,7 +217,7 @@ class Sevens(nn.Module):
 @pytest.mark.parametrize("rows", [14, 7])
 def test_a_branch_that_only_micro_batches_take_or_only_the_mini_batch_is_refused(rows):
     model = Sevens()
-    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+    with compiled(model) as pipe:
         x = torch.randn(8, 6)
         torch.testing.assert_close(pipe(x), model(x))
         with pytest.raises(BatchError):
@@ -193,7 +235,7 @@ def test_a_size_that_the_model_fixes_is_compiled_for_each_value_and_the_line_is_
             return self.b(self.a(x)) * wide, other * 2
 
     model = Table()
-    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+    with compiled(model) as pipe:
         for length, width in (3, 5), (3, 9), (4, 5), (4, 9), (3, 7):
             x, other = torch.randn(4, length, 4), torch.randn(4, width)
             for ours, theirs in zip(pipe(x, other), model(x, other), strict=True):
@@ -206,7 +248,7 @@ def test_a_size_that_the_model_fixes_is_compiled_for_each_value_and_the_line_is_
 
 def test_a_size_of_one_is_a_constant():
     model = Attends()
-    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+    with compiled(model) as pipe:
         for length in 5, 1, 6, 1:
             ids = of_length(length)
             torch.testing.assert_close(pipe(ids), model(ids))

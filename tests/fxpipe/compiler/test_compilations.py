@@ -29,7 +29,7 @@ class Listed(nn.Module):
 
 def test_each_compilation_says_which_guard_made_it_necessary():
     model = Listed()
-    with fxpipe.compile(model, TWO, chunks=2) as pipe:
+    with fxpipe.compile(model, TWO, chunks=2, dynamic=True) as pipe:
         assert not pipe.compilations and str(pipe.compilations) == "0 compilations of Listed"
         before = datetime.now()
         pipe(torch.randn(4, 3))
@@ -52,7 +52,7 @@ def test_each_compilation_says_which_guard_made_it_necessary():
 
 
 def test_they_are_printed_a_few_lines_each():
-    with fxpipe.compile(Listed(), TWO, chunks=2) as pipe:
+    with fxpipe.compile(Listed(), TWO, chunks=2, dynamic=True) as pipe:
         for width in 3, 4:
             pipe(torch.randn(4, width))
         said = str(pipe.compilations)
@@ -67,7 +67,7 @@ def test_they_are_printed_a_few_lines_each():
 
 
 def test_a_call_that_is_served_or_refused_is_no_compilation():
-    with fxpipe.compile(Listed(), TWO, chunks=2) as pipe:
+    with fxpipe.compile(Listed(), TWO, chunks=2, dynamic=True) as pipe:
         pipe(torch.randn(4, 3))
         pipe(torch.randn(8, 3))
         with pytest.raises(IndexError):
@@ -76,7 +76,7 @@ def test_a_call_that_is_served_or_refused_is_no_compilation():
 
 
 def test_at_the_eighth_for_a_shape_the_dimension_is_named_and_what_to_do():
-    with fxpipe.compile(Listed(), TWO, chunks=2) as pipe:
+    with fxpipe.compile(Listed(), TWO, chunks=2, dynamic=True) as pipe:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for width in range(2, 9):

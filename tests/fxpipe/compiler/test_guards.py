@@ -133,7 +133,8 @@ ROWS = torch.randn(4, 6)
 
 def failure(change=lambda model: None, args=(ROWS,), tracer="export", **kwargs):
     model = Options()
-    with fxpipe.compile(model, TWO, chunks=2, tracer=tracer, example_inputs=(ROWS,)) as pipe:
+    options = {"tracer": tracer, "dynamic": True, "example_inputs": (ROWS,)}
+    with fxpipe.compile(model, TWO, chunks=2, **options) as pipe:
         guards = pipe.guards
         assert guards.failure(ROWS) == "", "they hold for the call that was compiled"
         change(model)
