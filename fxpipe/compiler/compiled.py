@@ -12,11 +12,15 @@ from torch import Tensor, fx, nn
 from fxpipe.compiler.bindings import Binding
 from fxpipe.compiler.guards import Guards
 from fxpipe.compiler.history import History
+from fxpipe.compiler.loss import Loss
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.cost import Cost, stage_costs
+from fxpipe.ir.cost import Cost, copies_of, stage_costs
+from fxpipe.ir.graph import SAVED, STAGE, VALUE, stage_nodes
+from fxpipe.ir.tensors import memory_of, tensor_bytes, tensors_of
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
+from fxpipe.planning.estimates import LossMemory
 from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, Dims, InDim, Parts, joined
 from fxpipe.runtime.program import Program
@@ -74,6 +78,37 @@ class Mode:
     def costs(self) -> list[Cost]:
         """The cost of each stage, for one mini-batch of the example's size."""
         return stage_costs(self.model_graph.graph)
+
+    @property
+    def loss_memory(self) -> LossMemory:
+        """What the loss of the last training step saves for its backward, for a mini-batch of the
+        example's size. Nothing, if the model returns its loss, or before the first step."""
+        steps = (step.graph_module for step, _ in reversed(self.steps.values()))
+        losses = (module for step in steps for module in step.modules() if isinstance(module, Loss))
+        saved = next((loss.saved for loss in losses if loss.saved is not None), None)
+        if saved is None:
+            return LossMemory()
+        output = self.stage_graph.graph.output_node()
+        copies = {
+            id(tensor): count
+            for node in output.all_input_nodes
+            for tensor, count in zip(tensors_of(node.meta[VALUE]), copies_of(node), strict=True)
+        }
+        given = tensors_of(fx.map_arg(output.args[0], lambda node: node.meta[VALUE]))
+        sizes = [tensor_bytes(tensor) * copies[id(tensor)] for tensor in given]
+        others = saved.others * sum(sizes) / (saved.output_bytes or 1)
+        nodes = list(stage_nodes(self.model_graph.graph))
+        last = max(node.meta[STAGE] for node in nodes)
+        known = {
+            memory
+            for node in nodes
+            if node.meta[STAGE] == last
+            for memory, _ in node.meta.get(SAVED, ())
+        }
+        return LossMemory(
+            others + sum(sizes[i] for i in saved.outputs),
+            sum(sizes[i] for i in saved.outputs if memory_of(given[i]) in known),
+        )
 
     @property
     def loss_dim(self) -> Dim:

@@ -3,7 +3,7 @@ that the model itself returns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -12,14 +12,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir._torch import pytree
+from fxpipe.ir._torch import pytree, saved_tensors_hooks
 from fxpipe.ir.structure import Structure
+from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 from fxpipe.meaning.loss import own_loss
 from fxpipe.runtime.microbatch import ListOfRows
 from fxpipe.runtime.random import alone
 
 LossFunction = Callable[[Any, Any], Tensor]
 LossWeightFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class SavedByLoss:
+    """What the loss of a micro-batch has saved for its backward.
+
+    Attributes:
+        outputs: the places, among the tensors of the graph's output, of those that it has saved.
+        others: the bytes of all else, such as the logarithms of probabilities.
+        output_bytes: the bytes of all tensors of the graph's output.
+    """
+
+    outputs: frozenset[int]
+    others: int
+    output_bytes: int
+
+    @staticmethod
+    def of(saved: Iterable[Tensor], output: Any, target: Sequence[Any]) -> SavedByLoss:
+        """Sort the tensors that a loss has saved, by where they come from.
+
+        A parameter, on which a penalty depends, is not counted. Of a target only the part that
+        belongs to the micro-batch is.
+        """
+        given = tensors_of(output)
+        places = {memory_of(tensor): i for i, tensor in enumerate(given)}
+        parts = {memory_of(tensor): tensor_bytes(tensor) for tensor in tensors_of(target)}
+        sizes = {
+            memory_of(tensor): memory_bytes(tensor)
+            for tensor in saved
+            if not isinstance(tensor, nn.Parameter)
+        }
+        return SavedByLoss(
+            frozenset(places[memory] for memory in sizes if memory in places),
+            sum(parts.get(m, size) for m, size in sizes.items() if m not in places),
+            tensor_bytes(given),
+        )
 
 
 class Loss(nn.Module):
@@ -30,6 +67,9 @@ class Loss(nn.Module):
             output, as the first element of a tuple, or under the name ``loss``.
         rebuild: puts the graph's output into the structure that the model returns.
         nesting: the structure of the target.
+
+    ``saved`` says what the loss saves for its backward, once it has been computed. Nobody can know
+    it before: ``loss_fn`` is not called but to train, as it may note what it is called with.
     """
 
     def __init__(
@@ -40,16 +80,32 @@ class Loss(nn.Module):
         # register its parameters with the pipeline.
         self.call = None if loss_fn is None else lambda *args: loss_fn(*args)
         self.rebuild, self.nesting = rebuild, nesting
+        self.saved: SavedByLoss | None = None
 
     def forward(self, output: Any, target: Sequence[Any]) -> Any:
         """The loss of a micro-batch. ``target`` has the leaves of its part of the target."""
-        output = self.rebuild(output)
         if self.call is None:
-            return own_loss(output)
+            return own_loss(self.rebuild(output))
+        if self.saved is not None or saved_tensors_hooks() is not None:
+            return self._of(output, target)
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            value = self._of(output, target)
+        self.saved = SavedByLoss.of(saved, output, target)
+        saved.clear()
+        return value
+
+    def _of(self, output: Any, target: Sequence[Any]) -> Any:
+        output = self.rebuild(output)
         whole = self.nesting.fill(target)
         try:
             with alone():
-                return self.call(output, whole)
+                return self.call(output, whole)  # type: ignore[misc]
         except Exception as error:
             if whole is None:
                 error.add_note("step() was given no target=, so that loss_fn was called with None")

@@ -289,7 +289,8 @@ class Views:
         if options.checkpoint != "never" and options.checkpoint_segments > 1:
             modules = [stage.module for stage in self.stages]
             kept = in_segments(kept, modules, options.checkpoint_segments)
-        memory = step_memory(kept, options.placement, chunks, options.checkpoint)
+        loss = self._runner.last()[0].loss_memory
+        memory = step_memory(kept, options.placement, chunks, options.checkpoint, loss)
         found = predicted(schedule, costs, layout, options.names, memory)
         return replace(found, lanes=tuple(self.lane_names))
 

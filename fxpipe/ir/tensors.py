@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from fxpipe.ir._torch import DisableTorchFunction, memory_number, pytree
+from fxpipe.ir._torch import DisableTorchFunction, memory_number, pytree, stored_values
 
 _WITHOUT_TENSORS = {type(None), bool, int, float, str, slice, torch.dtype, torch.device}
 
@@ -37,3 +37,11 @@ def memory_of(tensor: torch.Tensor) -> int:
         if is_lazy(tensor) or tensor.layout != torch.strided:
             return id(tensor)
         return memory_number(tensor)
+
+
+def memory_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the memory of a tensor, of which it may use a part only; of a sparse tensor, those
+    of its values."""
+    if tensor.layout == torch.strided:
+        return tensor.untyped_storage().nbytes()
+    return stored_values(tensor) * tensor.element_size()

@@ -158,6 +158,19 @@ class StageMemory:
     inputs: float
 
 
+@dataclass(frozen=True)
+class LossMemory:
+    """The bytes that the loss saves for its backward.
+
+    Attributes:
+        saved: all of them, for a whole mini-batch.
+        shared: how many of these the last stage has saved as well.
+    """
+
+    saved: float = 0.0
+    shared: float = 0.0
+
+
 def stage_memory(costs: Sequence[Cost], layout: SkipLayout) -> list[StageMemory]:
     """The memory of each stage, from its cost for a mini-batch and the values that it receives.
 
@@ -185,7 +198,11 @@ def in_segments(
 
 
 def step_memory(
-    stages: Sequence[StageMemory], placement: Sequence[int], chunks: int, checkpoint: str
+    stages: Sequence[StageMemory],
+    placement: Sequence[int],
+    chunks: int,
+    checkpoint: str,
+    loss: LossMemory = LossMemory(),
 ) -> Memory:
     """The memory of a training step, in the form that the simulator and the search for a schedule
     take. ``placement`` has the lane of each stage."""
@@ -197,6 +214,8 @@ def step_memory(
         fixed,
         checkpointed=checkpointed(checkpoint, chunks),
         inputs=[stage.inputs / chunks for stage in stages],
+        loss=loss.saved / chunks,
+        shared_with_loss=loss.shared / chunks,
     )
 
 

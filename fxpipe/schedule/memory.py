@@ -8,8 +8,10 @@
                                                             ends:   - activations - inputs
 
 A backward in two halves begins with the first and ends with the second; at the end of the first a
-part of the activations may be free already. Since a lane does one thing at a time, what it holds
-follows from the order of its actions alone, whatever time they take.
+part of the activations may be free already. In the last stage, a forward is followed by the loss,
+and a backward begins with the loss's. So what the loss has saved is added to the former and is free
+at the begin of the latter; no checkpoint makes it any smaller. Since a lane does one thing at a
+time, what it holds follows from the order of its actions alone, whatever time they take.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ class Memory:
             They keep only ``inputs`` until their backward, which recomputes their activations.
         inputs: the bytes that a stage keeps of a checkpointed micro-batch: one number for all
             stages, or one for each.
+        loss: the bytes that the loss saves of a micro-batch for its backward.
+        shared_with_loss: how many of these bytes are activations of the last stage as well, such as
+            the model's output where the last operator has saved it too.
     """
 
     activations: Sequence[float]
@@ -43,6 +48,8 @@ class Memory:
     released_by_input: float = 0.0
     checkpointed: int = 0
     inputs: Bound = 0.0
+    loss: float = 0.0
+    shared_with_loss: float = 0.0
 
 
 class MemoryChanges:
@@ -53,9 +60,15 @@ class MemoryChanges:
         inputs = spread(memory.inputs, stages, "inputs of each stage")
         released = memory.released_by_input
         self.checkpointed = memory.checkpointed
-        self._kept = [_of_kept(size, released) for size in sizes]
-        pairs = zip(sizes, inputs, strict=True)
-        self._again = [_of_checkpointed(size, received, released) for size, received in pairs]
+        self._kept = [_of_kept(size, released, 0.0) for size in sizes]
+        self._again = [
+            _of_checkpointed(size, received, released, 0.0)
+            for size, received in zip(sizes, inputs, strict=True)
+        ]
+        if stages and memory.loss:
+            own = memory.loss - memory.shared_with_loss
+            self._kept[-1] = _of_kept(sizes[-1], released, own)
+            self._again[-1] = _of_checkpointed(sizes[-1], inputs[-1], released, memory.loss)
 
     def of(self, action: Action) -> tuple[float, float]:
         """The bytes that an action adds when it begins, and when it ends; negative if it frees."""
@@ -63,22 +76,22 @@ class MemoryChanges:
         return changes[action.stage][action.kind]
 
 
-def _of_kept(size: float, released: float) -> dict[Kind, tuple[float, float]]:
+def _of_kept(size: float, released: float, loss: float) -> dict[Kind, tuple[float, float]]:
     return {
-        Kind.FORWARD: (size, 0.0),
-        Kind.BACKWARD: (0.0, -size),
-        Kind.BACKWARD_INPUT: (0.0, -released * size),
+        Kind.FORWARD: (size + loss, 0.0),
+        Kind.BACKWARD: (-loss, -size),
+        Kind.BACKWARD_INPUT: (-loss, -released * size),
         Kind.WEIGHT_GRAD: (0.0, (released - 1.0) * size),
     }
 
 
 def _of_checkpointed(
-    size: float, inputs: float, released: float
+    size: float, inputs: float, released: float, loss: float
 ) -> dict[Kind, tuple[float, float]]:
     return {
-        Kind.FORWARD: (inputs, 0.0),
-        Kind.BACKWARD: (size, -size - inputs),
-        Kind.BACKWARD_INPUT: (size, -released * size),
+        Kind.FORWARD: (inputs + loss, 0.0),
+        Kind.BACKWARD: (size - loss, -size - inputs),
+        Kind.BACKWARD_INPUT: (size - loss, -released * size),
         Kind.WEIGHT_GRAD: (0.0, (released - 1.0) * size - inputs),
     }
 

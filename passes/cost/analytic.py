@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe import ops
-from fxpipe.ir._torch import pytree, stored_values
+from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, batch_bytes, copies_of, times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import COST, LARGER, NO_BACKWARD, SAVED, VALUE, attribute, mutable, stage_nodes
-from fxpipe.ir.tensors import memory_of, tensor_bytes, tensors_of
+from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 from passes.cost.load import Counting, Load
 from passes.cost.signature import signature
@@ -165,7 +165,7 @@ class _Runs:
     def _count(self, node: fx.Node) -> None:
         pairs = zip(tensors_of(node.meta[VALUE]), tensors_of(node.meta[LARGER]), strict=False)
         for one, larger in pairs:
-            is_divided = _memory_bytes(one) != _memory_bytes(larger)
+            is_divided = memory_bytes(one) != memory_bytes(larger)
             self.copies.setdefault(memory_of(one), 1 if is_divided else self.chunks)
 
     def of(self, node: fx.Node) -> Work:
@@ -185,7 +185,7 @@ class _Runs:
         shown = [inputs[i] for i in work.saved_inputs] + [outputs[i] for i in work.saved_outputs]
         state = [n for n in node.all_input_nodes if n.op == "get_attr"]
         own = {memory_of(t) for t in _values(state)}
-        found = {memory_of(t): _memory_bytes(t) for t in shown}
+        found = {memory_of(t): memory_bytes(t) for t in shown}
         found = {memory: size * self.copies.get(memory, 1) for memory, size in found.items()}
         for size in work.saved_inside:
             self.inside -= 1
@@ -238,7 +238,7 @@ class _Runs:
         kept: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            kept[memory_of(tensor)] = _memory_bytes(tensor)
+            kept[memory_of(tensor)] = memory_bytes(tensor)
             return tensor
 
         load = Load()
@@ -311,13 +311,6 @@ def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:
 
 def _inputs(node: fx.Node) -> list[Tensor]:
     return tensors_of(fx.map_arg((node.args, node.kwargs), lambda n: n.meta[VALUE]))
-
-
-def _memory_bytes(tensor: Tensor) -> int:
-    """Bytes of the memory of a tensor; of a sparse tensor, those of its values."""
-    if tensor.layout == torch.strided:
-        return tensor.untyped_storage().nbytes()
-    return stored_values(tensor) * tensor.element_size()
 
 
 def _state(gm: fx.GraphModule, node: fx.Node) -> list[Tensor]:

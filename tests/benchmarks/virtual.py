@@ -22,7 +22,11 @@ hand-overs; each operator is charged to its stream with the time that a device w
     the work of all stages divided by the number of devices.
 ``memory``
     For every schedule and checkpoint mode, the bytes that a step needs on each device by the
-    caching allocator of the simulated accelerator, beside those that are predicted.
+    caching allocator of the simulated accelerator, beside those that are predicted. What is over
+    the prediction are values on their way: the result of a stage until it has been sent, inputs
+    that have arrived ahead of their turn, gradients. So it is also given in values, which are as
+    large as what a stage sends for a micro-batch. (A stage of the net saves eight, on a device with
+    one stage.)
 
 ``--folder``: where the timelines of the last row of the nets are drawn, as it ran and as it is
 predicted. On two cores the first table takes a minute, the third two, and the second, which
@@ -306,6 +310,7 @@ def nets_table(given: argparse.Namespace, console: Console) -> Table:
 
 ROW = 2**16  # numbers of a row of the chain below, so that sizes are far above what is rounded up
 MIB = 2**20
+VALUE = 4 * ROW / MIB  # what a stage sends for a micro-batch, in MiB
 MODES = ("never", "except_last", "always")
 
 
@@ -366,14 +371,16 @@ def memory_table(schedules: list[str], lanes: int = 4) -> Table:
     table = Table(title=f"{lanes} devices, {2 * lanes} micro-batches; MiB of a step")
     for column in ("schedule", "checkpoint"):
         table.add_column(column)
-    for column in ("device", "predicted", "allocated", "active", "reserved", "over predicted"):
+    for column in ("device", "predicted", "allocated", "active", "reserved", "over", "values"):
         table.add_column(column, justify="right")
     for schedule in schedules:
         for checkpoint in MODES:
             for device, numbers in enumerate(memory_of(schedule, checkpoint, lanes)):
-                over = f"{numbers[1] / numbers[0] - 1:+.1%}"
+                predicted, allocated, *_ = numbers
+                over = f"{allocated / predicted - 1:+.1%}"
+                values = f"{(allocated - predicted) / VALUE:+.1f}"
                 cells = (f"{number:.2f}" for number in numbers)
-                table.add_row(schedule, checkpoint, str(device), *cells, over)
+                table.add_row(schedule, checkpoint, str(device), *cells, over, values)
     return table
 
 

@@ -204,6 +204,67 @@ def test_segments_hold_their_inputs_and_the_activations_of_one_of_them():
     assert held == [0, 2 * 384, 2 * 384 + 2 * 384, 0]
 
 
+def peaks_of_a_step(model, loss_fn, target, checkpoint):
+    """The predicted peaks of both lanes in bytes, before a step and after it."""
+    x = torch.randn(8, 12)
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        chunks=4,
+        checkpoint=checkpoint,
+        partition=["2"],
+        example_inputs=(x,),
+        loss_fn=loss_fn,
+    ) as pipe:
+        before = pipe.timeline().peak_memory
+        pipe.step(x, target=target)
+        return before, pipe.timeline().peak_memory
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_the_loss_saves_is_held_in_the_last_lane_once_there_has_been_a_step(checkpoint):
+    layers = nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 10)
+    model, target = nn.Sequential(*layers), torch.randint(10, (8,))
+    before, after = peaks_of_a_step(model, nn.CrossEntropyLoss(), target, checkpoint)
+    # Of each row, the logarithms of 10 probabilities and a target; of each micro-batch, the sum of
+    # the weights of its rows. With checkpoints the most is held in the first backward, ahead of
+    # which the loss of that micro-batch has been freed.
+    saved = 2 * (10 * 4 + 8) + 4
+    assert after[0] == before[0]
+    assert after[1] - before[1] == saved * (4 if checkpoint == "never" else 3)
+
+
+@pytest.mark.parametrize(("checkpoint", "more"), [("never", 0), ("always", 3)])
+def test_an_output_that_stage_and_loss_save_is_held_once_but_for_checkpoints(checkpoint, more):
+    model = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 10), nn.Sigmoid())
+    before, after = peaks_of_a_step(model, lambda y, _: y.square().sum(), None, checkpoint)
+    assert after[1] - before[1] == more * 2 * 10 * 4, "outputs of two rows"
+
+
+def test_a_parameter_in_the_loss_is_not_held_for_each_micro_batch():
+    model = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 10))
+
+    def penalized(output, _):
+        return output.square().sum() + model[2].weight.square().sum()
+
+    before, after = peaks_of_a_step(model, penalized, None, "never")
+    assert after[1] - before[1] == 4 * 2 * 10 * 4, "the outputs only"
+
+
+def test_a_prediction_does_not_call_the_loss():
+    seen = []
+
+    def noted(output, _):
+        seen.append(output)
+        return output.square().sum()
+
+    with fxpipe.compile(MLP(), ["cpu"] * 2, chunks=4, loss_fn=noted, check=False) as pipe:
+        pipe.step(torch.randn(8, 12))
+        calls = len(seen)
+        pipe.timeline()
+    assert len(seen) == calls
+
+
 class TiedLayers(nn.Sequential):
     """Six layers, of which two, 1 and 4, have the same weight."""
 

@@ -157,6 +157,15 @@ def test_memory_of_checkpointed_micro_batches_is_their_inputs_but_for_their_back
     assert held == ((0, 7), (0, 17), (1, 117), (2, 217), (4, 107), (6, 7))
 
 
+def test_what_the_loss_saves_is_held_from_the_forward_of_the_last_stage_to_its_backward():
+    schedule = Schedule.from_text("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1I1 1W1")
+    memory = Memory([100, 100], fixed=7, checkpointed=1, inputs=10, loss=5, shared_with_loss=2)
+    first, last = simulate(schedule, [UNIT] * 2, memory=memory).memory
+    assert [held for _, held in first] == [7, 17, 117, 217, 107, 7], "no loss"
+    # The second micro-batch keeps its activations, among them 2 of the 5 that the loss saves.
+    assert [held for _, held in last] == [7, 22, 117, 7, 110, 107, 7]
+
+
 def test_memory_of_a_checkpointed_backward_in_two_halves():
     schedule = Schedule.from_text("0F0 0I0 0F1 0W0 0B1")
     memory = Memory([100], released_by_input=0.25, checkpointed=2, inputs=10)
