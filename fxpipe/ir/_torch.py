@@ -542,7 +542,7 @@ class SymbolicInputs:
     """
 
     def __init__(self) -> None:
-        self.sizes = ShapeEnv(duck_shape=False)  # equal sizes may differ in the next call
+        self.sizes = ShapeEnv()  # sizes that are equal have one symbol, and a guard says so
         self.mode = FakeTensorMode(shape_env=self.sizes, allow_non_fake_inputs=True)
         self.fakes: list[Any] = []  # of inputs whose sizes may differ in another call
 
@@ -554,19 +554,29 @@ class SymbolicInputs:
         """The fake tensor for a tensor whose sizes are the same in all calls."""
         return self.mode.from_tensor(tensor, static_shapes=True)
 
-    def tensor(self, tensor: Tensor, varying: Collection[int]) -> Any:
-        """The fake tensor for a tensor, with symbols for the sizes of dimensions ``varying``."""
-        dims = range(tensor.dim())
-        kinds = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in dims]
+    def tensor(self, tensor: Tensor, varying: Collection[int], alone: Collection[int] = ()) -> Any:
+        """The fake tensor for a tensor, with symbols for the sizes of dimensions ``varying``.
+
+        Sizes that are equal have the same symbol, but for those of dimensions ``alone``: if the
+        number of rows had a symbol in each tensor, few shapes in the graph could be told equal.
+        """
+
+        def kind(dim: int) -> DimDynamic:
+            if dim not in varying:
+                return DimDynamic.STATIC
+            return DimDynamic.DYNAMIC if dim in alone else DimDynamic.DUCK
+
+        kinds = [kind(dim) for dim in range(tensor.dim())]
         context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
         fake = self.mode.from_tensor(tensor, source=self._source(), symbolic_context=context)
         self.fakes.append(fake)
         return fake
 
-    def number(self, value: int) -> Any:
-        """A symbol for a whole number."""
+    def number(self, value: int, alone: bool = False) -> Any:
+        """A symbol for a whole number; that of sizes equal to it, unless ``alone``."""
         source = self._source()
-        symbol = self.sizes.create_symbol(value, source, DimDynamic.DYNAMIC)
+        kind = DimDynamic.DYNAMIC if alone else DimDynamic.DUCK
+        symbol = self.sizes.create_symbol(value, source, kind)
         self.fakes.append(self.sizes.create_symintnode(symbol, hint=value, source=source))
         return self.fakes[-1]
 

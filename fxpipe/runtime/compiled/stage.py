@@ -274,11 +274,12 @@ class CompiledStage:
             inputs = SymbolicInputs()
             fakes = [inputs.constant(_example(tensor)) for tensor in self.tensors.now()]
             varying = self._varying(args, leaves, alike)
-            for leaf, dims in zip(leaves, varying, strict=True):
+            alone = _alone(leaves, varying, alike)
+            for leaf, dims, apart in zip(leaves, varying, alone, strict=True):
                 if isinstance(leaf, Tensor):
-                    fakes.append(inputs.tensor(_example(leaf, own=True), dims))
+                    fakes.append(inputs.tensor(_example(leaf, own=True), dims, apart))
                 else:
-                    fakes.append(inputs.number(leaf))
+                    fakes.append(inputs.number(leaf, bool(apart)))
             lifted = Lifted(self.stage, self.tensors, args, fakes, inputs.mode)
             self.times += 1
             later: tuple[int, ...] = ()
@@ -380,6 +381,29 @@ def _looks(leaf: Any) -> tuple[Any, Any]:
     if varies(leaf):
         return int, leaf
     return (type(leaf), leaf), None
+
+
+def _alone(
+    leaves: Sequence[Any], varying: Sequence[set[int]], alike: Sequence[_Variant]
+) -> list[set[int]]:
+    """For each of the leaves, the dimensions whose sizes are only by chance what other sizes are:
+    in an earlier call that the stage was compiled for they were not. For a number it is {0}."""
+    histories: dict[int, tuple[Any, ...]] = {}  # by today's size: what it was in earlier calls
+    found: list[set[int]] = []
+    for i, (leaf, dims) in enumerate(zip(leaves, varying, strict=True)):
+        sizes = [_sizes(leaf), *(_sizes(variant.shapes[i]) for variant in alike)]
+        apart = set()
+        for dim in sorted(dims) if isinstance(leaf, Tensor) else [0]:
+            now, *before = (each[dim] for each in sizes)
+            if histories.setdefault(now, tuple(before)) != tuple(before):
+                apart.add(dim)
+        found.append(apart)
+    return found
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    size = _size(value)
+    return size if isinstance(size, tuple) else (size,)
 
 
 def _is_trained(value: Any) -> bool:

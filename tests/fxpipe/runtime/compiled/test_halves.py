@@ -1,5 +1,6 @@
 """The cut of a compiled backward: what gradients of inputs need, and the rest."""
 
+import pytest
 import torch
 from functorch.compile import aot_function
 from torch import nn
@@ -87,9 +88,43 @@ def test_the_first_stage_has_nothing_to_do_in_its_first_half():
     assert operators(halves.second).count("mm.default") == 2
 
 
-def test_every_graph_has_the_sizes_that_its_inputs_have_as_inputs():
+class Flat(nn.Module):
+    """Its last layers compute on rows of which each row of the batch has five."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.last(self.first(x).flatten(0, 1).tanh()) * 2
+
+
+class Unflat(Flat):
+    """The same, and its output has the rows of the batch again."""
+
+    def forward(self, x):
+        return super().forward(x).unflatten(0, (-1, 5))
+
+
+class Counted(Flat):
+    """Its second stage is given the number of rows, beside a tensor of so many rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.mid = nn.Linear(16, 16)
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        y = self.mid(self.first(x).view(-1, 16)).view(rows, length, 16).tanh()
+        return self.last(y.view(-1, 16)).view(rows, length, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "second"), [(Flat, "flatten"), (Unflat, "flatten"), (Counted, "view")]
+)
+def test_every_graph_has_the_sizes_that_its_inputs_have_as_inputs(make, second):
     """A compiler has to know all symbols in shapes of inputs, and "rows * 5" alone tells none."""
-    unknown = []
+    unknown, symbolic = [], []
 
     def backend(gm, inputs):
         shapes = [each.shape for each in inputs if isinstance(each, torch.Tensor)]
@@ -97,29 +132,23 @@ def test_every_graph_has_the_sizes_that_its_inputs_have_as_inputs():
         exprs = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
         known = {expr for expr in exprs if expr.is_Symbol}
         unknown.extend(expr for expr in exprs if expr.free_symbols - known)
+        symbolic.extend(exprs)
         return gm.forward
-
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 8)
-
-        def forward(self, x):
-            return self.last(self.first(x).flatten(0, 1).tanh()) * 2
 
     x = torch.randn(8, 5, 8)
     with fxpipe.compile(
-        Flat(),
+        make(),
         ["cpu"] * 2,
         chunks=4,
-        partition=["flatten"],
+        partition=[second],
         schedule="zb_h1",
         loss_fn=lambda output, target: (output.view_as(target) - target).square().mean(),
         stage_backend=backend,
     ) as pipe:
-        pipe.step(x, target=x)
+        for rows in (8, 6):  # sizes are symbols once there have been two
+            pipe.step(x[:rows], target=x[:rows])
         assert "runs as it is" not in str(pipe.report())
-    assert unknown == []
+    assert symbolic and unknown == []
 
 
 def test_a_step_runs_second_halves_when_the_schedule_says_so():
