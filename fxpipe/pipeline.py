@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.driver import Compiler
-from fxpipe.compiler.guards import Guards
+from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.runner import Runner
 from fxpipe.inspect.views import Stage, Views

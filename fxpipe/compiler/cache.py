@@ -15,7 +15,9 @@ from typing import Any
 from torch import nn
 
 from fxpipe.compiler.compiled import Mode
-from fxpipe.compiler.guards import GuardedCall, ShapeGuard, signature
+from fxpipe.compiler.guards.calls import GuardedCall
+from fxpipe.compiler.guards.on_call import ShapeGuard
+from fxpipe.compiler.guards.signature import signature
 from fxpipe.trace.premises import Premises
 
 MANY = 100  # the most modes, and the most signatures of calls, that are kept

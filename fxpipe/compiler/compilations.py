@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import overload
 
-from fxpipe.compiler.guards import GuardedCall, Guards
+from fxpipe.compiler.guards.calls import GuardedCall
+from fxpipe.compiler.guards.program import Guards
 from fxpipe.ir.text import human_time
 
 WIDTH = 100  # of a record that is printed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.compiler.bindings import Binding
-from fxpipe.compiler.guards import Guards
+from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Loss
 from fxpipe.ir._torch import pytree

@@ -21,7 +21,9 @@ from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode, Unrolled
-from fxpipe.compiler.guards import ANY_SHAPES, ANY_SIZE, ONE_SIZE, GuardedCall, Guards
+from fxpipe.compiler.guards.calls import GuardedCall
+from fxpipe.compiler.guards.on_call import ANY_SHAPES, ANY_SIZE, ONE_SIZE
+from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.layout import CutAlike, Layout
 from fxpipe.compiler.log import logged, wants_log

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.compiler.bindings import stages_of
-from fxpipe.compiler.guards import Guards
+from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.runner import NotYet, Runner

@@ -62,15 +62,36 @@ class Condition:
 
     def text(self, names: Mapping[Symbol, str]) -> str:
         """The relation in words: ``ids.size(1) <= 1024``."""
-        relation = self.relation
-        sign = "==" if relation.func.__name__ == "Equality" else "!="
-        said = f"{relation.lhs} {sign} {relation.rhs}" if self._is_equation else str(relation)
         by_symbol = {str(symbol): name for symbol, name in names.items()}
+        said = _in_words(self.relation)
         return re.sub(r"\bs\d+\b", lambda found: by_symbol.get(found[0], found[0]), said)
 
-    @property
-    def _is_equation(self) -> bool:
-        return self.relation.func.__name__ in ("Equality", "Unequality")
+
+SIGNS = {
+    "Equality": "==",
+    "Unequality": "!=",
+    "LessThan": "<=",
+    "StrictLessThan": "<",
+    "GreaterThan": ">=",
+    "StrictGreaterThan": ">",
+}
+TURNED = {"<=": ">=", "<": ">", ">=": "<=", ">": "<"}
+
+
+def _in_words(relation: Any) -> str:
+    """A relation of sympy as Python would have it: ``a <= b``, where sympy says ``-b + a <= 0``."""
+    kind = relation.func.__name__
+    if kind in ("And", "Or"):
+        return f" {kind.lower()} ".join(sorted(map(_in_words, relation.args)))
+    if kind not in SIGNS:
+        return str(relation)
+    sign, terms = SIGNS[kind], (relation.lhs - relation.rhs).as_ordered_terms()
+    less = [term for term in terms if term.could_extract_minus_sign()]
+    left = sum(term for term in terms if term not in less)
+    right = -sum(less)
+    if not getattr(left, "free_symbols", ()):
+        left, sign, right = right, TURNED.get(sign, sign), left
+    return f"{left} {sign} {right}"
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+import sympy
 import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.trace import checks, trace
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.other_sizes import DIFFERS, REFUSED, with_proven_sizes
+from fxpipe.trace.sizes import Condition
 from tests.fxpipe.trace.small import run
 
 
@@ -133,3 +136,21 @@ def test_where_nothing_is_compared_no_size_but_the_batchs_varies() -> None:
         model, x = nn.Linear(4, 4), torch.randn(6, 5, 4)
     traced = trace(model, (x,), tracer="export", any_size=True, check=False)
     assert traced.sizes is None or not traced.sizes.free
+
+
+@pytest.mark.parametrize(
+    ("relation", "text"),
+    [
+        ("-a + b <= 0", "b <= a"),
+        ("a - b <= 0", "a <= b"),
+        ("-a <= -5", "a >= 5"),
+        ("2*a - 3 < b", "2*a < b + 3"),
+        ("Ne(a*b, 6)", "a*b != 6"),
+        ("Eq(Mod(a, 4), 0)", "Mod(a, 4) == 0"),
+        ("Eq(a, 1) | Eq(a, b)", "a == 1 or a == b"),
+    ],
+)
+def test_a_condition_is_printed_as_python_code(relation: str, text: str) -> None:
+    a, b = sympy.symbols("s1 s2", integer=True, positive=True)
+    condition = Condition(sympy.sympify(relation, {"a": a, "b": b}))
+    assert condition.text({a: "a", b: "b"}) == text

@@ -1,0 +1,31 @@
+"""The signature of a call, by which it is looked up fast which program has served such a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.compiler.guards.calls import autocast_of
+
+
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """The signature of a call, and the tensors in it. Two calls of equal signature pass the same
+    guards on the call.
+
+    Only a call of plain tensors, numbers and strings has a signature, so that the look-up takes
+    less time than the smallest model. For any other call the signature is None, and every guard is
+    checked.
+    """
+    parts = [*args, *kwargs.values()]
+    tensors = [part for part in parts if type(part) is Tensor]
+    if not all(isinstance(part, _CONSTANTS) or type(part) is Tensor for part in parts):
+        return None, tensors
+    kinds = [
+        (part.shape, part.dtype) if isinstance(part, Tensor) else (type(part), part)
+        for part in parts
+    ]
+    return (autocast_of(tensors), len(args), *kwargs, *kinds), tensors
+
+
+_CONSTANTS = (type(None), bool, int, float, str)
