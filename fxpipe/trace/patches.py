@@ -94,6 +94,7 @@ class _InOneThread:
 
     def __init__(self, original: Any, replacement: Any) -> None:
         self.original, self.replacement = original, replacement
+        self.binds = [getattr(type(each), "__get__", None) for each in (original, replacement)]
         self.thread = threading.get_ident()
 
     def seen(self) -> Any:
@@ -101,9 +102,10 @@ class _InOneThread:
         return self.replacement if threading.get_ident() == self.thread else self.original
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        seen = self.seen()
-        get = getattr(type(seen), "__get__", None)
-        return seen if get is None else get(seen, instance, owner)
+        # Written out, as each look-up of an attribute of a module may come here.
+        is_here = threading.get_ident() == self.thread
+        seen, bind = (self.replacement if is_here else self.original), self.binds[is_here]
+        return seen if bind is None else bind(seen, instance, owner)
 
 
 class _DataHere(_InOneThread):

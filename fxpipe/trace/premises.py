@@ -34,6 +34,7 @@ Reads = dict[Attribute, Any]
 """The state of each attribute, as :func:`_state` gives it, at the time that it was first read."""
 
 _EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other guards check these
+_SLOTS = "__dict__", "__class__"  # read at every look-up of a parameter; no attributes of a forward
 _INHERITED = frozenset(dir(nn.Module))
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
@@ -52,7 +53,7 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
     def replace(original: Any) -> Callable[[nn.Module, str], Any]:
         def watched(self: nn.Module, name: str) -> Any:
             value = original(self, name)
-            if name not in _EVERY and self in modules:
+            if name not in _EVERY and name not in _SLOTS and self in modules:
                 is_own = name in original(self, "__dict__")
                 is_state = not isinstance(value, Tensor | nn.Module)
                 is_inherited = _is_plain(value) and name not in _INHERITED
