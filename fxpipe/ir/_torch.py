@@ -393,6 +393,11 @@ SOURCE_OF_GUARD = "_get_sloc"
 """The method of a ``ShapeEnv`` that tells which line of code a guard comes from."""
 
 
+CONVOLUTION_KERNEL = "_select_conv_backend"
+"""The function of ``torch._C`` that chooses the kernel of a convolution. It compares sizes, and
+torch.export makes conditions of these comparisons, although all kernels compute the same."""
+
+
 @contextmanager
 def at_most_guards(count: int) -> Iterator[None]:
     """Inside the ``with`` block, torch.export makes a constant of a size that takes part in more

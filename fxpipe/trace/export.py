@@ -35,7 +35,7 @@ from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps
 from fxpipe.trace.repeated import DoesNotRepeat, Repeated, repeated
 from fxpipe.trace.running import Running
-from fxpipe.trace.sizes import MANY, Sizes, model_lines, sizes_of
+from fxpipe.trace.sizes import MANY, Sizes, any_kernel, model_lines, sizes_of
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
     tensors = example.tensors if example.batch != 1 else example.resized(2)
     with (
         model_lines(),
+        any_kernel(),
         at_most_guards(MANY) if strategy.any_size else nullcontext(),
         data_used(detached=strategy.detached_data) as data,
         values_read(running) as read,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fxpipe.ir._torch import SOURCE_OF_GUARD, FakeTensor, first_symbol
+from fxpipe.ir._torch import CONVOLUTION_KERNEL, SOURCE_OF_GUARD, FakeTensor, first_symbol
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace.errors import Refused, at, is_model_line
 from fxpipe.trace.patches import patched
@@ -220,6 +220,32 @@ def model_lines() -> Iterator[None]:
         return source
 
     with patched(ShapeEnv, SOURCE_OF_GUARD, replaced):
+        yield
+
+
+@contextmanager
+def any_kernel() -> Iterator[None]:
+    """Inside the ``with`` block, torch.export notes no conditions for the choice of a convolution's
+    kernel. By one of these (oneDNN serves from 16 pictures on), a graph would be right for some
+    batch sizes only, although it computes the same at others.
+
+    This holds for contiguous tensors, for which all kernels give a contiguous one. For others the
+    choice may decide about strides, so that the conditions remain.
+    """
+
+    def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
+        def choose(x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+            mode = getattr(x, "fake_mode", None)
+            if mode is None or mode.shape_env is None:
+                return original(x, weight, *args, **kwargs)
+            with mode.shape_env.suppress_guards():
+                if x.is_contiguous() and weight.is_contiguous():
+                    return original(x, weight, *args, **kwargs)
+            return original(x, weight, *args, **kwargs)
+
+        return choose
+
+    with patched(torch._C, CONVOLUTION_KERNEL, replaced):
         yield
 
 

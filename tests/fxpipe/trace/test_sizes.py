@@ -7,6 +7,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+import fxpipe
 from fxpipe.trace import checks, trace
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.other_sizes import DIFFERS, REFUSED, with_proven_sizes
@@ -154,3 +155,30 @@ def test_a_condition_is_printed_as_python_code(relation: str, text: str) -> None
     a, b = sympy.symbols("s1 s2", integer=True, positive=True)
     condition = Condition(sympy.sympify(relation, {"a": a, "b": b}))
     assert condition.text({a: "a", b: "b"}) == text
+
+
+@pytest.mark.parametrize("any_size", [False, True])
+def test_which_kernel_a_convolution_takes_is_no_condition(any_size: bool) -> None:
+    """oneDNN serves from 16 pictures on: 5 frames for each of 2, 3 or 4 rows are as many or fewer.
+    Both kernels give the same tensors."""
+
+    class Frames(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(2, 3, 3, padding=1)
+
+        def forward(self, video: Tensor) -> Tensor:
+            return self.conv(video.flatten(0, 1)).unflatten(0, video.shape[:2])
+
+    model, video = Frames(), torch.randn(4, 5, 2, 6, 6)
+    traced = trace(model, (video,), tracer="export", any_size=any_size)
+    assert not [text for text in said(traced) if "16" in text]
+    assert traced.largest_batch > 1000
+    for rows in 2, 3, 4, 9:
+        video = torch.randn(rows, 5, 2, 6, 6)
+        assert traced.sizes.broken([video.shape], [2, rows]) is None
+        torch.testing.assert_close(run(traced, video), model(video))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer="export") as pipe:
+        pipe(torch.randn(4, 5, 2, 6, 6))
+        pipe(torch.randn(3, 5, 2, 6, 6))
+        assert len(pipe.compilations) == 1, "it is for batches of any size"
