@@ -393,8 +393,9 @@ SOURCE_OF_GUARD = "_get_sloc"
 """The method of a ``ShapeEnv`` that tells which line of code a guard comes from."""
 
 
+KERNELS: ModuleType = torch._C
 CONVOLUTION_KERNEL = "_select_conv_backend"
-"""The function of ``torch._C`` that chooses the kernel of a convolution. It compares sizes, and
+"""The function of that module that chooses the kernel of a convolution. It compares sizes, and
 torch.export makes conditions of these comparisons, although all kernels compute the same."""
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fxpipe.ir._torch import CONVOLUTION_KERNEL, SOURCE_OF_GUARD, FakeTensor, first_symbol
+from fxpipe.ir._torch import CONVOLUTION_KERNEL, KERNELS, SOURCE_OF_GUARD, FakeTensor, first_symbol
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace.errors import Refused, at, is_model_line
 from fxpipe.trace.patches import patched
@@ -245,7 +245,7 @@ def any_kernel() -> Iterator[None]:
 
         return choose
 
-    with patched(torch._C, CONVOLUTION_KERNEL, replaced):
+    with patched(KERNELS, CONVOLUTION_KERNEL, replaced):
         yield
 
 
