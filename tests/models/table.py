@@ -25,6 +25,7 @@ import click
 
 from tests.models.compare import CASES, Result, compare
 from tests.models.registry import Entry, entries
+from tests.models.shapes import Shapes, compare_shapes
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("results.md")
@@ -39,6 +40,24 @@ class Row:
     name: str
     results: dict[tuple[bool, str], Result]
     errors: dict[tuple[bool, str], str]  # by case: the message that a user gets
+    shapes: Shapes | str  # the results on inputs of other sizes, or the message that a user gets
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the model works in all cases, and on other sizes."""
+        return not self.bad and self.takes_shapes
+
+    @property
+    def takes_shapes(self) -> bool:
+        """Whether the pipeline gives on other sizes what the loop gives."""
+        return not isinstance(self.shapes, str) and self.shapes.is_good
+
+    @property
+    def says_of_shapes(self) -> str:
+        """A sentence that says what went wrong on other sizes."""
+        if isinstance(self.shapes, str):
+            return self.shapes
+        return f"differs by {self.shapes.difference:.1e}"
 
     @property
     def bad(self) -> list[tuple[bool, str]]:
@@ -60,7 +79,11 @@ def run(name: str) -> Row:
             results[case] = compare(entry, *case)
         except Exception as error:
             errors[case] = f"{type(error).__name__}: {error}"
-    return Row(name, results, errors)
+    try:
+        shapes: Shapes | str = compare_shapes(entry)
+    except Exception as error:
+        shapes = f"{type(error).__name__}: {error}"
+    return Row(name, results, errors, shapes)
 
 
 def _quiet() -> None:
@@ -100,7 +123,10 @@ def line(entry: Entry, row: Row) -> str:
     good = f"{len(CASES) - len(row.bad)} of {len(CASES)}"
     apart = f"{difference:.0e}" if difference else "0"
     numbers = (ends, nodes, skips, apart, f"{seconds:.1f}") if results else ("",) * 5
-    cells = (entry.name, entry.library, entry.family, *numbers, good)
+    counts = ("", "")
+    if isinstance(row.shapes, Shapes):
+        counts = (str(row.shapes.count), str(row.shapes.compilations))
+    cells = (entry.name, entry.library, entry.family, *numbers, *counts, good)
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -113,6 +139,8 @@ def failures(rows: Iterable[Row]) -> Iterator[str]:
         for message, cases in by_message.items():
             where = "" if len(cases) == len(CASES) else f" ({'; '.join(cases)})"
             yield f"- **{row.name}**{where}: {message}"
+        if not row.takes_shapes:
+            yield f"- **{row.name}** (other sizes): {short(row.says_of_shapes)}"
 
 
 def results_page(rows: list[Row], minutes: float) -> str:
@@ -130,10 +158,15 @@ def results_page(rows: list[Row], minutes: float) -> str:
         where all in it are small, of a ten thousandth of the largest in any). Figures are the worst
         of the four cases; s is the time to compile, in CPU seconds.
 
+        In eval mode one pipeline is also called with inputs of other lengths, heights and widths,
+        up to two of those that the model takes: "shapes" is how many shapes it was called with, and
+        "compiled" how often it was compiled for them.
+
         """)
     text += f"{libraries}; {minutes:.0f} minutes on two cores.\n\n"
-    text += "| model | library | family | front end | nodes | skips | difference | s | good |\n"
-    text += "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n"
+    text += "| model | library | family | front end | nodes | skips | difference | s | shapes "
+    text += "| compiled | good |\n"
+    text += "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
     text += "\n".join(line(known[row.name], row) for row in rows) + "\n"
     across = [
         f"- **{row.name}**: {known[row.name].across}" for row in rows if known[row.name].across
@@ -152,16 +185,18 @@ def results_page(rows: list[Row], minutes: float) -> str:
 def summary(rows: list[Row]) -> str:
     """The table of the README: a line for each family."""
     known = entries()
-    good = sum(not row.bad for row in rows)
+    good = sum(row.is_good for row in rows)
     text = f"{good} of {len(rows)} work in all cases; struck out are those that do not.\n\n"
     if good == len(rows):
         text = f"All {good} work in all cases.\n\n"
     text += "| library | family | models |\n| --- | --- | --- |\n"
     groups = groupby(rows, lambda row: (known[row.name].library, known[row.name].family))
     for (library, family), members in groups:
-        names = dict.fromkeys(_model(f"~~{row.name}~~" if row.bad else row.name) for row in members)
+        names = dict.fromkeys(
+            _model(row.name if row.is_good else f"~~{row.name}~~") for row in members
+        )
         text += f"| {library} | {family} | {', '.join(names)} |\n"
-    reasons = [f"- {row.name}, {reason(row)}" for row in rows if row.bad]
+    reasons = [f"- {row.name}, {reason(row)}" for row in rows if not row.is_good]
     reasons += [
         f'- {row.name}, only with `check="warn"`: {known[row.name].across}'
         for row in rows
@@ -172,6 +207,8 @@ def summary(rows: list[Row]) -> str:
 
 def reason(row: Row) -> str:
     """In which cases a model does not work, and what the last front end says of it."""
+    if not row.bad:
+        return f"other sizes: {short(row.says_of_shapes)}"
     said = row.says(row.bad[0]).partition("export: ")[2] or row.says(row.bad[0])
     modes = {training for training, _ in row.bad}
     where = "train mode: " if modes == {True} else "eval mode: " if modes == {False} else ""
@@ -208,7 +245,7 @@ def main(names: tuple[str, ...], workers: int) -> None:
     minutes = (time.perf_counter() - start) / 60
     if not names:
         write(rows, minutes)
-    print(f"{sum(not row.bad for row in rows)} of {len(rows)} in {minutes:.1f} minutes")
+    print(f"{sum(row.is_good for row in rows)} of {len(rows)} in {minutes:.1f} minutes")
 
 
 if __name__ == "__main__":
