@@ -139,6 +139,11 @@ class Mode:
         if self.compiled is not None:
             self.compiled.refresh()
 
+    def settle(self) -> None:
+        """Set the attributes of the model that its own call would set."""
+        for (module, name), value in self.traced.settled.items():
+            vars(module)[name] = value
+
     def equals(self, other: Mode) -> bool:
         """Whether another mode, compiled after the model has changed, computes the same: then the
         change makes no difference, and this mode can serve."""

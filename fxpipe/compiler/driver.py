@@ -123,6 +123,7 @@ class Compiler:
                 self.notice_values()
             mode, values = self._found(args, kwargs)
             mode.refresh()
+            mode.settle()
             refused = mode.traced.refused_sizes
             chunks = mode.chunks or self.options.chunks_for(mode.batch_of(values), refused)
             return mode, values, chunks
@@ -426,6 +427,7 @@ class Compiler:
             for gm in (prepared.traced.graph_module, stage_graph):
                 twin.restore(gm)
             prepared.traced.rebuild = twin.original(prepared.traced.rebuild)
+            prepared.traced.settled = twin.settled(prepared.traced.settled)
             twin.learned()
         with phase("place", quiet=True):
             homes = place(self.model, stage_graph, options.devices)

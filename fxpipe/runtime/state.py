@@ -17,7 +17,8 @@ from torch import Tensor, nn
 DEPTH = 4  # how deep lists in lists, and objects in objects, are followed
 MANY = 256  # a longer container is data: its elements are recorded, but not what is in these
 
-_PLAIN = type(None), bool, int, float, complex, str, bytes
+PLAIN = type(None), bool, int, float, complex, str, bytes
+"""The types of values that have no parts, and cannot be changed."""
 _EVERY = frozenset(vars(nn.Module()))  # parameters, hooks, modules: what every module has
 
 STATEFUL: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -40,7 +41,7 @@ class State:
         self._look_into(value, DEPTH)
 
     def _look_into(self, value: Any, depth: int) -> None:
-        if isinstance(value, _PLAIN) or not depth or id(value) in self._contents:
+        if isinstance(value, PLAIN) or not depth or id(value) in self._contents:
             return
         contents = _contents(value)
         if contents is None:
@@ -69,7 +70,7 @@ class State:
 
     def _differs(self, value: Any, depth: int) -> bool:
         """Whether a container has other contents than it had."""
-        if isinstance(value, _PLAIN) or not depth or id(value) not in self._contents:
+        if isinstance(value, PLAIN) or not depth or id(value) not in self._contents:
             return False
         _, before = self._contents[id(value)]
         now = _contents(value)
@@ -159,7 +160,7 @@ def _is_not(one: Any, other: Any) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values are one object, or equal numbers or strings of one type."""
-    is_plain = isinstance(one, _PLAIN) and type(one) is type(other)
+    is_plain = isinstance(one, PLAIN) and type(one) is type(other)
     return one is other or (is_plain and bool(one == other))
 
 

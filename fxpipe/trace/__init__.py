@@ -17,6 +17,7 @@ dropped. Tracing leaves the model, its buffers and the random number generators 
     other_sizes          does so at other sizes than the example's
     premises             the attributes of the model that a trace depends on
     patches              the functions of PyTorch that are patched during a trace
+    state, settled       what a call changes on modules, beside tensors
     whole, functions, checkpoints, regions, conditions, reads, running
                          how parts are kept that torch.export cannot look into
     containers           notices lists that a call changes although its graph does not see it
@@ -53,6 +54,7 @@ from fxpipe.trace.example import (
 from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
 from fxpipe.trace.other_sizes import with_proven_sizes
 from fxpipe.trace.patches import LOCK
+from fxpipe.trace.settled import settled
 
 __all__ = [
     "Args",
@@ -133,6 +135,9 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
 
     if references:
         example = replace(example, whole=state.kept_whole(example, references[0]))
+        set_once = settled(example, references[0])
+        # What is set may depend on the sizes: a graph for other sizes would set something else.
+        example = replace(example, any_size=example.any_size and not set_once)
     reasons = []
     written = references[0].result.written if references else {}
     for name, front_end in front_ends.items():
@@ -149,6 +154,8 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
                     with phase("comparison", quiet=True):
                         traced = _checked(example, references, traced)
                     traced.refused_sizes = checks.refused_sizes(example, references)
+                    if traced.front_end != "symbolic":
+                        traced.settled = set_once
                     with phase("other sizes", quiet=True):
                         traced.sizes = with_proven_sizes(example, references[-1], traced)
             traced.otherwise = None  # it is not needed any more, and refers to modules

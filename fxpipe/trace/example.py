@@ -60,6 +60,8 @@ class Traced:
     """Small batch sizes that the model itself has been seen to refuse."""
     sizes: Sizes | None = None
     """The sizes of inputs that the graph is right for, if the front end knows them."""
+    settled: Mapping[tuple[nn.Module, str], Any] = field(default_factory=dict)
+    """The attributes of modules that the first call of the model sets, and later calls find set."""
     may_lose_gradients: bool = False
     """Whether parts of the model have a backward of their own, or no gradients: inputs ahead of the
     first parameter may have got others for it."""

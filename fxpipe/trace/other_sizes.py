@@ -20,10 +20,12 @@ from fxpipe.runtime.microbatch import first_rows
 from fxpipe.trace.checks import EXPORT_TOLERANCE, Reference, difference
 from fxpipe.trace.errors import may_be_the_models
 from fxpipe.trace.example import Effects, Example, Traced
+from fxpipe.trace.settled import matters_later
 from fxpipe.trace.sizes import Place, Sizes
 
 REFUSED = "the model has taken no other size in the check of its graph"
 DIFFERS = "with another size the graph has given something else than the model"
+SETS = "with another size the model sets attributes on which later calls depend"
 TRIES = 4  # of sizes for one dimension, where the model refuses them
 
 Choice = dict[Place, int]
@@ -94,6 +96,8 @@ class _Resized:
             if not is_the_models(error):
                 raise
             return REFUSED
+        if expected.changed and matters_later(self.example, self.reference, tensors):
+            return SETS
         try:
             actual = self._run(tensors, self.traced)
         except Exception as error:

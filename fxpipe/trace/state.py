@@ -190,12 +190,12 @@ def _that_matter(
     difference is each tried alone: to change one of two flags that belong together is a state in
     which no call finds the model.
     """
-    together = any(_differs(example, reference, state.set(*changed)) for state in later)
+    together = any(differs(example, reference, state.set(*changed)) for state in later)
     alone = [
         unit
         for unit in changed
-        if (together and any(_differs(example, reference, state.set(unit)) for state in later))
-        or any(_differs(example, reference, setters) for setters in _far(unit))
+        if (together and any(differs(example, reference, state.set(unit)) for state in later))
+        or any(differs(example, reference, setters) for setters in _far(unit))
     ]
     return changed if together and not alone else alone
 
@@ -210,7 +210,9 @@ def _far(unit: Unit) -> list[list[Setter]]:
     return [[partial(vars(module).update, {name: number + n})] for n in (1, _FAR)]
 
 
-def _differs(example: Example, reference: Reference, setters: list[Setter]) -> bool:
+def differs(example: Example, reference: Reference, setters: list[Setter]) -> bool:
+    """Whether the model gives something else than the reference, or fails, once attributes have
+    been set."""
     try:
         with untouched(example.model):
             for setter in setters:

@@ -25,7 +25,7 @@ import copy
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -115,6 +115,13 @@ class Twin:
         else:
             RECORDING.pop(model, None)
         STATEFUL.update(old for old, new in self._pairs if new in STATEFUL)
+
+    def settled(
+        self, attributes: Mapping[tuple[nn.Module, str], Any]
+    ) -> dict[tuple[nn.Module, str], Any]:
+        """Values of attributes of the twin, as those of attributes of the model."""
+        models = {new: old for old, new in self._pairs}
+        return {(models.get(m, m), name): value for (m, name), value in attributes.items()}
 
     def reads(self, reads: Reads) -> Reads:
         """The attributes that the trace has read of the twin, as attributes of the model, with
