@@ -21,7 +21,7 @@ from fxpipe.trace.checks import EXPORT_TOLERANCE, Reference, difference
 from fxpipe.trace.errors import may_be_the_models
 from fxpipe.trace.example import Effects, Example, Traced
 from fxpipe.trace.settled import matters_later
-from fxpipe.trace.sizes import Place, Sizes
+from fxpipe.trace.sizes import Place, Sizes, near
 
 REFUSED = "the model has taken no other size in the check of its graph"
 DIFFERS = "with another size the graph has given something else than the model"
@@ -84,7 +84,7 @@ class _Resized:
 
     def _choices(self, group: Sequence[Place]) -> Iterator[Choice]:
         """Other sizes of some dimensions, all changed in the same way."""
-        others = [list(_near(self.size(place))) for place in group]
+        others = [list(near(self.size(place))) for place in group]
         return (dict(zip(group, sizes, strict=True)) for sizes in zip(*others, strict=True))
 
     def fails(self, choice: Choice) -> str:
@@ -125,12 +125,3 @@ class _Resized:
     def _run(self, tensors: Sequence[Tensor], traced: Traced | None = None) -> Effects:
         written = bool(self.reference.result.written)
         return self.example.run(tensors, traced, watched=written)
-
-
-def _near(size: int) -> Iterator[int]:
-    """Other sizes than this one, of two or more, in the order in which they are tried: the half
-    first, as a run with it takes less time; then neighbours, and those that are apart by powers of
-    two, as many models take multiples of one only."""
-    others = [size // 2, size - 1, size + 1]
-    others += [size + sign * 2**n for n in range(1, 7) for sign in (-1, 1)]
-    return (n if n >= 2 else size + 1 for n in (*others, 2 * size))

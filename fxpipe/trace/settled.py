@@ -31,6 +31,7 @@ from fxpipe.trace.checks import Reference
 from fxpipe.trace.errors import suppressed
 from fxpipe.trace.example import Example
 from fxpipe.trace.isolation import parameters_put_back, untouched
+from fxpipe.trace.sizes import near
 from fxpipe.trace.state import differs
 
 TRIES = 3  # of other sizes that the model takes
@@ -95,9 +96,8 @@ def _other_inputs(reference: Reference, batch_dims: Sequence[int | None]) -> Ite
     pairs = list(zip(reference.tensors, batch_dims, strict=True))
     sizes = {n for tensor, dim in pairs for d, n in enumerate(tensor.shape) if d != dim and n > 1}
     for size in sorted(sizes, reverse=True):
-        for other in size // 2, 2 * size, size - 1:
-            if other > 1:
-                yield [_resized(tensor, dim, size, other) for tensor, dim in pairs]
+        for other in islice(near(size), TRIES):
+            yield [_resized(tensor, dim, size, other) for tensor, dim in pairs]
 
 
 def _resized(tensor: Tensor, batch_dim: int | None, size: int, other: int) -> Tensor:

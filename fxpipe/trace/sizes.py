@@ -258,3 +258,12 @@ def _model_frame() -> traceback.FrameSummary | None:
         return None
     code = frame.f_code
     return traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
+
+
+def near(size: int) -> Iterator[int]:
+    """Other sizes than this one, of two or more, in the order in which they are tried: the half
+    first, as a run with it takes less time; then neighbours, and those that are apart by powers of
+    two, as many models take multiples of one only."""
+    others = [size // 2, size - 1, size + 1]
+    others += [size + sign * 2**n for n in range(1, 7) for sign in (-1, 1)]
+    return (n if n >= 2 else size + 1 for n in (*others, 2 * size))
