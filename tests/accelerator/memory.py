@@ -113,7 +113,7 @@ LANES = 4
 ROW = 2**18  # numbers: a micro-batch of one row is a MiB
 
 
-def needed(chunks, run):
+def needed(chunks, run, checkpoint="never"):
     """The peaks of what is active on each device, in MiB, beyond what is there before ``run``."""
     devices = [f"sim:{i}" for i in range(LANES)]
     speed = Speed(link_bytes_per_s=10 * 4 * ROW)  # a copy takes a tenth of a forward
@@ -125,6 +125,7 @@ def needed(chunks, run):
             devices,
             chunks=chunks,
             schedule="1f1b",
+            checkpoint=checkpoint,
             loss_fn=lambda output, target: ((output - target) ** 2).sum(),
             check=False,
             partition=[f"stages.{i}" for i in range(1, LANES)],
@@ -162,3 +163,16 @@ def test_memory_depends_on_the_schedule_and_not_on_how_many_micro_batches_there_
     for chunks in 16, 32:
         assert peaks[chunks] == pytest.approx(peaks[8], abs=2.0)
     assert max(peaks[8]) <= 4 * LANES, "a few at a time"
+
+
+def backward(pipe, x, target):
+    pipe(x).sum().backward()
+    pipe.zero_grad()
+
+
+def test_gradients_that_are_on_their_way_do_not_become_more_with_the_micro_batches():
+    """A checkpointed micro-batch keeps the input of each stage until its backward. If the host ran
+    ahead in the backward, the gradients of all of them would be there at once, too."""
+    chunks = 32
+    *peaks, _ = needed(chunks, backward, "always")  # the last device has all outputs
+    assert max(peaks) < 2 * chunks, "MiB: an input of each, and a few gradients"

@@ -3,7 +3,11 @@
 ::
 
     python -m tests.benchmarks.compiled
+    python -m tests.benchmarks.compiled --few
     python -m tests.benchmarks.compiled --models gpt2 --schedules zb_h1 --backend aot_eager
+
+All combinations are many, and each is compiled anew. With ``--few``, every model trains with the
+first schedule, every further schedule trains one of the models, and checkpoint modes take turns.
 
 GPT-2, Llama, a U-Net and a ViT of small sizes train one step of four micro-batches: in a loop over
 the micro-batches with ``torch.compile(model)``, as a pipeline on two CPU lanes with
@@ -22,11 +26,12 @@ batches.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
@@ -35,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.schedule import NAMES
 from tests.benchmarks.nets import UNet
 from tests.benchmarks.timing import keep_memory, show
 
@@ -146,9 +152,22 @@ def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+Row = tuple[str, str, str]
+"""The names of a model, a schedule and a checkpoint mode."""
+
+
+def few(models: list[str], schedules: list[str], checkpoints: list[str]) -> list[Row]:
+    """Rows that have each model, each schedule and each checkpoint mode."""
+    pairs = [(model, schedules[0]) for model in models]
+    pairs += [(models[i % len(models)], name) for i, name in enumerate(schedules) if i]
+    modes = itertools.cycle(checkpoints)
+    return sorted(((*pair, next(modes)) for pair in pairs), key=lambda row: models.index(row[0]))
+
+
 def measured(
-    name: str, schedules: list[str], checkpoints: list[str], backend: str, rounds: int
+    name: str, ways: Sequence[tuple[str, str]], backend: str, rounds: int
 ) -> Iterator[dict[str, Any]]:
+    """Train a model in each of the ways: with this schedule, and this checkpoint mode."""
     torch.manual_seed(0)
     model, x, y = MODELS[name]()
     model.train()
@@ -157,46 +176,45 @@ def measured(
     eager = taken(model)
     loop(compiled_model, x, y)
     expected = taken(model)
-    for schedule in schedules:
-        for checkpoint in checkpoints:
-            told = {"chunks": CHUNKS, "schedule": schedule, "checkpoint": checkpoint}
-            own, plain = copy.deepcopy(model), copy.deepcopy(model)
-            with (
-                warnings.catch_warnings(record=True) as said,
-                fxpipe.compile(own, LANES, loss_fn=loss_of, stage_backend=backend, **told) as pipe,
-                fxpipe.compile(plain, LANES, loss_fn=loss_of, **told) as as_it_is,
-            ):
-                warnings.simplefilter("always")
-                pipe.step(x, target=y)
-                grads = taken(own)
-                as_it_is.step(x, target=y)
-                sides = {
-                    "loop": lambda: loop(compiled_model, x, y),
-                    "pipe": lambda pipe=pipe: pipe.step(x, target=y),
-                    "as it is": lambda pipe=as_it_is: pipe.step(x, target=y),
-                }
-                seconds = medians(sides, rounds) if rounds else dict.fromkeys(sides, 1.0)
-                stages = len(pipe.stages)
-                known = count(pipe)
-                for rows in (ROWS - 1, ROWS - 2, ROWS - 3):
-                    pipe.step(x[:rows], target=y[:rows])
-                anew = count(pipe) - known
-                report = str(pipe.report())
-            yield {
-                "model": name,
-                "schedule": schedule,
-                "checkpoint": checkpoint,
-                "stages": stages,
-                "difference": difference(grads, expected),
-                "eager": difference(expected, eager),
-                "loop_ms": seconds["loop"] * 1e3,
-                "pipe_ms": seconds["pipe"] * 1e3,
-                "ratio": seconds["pipe"] / seconds["loop"],
-                "as_it_is": seconds["as it is"] / seconds["loop"],
-                "anew": anew,
-                "refused": [line for line in report.splitlines() if "runs as it is" in line],
-                "warnings": sorted({str(each.message) for each in said}),
+    for schedule, checkpoint in ways:
+        told = {"chunks": CHUNKS, "schedule": schedule, "checkpoint": checkpoint}
+        own, plain = copy.deepcopy(model), copy.deepcopy(model)
+        with (
+            warnings.catch_warnings(record=True) as said,
+            fxpipe.compile(own, LANES, loss_fn=loss_of, stage_backend=backend, **told) as pipe,
+            fxpipe.compile(plain, LANES, loss_fn=loss_of, **told) as as_it_is,
+        ):
+            warnings.simplefilter("always")
+            pipe.step(x, target=y)
+            grads = taken(own)
+            as_it_is.step(x, target=y)
+            sides = {
+                "loop": lambda: loop(compiled_model, x, y),
+                "pipe": lambda pipe=pipe: pipe.step(x, target=y),
+                "as it is": lambda pipe=as_it_is: pipe.step(x, target=y),
             }
+            seconds = medians(sides, rounds) if rounds else dict.fromkeys(sides, 1.0)
+            stages = len(pipe.stages)
+            known = count(pipe)
+            for rows in (ROWS - 1, ROWS - 2, ROWS - 3):
+                pipe.step(x[:rows], target=y[:rows])
+            anew = count(pipe) - known
+            report = str(pipe.report())
+        yield {
+            "model": name,
+            "schedule": schedule,
+            "checkpoint": checkpoint,
+            "stages": stages,
+            "difference": difference(grads, expected),
+            "eager": difference(expected, eager),
+            "loop_ms": seconds["loop"] * 1e3,
+            "pipe_ms": seconds["pipe"] * 1e3,
+            "ratio": seconds["pipe"] / seconds["loop"],
+            "as_it_is": seconds["as it is"] / seconds["loop"],
+            "anew": anew,
+            "refused": [line for line in report.splitlines() if "runs as it is" in line],
+            "warnings": sorted({str(each.message) for each in said}),
+        }
 
 
 def count(pipe: fxpipe.Pipeline) -> int:
@@ -206,16 +224,22 @@ def count(pipe: fxpipe.Pipeline) -> int:
 
 @click.command(help=__doc__)
 @click.option("--models", default=",".join(MODELS))
-@click.option("--schedules", default="gpipe,1f1b,zb_h1,zbv")
-@click.option("--checkpoints", default="never,always")
+@click.option("--schedules", default=",".join(NAMES))
+@click.option("--checkpoints", default="never,except_last,always")
+@click.option("--few", "is_few", is_flag=True, help="each of them at least once")
 @click.option("--backend", default="inductor")
 @click.option("--rounds", default=7, help="steps of each side; 0 for none, differences only")
-def main(models: str, schedules: str, checkpoints: str, backend: str, rounds: int) -> None:
+def main(
+    models: str, schedules: str, checkpoints: str, is_few: bool, backend: str, rounds: int
+) -> None:
     torch.set_num_threads(1)
     keep_memory()
+    given = [text.split(",") for text in (models, schedules, checkpoints)]
+    rows: list[Row] = few(*given) if is_few else [*itertools.product(*given)]
     results = []
-    for name in models.split(","):
-        for result in measured(name, schedules.split(","), checkpoints.split(","), backend, rounds):
+    for name, group in itertools.groupby(rows, key=lambda row: row[0]):
+        ways = [(schedule, checkpoint) for _, schedule, checkpoint in group]
+        for result in measured(name, ways, backend, rounds):
             print(json.dumps(result), flush=True)
             results.append(result)
     show(
