@@ -36,7 +36,7 @@ from torch._functorch import predispatch
 from torch._guards import TracingContext, tracing
 
 # The function that torch.export's graphs call in place of a torch.autocast.
-from torch._higher_order_ops.wrap import wrap_with_autocast
+from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
 
 # The type of the operators in the graphs of torch.export.
 from torch._ops import OpOverload
@@ -94,6 +94,7 @@ __all__ = [
     "enable_python_dispatcher",
     "pytree",
     "wrap_with_autocast",
+    "wrap_with_set_grad_enabled",
 ]
 
 # ---------------------------------------------------------------------------- values and operators

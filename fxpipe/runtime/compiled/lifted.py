@@ -16,13 +16,20 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir._torch import FakeTensorMode, pytree, version_of
+from fxpipe.ir._torch import (
+    FakeTensorMode,
+    pytree,
+    version_of,
+    wrap_with_autocast,
+    wrap_with_set_grad_enabled,
+)
 from fxpipe.ir.graph import attribute
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.runtime import shared
@@ -31,6 +38,9 @@ from fxpipe.runtime.compiled.draws import Draws, is_traced
 from fxpipe.runtime.random import Seeded
 from fxpipe.runtime.state import STATEFUL
 
+_CONTEXTS = wrap_with_autocast, wrap_with_set_grad_enabled
+"""Operators that call a module, one of their arguments, within a context: ``torch.export`` makes
+them of ``with torch.no_grad()`` and the like."""
 _KEPT = "stack_trace", "nn_module_stack"  # metadata that a compiler may show
 
 
@@ -135,11 +145,20 @@ class _Named:
 
 
 class _CallWithTensors(_Named):
-    """Calls a module with values in place of all of its parameters and buffers."""
+    """Calls a module with values in place of all of its parameters and buffers.
 
-    def __init__(self, name: str, module: nn.Module, names: Sequence[str]) -> None:
+    ``within``: an operator of ``_CONTEXTS``, with the arguments that it takes ahead of the module.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        names: Sequence[str],
+        within: Callable[..., Any] | None = None,
+    ) -> None:
         super().__init__(name)
-        self.module, self.names = module, tuple(names)
+        self.module, self.names, self.within = module, tuple(names), within
 
     def __call__(self, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         values = dict(zip(self.names, tensors, strict=True))
@@ -154,6 +173,8 @@ class _CallWithTensors(_Named):
         return result
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.within is not None:
+            return self.within(module, *args, **kwargs)
         if not isinstance(module, Seeded):
             return module(*args, **kwargs)
         seed, *others = args
@@ -260,7 +281,7 @@ class Lifted:
             if isinstance(value, Tensor):
                 self._lifted[node] = self._given[self._tensors.index(*_home(self._stage, target))]
                 return
-            users = [user for user in node.users if user.args[0] is not node or not _is_call(user)]
+            users = [user for user in node.users if not _calls(user, node)]
             if isinstance(value, nn.Module) and users:
                 raise NotLifted(f"{target} is an argument of {users[0].name!r}")
             self._lifted[node] = None if isinstance(value, nn.Module) else value
@@ -271,13 +292,25 @@ class Lifted:
             module, values, *args = node.args
             assert isinstance(module, fx.Node)
             made = self._call(node, str(module.target), values, args)  # type: ignore[arg-type]
+        elif node.target in _CONTEXTS:
+            at = _place_of_module(node)
+            ahead = fx.map_arg(node.args[:at], self._lifted.__getitem__)
+            context: Any = node.target
+            within = partial(context, *ahead)
+            path = str(node.args[at].target)  # type: ignore[union-attr]
+            made = self._call(node, path, {}, node.args[at + 1 :], within)
         else:
             made = self._graph.node_copy(node, self._lifted.__getitem__)
         made.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
         self._lifted[node] = made
 
     def _call(
-        self, node: fx.Node, path: str, values: Mapping[str, Any], args: Sequence[Any]
+        self,
+        node: fx.Node,
+        path: str,
+        values: Mapping[str, Any],
+        args: Sequence[Any],
+        within: Callable[..., Any] | None = None,
     ) -> fx.Node:
         """Add a call of a module. ``values`` take the places of those parameters that they name."""
         module = self._stage.get_submodule(path)
@@ -289,7 +322,7 @@ class Lifted:
         taken |= fx.map_arg(dict(values), self._lifted.__getitem__)
         return self._graph.create_node(
             "call_function",
-            _CallWithTensors(node.name, module, list(taken)),
+            _CallWithTensors(node.name, module, list(taken), within),
             (tuple(taken.values()), *lifted_args),
             kwargs,
             name=node.name,
@@ -336,6 +369,18 @@ class Lifted:
         count = range(len(self._where))
         items = [self._graph.call_function(operator.getitem, (flat, i)) for i in count]
         self._graph.output(tuple(items))
+
+
+def _calls(node: fx.Node, module: fx.Node) -> bool:
+    """Whether a node calls the module that another node stands for."""
+    if node.target in _CONTEXTS:
+        return node.args[_place_of_module(node)] is module
+    return node.args[0] is module and _is_call(node)
+
+
+def _place_of_module(node: fx.Node) -> int:
+    """The place of the module among the arguments of a node that calls it within a context."""
+    return next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node))
 
 
 def _is_call(node: fx.Node) -> bool:

@@ -97,6 +97,49 @@ def test_with_eager_backends_bits_are_those_of_the_stages_as_they_are(how, check
         assert all(map(torch.equal, found, expected)), backend
 
 
+class WithContexts(nn.Module):
+    """Computes a part without gradients, and a part without autocast, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        first, second, third, last = self.layers
+        with torch.no_grad():
+            angles = first(x) * 2
+        x = second(x) * angles.cos()
+        with torch.autocast("cpu", enabled=False):
+            x = third(x.float()).sin()
+        return last(x)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_what_export_puts_into_contexts_of_grad_mode_and_autocast_is_compiled(schedule):
+    x = torch.randn(8, 8)
+
+    def trained(backend):
+        model = seeded(WithContexts)
+        options = {"tracer": "export", "schedule": schedule, "partition": "auto"}
+        with compiled(model, backend, **options) as pipe:
+            value = pipe.step(x, target=x)
+            assert contexts_in(pipe) == ["wrap_with_set_grad_enabled", "wrap_with_autocast"]
+            assert "runs as it is" not in str(pipe.report())
+        return [value, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    expected = trained(None)
+    assert len(expected) == 1 + 6, "the first layer has no gradients"
+    for backend in ("eager", "aot_eager"):
+        assert all(map(torch.equal, trained(backend), expected)), backend
+
+
+def contexts_in(pipe):
+    """The operators of all stages that call a module within a context."""
+    nodes = (node for stage in pipe.stages for node in stage.module.graph.nodes)
+    names = (getattr(node.target, "__name__", "") for node in nodes)
+    return [name for name in names if name.startswith("wrap_with_")]
+
+
 def test_segments_of_a_stage_are_compiled_one_by_one():
     options = {"checkpoint": "always", "checkpoint_segments": 2}
     backend = Counting()
