@@ -92,6 +92,8 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.overloadpacket in _BATCH_NORMS:
             args = self._by_fixed_statistics(args)
+        elif func.overloadpacket in _BATCH_NORM_BACKWARDS:
+            func, args = _back_by_fixed_statistics(func, args)
         instead = _INSTEAD.get(func.overloadpacket)
         if instead is not None:
             self.met_random_numbers = True
@@ -104,12 +106,42 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args
         self.met_batch_norm = True
         if mean is None or var is None:
-            mean, var = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+            mean, var = _unit(x)
         return (x, weight, bias, mean, var, False, *rest)
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean 0 and variance 1 for each channel."""
+    return x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+
+
+def _back_by_fixed_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The operator and the arguments for the backward of a batch norm that has been replaced.
+
+    Autograd asks for the backward in train mode, whose kernels read the batch's statistics. But the
+    forward has given none, and a kernel would read past the end of an empty tensor.
+    """
+    if func.overloadpacket is aten.native_batch_norm_backward:
+        grad, x, weight, mean, var, of_batch, deviation, training, epsilon, wanted = args
+    else:
+        x, grad, weight, mean, var, of_batch, deviation, epsilon, *_ = args
+        training, wanted = True, [True] * 3
+    if not training or of_batch is None or of_batch.numel():
+        return func, args
+    if mean is None or var is None:
+        mean, var = _unit(x)
+    instead = grad, x, weight, mean, var, of_batch, deviation, False, epsilon, wanted
+    return aten.native_batch_norm_backward.default, instead
 
 
 _BATCH_NORMS = aten.native_batch_norm, aten.cudnn_batch_norm, aten.miopen_batch_norm
 """Operators with the same first six arguments: x, weight, bias, mean, variance, training."""
+_BATCH_NORM_BACKWARDS = (
+    aten.native_batch_norm_backward,
+    aten.cudnn_batch_norm_backward,
+    aten.miopen_batch_norm_backward,
+)
+"""Their backwards; the last two have no argument ``training``, and exist for train mode only."""
 
 
 def _filled(value: float, like: Callable[..., Any]) -> Callable[..., Any]:
