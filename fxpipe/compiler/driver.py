@@ -483,6 +483,7 @@ class Compiler:
                 any_size=self._any_size and chunks is None,
                 check=has_values,
             )
+        traced.refused_sizes |= meaning.refused_sizes
         if chunks is None:
             self._refuse_other_branches(traced, traced.bind(*inputs), varying)
         context = self._to_stages(traced, inputs, meaning, chunks)

@@ -67,6 +67,9 @@ class Meaning:
     """Whether the example has one row, and the model does not run on more than one."""
     listed: Listed | None = None
     """The call, if it has lists with one element for each row."""
+    refused_sizes: frozenset[int] = frozenset()
+    """The sizes of micro-batches for which the model gives something else than for the same rows
+    among others."""
 
 
 @dataclass
@@ -540,7 +543,8 @@ class _Asking:
                 raise BatchError(text)
             warnings.warn(text, BatchWarning, stacklevel=2)
             notes.append(problem.text)
-        return Meaning(dims, verdict.outputs, self._unclear(verdict), notes)
+        unclear, refused = self._unclear(verdict), verdict.refused_sizes
+        return Meaning(dims, verdict.outputs, unclear, notes, refused_sizes=refused)
 
     def _unclear(self, verdict: Verdict) -> dict[str, bool]:
         """The outputs that may be means or sums for all that the check sees, and whether each has

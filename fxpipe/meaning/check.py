@@ -127,6 +127,8 @@ class Verdict:
     """Whether the model runs on the parts of a sample; False if it runs only on the whole."""
     unclear: set[str] = field(default_factory=set)
     """The outputs whose values do not tell whether they are means or sums."""
+    refused_sizes: frozenset[int] = frozenset()
+    """Sizes of parts that are too small: the model gives something else for them."""
     mixed: Problem | None = None
     """A problem that occurs only where integers of several rows are mixed (level "mixed")."""
 
@@ -148,7 +150,7 @@ def check(
     the whole.
 
     The first of the sizes are tried by themselves. If the parts do not give the whole then, the
-    other sizes decide.
+    other sizes decide. If with these they do, parts of the smallest of the first sizes are refused.
 
     Args:
         ignored: says of an output's path whether the output is left out of the comparison.
@@ -159,7 +161,10 @@ def check(
     verdict = _of_likely_rows(replace(question, sizes=(few,)), ignored, is_likely)
     if verdict.is_exact or not more:
         return verdict
-    return _of_likely_rows(replace(question, sizes=more), ignored, is_likely)
+    larger = _of_likely_rows(replace(question, sizes=more), ignored, is_likely)
+    if larger.is_exact and verdict.trial is not None and verdict.is_wrong:
+        larger.refused_sizes = frozenset({min(few)})
+    return larger
 
 
 def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likely: bool) -> Verdict:

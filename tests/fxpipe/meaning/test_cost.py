@@ -69,6 +69,14 @@ def test_more_rows_decide_where_a_single_one_gives_something_else():
         assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(3)]))
 
 
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_a_model_that_gives_something_else_for_a_single_row_gets_no_micro_batch_of_one(tracer):
+    model, x = Squeezes(), torch.randn(6, 8)
+    with fxpipe.compile(model, TWO, chunks=6, example_inputs=(x,), tracer=tracer) as pipe:
+        assert torch.equal(pipe(x), torch.cat([model(part) for part in x.chunk(3)]))
+        assert "of 1 row" in pipe.report()
+
+
 class Places(Deep):
     """Gives whole numbers only, of which a few are often alike by chance."""
 
