@@ -87,9 +87,13 @@ class Trial:
 
     @property
     def has_one_history(self) -> bool:
-        """Whether the outputs of the whole and of the parts have equal autograd graphs."""
-        first, *others = self.histories or [None]
-        return first is not None and all(each == first for each in others)
+        """Whether the outputs of the whole and of its largest part have equal autograd graphs. That
+        of a single row may lack nodes, since ``expand`` to one row, for one, does nothing."""
+        if not self.histories:
+            return False
+        whole, *parts = self.histories
+        largest = self.sizes.index(max(self.sizes))
+        return whole is not None and whole == parts[largest]
 
     def each(self, dims: Sequence[int | None]) -> list[list[Tensor]]:
         """The tensors of each part of the sample."""

@@ -129,11 +129,24 @@ def test_a_model_without_a_backward_is_compiled():
         torch.testing.assert_close(pipe(x), model(x))
 
 
+class WithToken(nn.Module):
+    """Puts a parameter in front of each row, expanded to all rows, which does nothing for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.a = nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 8)
+
+    def forward(self, x):
+        token = self.token.expand(x.shape[0], -1, -1)
+        return self.a(torch.cat([token, x[:, None]], 1)).tanh()
+
+
 def test_no_backward_is_run_where_the_histories_are_the_same(monkeypatch):
     ran = []
     backward = torch.autograd.backward
     monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: ran.append(backward(*a, **k)))
     compiled(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))).close()
+    compiled(WithToken()).close()
     assert not ran
     compiled(Net(lambda grad: grad)).close()
     assert ran
