@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from tests.kernels import by_shape
 
 TWO = ["cpu", "cpu"]
 
@@ -229,3 +232,31 @@ def test_the_gradient_of_an_input_that_a_part_without_gradients_uses_is_the_mode
         (found,) = torch.autograd.grad(pipe(x).square().mean(), x)
         (expected,) = torch.autograd.grad(model(x).square().mean(), x)
         torch.testing.assert_close(found, expected)
+
+
+def of_last_bits(grad):
+    """Numbers that depend on the last bits of the gradient, as differences of nearly equal ones."""
+    return (grad * 2**20).frac()
+
+
+@pytest.fixture
+def kernels_that_round_by_shape():
+    if os.environ.get("FXPIPE_TEST_KERNELS") == "by_shape":
+        yield
+        return
+    with by_shape():
+        yield
+
+
+def test_a_gradient_of_which_rounding_makes_another_is_not_refused(kernels_that_round_by_shape):
+    torch.manual_seed(0)
+    with compiled(Net(of_last_bits)) as pipe:
+        assert pipe.stages
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_rows_that_are_put_together_are_seen_with_kernels_that_round_by_shape(
+    name, kernels_that_round_by_shape
+):
+    with pytest.raises(fxpipe.BatchError, match=r"gradient of a\.weight, a\.bias depends on which"):
+        compiled(Net(ACROSS[name]))
