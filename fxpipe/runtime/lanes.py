@@ -260,8 +260,7 @@ class Lanes:
                 run.inboxes[lane].post(node, value)
         output = None
         try:
-            with handed_over(hand_over):
-                output = program.function(CALLER)(run, values)
+            output = program.function(CALLER)(run, values)
         except _Dropped:
             pass
         except BaseException as error:  # KeyboardInterrupt, say

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir._torch import pytree, running_backward
-from fxpipe.runtime.copy import moved, on_the_way_back
+from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import carries_gradient
 from fxpipe.runtime.engine import first
 from fxpipe.runtime.streams import (
@@ -197,8 +197,7 @@ def portal_copy(portal: Portal, source: str, target: str, life: int = 1) -> Port
     arrived = moved(tensor, device, source)
     far, phony = Hidden(arrived, life), portal.phony
     if carries_gradient(phony):
-        with on_the_way_back(tensor.device, device):
-            made_far = _PortalCopy.apply(portal.hidden, far, tensor.device, device, phony)  # type: ignore[no-untyped-call]
+        made_far = _PortalCopy.apply(portal.hidden, far, tensor.device, device, phony)  # type: ignore[no-untyped-call]
         (phony,) = first((made_far,))
     else:
         phony = torch.empty(0)

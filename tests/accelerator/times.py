@@ -72,6 +72,17 @@ class Chain(nn.Module):
         return x
 
 
+class Skipping(Chain):
+    """The same, with a skip from the first stage to the last."""
+
+    def forward(self, x):
+        first, *others = self.stages
+        x = skipped = first(x)
+        for stage in others:
+            x = stage(x)
+        return x + skipped
+
+
 def step_takes(
     schedule,
     lanes=4,
@@ -81,6 +92,7 @@ def step_takes(
     run="step",
     on=None,
     kind=Stage,
+    net=Chain,
     **options,
 ):
     """The makespan of a training step, the second one: caches are then filled. Or of one that is
@@ -101,7 +113,7 @@ def step_takes(
     with (
         virtual_time(speed),
         fxpipe.compile(
-            Chain(lanes, kind=kind),
+            net(lanes, kind=kind),
             devices,
             chunks=CHUNKS,
             schedule=schedule,
@@ -143,6 +155,14 @@ def test_copies_that_take_time_are_hidden_but_where_the_pipeline_fills_and_drain
     for where, first in (("sim:0", 0.0), ("cpu", 0.2)):
         took = step_takes("gpipe", where=where, copy_s=0.2)
         assert took == pytest.approx((CHUNKS + 4 - 1) * 3 + fill_and_drain + first)
+
+
+@pytest.mark.parametrize("run", ["step", "backward"])
+def test_a_skip_and_its_gradient_travel_beside_what_is_computed(run):
+    plain, skipping = (
+        step_takes("gpipe", run=run, copy_s=0.9, net=net) for net in (Chain, Skipping)
+    )
+    assert skipping == pytest.approx(plain)
 
 
 def test_a_backward_of_ones_own_takes_as_long_as_gpipe():

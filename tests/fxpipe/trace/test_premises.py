@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.trace.premises import Premises, attributes_read
@@ -187,3 +187,23 @@ def test_nothing_is_watched_any_more_afterwards():
         assert "__getattribute__" in vars(nn.Module)
         _ = 1 / 0
     assert "__getattribute__" not in vars(nn.Module)
+
+
+class Times(nn.Module):
+    """Has no parameters by which a pipeline could tell it from another."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def test_each_of_many_exchanges_of_a_module_without_parameters_is_seen() -> None:
+    """A module that is exchanged is freed, and the next one may get its ``id``."""
+    model, x = nn.Sequential(nn.Linear(4, 4), Times(0.0), nn.Linear(4, 4)), torch.randn(4, 4)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2) as pipe:
+        for factor in range(1, 9):
+            model[1] = Times(float(factor))
+            torch.testing.assert_close(pipe(x), model(x))
