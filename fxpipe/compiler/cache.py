@@ -55,9 +55,7 @@ class Cache:
         the call's tensors in the order of the graph's inputs."""
         found, tensors = signature(args, kwargs)
         places = {id(tensor): i for i, tensor in enumerate(tensors)}
-        # If one tensor is given for two arguments, the order of the values does not say which of
-        # them an input is: such a call takes the slow look-up.
-        if found is None or len(places) != len(tensors):
+        if found is None:
             return
         if any(id(value) not in places for value in values):  # bind has cut lists into parts
             return

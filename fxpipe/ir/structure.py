@@ -8,7 +8,7 @@ has registered.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -133,6 +133,9 @@ class Structure:
 
     parts: list[_Part]
     spec: pytree.TreeSpec
+    same: tuple[int, ...] = ()
+    """For the place of each tensor, the first place of the same object; () if all are different. A
+    model may ask whether two arguments are one (``key is query``)."""
 
     @staticmethod
     def of(value: Any) -> tuple[list[Any], Structure]:
@@ -143,7 +146,7 @@ class Structure:
         flat, spec = pytree.tree_flatten(value)
         found = [_Part.of(part) for part in flat]
         tensors = [tensor for within, _ in found for tensor in within]
-        return tensors, Structure([part for _, part in found], spec)
+        return tensors, Structure([part for _, part in found], spec, same_objects(tensors))
 
     @property
     def opens_objects(self) -> bool:
@@ -154,7 +157,7 @@ class Structure:
         """The path of each tensor within the value, such as ``.past.layers[0].keys``."""
         marks = self._marks()
         found: dict[int, str] = {}
-        for path, leaf in leaves(self.fill(marks)):
+        for path, leaf in leaves(self._fill(marks)):
             found.setdefault(id(leaf), path)
         return [found[id(mark)] for mark in marks]
 
@@ -162,7 +165,7 @@ class Structure:
         """The leaves that are not tensors: numbers, strings, None."""
         marks = self._marks()
         own = set(map(id, marks))
-        return [leaf for _, leaf in leaves(self.fill(marks)) if id(leaf) not in own]
+        return [leaf for _, leaf in leaves(self._fill(marks)) if id(leaf) not in own]
 
     def without_tensors(self) -> list[Any]:
         """The leaves in which there are no tensors; an object is one leaf."""
@@ -179,9 +182,25 @@ class Structure:
         )
 
     def fill(self, tensors: Iterable[Any]) -> Any:
-        """A value of this structure with these tensors in their places; its objects are copies."""
+        """A value of this structure with these tensors in their places; its objects are copies.
+        Where one tensor was at several places, the tensor of the first of them is."""
+        if self.same:
+            given = list(tensors)
+            tensors = [given[place] for place in self.same]
+        return self._fill(tensors)
+
+    def _fill(self, tensors: Iterable[Any]) -> Any:
         remaining = iter(tensors)
         return pytree.tree_unflatten([part.fill(remaining) for part in self.parts], self.spec)
+
+
+def same_objects(tensors: Sequence[Any]) -> tuple[int, ...]:
+    """For the place of each tensor, the first place of the same object; () if no tensor is at
+    several places."""
+    first: dict[int, int] = {}
+    for place, tensor in enumerate(tensors):
+        first.setdefault(id(tensor), place)
+    return () if len(first) == len(tensors) else tuple(first[id(tensor)] for tensor in tensors)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:

@@ -270,6 +270,8 @@ class Example:
     ) -> list[Tensor | None]:
         """The gradients of the inputs of real numbers for a fixed weighted sum of all outputs, in a
         run of the model, or of its graph, without side effects on the model."""
+        if not any(tensor.is_floating_point() for tensor in tensors):
+            return [None] * len(tensors)
         with (
             untouched(self.model),
             parameters_put_back(self.model),

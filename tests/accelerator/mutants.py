@@ -88,7 +88,10 @@ EXCHANGED = {
 
 TESTS = ["times.py", "memory.py", "pipelines.py"]
 # Of the last file, one test for each way in which values cross streams.
-CHOSEN = "times or memory or batch_may or penalty or current or share_a or unet-never or tied or together"
+CHOSEN = (
+    "times or memory or batch_may or penalty or current or share_a or unet-never or tied"
+    " or together"
+)
 TIMEOUT_S = 600
 SURVIVES = "SURVIVES"
 

@@ -78,14 +78,14 @@ class GuardedCall:
         ]
 
     @cached_property
-    def built(self) -> Hashable:
-        """How the arguments are nested, and where tensors are among them."""
+    def built(self) -> tuple[Hashable, ...]:
+        """How the arguments are nested, where tensors are among them, and which are one object."""
         parts, spec = self._flat
         kinds = tuple(type(part) if is_opened(part) else None for part in parts)
         places = tuple(
             (path, isinstance(value, Tensor)) for part in self._leaves for path, value in part
         )
-        return spec, kinds, places
+        return spec, kinds, places, self._taken_apart[1].same
 
     @property
     def autocast(self) -> tuple[torch.dtype | None, ...]:

@@ -29,7 +29,7 @@ class ArgumentsGuard:
     """The arguments that are given, how they are nested, and which of them are tensors."""
 
     kind: ClassVar[str] = "arguments"
-    built: Hashable
+    built: tuple[Hashable, ...]
     names: tuple[str, ...]
 
     def holds(self, call: GuardedCall) -> bool:
@@ -39,6 +39,8 @@ class ArgumentsGuard:
         now = tuple(call.arguments)
         if now != self.names:
             return f"arguments: {', '.join(self.names)} → {', '.join(now)}"
+        if self.built[:-1] == call.built[:-1]:
+            return f"arguments: other ones of {', '.join(now)} are one and the same tensor"
         return f"arguments: {', '.join(now)} are nested otherwise"
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.compiler.guards.calls import autocast_of
+from fxpipe.ir.structure import same_objects
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
@@ -25,7 +26,8 @@ def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[
         (part.shape, part.dtype) if isinstance(part, Tensor) else (type(part), part)
         for part in parts
     ]
-    return (autocast_of(tensors), len(args), *kwargs, *kinds), tensors
+    same = same_objects(tensors)
+    return (autocast_of(tensors), same, len(args), *kwargs, *kinds), tensors
 
 
 _CONSTANTS = (type(None), bool, int, float, str)

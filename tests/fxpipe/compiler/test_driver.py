@@ -78,8 +78,10 @@ def test_what_is_given_by_name_finds_its_place_also_the_second_time():
         mode, found, _ = made.ready((x,), named)
         return mode, [id(value) for value in found]
 
-    first, found = values(weight=one, bias=one)
+    twice, found = values(weight=one, bias=one)
     assert found == [id(x), id(one), id(one)]
+    first, _ = values(weight=one, bias=other)
+    assert first is not twice, "a model may ask whether two arguments are one tensor"
     for _ in range(3):
         mode, found = values(weight=one, bias=other)
         assert mode is first and found == [id(x), id(one), id(other)]
