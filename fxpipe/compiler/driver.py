@@ -37,17 +37,10 @@ from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_the_models
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
-from fxpipe.meaning.call import (
-    Asked,
-    Meaning,
-    Targets,
-    check_at_size,
-    known_dims,
-    loss_dim,
-    meaning_of,
-    refuse_unclear,
-)
+from fxpipe.meaning.asked import Asked, Meaning, refuse_unclear
+from fxpipe.meaning.call import check_at_size, known_dims, meaning_of
 from fxpipe.meaning.listed import Listed, in_parts, of_one_shape
+from fxpipe.meaning.loss_of_target import Targets, loss_dim
 from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
 from fxpipe.meaning.weights import named_arguments

@@ -122,3 +122,9 @@ def packed(rows: dict[int, Input]) -> str:
         f"; or, if {many // few} rows of {packed.name} belong together, give it as ({shape}) to a "
         f"module that calls the model with {packed.name}.flatten(0, 1)"
     )
+
+
+def rows_in(inputs: Sequence[Input], dims: Sequence[int | None]) -> int | None:
+    """The number of rows of the inputs with these batch dimensions; None if no input has one."""
+    pairs = zip(inputs, dims, strict=True)
+    return next((each.tensor.shape[dim] for each, dim in pairs if dim is not None), None)

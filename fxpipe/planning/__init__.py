@@ -12,7 +12,8 @@ from torch import nn
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.progress import report_progress
-from fxpipe.meaning.call import Asked, meaning_of
+from fxpipe.meaning.asked import Asked
+from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.question import CostedModel, PlanQuestion, sketch
 from fxpipe.planning.result import Plan, PlannedStage

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxpipe.meaning.call import Asked, meaning_of
+from fxpipe.meaning.asked import Asked
+from fxpipe.meaning.call import meaning_of
 from fxpipe.planning.question import sketch
 from passes.cost.measured import MeasuredCost
 from passes.partition.automatic import Auto, automatic

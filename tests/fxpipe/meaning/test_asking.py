@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.meaning.call import Asked, meaning_of
+from fxpipe.meaning.asked import Asked
+from fxpipe.meaning.call import meaning_of
 
 TWO = ["cpu", "cpu"]
 ASKED = Asked(sizes=lambda batch: (1,) if batch == 1 else (batch - batch // 2, batch // 2))

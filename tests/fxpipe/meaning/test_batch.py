@@ -10,7 +10,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.compiler.outputs import noted_dims
-from fxpipe.meaning.call import Asked, meaning_of
+from fxpipe.meaning.asked import Asked
+from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.candidates import candidates
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.said import named_inputs

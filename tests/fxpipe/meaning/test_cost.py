@@ -10,7 +10,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
-from fxpipe.meaning.call import Asked, meaning_of
+from fxpipe.meaning.asked import Asked
+from fxpipe.meaning.call import meaning_of
 
 TWO = ["cpu", "cpu"]
 ASKED = Asked(sizes=lambda batch: (batch - batch // 2, batch // 2))

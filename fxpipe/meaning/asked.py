@@ -1,0 +1,73 @@
+"""What a user says of how a call is to be read, what the check finds, and how it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxpipe.meaning import messages
+from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.listed import Listed
+from fxpipe.runtime.microbatch import Dim, InDim
+
+
+@dataclass
+class Meaning:
+    """How a call is cut into micro-batches, and how their outputs are put together."""
+
+    in_dims: Sequence[InDim]
+    outputs: dict[str, Dim] = field(default_factory=dict)
+    """How each output is put together, by its path; empty where the model could not be run."""
+    unclear: dict[str, bool] = field(default_factory=dict)
+    """The outputs, by their paths, that are zero for every sample, so that they may be means or
+    sums: whether each has a gradient."""
+    notes: list[str] = field(default_factory=list)
+    """Remarks for the report, such as that dropout masks are those of each micro-batch."""
+    one_row_only: bool = False
+    """Whether the example has one row, and the model does not run on more than one."""
+    listed: Listed | None = None
+    """The call, if it has lists with one element for each row."""
+    refused_sizes: frozenset[int] = frozenset()
+    """The sizes of micro-batches for which the model gives something else than for the same rows
+    among others."""
+
+
+@dataclass
+class Asked:
+    """The options with which a user says how a call is to be read.
+
+    Args:
+        in_dims, out_dims: as for :func:`fxpipe.compile`.
+        check: True: what differs from the model is refused; "warn": it is warned of; False: it is
+            accepted.
+        sizes: a function from the number of rows of a mini-batch to the sizes of its micro-batches.
+        loss_weight: as for :func:`fxpipe.compile`.
+        returns_loss: whether ``loss_weight`` is about a loss that the model returns.
+    """
+
+    in_dims: Any = None
+    out_dims: Any = None
+    check: bool | str = True
+    sizes: Callable[[int], tuple[int, ...]] = lambda batch: ()
+    loss_weight: Any = None
+    returns_loss: bool = False
+
+
+def refuse(asked: Asked, text: str) -> None:
+    """Raise BatchError, or warn, or do nothing, as the option ``check`` says."""
+    if asked.check is True:
+        raise BatchError(text)
+    if asked.check:
+        warnings.warn(text, BatchWarning, stacklevel=3)
+
+
+def refuse_unclear(meaning: Meaning, check: bool | str, path: str) -> None:
+    """Raise an error for an output that is zero for every sample, so that it may be a mean or a
+    sum, if it has a gradient; warn of one that has none."""
+    if path in meaning.unclear and check:
+        text = messages.unclear(path)
+        if meaning.unclear[path] and check is True:
+            raise BatchError(text)
+        warnings.warn(text, BatchWarning, stacklevel=2)

@@ -1,0 +1,348 @@
+"""The check of one kind of call: candidates for its batch dimensions, one after the other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir.errors import is_the_models
+from fxpipe.ir.structure import Structure, leaves
+from fxpipe.loss_weight import IGNORED
+from fxpipe.meaning import messages
+from fxpipe.meaning.asked import Asked, Meaning, refuse
+from fxpipe.meaning.backward import backward_problem
+from fxpipe.meaning.candidates import InDims, agree, rows_in
+from fxpipe.meaning.check import SIZES, Problem, Question, Trial, Verdict, check, ran
+from fxpipe.meaning.compare import difference
+from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.lasting import lasting_problem
+from fxpipe.meaning.listed import Listed, is_a_row
+from fxpipe.meaning.runs import ModelRuns, is_taken
+from fxpipe.meaning.said import Input
+from fxpipe.meaning.sample import part
+from fxpipe.meaning.stilled import batch_norms, dropouts
+from fxpipe.meaning.weights import (
+    Fill,
+    Weigh,
+    named_arguments,
+    remedy,
+    weighed,
+    with_ignored,
+)
+from fxpipe.runtime.microbatch import WEIGHTED
+from fxpipe.trace import canonical
+from fxpipe.trace.gradients import has_gradient
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """The first name and the number of the others, as text."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+class Asking:
+    """One check of a kind of call: it asks, for one candidate after the other, whether parts of
+    samples give what the whole gives."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Input],
+        asked: Asked,
+        listed: Listed | None = None,
+    ) -> None:
+        self.inputs, self.asked, self.listed = inputs, asked, listed
+        self.otherwise: Callable[[], Meaning | None] = lambda: None  # tried if no candidate fits
+        self.arguments: Fill
+        fill: Callable[[Sequence[Any]], Any]
+        if listed is not None:
+            self.tensors, fill = listed.values, listed.call
+            self.arguments = lambda values: ((), listed.by_name(values))
+        else:
+            self.tensors, structure = Structure.of(canonical(model, args, kwargs))
+            fill, self.arguments = structure.fill, named_arguments(model, args, kwargs)
+        real = {i: each.name for i, each in enumerate(inputs) if _is_real(each.tensor)}
+        self.runs = ModelRuns(model, fill, real, asked)
+        self.random: set[str] = set()  # the outputs that depend on the random seed
+        self.contradiction = ""  # how the model contradicts ``loss_weight``, for a message
+
+    def _weigh(self, function: Callable[..., Any]) -> Weigh:
+        """The weight of a micro-batch by a function of the model's arguments."""
+
+        def weigh(tensors: Sequence[Any]) -> Any:
+            args, kwargs = self.arguments(tensors)
+            return function(*args, **kwargs)
+
+        return weigh
+
+    def best(self, ways: Sequence[InDims]) -> Meaning:
+        """The meaning by the first candidate with which all outputs are the model's.
+
+        If there is none, it is the likeliest candidate, the first one, as long as only single
+        numbers (losses) differ with it: a loss across rows differs with every candidate.
+        """
+        verdicts: list[tuple[InDims, Verdict]] = []
+        for dims in ways:
+            verdict = self.verdict_of(dims, is_likely=dims == ways[0])
+            if verdict.is_exact:
+                return self.meaning(dims, verdict, ways)
+            verdicts.append((dims, verdict))
+        if (found := self.otherwise()) is not None:
+            return found
+        dims, verdict = verdicts[0]
+        if verdict.trial is not None and not verdict.is_wrong:
+            self.tell(dims, verdict)
+            return self.meaning(dims, verdict, ways)
+        return self._none(verdicts, ways)
+
+    def _none(self, verdicts: list[tuple[InDims, Verdict]], ways: Sequence[InDims]) -> Meaning:
+        """The meaning where no candidate fits: an error, or with ``check="warn"`` a warning and
+        the first candidate."""
+        # If the model raises an error on the call itself, the trace will raise the same.
+        if not is_taken(self.runs.output_of, self.tensors):
+            return Meaning(verdicts[0][0])
+        tried = next((v for v in verdicts if v[1].trial is not None and v[1].is_wrong), None)
+        if tried is not None:
+            dims, verdict = tried
+            text = self._unrepeatable(verdict) or messages.wrong(verdict, self.inputs, dims)
+            if self.asked.check is True:
+                raise BatchError(text)
+            if self.asked.check == "warn":
+                warnings.warn(text, BatchWarning, stacklevel=2)
+            return self.meaning(dims, verdict, ways)
+        (dims, verdict), *_ = verdicts
+        batch = rows_in(self.inputs, dims)
+        sizes = messages.sizes(self.inputs)
+        if len(sizes) > 1 and self.asked.check:
+            raise BatchError(messages.several(sizes, self.inputs)) from verdict.failure
+        if not verdict.takes_parts and self.asked.check and batch != 1:
+            raise BatchError(messages.no_parts(verdict, self.inputs, dims)) from verdict.failure
+        note = "not checked: the model takes no other number of rows"
+        return Meaning(dims, notes=[note], one_row_only=batch == 1)
+
+    def _unrepeatable(self, verdict: Verdict) -> str:
+        """What to say of a model that gives something else at each call, for the same inputs; an
+        empty string if it does not."""
+        trial = verdict.trial
+        assert trial is not None
+        output = self.runs.output_of(part(trial.tensors, [None] * len(trial.tensors), 0, 0))
+        for path, value in leaves(output, "output"):
+            before = trial.whole.get(path)
+            if isinstance(value, Tensor) and isinstance(before, Tensor) and not value.is_meta:
+                apart = difference(before, value)
+                if apart:
+                    return messages.unrepeatable(path, apart)
+        return ""
+
+    def meaning(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> Meaning:
+        """The meaning with these batch dimensions, once the backward has been checked as well."""
+        if self.contradiction:
+            refuse(self.asked, self.contradiction)
+        problem = self.in_the_backward(dims, verdict)
+        notes = self._notes(dims, verdict, ways)
+        if lasting := self._lasting(dims, verdict):
+            notes.append(lasting)
+            warnings.warn(messages.lasting(lasting), BatchWarning, stacklevel=2)
+        if problem is not None:
+            text = messages.in_the_backward(problem)
+            if self.asked.check is True:
+                raise BatchError(text)
+            warnings.warn(text, BatchWarning, stacklevel=2)
+            notes.append(problem.text)
+        unclear, refused = self._unclear(verdict), verdict.refused_sizes
+        return Meaning(dims, verdict.outputs, unclear, notes, refused_sizes=refused)
+
+    def _unclear(self, verdict: Verdict) -> dict[str, bool]:
+        """The outputs that may be means or sums for all that the check sees, and whether each has
+        a gradient."""
+        said = self.asked.loss_weight is not None and self.runs.returns_loss and self.runs.loss
+        unclear = {path for path in verdict.unclear if not self._ignored(path) and path != said}
+        if not unclear or not self.asked.check or verdict.trial is None:
+            return {}
+
+        def trained(output: Any, _: bool) -> dict[str, bool]:
+            found = dict(leaves(output, "output"))
+            return {path: has_gradient(found.get(path)) for path in unclear}
+
+        tensors = verdict.trial.tensors
+        try:
+            whole = part(tensors, [None] * len(tensors), 0, 0)
+            found: dict[str, bool] = self.runs.recorded(whole, trained)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return dict.fromkeys(unclear, False)
+        return found
+
+    def in_the_backward(self, dims: InDims, verdict: Verdict) -> Problem | None:
+        """What is wrong with the gradients although the outputs are right; None if nothing is."""
+        trial = verdict.trial
+        if not self.asked.check or trial is None or any(t.is_meta for t in trial.tensors):
+            return None
+        wrong = {problem.path for problem in verdict.problems}
+        unknown = wrong | self.random | {p for p, d in verdict.outputs.items() if d == WEIGHTED}
+        known = {p: d for p, d in verdict.outputs.items() if p not in unknown and not is_a_row(p)}
+        if not known:
+            return None
+        if trial.has_one_history:
+            return None
+        for inputs in (self.runs.real, {}) if self.runs.real else ({},):
+            try:
+                recorded, model = self.runs.recorded, self.runs.model
+                return backward_problem(recorded, model, trial, dims, known, inputs)
+            except Exception as error:
+                if not is_the_models(error):
+                    raise  # else it takes no inputs with gradients, or has no backward
+        return None
+
+    def _lasting(self, dims: InDims, verdict: Verdict) -> str:
+        """What differs where parts find the state that the parts before them have left."""
+        trial = verdict.trial
+        if not (self.asked.check and self.runs.changed) or trial is None or self.listed is not None:
+            return ""
+        try:
+            return lasting_problem(self.runs.in_sequence, trial, dims, self.runs.changed)
+        except Exception as error:
+            if not is_the_models(error):
+                raise
+            return ""  # it takes no second call in the state that the first one leaves
+
+    def _notes(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> list[str]:
+        notes = []
+        if dims != ways[0]:
+            notes.append(messages.other_dims(self.inputs, dims))
+        if any(t.is_meta for t in self.tensors):
+            notes.append('not checked: on the device "meta" nothing has values')
+        if self.random:
+            notes.append("not checked: the outputs that depend on random numbers")
+        names = batch_norms(self.runs.model) or ["batch_norm"] * self.runs.met_batch_norm
+        if names:
+            notes.append(
+                f"batch statistics are those of each micro-batch ({_first_of(names)}): "
+                "deferred_batch_norm=True makes the running ones those of the mini-batch"
+            )
+        drawing = dropouts(self.runs.model)
+        if drawing or self.runs.met_random_numbers or self.runs.drew:
+            by = f" ({_first_of(drawing)})" if drawing else ""
+            notes.append(
+                f"random numbers are drawn for each micro-batch by itself{by}, and are others than "
+                "those of the model on the whole batch"
+            )
+        if by := self._once_masked(dims, verdict):
+            notes.append(
+                f"the loss is a mean over the rows as long as no labels are {IGNORED}; for those "
+                f"that are, give loss_weight={by}"
+            )
+        if verdict.mixed is not None:
+            notes.append(
+                f"{verdict.mixed.text}; this is so only where integers of several rows are mixed, "
+                "not for rows like those of the example"
+            )
+        notes += [f"{problem.text}, for some rows only" for problem in verdict.slight]
+        notes += [problem.text for problem in verdict.problems]
+        return notes
+
+    def tell(self, dims: InDims, verdict: Verdict) -> None:
+        """Warn of each problem of a verdict, with its remedy."""
+        if self.asked.check:
+            for problem in verdict.problems:
+                text = messages.across(problem, self.inputs, self._remedy(dims, verdict, problem))
+                warnings.warn(text, BatchWarning, stacklevel=2)
+
+    def _remedy(self, dims: InDims, verdict: Verdict, problem: Problem) -> str:
+        """The ``loss_weight`` that makes a loss equal to the model's, as code that the user can
+        write; "" if none is known."""
+        is_the_loss = self.runs.returns_loss and self.runs.loss == problem.path
+        if verdict.trial is None or self.asked.loss_weight is not None or not is_the_loss:
+            return ""
+        labels = [(each.name, i) for i, each in enumerate(self.inputs) if each.name.isidentifier()]
+        return remedy(verdict.trial, self.runs.loss, labels, self._weigh, dims)
+
+    def _once_masked(self, dims: InDims, verdict: Verdict) -> str:
+        """The ``loss_weight`` that a loss needs once some labels are IGNORED; "" if it needs none.
+
+        The example may have no such label. Then all its rows have the same number of labels, and
+        the check sees a plain mean over the rows.
+        """
+        trial, loss = verdict.trial, self.runs.loss
+        is_mean = loss in verdict.outputs and verdict.outputs[loss] is None
+        if trial is None or not is_mean or self.asked.loss_weight is not None:
+            return ""
+        for i, each in enumerate(self.inputs):
+            if "label" not in each.name or dims[i] is None or not each.name.isidentifier():
+                continue
+            masked = with_ignored(trial, i, dims[i] or 0)
+            try:
+                sample = ran(self.runs.output_of, masked, dims)
+            except Exception as error:
+                if not is_the_models(error):
+                    raise
+                continue  # this model does not take the label IGNORED
+            if by := remedy(sample, loss, [(each.name, i)], self._weigh, dims):
+                return by
+        return ""
+
+    # ---------------------------------------------------------------------------- asking the model
+
+    def verdict_of(
+        self, dims: InDims, is_likely: bool, sizes: Sequence[tuple[int, ...]] = ()
+    ) -> Verdict:
+        """The verdict of the check on one candidate.
+
+        ``sizes``: the sizes of the parts of samples, in the order in which they are tried; by
+        default two small samples, and then the micro-batches that the example is cut into.
+        """
+        batch = rows_in(self.inputs, dims) or 0
+        if not agree(self.inputs, dims) or not batch:
+            return Verdict(takes_parts=True)
+        is_listed = self.listed is not None
+        sizes = sizes or (*SIZES, self.asked.sizes(batch))
+        question = Question(self.runs.ran, self.tensors, dims, sizes, is_listed)
+        self.runs.drew = False
+        modes = len(self.runs.modes)
+        verdict = check(question, self._ignored, is_likely=is_likely)
+        if len(self.runs.modes) < modes:  # else what it gives in two modes would be compared
+            verdict = check(question, self._ignored, is_likely=is_likely)
+        if self.runs.drew and not self.runs.stilled:
+            self.runs.stilled, self.runs.drew = True, False
+            verdict = check(question, self._ignored, is_likely=is_likely)
+        if self.runs.drew and not verdict.is_exact and verdict.trial is not None:
+            self.random = self._moving(verdict.trial)
+            verdict = check(question, self._ignored, is_likely=is_likely)
+        if not (self.runs.loss and self.runs.returns_loss and self.asked.loss_weight is not None):
+            return verdict
+        weigh = self._weigh(self.asked.loss_weight)
+        verdict, self.contradiction = weighed(
+            verdict, self.runs.loss, self.asked.loss_weight, weigh, dims
+        )
+        return verdict
+
+    def _ignored(self, path: str) -> bool:
+        """Whether an output is not compared: ``out_dims`` says how it is put together, or it
+        depends on random numbers."""
+        return path in self.runs.said or path in self.random
+
+    def _moving(self, trial: Trial) -> set[str]:
+        """The outputs that differ between two runs with different random seeds."""
+        undivided = [None] * len(trial.tensors)
+        first, second = (
+            dict(leaves(self.runs.output_of(part(trial.tensors, undivided, 0, 0), seed)))
+            for seed in (1, 2)
+        )
+        return {
+            f"output{path}"
+            for path, value in first.items()
+            if isinstance(value, Tensor)
+            and not (path in second and torch.equal(value, second[path]))
+        }
+
+
+def _is_real(tensor: Any) -> bool:
+    """Whether an input may get a gradient."""
+    is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+    return is_plain and tensor.is_floating_point() and not tensor.is_meta

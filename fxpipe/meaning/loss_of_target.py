@@ -1,0 +1,186 @@
+"""How the losses of micro-batches are put together to the loss of the mini-batch, for a loss
+function that is given the output and a target."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir.structure import Structure, map_tensors
+from fxpipe.meaning import messages
+from fxpipe.meaning.asked import Asked, refuse
+from fxpipe.meaning.asking import Asking
+from fxpipe.meaning.candidates import rows_in
+from fxpipe.meaning.check import Question, Verdict, check
+from fxpipe.meaning.errors import BatchWarning
+from fxpipe.meaning.listed import Column, Listed, is_column
+from fxpipe.meaning.runs import is_taken
+from fxpipe.meaning.said import named_inputs
+from fxpipe.meaning.sample import part
+from fxpipe.meaning.weights import (
+    Weigh,
+    dim_of,
+    remedy,
+    weighed,
+)
+from fxpipe.runtime.microbatch import LISTED, SUM, Dim, InDim, ListOfRows
+from fxpipe.trace import untouched
+
+LOSS = "output"
+"""The path of the loss in a question whose only output is the loss."""
+
+
+def loss_dim(
+    model: nn.Module,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    in_dims: Sequence[InDim],
+    loss: Callable[[Any, Any], Any],
+    readings: Sequence[Targets],
+    asked: Asked,
+) -> tuple[int, Dim]:
+    """How the target is cut into micro-batches, as a place among the readings; and how the losses
+    of the micro-batches are put together to the loss of the mini-batch: by a sum (SUM), a mean over
+    the rows (None), or with the weights of ``loss_weight`` (WEIGHTED).
+
+    Args:
+        loss: the user's function of output and target.
+        readings: the ways in which the target may be cut, the likeliest first. The first one with
+            which the parts make the whole is taken; if there is none, the first one.
+
+    Raises:
+        BatchError: if the model does not tell, or if what the user has said does not fit.
+        BatchWarning: (a warning) for a loss that is neither a mean over the rows nor a sum.
+    """
+    found = [_LossOfTarget(model, inputs, in_dims, loss, each, asked) for each in readings]
+    if len(found) == 1:
+        return 0, found[0].dim()
+    place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
+    return place, found[place].dim()
+
+
+class _LossOfTarget:
+    """The check of a loss function, with the target cut in one of several ways."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        in_dims: Sequence[InDim],
+        loss: Callable[[Any, Any], Any],
+        target: Targets,
+        asked: Asked,
+    ) -> None:
+        args, kwargs = inputs
+        self.model, self.loss, self.target, self.asked = model, loss, target, asked
+        self.named = named_inputs(model, args, kwargs, asked.in_dims)
+        listed = Listed.of(model, args, kwargs, self.named) if LISTED in in_dims else None
+        if listed is not None:
+            self.named, self.own = listed.inputs, listed.dims
+        else:
+            self.own = [dim if isinstance(dim, int) else None for dim in in_dims]
+        self.asking = Asking(model, args, kwargs, self.named, asked, listed)
+        self.count = len(self.asking.tensors)  # those of the inputs come first
+        leaves = enumerate(target.leaves)
+        self.places = [i for i, leaf in leaves if isinstance(leaf, Tensor | ListOfRows)]
+        given = (target.leaves[i] for i in self.places)
+        cut = [Column(leaf.elements) if isinstance(leaf, ListOfRows) else leaf for leaf in given]
+        self.tensors: list[Any] = [*self.asking.tensors, *cut]
+        self.dims = [*self.own, *(0 if target.has_batch[i] else None for i in self.places)]
+        some = Structure.of(inputs)[0]
+        self.device = some[0].device if some else None
+
+    def filled(self, tensors: Sequence[Any]) -> Any:
+        """The target with these tensors, on the device of the inputs."""
+        given = list(self.target.leaves)
+        for place, value in zip(self.places, tensors[self.count :], strict=True):
+            rows = self.target.leaves[place]
+            brought = map_tensors(self._brought, value.tensors if is_column(value) else value)
+            given[place] = type(rows.elements)(brought) if isinstance(rows, ListOfRows) else brought
+        return self.target.fill(given)
+
+    def _brought(self, value: Any) -> Any:
+        return value if self.device is None else value.to(self.device)
+
+    def run(self, tensors: list[Tensor]) -> tuple[Any, None]:
+        """The loss, without an autograd graph."""
+        output = self.asking.runs.output_of(tensors[: self.count])
+        with untouched(self.model), torch.no_grad():  # the loss may draw random numbers
+            return self.loss(output, self.filled(tensors)), None
+
+    def weigh(self, function: Callable[..., Any]) -> Weigh:
+        """The weight of a micro-batch by a function of its target."""
+        return lambda tensors: function(self.filled(tensors))
+
+    def verdict(self) -> Verdict:
+        """What the check comes to."""
+        question = Question(self.run, self.tensors, self.dims)
+        verdict = check(question, is_likely=True)
+        if self.asking.runs.drew and not self.asking.runs.stilled:
+            self.asking.runs.stilled = True
+            verdict = check(question, is_likely=True)
+        return verdict
+
+    def dim(self) -> Dim:
+        """How the losses of the micro-batches are put together. Raises BatchError, or warns."""
+        asked, verdict = self.asked, self.verdict()
+        if asked.loss_weight is not None:
+            weigh = self.weigh(asked.loss_weight)
+            verdict, wrong = weighed(verdict, LOSS, asked.loss_weight, weigh, self.dims)
+            if wrong:
+                refuse(asked, wrong.replace(LOSS, "loss_fn", 1))
+        elif verdict.trial is None or LOSS in verdict.unclear:
+            sizes = asked.sizes(rows_in(self.named, self.own) or 0)
+            first = part(self.tensors, self.dims, 0, sizes[0])
+            if verdict.trial is None and not is_taken(self.run, first):
+                return None  # it raises an error on a micro-batch: the step will raise the same
+            refuse(asked, messages.unknown_loss(verdict))
+        if asked.check and verdict.problems and verdict.problems[0].is_scalar:
+            by = ""
+            if verdict.trial is not None and asked.loss_weight is None:
+                keys = _keys_of(self.target, self.places)
+                count = self.count
+                labels = [
+                    (keys[i], count + i)
+                    for i in range(len(self.places))
+                    if i in keys and not is_column(self.tensors[count + i])
+                ]
+                by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims)
+            text = messages.across(verdict.problems[0], self.named, by)
+            warnings.warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
+        if asked.loss_weight is not None:
+            return dim_of(asked.loss_weight)
+        return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The target of a mini-batch: its leaves, whether each of them is cut into micro-batches, and a
+    function that puts it together from leaves."""
+
+    leaves: Sequence[Any]
+    has_batch: Sequence[bool]
+    fill: Callable[[Sequence[Any]], Any]
+
+
+def _keys_of(target: Targets, places: Sequence[int]) -> dict[int, str]:
+    """The key of each tensor in a target that is a dictionary, by the tensor's place in ``places``;
+    "" for a target that is a tensor itself."""
+    marks = list(target.leaves)
+    for i in places:
+        marks[i] = torch.empty(0)
+    whole = target.fill(marks)
+    if isinstance(whole, Tensor):
+        return {0: ""}
+    if not isinstance(whole, Mapping):
+        return {}
+    return {
+        k: str(key)
+        for k, i in enumerate(places)
+        for key, value in whole.items()
+        if value is marks[i]
+    }

@@ -1,0 +1,193 @@
+"""Runs of a model for the check, without effect on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir.errors import is_the_models
+from fxpipe.ir.structure import leaves, map_tensors
+from fxpipe.meaning.asked import Asked
+from fxpipe.meaning.backward import differentiable, with_history
+from fxpipe.meaning.loss import own_loss
+from fxpipe.meaning.said import INFER, broadcast
+from fxpipe.meaning.stilled import still
+from fxpipe.meaning.stirred import Values, in_place_of_zeros, stirred
+from fxpipe.runtime.random import seed_host
+from fxpipe.trace import called, parameters_put_back, untouched
+from fxpipe.trace.gradients import without_saved_tensors
+from fxpipe.trace.isolation import Since
+from fxpipe.trace.patches import tensor_hooks
+
+
+class ModelRuns:
+    """Runs a model on samples of its inputs, without effect on the model, and notes what it meets
+    (random numbers, batch statistics, the path of the loss).
+
+    Args:
+        fill: from tensors to the arguments of a call.
+        real: the names of the inputs of real numbers, by their places: they get gradients while
+            the model runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fill: Callable[[Sequence[Any]], Any],
+        real: Mapping[int, str],
+        asked: Asked,
+    ) -> None:
+        self.model, self.fill, self.real, self.asked = model, fill, real, asked
+        self.stilled = model.training  # whether the model runs without randomness, see ``still``
+        # How the model is run, the first way that it takes: with gradients for the parameters and
+        # for these inputs, or without any gradients (None).
+        self.modes: list[Mapping[int, str] | None] = [self.real] if self.real else []
+        self.modes += [{}, None]
+        self.drew = False  # whether a run of the model has drawn random numbers
+        self.met_batch_norm = False  # whether it has called a batch norm that is no module
+        self.met_random_numbers = False  # whether a draw (of dropout, say) has been replaced
+        self.said: set[str] = set()  # the outputs that ``out_dims`` says something of
+        self.loss = ""  # the path of the loss among the model's outputs, "" if it has none
+        self.returns_loss = asked.returns_loss
+        # The names of the buffers, parameters and attributes that the forward changes, once known.
+        self.changed: list[str] | None = None
+        self._values: Values | None = None  # for parameters of zeros, see ``stirred``
+
+    def output_of(self, tensors: Sequence[Tensor], seed: int | None = None) -> Any:
+        """The model's output for these tensors, from a run without side effects."""
+        output, _ = self.ran(tensors, seed)
+        return output
+
+    def ran(self, tensors: Sequence[Tensor], seed: int | None = None) -> tuple[Any, Hashable]:
+        """The model's output for these tensors, from a run without side effects, and the autograd
+        graph behind it; None in its place if the model runs without gradients only.
+
+        One run with gradients tells both, and takes no more time or memory than a run without, as
+        no tensors are saved for a backward.
+        """
+        mode, *others = self.modes
+        try:
+            return self._ran_in(mode, tensors, seed)
+        except Exception as error:
+            if not others or not is_the_models(error):
+                raise
+        found = self._ran_in(None, tensors, seed)  # an error now is not about gradients
+        self.modes = others
+        return found if others == [None] else self.ran(tensors, seed)
+
+    def _ran_in(
+        self, mode: Mapping[int, str] | None, tensors: Sequence[Tensor], seed: int | None
+    ) -> tuple[Any, Hashable]:
+        if mode is None:
+            args, kwargs = self.fill([tensor.clone() for tensor in tensors])
+            with torch.no_grad():
+                return self._output(args, kwargs, seed), None
+
+        def run() -> tuple[Any, Hashable]:
+            given, own = differentiable([tensor.clone() for tensor in tensors], mode)
+            then = partial(with_history, list(own.values()))
+            found: tuple[Any, Hashable] = self.recorded(given, then, seed)
+            return found
+
+        return without_saved_tensors(run)
+
+    def recorded(
+        self, tensors: list[Tensor], then: Callable[[Any, bool], Any], seed: int | None = None
+    ) -> Any:
+        """Run the model with gradients, and return ``then(output, hooked)``; ``hooked`` says
+        whether the run has registered hooks on tensors."""
+        args, kwargs = self.fill(tensors)
+        with tensor_hooks() as hooks, torch.inference_mode(False), torch.enable_grad():
+            return self._output(args, kwargs, seed, lambda output: then(output, bool(hooks)))
+
+    def _output(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seed: int | None,
+        then: Callable[[Any], Any] = lambda output: output,
+    ) -> Any:
+        def call() -> tuple[Any, Any]:
+            output = called(self.model, args, kwargs)
+            return output, then(output)
+
+        output, made = self._quietly(call, seed)
+        if self.returns_loss:
+            loss = own_loss(output)
+            is_one = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point()
+            paths = (path for path, leaf in leaves(output, "output") if leaf is loss)
+            self.loss = next(paths, "") if is_one else ""
+        if self.asked.out_dims is not None:
+            for path, _, dim in broadcast(self.asked.out_dims, output, "output"):
+                if dim is not INFER:
+                    self.said.add(path)
+        return made
+
+    def _quietly(self, run: Callable[[], Any], seed: int | None = None) -> Any:
+        """What a function gives that calls the model, without effect on the model."""
+        quiet = still(self.model) if self.stilled else nullcontext()
+        if self._values is None:
+            self._values = in_place_of_zeros(self.model)
+        with (
+            stirred(self._values),
+            untouched(self.model) as since,
+            parameters_put_back(self.model) as written,
+        ):
+            if seed is not None:
+                torch.manual_seed(seed)
+                seed_host(seed)
+            before = dict(self.model.named_buffers())
+            with quiet as stilled:
+                made = run()
+            if stilled is not None:
+                self.met_batch_norm |= stilled.met_batch_norm
+                self.met_random_numbers |= stilled.met_random_numbers
+            self.drew = self.drew or (seed is None and since.drew_random_numbers())
+            if self.changed is None:
+                self.changed = self._changes(since, before, written)
+        return made
+
+    def _changes(
+        self, since: Since, before: Mapping[str, Tensor], parameters: Mapping[str, Any]
+    ) -> list[str]:
+        """The names of what the forward has changed on the model."""
+        after = dict(self.model.named_buffers())
+        changed = set(map(id, since.written()))
+        buffers = [n for n, b in after.items() if b is not before.get(n) or id(b) in changed]
+        paths = {module: name for name, module in self.model.named_modules()}
+        attributes = [f"{paths[m]}.{n}".removeprefix(".") for m, n in since.changed() if m in paths]
+        return [*parameters, *buffers, *attributes]
+
+    def in_sequence(self, calls: Sequence[list[Tensor]]) -> tuple[list[Any], dict[str, Tensor]]:
+        """What the model gives in several calls, one after the other, and the values of its buffers
+        and parameters after the last one. No call undoes what the call before it has changed."""
+
+        def run() -> tuple[list[Any], dict[str, Tensor]]:
+            outputs = []
+            for tensors in calls:
+                args, kwargs = self.fill(tensors)
+                output = called(self.model, args, kwargs)
+                outputs.append(map_tensors(lambda t: t.detach().clone(), output))
+            own = (*self.model.named_parameters(), *self.model.named_buffers())
+            return outputs, {n: t.detach().clone() for n, t in own if n in (self.changed or ())}
+
+        found: tuple[list[Any], dict[str, Tensor]]
+        with torch.set_grad_enabled(self.modes[0] is not None):
+            found = without_saved_tensors(lambda: self._quietly(run))
+        return found
+
+
+def is_taken(run: Callable[[list[Tensor]], Any], tensors: Sequence[Tensor]) -> bool:
+    """Whether the model, or the loss, takes these tensors."""
+    try:
+        run([tensor.detach().clone() for tensor in tensors])
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return False
+    return True
