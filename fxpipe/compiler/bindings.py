@@ -27,7 +27,8 @@ def stages_of(stage_graph: fx.GraphModule) -> list[fx.GraphModule]:
 class Binding:
     """A link from a tensor that a graph module holds to the tensor of that name in the model.
 
-    ``ours`` and ``theirs`` are the dictionaries of parameters or buffers of the two modules.
+    ``ours`` and ``theirs`` are the dictionaries of parameters or buffers of the two modules. A
+    plain attribute of the model's module is a buffer of the graph module, as fx makes it one.
     """
 
     name: str
@@ -73,6 +74,14 @@ def bindings(
             continue
         if name in source._parameters and name in owner._parameters:
             found.append(Binding(name, owner._parameters, source._parameters))
-        if name in source._buffers and name in owner._buffers:
-            found.append(Binding(name, owner._buffers, source._buffers, device))
+        if name in owner._buffers:
+            if name in source._buffers:
+                found.append(Binding(name, owner._buffers, source._buffers, device))
+            elif _is_constant(vars(source).get(name)):
+                found.append(Binding(name, owner._buffers, vars(source), device))
     return found
+
+
+def _is_constant(value: object) -> bool:
+    """Whether a value is a tensor that needs no gradient, so that a replica of it will do."""
+    return isinstance(value, Tensor) and not value.requires_grad

@@ -149,7 +149,7 @@ class Cache:
             value = reprlib.repr(getattr(module, attribute, None))
             warnings.warn(
                 f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, an "
-                f"attribute that is no tensor, differs between the calls ({value} in this one): "
-                "make it a buffer, or an argument",
+                "attribute that is neither a parameter nor a buffer, differs between the calls "
+                f"({value} in this one): make it a buffer, or an argument",
                 stacklevel=2,
             )

@@ -1,5 +1,6 @@
 """Premises: the state of the model that a trace depends on, beside the inputs. It consists of the
-attributes of modules that the forward has read, and of the shapes of parameters.
+attributes of modules that the forward has read, or has looked up in vain, and of the shapes of
+parameters.
 
 ::
 
@@ -8,6 +9,10 @@ attributes of modules that the forward has read, and of the shapes of parameters
             return self.base(x)
         return self.base(x) + self.scale * self.adapter(x)
                               ──────────  so is this; the graph has its value as a constant
+
+A tensor among these attributes is compared by identity: a graph reads it, and sees it change in
+place. An attribute that is looked up in vain, as ``getattr(self, "merged", False)`` does, has the
+value :data:`MISSING`.
 
 A graph computes what the model computes only as long as its premises hold, so they are guards of
 the compiled program.
@@ -18,6 +23,7 @@ from __future__ import annotations
 import copy
 import operator
 import reprlib
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,11 +33,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ir.source import is_of_a_model
+from fxpipe.trace import patches
 from fxpipe.trace.patches import patched
 
 Attribute = tuple[nn.Module, str]
 Reads = dict[Attribute, Any]
 """The state of each attribute, as :func:`_state` gives it, at the time that it was first read."""
+
+
+class _Missing(Enum):
+    MISSING = "missing"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+MISSING = _Missing.MISSING
+"""The value of an attribute that a module does not have."""
 
 _EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other guards check these
 _SLOTS = "__dict__", "__class__"  # read at every look-up of a parameter; no attributes of a forward
@@ -45,17 +64,27 @@ _MANY = 256  # longer containers are taken for data that no forward branches by:
 
 @contextmanager
 def attributes_read(model: nn.Module) -> Iterator[Reads]:
-    """Yields the attributes that a model's modules read in this thread inside the ``with`` block,
-    other than tensors and modules, with their states: a dictionary that grows."""
+    """Yields the attributes of a model's modules that are looked up in this thread inside the
+    ``with`` block, with their states: a dictionary that grows.
+
+    Parameters, buffers and modules are left out, for a graph reads these from the model. So are
+    look-ups in vain by PyTorch, which asks every module for what few modules have.
+    """
     reads: Reads = {}
     modules = set(model.modules())
 
     def replace(original: Any) -> Callable[[nn.Module, str], Any]:
         def watched(self: nn.Module, name: str) -> Any:
-            value = original(self, name)
+            try:
+                value = original(self, name)
+            except AttributeError:  # it is a parameter, a buffer or a module, or it is missing
+                attribute = self, name
+                if self in modules and attribute not in reads and _is_missed(self, name):
+                    reads[attribute] = _state(MISSING)
+                raise
             if name not in _EVERY and name not in _SLOTS and self in modules:
                 is_own = name in original(self, "__dict__")
-                is_state = not isinstance(value, Tensor | nn.Module)
+                is_state = not isinstance(value, nn.Module)
                 is_inherited = _is_plain(value) and name not in _INHERITED
                 if (is_state if is_own else is_inherited) and (self, name) not in reads:
                     reads[self, name] = _state(value)
@@ -65,6 +94,17 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
 
     with patched(nn.Module, "__getattribute__", replace):
         yield reads
+
+
+def _is_missed(module: nn.Module, name: str) -> bool:
+    """Whether the code that is looking up an attribute is a model's, and the module has none of
+    that name. (A name with double underscores is asked for by Python itself.)"""
+    if name.startswith("__") or _now(module, name) is not MISSING:
+        return False
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in (__file__, patches.__file__):
+        frame = frame.f_back
+    return frame is not None and is_of_a_model(frame.f_code.co_filename)
 
 
 class Premises:
@@ -146,7 +186,9 @@ class _Owner:
         self._get = own.get
         self._own = [name for name in states if name in own]
         self._values = [own[name] for name in self._own]
-        self._inherited = [name for name in states if name not in own]
+        others = [name for name in states if name not in own]
+        self._missing = [name for name in others if _now(module, name) is MISSING]
+        self._inherited = [name for name in others if name not in self._missing]
 
     def contents(self) -> dict[int, tuple[Any, Any]]:
         """The values that may change while they stay the same objects (a list, a configuration):
@@ -159,6 +201,9 @@ class _Owner:
         another object of an equal state."""
         is_same = all(map(operator.is_, map(self._get, self._own), self._values))
         unsure = self._inherited if is_same else self.states
+        for name in self._missing if is_same else ():
+            if _now(self.module, name) is not MISSING:
+                return False
         return not unsure or not any(self._changed(unsure))
 
     def changed(self) -> Iterator[str]:
@@ -175,10 +220,17 @@ class _Owner:
 
 
 def _now(module: nn.Module, name: str) -> Any:
-    """An attribute of a module or of its class. A property is not computed: the result is the
-    property object."""
+    """An attribute of a module or of its class; :data:`MISSING` if there is none. A property is not
+    computed: the result is the property object."""
     own = vars(module)
-    return own[name] if name in own else getattr(type(module), name, None)
+    if name in own:
+        return own[name]
+    value = getattr(type(module), name, MISSING)
+    if value is MISSING:
+        for table in own["_parameters"], own["_buffers"], own["_modules"]:
+            if name in table:
+                return table[name]
+    return value
 
 
 def state_of(module: nn.Module, name: str) -> Any:
@@ -193,8 +245,9 @@ def _is_plain(value: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     """Whether a value cannot change in place, so that ``is`` is enough to see that it is equal."""
-    is_tuple = type(value) is tuple
-    return _is_plain(value) or callable(value) or (is_tuple and all(map(_is_constant, value)))
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return _is_plain(value) or isinstance(value, Tensor) or callable(value)
 
 
 class _Is:
@@ -217,7 +270,7 @@ def _state(value: Any, depth: int = 2) -> Any:
     """
     if isinstance(value, _PLAIN):
         return type(value), value
-    if depth:
+    if depth and not isinstance(value, Tensor):
         if isinstance(value, set | frozenset):
             return type(value), frozenset(value)
         if isinstance(value, list | tuple) and len(value) <= _MANY:
@@ -291,9 +344,11 @@ def are_alike(one: Any, other: Any) -> bool:
             and _functions(one) == _functions(other)
             and all(are_alike(vars(one)[kind], vars(other)[kind]) for kind in kinds)
         )
-    if type(one) is not type(other) or isinstance(one, nn.Parameter):
+    if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
+        if one.requires_grad or other.requires_grad or isinstance(one, nn.Parameter):
+            return False
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, nn.Module):
         return are_alike(vars(one), vars(other))

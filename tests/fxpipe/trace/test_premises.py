@@ -146,8 +146,9 @@ def test_where_it_is_compiled_again_and_again_that_is_said():
         with pytest.warns(UserWarning) as told:
             pipe(X)
         assert [str(each.message) for each in told] == [
-            "Switched has been compiled 8 times, since scale, an attribute that is no tensor, "
-            "differs between the calls (7.0 in this one): make it a buffer, or an argument"
+            "Switched has been compiled 8 times, since scale, an attribute that is neither a "
+            "parameter nor a buffer, differs between the calls (7.0 in this one): make it a "
+            "buffer, or an argument"
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -177,6 +178,169 @@ def test_what_a_forward_assigns_before_it_reads_it_is_no_premise():
     model.used = 7
     assert not premises.hold() and premises.broken() == [(model, "used")]
     assert premises.without([(model, "used")]).hold()
+
+
+class Scaled(nn.Module):
+    """It multiplies by a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(12, 12)
+        self.k = torch.full((12,), 2.0)
+
+    def forward(self, x):
+        return self.a(x) * self.k
+
+
+def agree_on_outputs_and_gradients(pipe, model):
+    model.zero_grad()
+    result = pipe(X)
+    result.sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    expected = torch.cat(outputs_of_loop(model, (X,), 2))
+    expected.sum().backward()
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(gradients, [p.grad for p in model.parameters()])
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_a_tensor_that_is_no_buffer_may_be_replaced_and_written_to(tracer):
+    part = Scaled()
+    model = nn.Sequential(part, nn.Linear(12, 5))
+    with compiled(model, tracer=tracer) as pipe:
+        agree_on_outputs_and_gradients(pipe, model)
+        part.k.fill_(3.0)
+        agree_on_outputs_and_gradients(pipe, model)
+        assert len(pipe.all_guards) == 1, "a write in place is no reason to compile again"
+        first, part.k = part.k, torch.full((12,), 5.0)
+        assert pipe.guards.failure(X).startswith("0.k: tensor([3.")
+        agree_on_outputs_and_gradients(pipe, model)
+        part.k.fill_(4.0)
+        agree_on_outputs_and_gradients(pipe, model)
+        part.k = first
+        agree_on_outputs_and_gradients(pipe, model)
+        part.k = torch.full((1,), 5.0)
+        agree_on_outputs_and_gradients(pipe, model)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_a_graph_that_serves_for_an_equal_tensor_reads_the_one_that_the_model_has(tracer):
+    part = Scaled()
+    model = nn.Sequential(part, nn.Linear(12, 5))
+    with compiled(model, tracer=tracer) as pipe:
+        pipe(X)
+        first, part.k = part.k, part.k.clone()
+        agree_on_outputs_and_gradients(pipe, model)
+        assert len(pipe.all_guards) == 1, "the values are equal, and so are the graphs"
+        part.k.fill_(4.0)
+        agree_on_outputs_and_gradients(pipe, model)
+        part.k = first
+        agree_on_outputs_and_gradients(pipe, model)
+
+
+def test_a_tensor_that_needs_a_gradient_gets_its_own():
+    model = nn.Sequential(Scaled(), nn.Linear(12, 5))
+    with compiled(model) as pipe:
+        for _ in range(3):
+            k = model[0].k = torch.ones(12, requires_grad=True)
+            pipe(X).sum().backward()
+            (gradient,) = torch.autograd.grad(model(X).sum(), [k])
+            torch.testing.assert_close(k.grad, gradient)
+
+
+class Merging(nn.Module):
+    """What it computes depends on attributes that it need not have."""
+
+    def __init__(self, look_up):
+        super().__init__()
+        self.a, self.look_up = nn.Linear(12, 12), look_up
+
+    def forward(self, x):
+        return x if self.look_up(self) else self.a(x)
+
+
+def by_getattr(module):
+    return getattr(module, "merged", False)
+
+
+def by_hasattr(module):
+    return hasattr(module, "merged")
+
+
+def of_a_part(module):
+    return getattr(module.a, "merged", False)
+
+
+def by_try(module):
+    try:
+        return module.merged
+    except AttributeError:
+        return False
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("look_up", [by_getattr, by_hasattr, of_a_part, by_try])
+@pytest.mark.parametrize("is_part", [False, True], ids=["model", "part"])
+def test_an_attribute_that_the_model_did_not_have_may_be_added(look_up, tracer, is_part):
+    class Model(Merging):
+        def __init__(self):
+            super().__init__(look_up)
+            self.b = nn.Linear(12, 5)
+
+        def forward(self, x):
+            return self.b(super().forward(torch.tanh(x)))
+
+    model = nn.Sequential(Merging(look_up), nn.Tanh(), nn.Linear(12, 5)) if is_part else Model()
+    part = model[0] if is_part else model
+    owner = part.a if look_up is of_a_part else part
+    with compiled(model, tracer=tracer) as pipe:
+        torch.testing.assert_close(pipe(X), model(X))
+        owner.merged = True
+        path = ("0." if is_part else "") + ("a." if look_up is of_a_part else "")
+        assert pipe.guards.failure(X) == f"{path}merged: missing → True"
+        torch.testing.assert_close(pipe(X), model(X))
+        owner.merged = False
+        torch.testing.assert_close(pipe(X), model(X))
+        del owner.merged
+        torch.testing.assert_close(pipe(X), model(X))
+
+
+@pytest.mark.parametrize(
+    ("add", "kind"),
+    [
+        (lambda part: part.register_buffer("shift", torch.ones(12)), "buffer"),
+        (lambda part: part.register_parameter("shift", nn.Parameter(torch.ones(12))), "parameter"),
+        (lambda part: setattr(part, "shift", torch.ones(12)), "tensor"),
+        (lambda part: setattr(type(part), "shift", 1.0), "of the class"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_is_added_may_be_a_tensor_or_be_of_the_class(add, kind):
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(12, 12)
+
+        def forward(self, x):
+            return self.a(x) + (self.shift if hasattr(self, "shift") else 0.0)
+
+    model = nn.Sequential(Shifted(), nn.Linear(12, 5))
+    with compiled(model) as pipe:
+        torch.testing.assert_close(pipe(X), model(X))
+        add(model[0])
+        torch.testing.assert_close(pipe(X), model(X))
+
+
+def test_look_ups_of_pytorch_that_fail_are_no_premises():
+    model = nn.Sequential(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.BatchNorm1d(3), nn.LSTM(8, 8)
+    )
+    with attributes_read(model) as reads:
+        model(torch.randn(2, 3, 8))
+        hasattr(model[0], "asked_by_the_model")
+    missing = [name for module, name in reads if not hasattr(module, name)]
+    assert missing == ["asked_by_the_model"]
 
 
 def test_nothing_is_watched_any_more_afterwards():
