@@ -117,7 +117,7 @@ class _SymbolicTracer(fx.Tracer):
                 "it switches gradients or autocast on or off within its forward, which fx does "
                 "not see"
             )
-        if _is_the_models(target) and has_containers((args, kwargs)):
+        if _is_the_models(target) and has_containers((*args, *kwargs.values())):
             target = unchanging(target)
         node = super().create_node(kind, target, args, kwargs, *more, **options)
         if node.target in _BACKWARDS:
@@ -156,7 +156,7 @@ def _check_containers(graph_module: fx.GraphModule) -> None:
     for node in graph_module.graph.find_nodes(op="call_module"):
         module = graph_module.get_submodule(str(node.target))
         is_the_models = not isinstance(module, Unchanging) and not _is_torchs(module)
-        if is_the_models and has_containers((node.args, node.kwargs)):
+        if is_the_models and has_containers((*node.args, *node.kwargs.values())):
             graph_module.set_submodule(str(node.target), Unchanging(module))
 
 
