@@ -3,9 +3,9 @@ put together.
 
 ::
 
-    example ── sampled: 3 rows ─┬─ model ─────────────────────────── whole ┐
+    example ── sampled: 4 rows ─┬─ model ─────────────────────────── whole ┐
                                 ├─ model on row 0 ───────┐                 ├─ alike?
-                                └─ model on rows 1 and 2 ┴─ put together ──┘
+                                └─ model on rows 1 to 3 ─┴─ put together ──┘
 
 For each tensor among the outputs, the check finds out which way of putting its parts together gives
 the whole: they are joined along a dimension, averaged, added up, or all the same. The parts have
@@ -31,9 +31,10 @@ from fxpipe.meaning.listed import is_a_row, rows_of
 from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 
-# The sizes of the parts: as few rows as can be; more for a model that gives something else for a
-# single row, which it squeezes, say; and even numbers for a model that takes rows in pairs only.
-SIZES = (1, 2), (3, 2), (4, 2)
+# The sizes of the parts: as few rows as show what goes by halves, thirds and fourths of a batch;
+# more for a model that gives something else for a single row, which it squeezes, say; and even
+# numbers for a model that takes rows in pairs only.
+SIZES = (1, 3), (3, 2), (4, 2)
 TRIALS = 3
 # An output that differs in some samples only is a problem if it differs in two of them or more, and
 # in a SMALL share of its elements at least; or if it differs in a LARGE share in one sample. Less
@@ -213,7 +214,7 @@ def _checked(
                 before = fits.get(path) or found
                 fits[path] = tuple(way for way in before if way in found) or found
         clear = all(_is_clear(ways) for ways in fits.values()) and not failed
-        if clear and is_likely and not _goes_by_values(trial) and not _has_integers(trial):
+        if clear and is_likely and not _may_fit_by_chance(trial, question.dims):
             break
     for problems in failed.values():
         share = max((p.difference.share for p in problems if p.difference), default=1.0)
@@ -262,13 +263,20 @@ def _goes_by_values(trial: Trial) -> bool:
     return False
 
 
-def _has_integers(trial: Trial) -> bool:
-    """Whether an output has integers or flags. There are few different ones, such as the places of
-    largest values, so that the parts may have fitted the whole by chance."""
-    return any(
-        isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-        for value in trial.whole.values()
-    )
+def _may_fit_by_chance(trial: Trial, dims: Sequence[int | None]) -> bool:
+    """Whether the parts of one sample may give the whole although those of another do not. So it is
+    where integers or flags go into a mean (each row of the sample may have as many labels), or come
+    out (places of largest values, say), for there are few different ones; and where sizes of
+    outputs go by values."""
+    cut = [t for t, dim in zip(trial.tensors, dims, strict=True) if dim is not None]
+    values = [value for value in trial.whole.values() if isinstance(value, Tensor)]
+    counts = any(map(_is_of_integers, cut)) and not all(value.ndim for value in values)
+    return counts or any(map(_is_of_integers, values)) or _goes_by_values(trial)
+
+
+def _is_of_integers(value: Any) -> bool:
+    is_of_tensors = isinstance(value, Tensor)
+    return is_of_tensors and not (value.is_floating_point() or value.is_complex())
 
 
 def _is_clear(ways: tuple[Dim, ...]) -> bool:

@@ -178,6 +178,12 @@ def mixup(h):
     return 0.7 * h + 0.3 * h.roll(1, 0)
 
 
+def turned(h, parts):
+    """The first of so many equal parts of the batch comes last."""
+    n = len(h) // parts
+    return torch.cat([h[n:], h[:n]])
+
+
 def contrast(h):
     similar = F.normalize(h, dim=1) @ F.normalize(h, dim=1).T
     return F.cross_entropy(similar / 0.1, torch.arange(len(h)))
@@ -300,6 +306,9 @@ CASES = {
     # -------------------------------------------------------------- rows that see each other
     "the row from the other end": (lambda: Net(lambda h: h + h.flip(0)), None, MIXES),
     "the row before": (lambda: Net(mixup), None, MIXES),
+    "a half of the batch comes last": (lambda: Net(lambda h: turned(h, 2)), None, MIXES),
+    "a third of the batch comes last": (lambda: Net(lambda h: turned(h, 3)), None, MIXES),
+    "a fourth of the batch comes last": (lambda: Net(lambda h: turned(h, 4)), None, MIXES),
     "the batch's mean taken off": (lambda: Net(lambda h: h - h.mean(0)), None, MIXES),
     "softmax over the batch": (lambda: Net(lambda h: h.softmax(0)), None, MIXES),
     "normalised by the batch": (
