@@ -8,7 +8,8 @@
 
 Passes rewrite graphs in place, so that the graphs themselves cannot be kept. Their text is written
 right after each pass, which takes a few percent of the time of a compilation; texts are compared
-only when the report page is asked for. No text is kept of graphs with more than :data:`KEPT` nodes.
+only when the report page is asked for. No text is kept of graphs that have more than :data:`KEPT`
+nodes, with the graphs that they call.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from passes import Pass
 
 BEGIN = "What the passes begin with."
 KEPT = 2_000
-"""The most nodes that a graph may have for its text to be kept after every pass."""
+"""The most nodes that a graph, and the graphs that it calls, may have for its text to be kept after
+every pass."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class History:
         gm: the graph that the passes begin with.
         run: a function that runs a pass on a graph, and returns the graph that the pass gives.
 
-    ``snapshots`` is empty if a graph had more than :data:`KEPT` nodes.
+    ``snapshots`` is empty if a graph, with those that it calls, had more than :data:`KEPT` nodes.
     """
 
     def __init__(self, title: str, gm: fx.GraphModule, run: RunPass) -> None:
@@ -104,7 +106,7 @@ class History:
         return gm
 
     def _keep(self, gm: fx.GraphModule, name: str, said: str) -> None:
-        self._is_kept &= len(gm.graph.nodes) <= KEPT
+        self._is_kept &= sum(len(part.graph.nodes) for _, part in parts(gm)) <= KEPT
         if self._is_kept:
             with phase("text", quiet=True):
                 self.snapshots.append(Snapshot.of(gm, name, said))

@@ -165,7 +165,8 @@ def history_html(history: History) -> str:
     """The sections of a page that say what each pass of a chain has changed."""
     if not history.snapshots:
         return (
-            f"<p>The graphs are not kept, since one has more than {KEPT} nodes: compile with "
+            f"<p>The graphs are not kept, since one has more than {KEPT} nodes, "
+            "with those of the graphs that it calls: compile with "
             "dump= to see them.</p>"
         )
     pairs = zip([None, *history.snapshots], history.snapshots, strict=False)

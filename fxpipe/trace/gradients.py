@@ -75,6 +75,8 @@ _AS_IT_IS = {
 """The kinds of nodes that hand a gradient on as it is where its shape, dtype and device remain the
 same: the node of a slice, say, that takes all of a tensor."""
 
+_BY_FREQUENCY = "_saved_scale_grad_by_freq"
+
 _RESHAPES = "ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"
 """The kinds of nodes that give the gradient in the shape of the operator's input."""
 
@@ -102,30 +104,35 @@ def history_of(
     places. ``then`` is called with the history before ``results`` is emptied and the graph freed.
     """
     held: list[Node] = []  # all nodes, those nearer to the results first
+    nodes: list[Node] = []  # those that are described, in the order in which the walk meets them
+    number: dict[Node, int] = {}  # the place of each among ``nodes``
 
-    def behind(edge: Edge) -> Edge:
+    def followed(edge: Edge) -> tuple[int, int] | None:
+        """The number of the node that an edge leads to, and the gradient's number there."""
         node, place = edge
         while node is not None and _hands_on(node):
             held.append(node)
             ((node, place),) = node.next_functions
-        return node, place
+        if node is None:
+            return None
+        if node not in number:
+            number[node] = len(nodes)
+            nodes.append(node)
+        return number[node], place
 
-    edges: dict[Node, Sequence[Edge]] = {}
-
-    def edges_of(node: Node) -> Sequence[Edge]:
-        held.append(node)
-        edges[node] = [behind(edge) for edge in next_edges(node)]
-        return edges[node]
-
-    ends = [behind(get_gradient_edge(t)[:2]) if has_gradient(t) else None for t in results]
-    number = {node: i for i, node in enumerate(reached((e[0] for e in ends if e), edges_of))}
-    starts = tuple(end and (number[end[0]], end[1]) for end in ends)
     places: dict[int, Hashable] = {id(t): ("input", i) for i, t in enumerate(inputs)}
-    history = starts, tuple(_described(node, edges[node], number, places) for node in number)
+    ends = (get_gradient_edge(t)[:2] if has_gradient(t) else (None, 0) for t in results)
+    starts = tuple(map(followed, ends))
+
+    def described(node: Node) -> Hashable:
+        held.append(node)
+        return _kind(node), _leaf(node, places), tuple(map(followed, next_edges(node)))
+
+    history = starts, tuple(map(described, nodes))  # the list grows while it is walked
     then(history)
     # Nodes are freed from the outputs on, one by one: freeing the first would free the next
     # recursively, and a long chain would overflow the stack.
-    for references in (results, ends, number, edges):
+    for references in (results, nodes, number):
         references.clear()
     held.reverse()
     while held:
@@ -133,19 +140,24 @@ def history_of(
     return history
 
 
-def _described(
-    node: Node, edges: Sequence[Edge], number: Mapping[Node, int], places: Mapping[int, Hashable]
-) -> Hashable:
-    """A node and its edges as a value. ``number``: of each node; ``places``: of inputs, by ids."""
+def _kind(node: Node) -> Hashable:
+    """The kind of a node; a new object for one that may do something else each time."""
     # ``name()`` is not called on the node of a user's Function: the user may have set ``name``.
-    is_users = isinstance(node, BackwardCFunction)
-    is_unlike = is_users or getattr(node, "_saved_scale_grad_by_freq", False)
-    kind = object() if is_unlike else node.name()
-    kind = _RESHAPES[0] if kind in _RESHAPES else kind
-    leaf: Hashable = None
-    if hasattr(node, "variable"):
-        leaf = places.get(id(node.variable), id(node.variable))
-    return kind, leaf, tuple(n and (number[n], place) for n, place in edges)
+    if isinstance(node, BackwardCFunction):
+        return object()
+    if hasattr(type(node), _BY_FREQUENCY) and getattr(node, _BY_FREQUENCY):
+        return object()
+    name = node.name()
+    return _RESHAPES[0] if name in _RESHAPES else name
+
+
+def _leaf(node: Node, places: Mapping[int, Hashable]) -> Hashable:
+    """What stands for the leaf that a node accumulates gradients into: its place among the inputs,
+    or else its id; None for all other nodes."""
+    if not hasattr(type(node), "variable"):
+        return None
+    leaf = id(node.variable)
+    return places.get(leaf, leaf)
 
 
 def _hands_on(node: Node) -> bool:

@@ -32,8 +32,8 @@ from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import COST, LARGER, NO_BACKWARD, SAVED, VALUE, attribute, mutable, stage_nodes
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
+from passes.common.signature import signature
 from passes.cost.load import Counting, Load
-from passes.cost.signature import signature
 
 WORK = "work"  # key of ``node.meta``: the node's :class:`Work`
 BACKWARD = 2  # where a backward cannot be counted, it is taken for so many times its forward

@@ -32,8 +32,8 @@ from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, mutable, stage_nodes
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.runtime.random import RandomState
+from passes.common.signature import signature
 from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost
-from passes.cost.signature import signature
 
 ROUNDS = 25  # the most rounds after the warm-up
 

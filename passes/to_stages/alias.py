@@ -57,8 +57,9 @@ class Alias:
             for key in (WRITES, ALIAS, RANDOM, SAME_AS, NO_BACKWARD):
                 node.meta.pop(key, None)
         seen = _Watcher(gm)
-        with seen.mode, torch.enable_grad():
-            seen.run(*seen.fake(self.inputs))
+        inputs = seen.fake(self.inputs)
+        with seen.mode, seen.randomness, torch.enable_grad():
+            seen.run(*inputs)
         position = {node: i for i, node in enumerate(gm.graph.nodes)}
         if _follow_identities(seen, position):
             gm.recompile()
@@ -93,12 +94,14 @@ class Alias:
 class _Randomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices whether operators that draw random numbers run."""
 
-    drawn = False
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.drawn |= _draws(func, args, kwargs)
+            self.has_drawn |= _draws(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -120,6 +123,7 @@ class _Watcher(FakeInterpreter):
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self.garbage_collect_values = False  # new values would get the memory of freed ones
+        self.randomness = _Randomness()
         self.kept: list[Tensor] = []
         self.given: dict[int, list[fx.Node]] = {}  # by memory: nodes whose results are there
         self.written: dict[fx.Node, set[int]] = {}  # by node: the memories that it writes to
@@ -143,8 +147,8 @@ class _Watcher(FakeInterpreter):
         before = [(tensor, version_of(tensor)) for tensor in tensors_of((args, kwargs))]
         own = self._buffers(n)
         versions = [version_of(buffer) for buffer in own]
-        with _Randomness() as randomness:  # type: ignore[no-untyped-call]
-            value = super().run_node(n)
+        self.randomness.has_drawn = False
+        value = super().run_node(n)
         written = {memory_of(tensor) for tensor, version in before if version_of(tensor) != version}
         if written:
             self.written[n] = written
@@ -152,7 +156,7 @@ class _Watcher(FakeInterpreter):
             self.buffer_users.setdefault(id(buffer), set()).add(n)
             if version_of(buffer) != version:
                 self.written_buffers.add(id(buffer))
-        if randomness.drawn:
+        if self.randomness.has_drawn:
             n.meta[RANDOM] = True
         if n.op != "output":
             n.meta[VALUE] = value

@@ -22,10 +22,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from fxpipe.ir._torch import FakeTensorMode
 from fxpipe.ir.errors import AnotherStrategy, OneSizeOnly, is_the_models
-from fxpipe.ir.graph import COPIES, GROWS, LARGER, VALUE
-from fxpipe.ir.tensors import tensors_of
+from fxpipe.ir.graph import COPIES, GROWS, LARGER, VALUE, WRITES
+from fxpipe.ir.tensors import memory_bytes, tensors_of
 from passes.common.fakes import FakeInterpreter, fake_mode
+from passes.common.signature import signature
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,35 @@ def _is_for_one_size(graph: fx.Graph, larger: Mapping[fx.Node, Any]) -> bool:
     return bool(shapes) and shapes == others
 
 
+class _OneOfEach(FakeInterpreter):
+    """Runs a graph. Of several nodes that do the same, only one is run, and all get its value: a
+    value of which the shape and the size of the memory are asked, but no more.
+
+    Each node that writes, or whose memory is written to, is run by itself, since a write may change
+    the shape.
+    """
+
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode | None) -> None:
+        super().__init__(gm, mode)
+        self.gm = gm
+        self.known: dict[Any, Any] = {}
+        written = (name for node in gm.graph.nodes for name in node.meta.get(WRITES, ()))
+        self.written = set(written)
+
+    def run_node(self, n: fx.Node) -> Any:
+        is_alone = WRITES in n.meta or n.name in self.written
+        if is_alone or not n.op.startswith("call_"):
+            return super().run_node(n)
+        key = signature(self.gm, n, self.env.__getitem__)
+        if key is None:
+            return super().run_node(n)
+        used = [t for node in n.all_input_nodes for t in tensors_of(self.env[node])]
+        key = key, tuple(map(memory_bytes, used))
+        if key not in self.known:
+            self.known[key] = super().run_node(n)
+        return self.known[key]
+
+
 def larger_values(
     gm: fx.GraphModule, inputs: Sequence[Any], in_dims: Sequence[int | None]
 ) -> dict[fx.Node, Any]:
@@ -118,7 +149,7 @@ def values_with(
 
     Raises ``OneSizeOnly`` if the graph does not take so many rows.
     """
-    interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
+    interpreter = _OneOfEach(gm, fake_mode(gm.graph))
     interpreter.garbage_collect_values = False
     fakes = []
     for value, dim in zip(inputs, in_dims, strict=True):

@@ -118,7 +118,7 @@ def test_to_write_the_page_nothing_is_compiled(tmp_path):
 
 
 def test_what_passes_change_in_a_large_graph_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("fxpipe.compiler.history.KEPT", 10)
+    monkeypatch.setattr("fxpipe.compiler.history.KEPT", 30)
     with compiled() as pipe:
         pipe.report_html(tmp_path / "out.html")
     passes = section((tmp_path / "out.html").read_text(), "Passes")
