@@ -6,8 +6,8 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -21,6 +21,7 @@ from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode, Unrolled
+from fxpipe.compiler.garbage import older_objects_set_aside
 from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.guards.on_call import ANY_SHAPES, ANY_SIZE, ONE_SIZE
 from fxpipe.compiler.guards.program import Guards
@@ -126,7 +127,7 @@ class Compiler:
         mode."""
         with self._lock:
             if chunks not in mode.unrolled:
-                with self._logged(f"pipeline of {chunks} micro-batches"):
+                with self._working(f"pipeline of {chunks} micro-batches"):
                     mode.unrolled[chunks] = self.lowering.pipeline(mode, chunks)
                 mode.refresh()
             return mode.unrolled[chunks]
@@ -141,7 +142,7 @@ class Compiler:
         key = chunks, *((target.nesting, target.has_batch) for target in readings)
         with self._lock:
             if key not in mode.steps:
-                with self._logged(f"step of {chunks} micro-batches"):
+                with self._working(f"step of {chunks} micro-batches"):
                     with phase("loss", quiet=True):
                         place, dim = self._loss_dim(mode, readings, chunks)
                     step = self.lowering.step(mode, chunks, readings[place], dim)
@@ -150,11 +151,13 @@ class Compiler:
             step, place = mode.steps[key]
             return step, readings[place]
 
-    def _logged(self, title: str) -> AbstractContextManager[None]:
-        """A context in which the time of each phase is taken, and logged if the user asks for
-        it."""
+    @contextmanager
+    def _working(self, title: str) -> Iterator[None]:
+        """A context for a compilation: the time of each phase is taken, and logged if the user asks
+        for it."""
         title = f"{type(self.model).__name__}: {title}"
-        return logged(title, self.options.verbose or wants_log())
+        with older_objects_set_aside(), logged(title, self.options.verbose or wants_log()):
+            yield
 
     def _loss_dim(self, mode: Mode, readings: Sequence[Target], chunks: int) -> tuple[int, Dim]:
         """The place of the reading of the target with which the loss function gives the loss of the
@@ -218,7 +221,7 @@ class Compiler:
         if dims is not None:
             mode = self.cache.mode(GuardedCall(self.model, args, kwargs, dims))
         if mode is None:
-            with self._logged("a kind of call"):
+            with self._working("a kind of call"):
                 mode = self._new(args, kwargs)
         values = mode.traced.bind(args, kwargs)
         self.cache.remember(args, kwargs, mode, values)

@@ -43,6 +43,7 @@ _MODELS: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictio
 _LONG = 4096  # a longer container is data: it is not searched for modules
 _FAR = 100_000  # the most objects that are searched
 _CONTAINERS = dict, list, set, deque, tuple
+_WITHOUT_ATTRIBUTES = dict, list, set, deque, tuple, defaultdict
 # Types of containers that a twin always gets copies of, since the forward may write to them.
 _OWN = dict, OrderedDict, defaultdict, list, set, deque
 # Types of objects that lead to no module and no tensor of a model.
@@ -264,6 +265,8 @@ def _parts(value: Any) -> Iterator[Any]:
             return
         yield from dict.keys(value) if isinstance(value, dict) else ()
         yield from _parts_of(value)
+        if type(value) in _WITHOUT_ATTRIBUTES:
+            return
     elif isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, partial):

@@ -1,0 +1,49 @@
+"""While something is compiled, Python looks for garbage among the objects made meanwhile only.
+
+::
+
+    before            a compilation                        after
+    ─────────────────┬────────────────────────────────────┬──────────
+    a million objects│ set aside, as gc.freeze() does     │ as before
+                     │ 100,000 new ones: collected        │
+
+A compilation makes many objects, and each time that their number has grown by a quarter of all,
+Python searches every object of the process for cycles that nobody refers to. Those of an imported
+PyTorch alone are half a million, and hardly one of them is garbage: a tenth of the time of a
+compilation went into it.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_lock = threading.Lock()
+_users = 0  # how many compilations are under way, in all threads
+_has_frozen = False
+
+
+@contextmanager
+def older_objects_set_aside() -> Iterator[None]:
+    """A context in which the garbage collector does not look at objects that were there before.
+
+    Nothing is lost: they are looked at again afterwards. Objects that somebody else has frozen
+    (``gc.freeze``) remain so, and then nothing more is set aside.
+    """
+    global _users, _has_frozen
+    with _lock:
+        if not _users and not gc.get_freeze_count():
+            gc.collect(1)  # else what is garbage already would stay for as long as the compilation
+            gc.freeze()
+            _has_frozen = True
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users and _has_frozen:
+                gc.unfreeze()
+                _has_frozen = False

@@ -1,0 +1,82 @@
+"""While a model is compiled, older objects are no business of the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.compiler.garbage import older_objects_set_aside
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen():
+    assert not gc.get_freeze_count()
+    yield
+    assert not gc.get_freeze_count()
+
+
+def test_older_objects_are_not_searched_and_newer_ones_are():
+    older = Cycle()
+    gc.collect()
+    with older_objects_set_aside():
+        was_older = weakref.ref(older)
+        del older
+        newer = Cycle()
+        was_newer = weakref.ref(newer)
+        del newer
+        gc.collect()
+        assert was_older() is not None and was_newer() is None
+    gc.collect()
+    assert was_older() is None
+
+
+def test_garbage_that_is_young_is_collected_ahead():
+    gc.collect()
+    young = Cycle()
+    was_young = weakref.ref(young)
+    del young
+    with older_objects_set_aside():
+        assert was_young() is None
+
+
+def test_objects_are_set_aside_until_the_last_of_several_compilations_ends():
+    with older_objects_set_aside():
+        with older_objects_set_aside():
+            pass
+        assert gc.get_freeze_count()
+
+
+def test_what_somebody_else_has_frozen_stays_frozen():
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        with older_objects_set_aside():
+            pass
+        assert gc.get_freeze_count() == count
+    finally:
+        gc.unfreeze()
+
+
+class Counts(nn.Module):
+    def forward(self, x):
+        Counts.frozen.append(gc.get_freeze_count())
+        return x * 2
+
+
+def test_a_model_is_compiled_so_also_if_that_fails():
+    Counts.frozen = []
+    with fxpipe.compile(nn.Sequential(Counts(), nn.Linear(4, 4)), ["cpu"] * 2) as pipe:
+        with pytest.raises(RuntimeError):
+            pipe(torch.randn(4, 5))
+        assert Counts.frozen and all(Counts.frozen)
+        pipe(torch.randn(4, 4))
