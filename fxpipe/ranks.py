@@ -22,6 +22,8 @@ from torch.nn import Parameter
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks import RankCompiler, RankRunner, Ranks, tensors_of_module
 from fxpipe.compiler.runner import NotYet
+from fxpipe.loading.initialise import Init
+from fxpipe.loading.load import Source
 from fxpipe.pipeline import Pipeline
 from fxpipe.proxy import ModelProxy
 from fxpipe.schedule import Timeline
@@ -137,6 +139,7 @@ class RankPipeline(Pipeline):
     def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """The entries of the model's state dict that belong to this rank's stages. Entries that no
         stage uses belong to rank 0, so that the state dicts of all ranks together are the model's.
+        A parameter is in that of one rank, a buffer in that of each rank that reads it.
         """
         own = self._own("state_dict")
         found: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
@@ -144,33 +147,43 @@ class RankPipeline(Pipeline):
             del found[name]
         return found
 
+    def load(
+        self,
+        checkpoint: Source,
+        *,
+        strict: bool = True,
+        assign: bool = False,
+        init: Init | None = None,
+    ) -> Any:
+        """Load a checkpoint of the model: this rank reads the tensors of its own stages only, each
+        straight to its device; see :meth:`fxpipe.Pipeline.load`.
+
+        A model that was built on "meta" gets memory for this rank's tensors, and all others stay on
+        "meta". Missing tensors are an error on the rank that needs them.
+        """
+        self._own("load")
+        return super().load(checkpoint, strict=strict, assign=assign, init=init)
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the whole model, or of this rank.
 
         Raises RuntimeError, if ``strict``, for a state dict that lacks a tensor of this rank, or
         has one that the model does not have.
         """
-        own = self._own("load_state_dict")
-        result = self.module.load_state_dict(state_dict, strict=False, assign=assign)
-        missing = [name for name in result.missing_keys if name in own]
-        if strict and (missing or result.unexpected_keys):
-            raise RuntimeError(
-                f"the state dict lacks {missing} of rank {self.rank}, and has "
-                f"{result.unexpected_keys}, which the model does not have"
-            )
-        return result
+        self._own("load_state_dict")
+        return self._runner.load(state_dict, strict=strict, assign=assign, init=None)
 
     def _own(self, what: str) -> set[str]:
         """The names of the parameters, buffers and state dict entries that belong to this rank.
         ``what`` names the method that asks, for the message of the error."""
-        owners = self._runner.compiler.owners
-        if not owners:
+        compiler = self._runner.compiler
+        if not compiler.owners:
             raise NotYet(
                 f"{what} depends on the stages of this rank, which are not known before the model "
                 "has been cut: give example_inputs to compile()"
             )
-        every = (*owners, *self.module.state_dict(), *dict(tensors_of_module(self.module)))
-        return {name for name in every if owners.get(name, 0) == self.rank}
+        every = (*self.module.state_dict(), *dict(tensors_of_module(self.module)))
+        return set(filter(compiler.is_own, every))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

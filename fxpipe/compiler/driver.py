@@ -196,12 +196,20 @@ class Compiler:
         """Take note of which tensors have values by now. Once all of them have, the model is
         compiled anew at its next call, with the same cut: what it means can be checked then. If
         nothing is to be checked, it stays as it was compiled on "meta"."""
-        unset = without_values(self.model)
+        unset = self.lacking()
         if self.homes and not unset:
-            graphs = [mode.stage_graph for mode in self.cache.modes]
-            if self.options.check is not False or any(map(without_values, graphs)):
-                self.forget()
+            self._have_values()
         self.homes = {name: home for name, home in self.homes.items() if name in unset}
+
+    def lacking(self) -> dict[str, Tensor]:
+        """The tensors of the model that are on "meta" and need values here, by name."""
+        return without_values(self.model)
+
+    def _have_values(self) -> None:
+        """Forget programs that have been compiled without values, unless they can serve."""
+        graphs = [mode.stage_graph for mode in self.cache.modes]
+        if self.options.check is not False or any(map(without_values, graphs)):
+            self.forget()
 
     def is_on_meta(self) -> bool:
         """Whether parameters or buffers are on "meta", where they have no values; or other tensors,

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -33,15 +34,22 @@ from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.history import History
 from fxpipe.compiler.layout import CutAlike, Layout
+from fxpipe.compiler.loss import Target
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.runner import Runner
 from fxpipe.ir._torch import timeout_of
 from fxpipe.ir.graph import STAGE, WRITTEN, attribute, stage_nodes
 from fxpipe.ir.printing import format_graph
-from fxpipe.meaning.errors import BatchError
+from fxpipe.loading.initialise import Init
+from fxpipe.loading.load import Source, load, materialize
+from fxpipe.loading.storage import tensors_of, without_values
+from fxpipe.meaning.asked import Meaning
+from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.weights import dim_of
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import run_inline
+from fxpipe.runtime.microbatch import Dim
 from fxpipe.runtime.program import Program, lower
 from fxpipe.runtime.ranks.agreement import Agreement
 from fxpipe.runtime.ranks.transport import Edge, GroupTransport, RankError
@@ -269,8 +277,10 @@ class RankCompiler(Compiler):
         self.agreement = Agreement(ranks.group, ranks.timeout)
         self.transport = GroupTransport(ranks.group, ranks.device, ranks.timeout)
         self.lowering = RankLowering(model, options, ranks, self.agreement, self.transport)
-        self.owners: dict[str, int] = {}
-        """The rank of each parameter and buffer that a compiled graph uses, by its name."""
+        self.owners: dict[str, list[int]] = {}
+        """The ranks that have each tensor of the model which a compiled graph uses, by its name, as
+        :func:`owners` gives them."""
+        self._was_on_meta = False
 
     def _to_stages(self, *args: Any) -> ToStages:
         context = super()._to_stages(*args)
@@ -284,15 +294,77 @@ class RankCompiler(Compiler):
             "them to one tensor, to be taken apart in the model, or give chunks=1"
         )
 
+    # ------------------------------------------------------------------------ models on "meta"
+
+    def is_on_meta(self) -> bool:
+        """Whether the model has been compiled on "meta". It stays so, since a rank gives values to
+        the tensors of its own stages only."""
+        return self._was_on_meta or super().is_on_meta()
+
+    def is_own(self, name: str) -> bool:
+        """Whether this rank has a tensor of the model. Tensors that no stage uses are rank 0's."""
+        return self.ranks.rank in self.owners.get(name, [0])
+
+    def lacking(self) -> dict[str, Tensor]:
+        unset = super().lacking()
+        return {name: unset[name] for name in unset if not self.owners or self.is_own(name)}
+
+    def _have_values(self) -> None:
+        """Raise RuntimeError if a constant of this rank's stages has no value. Programs are kept,
+        as nothing can be checked with a part of the values."""
+        models = {id(tensor) for _, tensor in tensors_of_module(self.model)}
+        for mode in self.cache.modes:
+            placement = self.options.placement
+            for rank, stage in zip(placement, stages_of(mode.stage_graph), strict=True):
+                constants = without_values(stage) if rank == self.ranks.rank else {}
+                unset = [name for name, t in constants.items() if id(t) not in models]
+                if unset:
+                    raise RuntimeError(
+                        f'{unset[0]} has been computed from a tensor on "meta", so that it has no '
+                        "value: build the model on the CPU"
+                    )
+
+    def _meaning(self, *args: Any) -> Meaning:
+        if self.is_on_meta() and self.options.check is not False:
+            said = (
+                f'{type(self.model).__name__} is on "meta" and no rank gets all its values, so '
+                "that what the pipeline computes cannot be compared with the model: compile the "
+                "model, or a smaller one of the same class, in one process, where it is checked, "
+                "and give check=False here"
+            )
+            if self.options.check is True:
+                raise BatchError(said)
+            warnings.warn(said, BatchWarning, stacklevel=2)
+        return super()._meaning(*args)
+
+    def _loss_dim(self, mode: Mode, readings: Sequence[Target], chunks: int) -> tuple[int, Dim]:
+        options = self.options
+        if not self.is_on_meta() or chunks == 1:
+            return super()._loss_dim(mode, readings, chunks)
+        is_said = options.loss_weight is not None
+        if not is_said and (options.loss_fn is not None or options.out_dims is None):
+            raise BatchError(
+                f'{type(self.model).__name__} is on "meta", so that its loss cannot be compared '
+                'with those of micro-batches: give loss_weight="rows" if the loss is a mean over '
+                'the rows, "sum" if it is a sum, or a function that counts what it is a mean of '
+                "(see fxpipe.loss_weight)"
+            )
+        return 0, mode.loss_dim if options.loss_fn is None else dim_of(options.loss_weight)
+
+    # ------------------------------------------------------------------------------- its own part
+
     def _compiled(self, *args: Any) -> Mode:
+        self._was_on_meta |= self.is_on_meta()
         mode = super()._compiled(*args)
-        for name, rank in owners(self.model, mode.stage_graph, self.options.placement).items():
-            known = self.owners.setdefault(name, rank)
-            if known != rank:
+        for name, ranks in owners(self.model, mode.stage_graph, self.options.placement).items():
+            known = self.owners.setdefault(name, ranks)
+            if known[0] != ranks[0]:
                 raise PartitionError(
-                    f"{name} is used by rank {rank} in this call, and by rank {known} in an "
+                    f"{name} is used by rank {ranks[0]} in this call, and by rank {known[0]} in an "
                     "earlier one, which has its value: compile with a partition= that suits both"
                 )
+            self.owners[name] = list(dict.fromkeys(known + ranks))
+        self.homes = {name: home for name, home in self.homes.items() if self.is_own(name)}
         return mode
 
 
@@ -335,40 +407,67 @@ class RankRunner(Runner):
         run = partial(run_inline, mine.program, [compiler.transport, *values])
         return compiler.transport.run(run, mine.edges, key=0)
 
+    def load(self, checkpoint: Source, *, strict: bool, assign: bool, init: Init | None) -> Any:
+        with self._given_values() as (model, homes):
+            own = set(filter(self.compiler.is_own, model.state_dict()))
+            return load(
+                model, checkpoint, homes, strict=strict, assign=assign, init=init, names=own
+            )
+
+    def materialize(self, init: Init | None) -> None:
+        """Initialise this rank's tensors that are on "meta". All ranks have to call it: the random
+        numbers of each module depend on rank 0's default generator and on the module's name, so
+        that the values are the same on any number of ranks."""
+        drawn = int(torch.randint(2**62, ()))
+        seed = self.compiler.agreement.ask("materialize", drawn)[0]
+        with self.compiler.agreement.together(), self._given_values() as (model, homes):
+            materialize(model, homes, init, seed)
+
     def close(self) -> None:
         super().close()
         self.compiler.transport.close()
 
 
-def owners(model: nn.Module, stage_graph: fx.GraphModule, ranks: tuple[int, ...]) -> dict[str, int]:
-    """The rank of each parameter and buffer of a model that a stage graph uses, by its name.
+def owners(
+    model: nn.Module, stage_graph: fx.GraphModule, ranks: tuple[int, ...]
+) -> dict[str, list[int]]:
+    """The ranks that have each tensor of a model that a stage graph uses, by all its names.
 
-    A parameter that several stages share belongs to the rank that sends its value to the others.
-    Any other tensor belongs to the first rank that uses it.
+    The first rank is the one that keeps the tensor up to date. A parameter has only this one, which
+    is the one that sends its value to the others if several stages share it. Any other tensor is
+    had by each rank that reads it, and the first of them is the first in the list: tensors that are
+    written to are used in one stage only (pass "alias").
     """
-    homes: dict[int, int] = {}
+    homes: dict[int, list[int]] = {}
     stages = stages_of(stage_graph)
     for rank, stage in zip(ranks, stages, strict=True):
         for share in stage.graph.find_nodes(op="call_function", target=ops.share):
             if share.args[0].op == "get_attr":
-                homes.setdefault(id(attribute(stage, str(share.args[0].target))), rank)
+                homes.setdefault(id(attribute(stage, str(share.args[0].target))), [rank])
+
+    def used(tensor: Any, rank: int) -> None:
+        known = homes.setdefault(id(tensor), [rank])
+        if rank not in known and not isinstance(tensor, nn.Parameter):
+            known.append(rank)
+
     for rank, stage in zip(ranks, stages, strict=True):
         for _, tensor in tensors_of_module(stage):
-            homes.setdefault(id(tensor), rank)
+            used(tensor, rank)
     for node in stage_graph.graph.find_nodes(op="get_attr"):
         for user in node.users:
             if STAGE in user.meta:
-                tensor = attribute(stage_graph, str(node.target))
-                homes.setdefault(id(tensor), ranks[user.meta[STAGE]])
+                used(attribute(stage_graph, str(node.target)), ranks[user.meta[STAGE]])
     return {
         name: homes[id(tensor)] for name, tensor in tensors_of_module(model) if id(tensor) in homes
     }
 
 
 def tensors_of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of a module, under all their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    """The parameters, buffers, and tensors that are plain attributes, of a module and the modules
+    in it, under all their names."""
+    for path, each in module.named_modules(remove_duplicate=False):
+        for name, tensor in tensors_of(each):
+            yield f"{path}.{name}".removeprefix("."), tensor
 
 
 def _shapes(values: list[Any]) -> str:

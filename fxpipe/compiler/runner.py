@@ -19,7 +19,6 @@ from fxpipe.compiler.options import Options
 from fxpipe.ir._torch import TransformType, transforms
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Homes, Source, load, materialize
-from fxpipe.loading.storage import without_values
 from fxpipe.meaning.sample import Sample
 from fxpipe.runtime.ambient import is_intercepted, is_traced
 from fxpipe.runtime.clock import Record
@@ -133,7 +132,7 @@ class Runner:
         ``with`` block. Programs that have been compiled before can still be inspected, but no call
         runs them any more."""
         compiler = self.compiler
-        unset = [name for name in without_values(compiler.model) if name not in compiler.homes]
+        unset = [name for name in compiler.lacking() if name not in compiler.homes]
         if unset and compiler.is_on_meta():
             raise RuntimeError(
                 f'{type(compiler.model).__name__} is on "meta" and has no stages yet, so that '

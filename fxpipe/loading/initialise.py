@@ -10,8 +10,10 @@ tensor that they have not written to is refused by name:
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,7 +29,11 @@ Init = Callable[[nn.Module], object]
 
 
 def initialised(
-    model: nn.Module, tensors: Mapping[str, Tensor], memory: Storage, init: Init | None
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    memory: Storage,
+    init: Init | None,
+    seed: int | None = None,
 ) -> list[str]:
     """Give memory and values to tensors of a model that are on "meta".
 
@@ -35,6 +41,9 @@ def initialised(
         tensors: the tensors, by their names in the model.
         memory: gives the memory, and knows which tensors have been written to.
         init: a function that sets the tensors of a module. None: the model's own methods do.
+        seed: the random numbers of each module depend on this seed and on the module's name only,
+            so that they are the same whichever process initialises which modules. None: they are
+            drawn from the default generator, one module after the other.
 
     Returns:
         The names of the tensors to which nothing has been written.
@@ -43,7 +52,7 @@ def initialised(
     for path, own in _by_module(tensors).items():
         module = model.get_submodule(path)
         made = set(map(id, own.values()))
-        with torch.no_grad():
+        with torch.no_grad(), _seeded(seed, path):
             known = {
                 name: value.clone()
                 for name, value in tensors_of(module)
@@ -59,6 +68,26 @@ def initialised(
                 if name in known:  # it had values before, which the methods may have replaced
                     tensor.copy_(known[name])
     return [name for name, tensor in tensors.items() if not memory.is_written(tensor)]
+
+
+@contextmanager
+def _seeded(seed: int | None, path: str) -> Iterator[None]:
+    """A context in which random numbers depend on the seed and the path of a module, if there is a
+    seed; after it the default generators are as they were before."""
+    if seed is None:
+        yield
+        return
+    digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
+    with torch.random.fork_rng(device_type=_accelerator()):
+        torch.manual_seed(int.from_bytes(digest[:8], "big"))
+        yield
+
+
+def _accelerator() -> str:
+    """The type of the accelerator whose generators are saved beside the CPU's; "cuda", of which
+    there may be none, where there is no accelerator."""
+    device = torch.accelerator.current_accelerator()
+    return "cuda" if device is None else device.type
 
 
 def _by_module(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -13,7 +13,8 @@ It also runs the hooks by which modules rename the keys of old checkpoints.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,21 +32,34 @@ Homes = Mapping[str, torch.device]
 
 
 def load(
-    model: nn.Module, source: Source, homes: Homes, *, strict: bool, assign: bool, init: Init | None
+    model: nn.Module,
+    source: Source,
+    homes: Homes,
+    *,
+    strict: bool,
+    assign: bool,
+    init: Init | None,
+    names: Collection[str] | None = None,
 ) -> Any:
     """Load a checkpoint, one tensor at a time; see :meth:`fxpipe.Pipeline.load`.
 
     Args:
-        homes: the devices on which tensors that are on "meta" get memory. Empty if the model has no
-            tensors on "meta".
+        homes: the devices on which tensors that are on "meta" get memory; tensors that it does not
+            name stay on "meta". Empty if the model has no tensors on "meta".
+        names: the names of the tensors to load, where others belong to other processes: those are
+            neither read nor missed. None: all.
     """
     saves = model.state_dict(keep_vars=True)
     own = {name: value for name, value in saves.items() if isinstance(value, Tensor)}
     stored = dict(source) if isinstance(source, Mapping) else stored_tensors(source)
     _fill_in_ties(stored, own)
+    if names is not None:  # names that the model does not have stay, since hooks may rename them
+        stored = {
+            name: value for name, value in stored.items() if name in names or name not in saves
+        }
     given = {id(own[name]) for name in stored if name in own}
     saved = {id(tensor) for tensor in own.values()}
-    unset = without_values(model) if homes else {}
+    unset = _unset(model, homes)
     to_make = {
         name: tensor
         for name, tensor in unset.items()
@@ -77,7 +91,10 @@ def load(
             initialised(model, lacking, provisional, None)
             provisional.take_back()
             memory.give(to_load, dtypes)
-            result = model.load_state_dict(stored, strict=strict)
+            if names is None:
+                result = model.load_state_dict(stored, strict=strict)
+            else:
+                result = _load_a_part(model, stored, names, strict)
             missing = {id(own[name]) for name in result.missing_keys if name in own}
             return result
         finally:
@@ -85,16 +102,49 @@ def load(
             provisional.take_back(lambda tensor: id(tensor) in missing)
 
 
-def materialize(model: nn.Module, homes: Homes, init: Init | None) -> None:
-    """Initialise the tensors that are on "meta"; see :meth:`fxpipe.Pipeline.materialize`."""
+def materialize(model: nn.Module, homes: Homes, init: Init | None, seed: int | None = None) -> None:
+    """Initialise the tensors that are on "meta"; see :meth:`fxpipe.Pipeline.materialize`.
+
+    Args:
+        homes: the devices on which they get memory; tensors that it does not name stay on "meta".
+        seed: as for :func:`fxpipe.loading.initialise.initialised`.
+    """
     memory = Storage(homes)
     with torch.inference_mode(False):
         try:
-            left = initialised(model, without_values(model) if homes else {}, memory, init)
+            left = initialised(model, _unset(model, homes), memory, init, seed)
         finally:
             memory.take_back()
     if left:
         raise RuntimeError(_not_made(model, left, init))
+
+
+def _unset(model: nn.Module, homes: Homes) -> dict[str, Tensor]:
+    """The tensors on "meta" that are to get memory, by name."""
+    unset = without_values(model) if homes else {}
+    return {name: tensor for name, tensor in unset.items() if name in homes}
+
+
+def _load_a_part(
+    model: nn.Module, stored: dict[str, Any], names: Collection[str], strict: bool
+) -> Any:
+    """Load the tensors with these names, and return the missing keys among them and the unexpected
+    keys.
+
+    Raises RuntimeError, if ``strict``, for keys that are missing or unexpected.
+    """
+    with warnings.catch_warnings():
+        # Modules add what an old checkpoint lacks, such as the number of batches of a batch norm.
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
+        result = model.load_state_dict(stored, strict=False)
+    missing = [name for name in result.missing_keys if name in names]
+    if strict and (missing or result.unexpected_keys):
+        raise RuntimeError(
+            f"the checkpoint lacks {missing}, which this process needs of "
+            f"{type(model).__name__}, and has {result.unexpected_keys}, which the model does not "
+            "have: give strict=False to load what fits"
+        )
+    return type(result)(missing, result.unexpected_keys)
 
 
 def _fill_in_ties(stored: dict[str, Any], own: Mapping[str, Tensor]) -> None:

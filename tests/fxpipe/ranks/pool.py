@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 SIZE = 4
-TIMEOUT = timedelta(seconds=150)  # after which a rank that waits for another one raises an error
+# After this time a rank that waits for another one raises an error.
+TIMEOUT = timedelta(seconds=float(os.environ.get("FXPIPE_TEST_PATIENCE", "150")))
 
 
 class Failed(Exception):

@@ -53,7 +53,7 @@ def test_each_rank_loads_its_own_part_of_the_models_state(pool):
     expected = torch.cat([model(part) for part in X.tensor_split(8)]).detach()
     for (output, said), name in zip(found, "abcd", strict=True):
         assert same(output, expected)
-        assert f"the state dict lacks ['{name}.weight', '{name}.bias']" in said
+        assert f"the checkpoint lacks ['{name}.weight', '{name}.bias']" in said
 
 
 @pytest.mark.parametrize("where", ["a forward", "c forward", "b backward", "d backward"])
