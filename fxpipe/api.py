@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+CACHE = "FXPIPE_CACHE"
+"""The environment variable that names the folder of the cache."""
+
+
 def compile(
     model: nn.Module,
     devices: Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None = None,
@@ -52,6 +56,7 @@ def compile(
     dynamic: bool | None = None,
     dump: str | os.PathLike[str] | None = None,
     verbose: bool = False,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """Compile a model to a pipeline over several devices, which computes what the model computes.
 
@@ -133,6 +138,10 @@ def compile(
         verbose: whether each compilation logs where its time goes, as a table of its phases, on
             Python's logger "fxpipe" at level INFO (on stderr if logging has not been set up).
             The environment variable ``FXPIPE_LOGS=compile`` does the same.
+        cache: a folder in which the results of tracing and checking are kept, for other processes
+            that compile the same model with the same options for the same kind of call, see
+            :mod:`fxpipe.compiler.disk`. None: the folder that the environment variable
+            ``FXPIPE_CACHE`` names, if it is set.
 
     Returns:
         A module with the model's signature, outputs, parameters and state dict. The parameters are
@@ -175,6 +184,7 @@ def compile(
         passes=default_chain() if passes is None else passes,
         observer=dump_of(dump),
         verbose=verbose,
+        cache=cache or os.environ.get(CACHE) or None,
     )
     pipeline = Pipeline(model, options) if ranks is None else RankPipeline(model, options, ranks)
     if has_example:

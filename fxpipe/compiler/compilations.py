@@ -31,6 +31,8 @@ class Compilation:
             that the call has failed, such as ``shape of x: (8, 4) → (8, 6)``.
         guards: for which calls the program that came of it is right.
         front_end: what traced the model: "symbolic", "export" or "custom".
+        cache: "" without a cache on disk, else "from the cache", "kept in the cache", or why the
+            compilation is not kept.
     """
 
     number: int
@@ -39,9 +41,11 @@ class Compilation:
     why: tuple[str, ...]
     guards: Guards
     front_end: str
+    cache: str = ""
 
     def __str__(self) -> str:
-        head = f"{self.number}. {self.at:%H:%M:%S}, {human_time(self.seconds)}, {self.front_end}: "
+        how = ", ".join(filter(None, (self.front_end, self.cache)))
+        head = f"{self.number}. {self.at:%H:%M:%S}, {human_time(self.seconds)}, {how}: "
         more = len(self.why) - SHOWN
         reasons = [*self.why[:SHOWN], *([f"and {more} programs more"] if more > 0 else [])]
         lines = textwrap.wrap(head + reasons[0], WIDTH, subsequent_indent="   ")
@@ -68,11 +72,17 @@ class Compilations(Sequence[Compilation]):
         self._all: list[Compilation] = []
 
     def note(
-        self, at: datetime, seconds: float, why: tuple[str, ...], guards: Guards, front_end: str
+        self,
+        at: datetime,
+        seconds: float,
+        why: tuple[str, ...],
+        guards: Guards,
+        front_end: str,
+        cache: str = "",
     ) -> None:
         """Add a compilation; the arguments are its attributes."""
         number = len(self._all) + 1
-        self._all.append(Compilation(number, at, seconds, why, guards, front_end))
+        self._all.append(Compilation(number, at, seconds, why, guards, front_end, cache))
 
     def why(self, call: GuardedCall, programs: Iterable[Guards]) -> tuple[str, ...]:
         """Why none of the programs serves a call: the guard of each that fails, the latest first.

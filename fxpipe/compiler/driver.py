@@ -21,6 +21,10 @@ from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode, Unrolled
+from fxpipe.compiler.disk.entry import Entry
+from fxpipe.compiler.disk.errors import Unusable
+from fxpipe.compiler.disk.folder import Folder
+from fxpipe.compiler.disk.slot import READ, Slot
 from fxpipe.compiler.garbage import older_objects_set_aside
 from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.guards.on_call import ANY_SHAPES, ANY_SIZE, ONE_SIZE
@@ -39,7 +43,7 @@ from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.asked import Asked, Meaning, refuse_unclear
-from fxpipe.meaning.call import check_at_size, known_dims, meaning_of
+from fxpipe.meaning.call import check_at_size, known_dims, meaning_of, remember_dims
 from fxpipe.meaning.listed import Listed, in_parts, of_one_shape
 from fxpipe.meaning.loss_of_target import Targets, loss_dim
 from fxpipe.meaning.outputs import output_dims
@@ -105,6 +109,9 @@ class Compiler:
         self.compilations = Compilations(type(model).__name__)
         self.homes: dict[str, torch.device] = {}
         """The device of its stage for each tensor of the model that is still on "meta"."""
+        self._folder = None if options.cache is None else Folder(options.cache)
+        self._slot = Slot(model)
+        """The place in the cache on disk of the compilation that is being made."""
         self._any_size = bool(options.dynamic)
         """Whether programs are compiled for all sizes of inputs that the model treats alike."""
         self._lock = threading.RLock()
@@ -244,23 +251,85 @@ class Compiler:
         at, begin = datetime.now(), time.perf_counter()
         some, named = canonical(self.model, args, kwargs)
         with compiling(), quiet():
-            some, named = self._to_the_model(out_of_inference_mode((some, named)))
-            with phase("twin", quiet=True):
-                twin = Twin(self.model)  # another thread may run the model while it is compiled
-            with phase("check"):
-                meaning = self._meaning(twin.model, some, named)
-            call = GuardedCall(self.model, args, kwargs, meaning.in_dims)
-            mode = self.cache.mode(call)
-            if mode is not None:  # found now that the check has determined the batch dimensions
-                return mode
-            guards = [each.guards for each in self.cache.modes]
-            why = self.compilations.why(call, guards)
-            if self.options.dynamic is None:
-                self._any_size |= any(each.other_sizes(call) for each in guards)
-            mode = self._compile(twin, some, named, meaning, call)
-        seconds = time.perf_counter() - begin
-        self.compilations.note(at, seconds, why, mode.guards, mode.traced.front_end)
+            inputs = self._to_the_model(out_of_inference_mode((some, named)))
+            with phase("key", quiet=True):
+                self._slot = self._slot_of(args, kwargs, inputs)
+            entry = self._slot.entry()
+            try:
+                mode, why = self._new_or_found(args, kwargs, inputs, entry)
+            except Unusable as error:
+                self._slot.refuse(error)
+                mode, why = self._new_or_found(args, kwargs, inputs, None)
+        if not why:
+            return mode
+        front_end, seconds = mode.traced.front_end, time.perf_counter() - begin
+        self.compilations.note(at, seconds, why, mode.guards, front_end, self._slot.state)
         return self.cache.learn(mode)
+
+    def _new_or_found(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        entry: Entry | None,
+    ) -> tuple[Mode, tuple[str, ...]]:
+        """A new mode for a call, and why it has been compiled; or a mode that there is, and nothing
+        to say, if the check finds that it serves the call.
+
+        Args:
+            inputs: the arguments, where the model can run with them.
+            entry: what the cache on disk has for this call.
+
+        Raises:
+            Unusable: if the model cannot be compiled from the entry.
+        """
+        some, named = inputs
+        with phase("twin", quiet=True):
+            twin = Twin(self.model)  # another thread may run the model while it is compiled
+        if entry is None:
+            with phase("check"), self._slot.hearing():
+                meaning = self._meaning(twin.model, some, named)
+        else:
+            meaning = entry.meaning_for(Structure.of(inputs)[0])
+            remember_dims(self.model, some, named, self.options.in_dims, meaning.in_dims)
+        call = GuardedCall(self.model, args, kwargs, meaning.in_dims)
+        mode = self.cache.mode(call)
+        if mode is not None:  # found now that the batch dimensions are known
+            return mode, ()
+        guards = [each.guards for each in self.cache.modes]
+        why = self.compilations.why(call, guards)
+        if self.options.dynamic is None:
+            self._any_size |= any(each.other_sizes(call) for each in guards)
+        if entry is None:
+            mode = self._compile(twin, some, named, meaning, call)
+            self._slot.keep(meaning, mode.chunks, mode.guards.state.attributes())
+        else:
+            mode = self._compiled(twin, some, named, meaning, call, entry.chunks, entry)
+            self._slot.state = READ
+            for each in entry.said:
+                each.again()
+        return mode, why
+
+    def _slot_of(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> Slot:
+        """The place of a call in the cache on disk."""
+        if self._folder is None:
+            return Slot(self.model)
+        unknown, guards = (
+            GuardedCall(self.model, args, kwargs),
+            (m.guards for m in self.cache.modes),
+        )
+        is_new_size = self.options.dynamic is None and any(g.other_sizes(unknown) for g in guards)
+        settings = {
+            "any size": self._any_size or is_new_size,
+            "dims": known_dims(self.model, args, kwargs, self.options.in_dims),
+            "checked": not self.is_on_meta(),
+        }
+        return Slot.of(self._folder, self.model, inputs, self.options, settings)
 
     def _meaning(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
         """The batch dimensions of the inputs and outputs of this call, checked by running
@@ -350,7 +419,7 @@ class Compiler:
         try:
             chunks = self.options.even_chunks_for(batch)
             tensors, _ = Structure.of((args, kwargs))
-            with self._where_it_runs(twin.model, tensors):
+            with self._where_it_runs(twin.model, tensors), self._slot.hearing():
                 check_at_size(twin.model, args, kwargs, meaning, self._asked)
             return self._compiled(twin, args, kwargs, meaning, call, chunks)
         except AnotherStrategy:  # the caller raises ``why`` then, which says more
@@ -403,13 +472,15 @@ class Compiler:
         meaning: Meaning,
         call: GuardedCall,
         chunks: int | None = None,
+        entry: Entry | None = None,
     ) -> Mode:
         """Compile the model up to the stage graph, and move its stages to their devices.
 
         Until the stages are moved, it is the twin that is run, traced and changed, not the model.
 
         With ``chunks`` the mini-batch is cut into so many micro-batches, and the model is traced
-        with the first one: the graph is right for this batch size only.
+        with the first one: the graph is right for this batch size only. With an ``entry`` of the
+        cache on disk its graph is taken, and the model is not traced.
         """
         options, dims = self.options, meaning.in_dims
         tensors, _ = Structure.of((args, kwargs))
@@ -423,8 +494,9 @@ class Compiler:
 
         with self._where_it_runs(twin.model, tensors), attributes_read(twin.model) as reads:
             prepared = self._traced(
-                twin.model, traced_with, varying, meaning, chunks, options.tracer
+                twin.model, traced_with, varying, meaning, chunks, options.tracer, entry
             )
+        premises = _but_for_states(twin.reads(reads)) if entry is None else entry.reads(self.model)
         prepared.traced.graph_module = prepared.run(since="partition", until="split")
         stage_graph = prepared.run(since="split")
         with phase("twin", quiet=True):
@@ -449,7 +521,7 @@ class Compiler:
             guards=Guards(
                 call,
                 _kind(prepared.traced, None if meaning.listed else chunks),
-                Premises(self.model, _but_for_states(twin.reads(reads))),
+                Premises(self.model, premises),
                 prepared.traced.largest_batch,
                 prepared.traced.sizes,
                 self._parts(prepared.traced),
@@ -475,18 +547,27 @@ class Compiler:
         meaning: Meaning,
         chunks: int | None,
         tracer: str | CustomTracer,
+        entry: Entry | None = None,
     ) -> _ModelGraph:
         """Trace the model, and run the passes that come ahead of pass "partition"."""
         has_values = not self.is_on_meta()
-        with phase("trace"):
-            traced = trace(
-                model,
-                *inputs,
-                tracer=tracer,
-                batch_dims=varying,
-                any_size=self._any_size and chunks is None,
-                check=has_values,
-            )
+        any_size = self._any_size and chunks is None
+        if entry is not None:
+            with phase("graph from the cache", quiet=True):
+                traced = entry.traced_on(
+                    model, inputs, batch_dims=varying, any_size=any_size, check=has_values
+                )
+        else:
+            with phase("trace"), self._slot.hearing():
+                traced = trace(
+                    model,
+                    *inputs,
+                    tracer=tracer,
+                    batch_dims=varying,
+                    any_size=any_size,
+                    check=has_values,
+                )
+            self._slot.note(traced, model)
         traced.refused_sizes |= meaning.refused_sizes
         if chunks is None:
             self._refuse_other_branches(traced, traced.bind(*inputs), varying)
@@ -500,7 +581,7 @@ class Compiler:
             is_unchecked = not has_values and traced.front_end == "symbolic"
             may_differ = isinstance(error, AnotherStrategy) or is_the_models(error)
             needs_export = isinstance(error, NeedsValues) or (is_unchecked and may_differ)
-            if tracer != "auto" or not needs_export:
+            if tracer != "auto" or not needs_export or entry is not None:
                 raise
             # Symbolic tracing has looked into a module whose shapes depend on values, so that a
             # pass fails on fake tensors. Export keeps such a module whole. And on "meta" a graph is

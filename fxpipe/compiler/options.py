@@ -3,6 +3,7 @@ refused at once."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,7 @@ class Options:
     stage_backend: StageBackend | None = None
     dynamic: bool | None = None
     verbose: bool = False
+    cache: str | os.PathLike[str] | None = None
 
     @staticmethod
     def of(

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from types import ModuleType
+from types import BuiltinFunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -81,6 +81,9 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+# The functions of sizes in the conditions of torch.export: divisions that round, for one.
+from torch.utils._sympy import functions as size_functions
+
 __all__ = [
     "DataDependentOutputException",
     "DeviceContext",
@@ -103,6 +106,12 @@ __all__ = [
 def schema_of(target: Any) -> Any:
     """The schema of an operator, which says what it writes to; None for what is no operator."""
     return getattr(target, "_schema", None)
+
+
+def is_kernel(function: Any) -> bool:
+    """Whether a function is ``torch.add``, say: one that calls an operator, and nothing else."""
+    name = getattr(function, "__qualname__", "")
+    return isinstance(function, BuiltinFunctionType) and name.startswith("_VariableFunctions")
 
 
 def version_of(tensor: Tensor) -> int:
@@ -393,6 +402,13 @@ autograd, do not depend on that, so fxpipe replaces it."""
 SOURCE_OF_GUARD = "_get_sloc"
 """The method of a ``ShapeEnv`` that tells which line of code a guard comes from."""
 
+
+SIZE_FUNCTIONS: dict[str, Any] = {
+    name: value
+    for name, value in vars(size_functions).items()
+    if isinstance(value, type) and value.__module__ == size_functions.__name__
+}
+"""The functions of sizes that a condition of torch.export may have, beside those of sympy."""
 
 KERNELS: ModuleType = torch._C
 CONVOLUTION_KERNEL = "_select_conv_backend"

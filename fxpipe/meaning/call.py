@@ -46,6 +46,19 @@ def known_dims(
     return found if listed is not None and found == listed.in_dims(listed.rows) else None
 
 
+def remember_dims(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_dims: Any,
+    found: Sequence[InDim],
+) -> None:
+    """Remember batch dimensions that a check in another process has found, see
+    :func:`known_dims`."""
+    key = _key(named_inputs(model, args, kwargs, in_dims))
+    _FOUND.setdefault(model_of(model), {})[key] = found
+
+
 def meaning_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
 ) -> Meaning:

@@ -41,7 +41,7 @@ from torch.nn.parameter import is_lazy
 
 from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported, is_the_models
 from fxpipe.ir.progress import phase
-from fxpipe.ir.structure import leaves
+from fxpipe.ir.structure import Structure, leaves
 from fxpipe.trace import checks, export, recorders, state, symbolic
 from fxpipe.trace.errors import Refused, first_line, may_be_the_models, sentence
 from fxpipe.trace.example import (
@@ -69,6 +69,7 @@ __all__ = [
     "canonical",
     "parameters_put_back",
     "trace",
+    "traced_before",
     "untouched",
 ]
 
@@ -112,6 +113,40 @@ def trace(
             model, args, kwargs or {}, batch_dims, any_size=any_size, is_compared=check
         )
         return _trace(example, tracer, check)
+
+
+def traced_before(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    make: Callable[[Example, Structure], Traced],
+    *,
+    batch_dims: BatchDims,
+    any_size: bool,
+    check: bool,
+) -> Traced:
+    """The graph of a model that another process has traced, once it has been run beside the model
+    on as few rows of this example as the model takes.
+
+    Args:
+        make: makes the graph for an example, and for the structure of the model's output.
+        batch_dims, any_size, check: as for :func:`trace`.
+
+    Raises:
+        TraceError: if the graph does not give what the model gives.
+    """
+    with LOCK:
+        example = Example.of(model, args, kwargs, batch_dims, any_size=any_size, is_compared=check)
+        reference = checks.smallest_reference(example)
+        _, structure = Structure.of(reference.result.output)
+        traced = make(example, structure)
+        if check:
+            tolerance = 0.0 if traced.front_end == "symbolic" else checks.EXPORT_TOLERANCE
+            try:
+                checks.compare(example, [reference], traced, tolerance)
+            except Refused as error:
+                raise TraceError(str(error)) from error
+        return traced
 
 
 def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:

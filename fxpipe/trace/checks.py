@@ -60,6 +60,15 @@ def references(example: Example) -> list[Reference]:
     return found
 
 
+def smallest_reference(example: Example) -> Reference:
+    """One run of the model, without gradients, on as few rows as it takes; what the model raises
+    on the example itself is passed on."""
+    for size in _few_rows(example.batch):
+        if smaller := _at_size(example, size, watched=True):
+            return smaller[0]
+    return _on_the_example(example)
+
+
 def _few_rows(batch: int | None) -> list[int]:
     """Batch sizes below the example's, in the order in which they are tried on a model.
 

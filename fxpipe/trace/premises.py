@@ -99,7 +99,7 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
 def _is_missed(module: nn.Module, name: str) -> bool:
     """Whether the code that is looking up an attribute is a model's, and the module has none of
     that name. (A name with double underscores is asked for by Python itself.)"""
-    if name.startswith("__") or _now(module, name) is not MISSING:
+    if name.startswith("__") or value_of(module, name) is not MISSING:
         return False
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in (__file__, patches.__file__):
@@ -155,7 +155,7 @@ class Premises:
         ``head.scale: 3 → 4``. "" if nothing has."""
         for module, name in self.broken():
             then = next(o.states[name] for o in self._owners if o.module is module)
-            return _difference(_path(paths, module, name), then, _state(_now(module, name)))
+            return _difference(_path(paths, module, name), then, _state(value_of(module, name)))
         return "" if self._shapes_now() == self._shapes else "shapes of parameters have changed"
 
     def without(self, attributes: Collection[Attribute]) -> Premises:
@@ -187,7 +187,7 @@ class _Owner:
         self._own = [name for name in states if name in own]
         self._values = [own[name] for name in self._own]
         others = [name for name in states if name not in own]
-        self._missing = [name for name in others if _now(module, name) is MISSING]
+        self._missing = [name for name in others if value_of(module, name) is MISSING]
         self._inherited = [name for name in others if name not in self._missing]
 
     def contents(self) -> dict[int, tuple[Any, Any]]:
@@ -202,7 +202,7 @@ class _Owner:
         is_same = all(map(operator.is_, map(self._get, self._own), self._values))
         unsure = self._inherited if is_same else self.states
         for name in self._missing if is_same else ():
-            if _now(self.module, name) is not MISSING:
+            if value_of(self.module, name) is not MISSING:
                 return False
         return not unsure or not any(self._changed(unsure))
 
@@ -219,7 +219,7 @@ class _Owner:
         return (name for name in names if state_of(self.module, name) != self.states[name])
 
 
-def _now(module: nn.Module, name: str) -> Any:
+def value_of(module: nn.Module, name: str) -> Any:
     """An attribute of a module or of its class; :data:`MISSING` if there is none. A property is not
     computed: the result is the property object."""
     own = vars(module)
@@ -235,7 +235,7 @@ def _now(module: nn.Module, name: str) -> Any:
 
 def state_of(module: nn.Module, name: str) -> Any:
     """A snapshot of an attribute, as it is now, to be compared with others."""
-    return _state(_now(module, name))
+    return _state(value_of(module, name))
 
 
 def _is_plain(value: Any) -> bool:

@@ -78,6 +78,10 @@ class StateGuard:
         """The attributes that have changed since the latest state was noted."""
         return self.premises[-1].broken()
 
+    def attributes(self) -> list[Attribute]:
+        """The attributes that the program depends on in the latest state."""
+        return self.premises[-1].attributes()
+
     def widen(self, other: StateGuard, free: Iterable[nn.Module]) -> None:
         """Let this guard also hold in the states in which ``other`` holds, the guard of a program
         that computes the same.

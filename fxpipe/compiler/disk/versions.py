@@ -1,0 +1,102 @@
+"""Where code comes from, and in which version."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterable
+from enum import Enum
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import passes
+from fxpipe.compiler.disk.errors import NotKept
+from fxpipe.ir.source import is_ours
+
+
+class Origin(Enum):
+    """Where code comes from, which decides how its version is known."""
+
+    VERSIONED = "Python, PyTorch or fxpipe: known by a version, or by a digest of all files"
+    INSTALLED = "a package that has been installed: known by a version, or by all of its files"
+    USERS = "the user: known by the code itself"
+
+
+_VERSIONED = {"torch", "fxpipe", "passes", *sys.stdlib_module_names} - {"__main__"}
+_PYTHON = tuple(f"{Path(sysconfig.get_paths()[k])}/" for k in ("stdlib", "platstdlib"))
+_TORCH = f"{Path(torch.__file__).parent}/"
+_SITE = "site-packages", "dist-packages"
+
+
+def package_of(module: str) -> str:
+    """The top-level package of a module."""
+    return module.partition(".")[0]
+
+
+@cache
+def origin_of_file(filename: str) -> Origin:
+    """Where the code in a file comes from. Code that is in no file is the user's."""
+    if filename.startswith(_TORCH) or is_ours(filename) or filename.startswith("<frozen "):
+        return Origin.VERSIONED
+    if any(part in _SITE for part in Path(filename).parts):
+        return Origin.INSTALLED
+    return Origin.VERSIONED if filename.startswith(_PYTHON) else Origin.USERS
+
+
+@cache
+def origin_of_module(name: str) -> Origin:
+    """Where a module comes from."""
+    if package_of(name) in _VERSIONED:
+        return Origin.VERSIONED
+    module = sys.modules.get(name)
+    filename = getattr(module, "__file__", None)
+    if module is None or filename is None:
+        is_builtin = name in sys.builtin_module_names
+        return Origin.VERSIONED if is_builtin else Origin.USERS
+    return origin_of_file(filename)
+
+
+def version_of_package(name: str) -> str:
+    """The version of an installed package as it says itself."""
+    return str(getattr(sys.modules.get(name), "__version__", "without a version"))
+
+
+@cache
+def source_of_package(name: str) -> str:
+    """A digest of all Python files of an installed package."""
+    module = sys.modules.get(name)
+    filename = getattr(module, "__file__", None)
+    folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    if not files and filename is not None:
+        files = [Path(filename)]
+    if not files:
+        raise NotKept(f"the package {name} has no files that could be read")
+    return _digest_of(files)
+
+
+@cache
+def versions() -> tuple[str, ...]:
+    """The versions of Python, PyTorch and fxpipe."""
+    own = [Path(package.__file__ or "").parent for package in (sys.modules["fxpipe"], passes)]
+    return (
+        sys.version,
+        platform.machine(),
+        torch.__version__,
+        str(torch.version.git_version),
+        torch.backends.cpu.get_cpu_capability(),
+        _digest_of(file for folder in own for file in folder.rglob("*.py")),
+    )
+
+
+def _digest_of(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.hexdigest()
