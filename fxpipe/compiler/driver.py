@@ -21,10 +21,10 @@ from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode, Unrolled
-from fxpipe.compiler.disk.entry import Entry
+from fxpipe.compiler.disk.entry import CacheEntry
 from fxpipe.compiler.disk.errors import Unusable
 from fxpipe.compiler.disk.folder import Folder
-from fxpipe.compiler.disk.slot import READ, Slot
+from fxpipe.compiler.disk.slot import READ, CacheSlot
 from fxpipe.compiler.garbage import older_objects_set_aside
 from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.guards.on_call import ANY_SHAPES, ANY_SIZE, ONE_SIZE
@@ -110,7 +110,7 @@ class Compiler:
         self.homes: dict[str, torch.device] = {}
         """The device of its stage for each tensor of the model that is still on "meta"."""
         self._folder = None if options.cache is None else Folder(options.cache)
-        self._slot = Slot(model)
+        self._slot = CacheSlot(model)
         """The place in the cache on disk of the compilation that is being made."""
         self._any_size = bool(options.dynamic)
         """Whether programs are compiled for all sizes of inputs that the model treats alike."""
@@ -271,7 +271,7 @@ class Compiler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
-        entry: Entry | None,
+        entry: CacheEntry | None,
     ) -> tuple[Mode, tuple[str, ...]]:
         """A new mode for a call, and why it has been compiled; or a mode that there is, and nothing
         to say, if the check finds that it serves the call.
@@ -315,10 +315,10 @@ class Compiler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
-    ) -> Slot:
+    ) -> CacheSlot:
         """The place of a call in the cache on disk."""
         if self._folder is None:
-            return Slot(self.model)
+            return CacheSlot(self.model)
         unknown, guards = (
             GuardedCall(self.model, args, kwargs),
             (m.guards for m in self.cache.modes),
@@ -328,8 +328,9 @@ class Compiler:
             "any size": self._any_size or is_new_size,
             "dims": known_dims(self.model, args, kwargs, self.options.in_dims),
             "checked": not self.is_on_meta(),
+            "compiler": type(self).__name__,  # ranks refuse what cannot be checked
         }
-        return Slot.of(self._folder, self.model, inputs, self.options, settings)
+        return CacheSlot.of(self._folder, self.model, inputs, self.options, settings)
 
     def _meaning(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
         """The batch dimensions of the inputs and outputs of this call, checked by running
@@ -472,7 +473,7 @@ class Compiler:
         meaning: Meaning,
         call: GuardedCall,
         chunks: int | None = None,
-        entry: Entry | None = None,
+        entry: CacheEntry | None = None,
     ) -> Mode:
         """Compile the model up to the stage graph, and move its stages to their devices.
 
@@ -547,7 +548,7 @@ class Compiler:
         meaning: Meaning,
         chunks: int | None,
         tracer: str | CustomTracer,
-        entry: Entry | None = None,
+        entry: CacheEntry | None = None,
     ) -> _ModelGraph:
         """Trace the model, and run the passes that come ahead of pass "partition"."""
         has_values = not self.is_on_meta()

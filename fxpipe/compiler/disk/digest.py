@@ -97,8 +97,9 @@ class Digest:
         """Add a model: its modules, their modes, hooks and code.
 
         Of its parameters and buffers the shapes count, and not the values; but for buffers of
-        numbers other than real ones, by which a forward may decide. Of other attributes none
-        counts: which of them the forward reads is known once it has been traced.
+        numbers other than real ones, by which a forward may decide. Of other attributes only
+        functions count, and what hides an attribute of the class: which others the forward
+        reads is known once it has been traced.
         """
         self.add("model", model)
 
@@ -206,6 +207,10 @@ class Digest:
             is_buffer = name in module._buffers
             self._token(name, is_buffer)
             self._tensor(f"{path}.{name}", tensor, with_values=is_buffer and decides)
+        for name, value in vars(module).items():
+            if name not in HOOKS and (hasattr(type(module), name) or _is_function(value)):
+                self._token(name)  # a forward of its own, say
+                self._value(f"{path}.{name}", value)
         for name in HOOKS:
             hooks = getattr(module, name, None) or {}  # their keys count those of the process
             self._all(f"{path}.{name}", enumerate(hooks.values()))
@@ -370,6 +375,10 @@ _PARTS: tuple[tuple[Any, Callable[[Any], Iterable[tuple[Any, Any]]]], ...] = (
 
 def _has_code(value: Any) -> bool:
     return isinstance(value, _WITH_CODE)
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType | types.MethodType | functools.partial)
 
 
 def _name(kind: type) -> str:

@@ -143,7 +143,7 @@ def _is_rebuilt(traced: Traced) -> bool:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """What has been read of one compilation.
 
     Args:
@@ -161,10 +161,10 @@ class Entry:
     make: Callable[[Example, Structure], Traced]
 
     @staticmethod
-    def of(data: Any, own: Functions) -> Entry:
+    def of(data: Any, own: Functions) -> CacheEntry:
         """The entry that :func:`packed_entry` has made JSON of."""
         meaning, chunks = data["meaning"], data["chunks"]
-        return Entry(
+        return CacheEntry(
             Meaning(
                 in_dims=unpacked(meaning["in_dims"]),
                 outputs=unpacked(meaning["outputs"]),

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fxpipe.compiler.disk.entry import (
-    Entry,
+    CacheEntry,
     Said,
     attributes_in,
     heard,
@@ -32,7 +32,7 @@ from fxpipe.trace.premises import Attribute
 READ, WRITTEN = "from the cache", "kept in the cache"
 
 
-class Slot:
+class CacheSlot:
     """The place of one compilation in the cache; one without a folder is no place.
 
     Attributes:
@@ -54,9 +54,9 @@ class Slot:
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         options: Options,
         settings: Mapping[str, Any],
-    ) -> Slot:
+    ) -> CacheSlot:
         """The place for a call of a model; see :func:`digest_of`."""
-        slot = Slot(model, folder)
+        slot = CacheSlot(model, folder)
         if folder is not None:
             try:
                 digest = digest_of(model, inputs, options, settings)
@@ -65,7 +65,7 @@ class Slot:
                 slot._give_up(why)
         return slot
 
-    def entry(self) -> Entry | None:
+    def entry(self) -> CacheEntry | None:
         """What has been found for the state that the model is in, None if nothing has that can be
         used."""
         if self._folder is None:
@@ -81,7 +81,7 @@ class Slot:
                 return entry
         return None
 
-    def _entry(self, file: Path) -> Entry | None:
+    def _entry(self, file: Path) -> CacheEntry | None:
         """What a file has; None if it is for another state of the model's attributes."""
         assert self._folder is not None
         data = self._folder.read(file)
@@ -89,7 +89,7 @@ class Slot:
             state = digest_of_attributes(self._model, attributes_in(data))
             if state.hex() != data["state"]:
                 return None
-            return Entry.of(data, {**self._own, **state.functions})
+            return CacheEntry.of(data, {**self._own, **state.functions})
         except NotKept:
             return None
         except (KeyError, TypeError, ValueError, AttributeError) as error:

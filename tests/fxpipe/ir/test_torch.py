@@ -657,3 +657,15 @@ def test_a_node_of_an_autograd_graph_knows_the_shape_dtype_and_device_of_its_gra
     (leaf, place), *_ = y.grad_fn.next_functions
     assert _torch.gradient_kinds(leaf)[place][0] == (2, 3)
     assert does_not_exist_in_public(torch.autograd.graph.Node, "input_metadata")
+
+
+def test_a_kernel_is_a_function_that_calls_an_operator_and_nothing_else():
+    """If this fails, no graph of the symbolic front end that calls ``torch.relu`` is kept in the
+    cache on disk."""
+    assert all(map(_torch.is_kernel, (torch.relu, torch.add, torch.matmul)))
+    assert not any(map(_torch.is_kernel, (torch.load, torch.compile, torch.einsum, len, "add")))
+
+
+def test_divisions_of_sizes_are_functions_of_their_own_in_conditions():
+    """If this fails, graphs with conditions on sizes are not kept in the cache on disk."""
+    assert {"FloorDiv", "Mod", "PythonMod", "Max", "Min"} <= _torch.SIZE_FUNCTIONS.keys()
