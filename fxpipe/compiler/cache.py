@@ -153,3 +153,11 @@ class Cache:
                 f"({value} in this one): make it a buffer, or an argument",
                 stacklevel=2,
             )
+            return
+        for path in before.written(paths)[:1]:
+            warnings.warn(
+                f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, a "
+                "tensor from which its forward computes a constant of the graph, is written to "
+                "between the calls: make it a buffer, which a graph reads in every call",
+                stacklevel=2,
+            )

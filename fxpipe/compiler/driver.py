@@ -522,7 +522,7 @@ class Compiler:
             guards=Guards(
                 call,
                 _kind(prepared.traced, None if meaning.listed else chunks),
-                Premises(self.model, premises),
+                Premises(self.model, premises, twin.tensors(prepared.traced.folded)),
                 prepared.traced.largest_batch,
                 prepared.traced.sizes,
                 self._parts(prepared.traced),

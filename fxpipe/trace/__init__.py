@@ -17,6 +17,7 @@ dropped. Tracing leaves the model, its buffers and the random number generators 
     other_sizes          does so at other sizes than the example's
     premises             the attributes of the model that a trace depends on
     patches              the functions of PyTorch that are patched during a trace
+    folded               the tensors of the model of which a graph has constants
     state, settled       what a call changes on modules, beside tensors
     whole, functions, checkpoints, regions, conditions, reads, running
                          how parts are kept that torch.export cannot look into

@@ -62,6 +62,8 @@ class Traced:
     """The sizes of inputs that the graph is right for, if the front end knows them."""
     settled: Mapping[tuple[nn.Module, str], Any] = field(default_factory=dict)
     """The attributes of modules that the first call of the model sets, and later calls find set."""
+    folded: Sequence[Tensor] = ()
+    """The tensors of the model of which the graph has something as a constant."""
     may_lose_gradients: bool = False
     """Whether parts of the model have a backward of their own, or no gradients: inputs ahead of the
     first parameter may have got others for it."""

@@ -10,6 +10,7 @@ The table has the attribute that is patched, the function that patches it, and t
     nn.Module.__getattribute__          attributes_read   to see which attributes a forward reads
     autograd.Function.apply             functions_handled to keep the user's backward in the graph
     Tensor.register_hook                tensor_hooks      to see hooks, which change gradients
+    Tensor.tolist, Tensor.numpy...      computed_with     to see of which values it makes constants
     nn.Module._call_impl                Running           to see in which module an error arises
     nn.Module._apply                    eased             to export module.to() within a forward
     Distribution._validate_args         eased             to skip checks of values: fakes have none

@@ -11,8 +11,9 @@ parameters.
                               ──────────  so is this; the graph has its value as a constant
 
 A tensor among these attributes is compared by identity: a graph reads it, and sees it change in
-place. An attribute that is looked up in vain, as ``getattr(self, "merged", False)`` does, has the
-value :data:`MISSING`.
+place. If the graph has a constant that was computed from the tensor (:mod:`fxpipe.trace.folded`),
+the tensor must not have been written to since. An attribute that is looked up in vain, as
+``getattr(self, "merged", False)`` does, has the value :data:`MISSING`.
 
 A graph computes what the model computes only as long as its premises hold, so they are guards of
 the compiled program.
@@ -33,7 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe.ir._torch import version_of
 from fxpipe.ir.source import is_of_a_model
+from fxpipe.ir.tensors import tensors_of
 from fxpipe.trace import patches
 from fxpipe.trace.patches import patched
 
@@ -112,15 +115,18 @@ class Premises:
 
     Args:
         reads: the attributes that were read during the trace, with the states they had then.
+        folded: the tensors of the model of which the graph has something as a constant: they must
+            not be written to.
 
     An attribute that the forward assigns before it reads it is no premise: the graph computes it.
     Such an attribute is recognised after the trace, when all attributes have been put back: its
     state then differs from the one that was read.
     """
 
-    def __init__(self, model: nn.Module, reads: Reads) -> None:
+    def __init__(self, model: nn.Module, reads: Reads, folded: Iterable[Tensor] = ()) -> None:
         self._parameters = [m._parameters for m in model.modules() if m._parameters]
         self._shapes = self._shapes_now()
+        self._folded = [(t, version_of(t)) for t in folded if not t.is_inference()]
         states: dict[nn.Module, dict[str, Any]] = {}
         for (module, name), state in reads.items():
             if state_of(module, name) == state:
@@ -131,9 +137,24 @@ class Premises:
         """Whether a graph that depends on these premises still computes what the model does."""
         return (
             self._shapes_now() == self._shapes
+            and not self._written
             and all(owner.has_the_same() for owner in self._owners)
             and all(_state(value) == state for value, state in self._contents)
         )
+
+    @property
+    def _written(self) -> list[Tensor]:
+        """The tensors that have been written to since the graph took constants from them."""
+        return [tensor for tensor, version in self._folded if version_of(tensor) != version]
+
+    def written(self, paths: Mapping[nn.Module, str]) -> list[str]:
+        """The paths of these tensors. ``paths`` are those of the model's modules."""
+        return [_path_of(paths, tensor) for tensor in self._written]
+
+    @property
+    def are_past(self) -> bool:
+        """Whether these premises will never hold again."""
+        return bool(self._written)
 
     def attributes(self) -> list[Attribute]:
         """The attributes that the graph depends on."""
@@ -156,6 +177,10 @@ class Premises:
         for module, name in self.broken():
             then = next(o.states[name] for o in self._owners if o.module is module)
             return _difference(_path(paths, module, name), then, _state(value_of(module, name)))
+        if written := self.written(paths):
+            return (
+                f"{written[0]} has been written to, and the graph has a constant computed from it"
+            )
         return "" if self._shapes_now() == self._shapes else "shapes of parameters have changed"
 
     def without(self, attributes: Collection[Attribute]) -> Premises:
@@ -284,6 +309,16 @@ def _state(value: Any, depth: int = 2) -> Any:
 
 def _path(paths: Mapping[nn.Module, str], module: nn.Module, name: str) -> str:
     return f"{paths.get(module, '?')}.{name}".removeprefix(".")
+
+
+def _path_of(paths: Mapping[nn.Module, str], tensor: Tensor) -> str:
+    """The path of the attribute that holds a tensor."""
+    for module in paths:
+        tables = module._parameters, module._buffers, vars(module)
+        for name, value in (pair for table in tables for pair in table.items()):
+            if any(each is tensor for each in tensors_of(value)):
+                return _path(paths, module, name)
+    return "a tensor"
 
 
 def _said(state: Any) -> str:

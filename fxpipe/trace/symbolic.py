@@ -15,7 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxpipe import skip
 from fxpipe.ir.hooks import has_hooks, is_recorded, is_watched
@@ -27,6 +27,7 @@ from fxpipe.trace import checkpoints
 from fxpipe.trace.containers import Unchanging, has_containers, unchanging
 from fxpipe.trace.errors import GRADIENTS, Refused
 from fxpipe.trace.example import Example, Traced
+from fxpipe.trace.folded import computed_with
 from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, untouched
 from fxpipe.trace.patches import functions_handled, fx_here
@@ -57,7 +58,7 @@ def front_end(example: Example) -> Traced:
         graph_module = fx.GraphModule(model, graph, type(model).__name__)
         _check_containers(graph_module)
         checkpoints.enclose(graph_module, calls)
-    return Traced(graph_module, "symbolic", example.binder(), tracer.rebuild)
+    return Traced(graph_module, "symbolic", example.binder(), tracer.rebuild, folded=tracer.folded)
 
 
 _BACKWARDS = torch.autograd.grad, torch.autograd.backward, "backward"
@@ -88,6 +89,7 @@ class _SymbolicTracer(fx.Tracer):
                     stacklevel=2,
                 )
         self.rebuild: Callable[[Any], Any] = lambda output: output
+        self.folded: list[Tensor] = []
         self.modes = Ambient.here()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -132,8 +134,9 @@ class _SymbolicTracer(fx.Tracer):
         args, kwargs = self.example.arguments(proxies)
 
         def forward() -> Any:
-            with buffers_kept(self.example.model) as written:
-                output = self.example.model.forward(*args, **kwargs)
+            model = self.example.model
+            with buffers_kept(model) as written, computed_with(model) as self.folded:
+                output = model.forward(*args, **kwargs)
             for write in written:
                 if isinstance(write, fx.Proxy):
                     _move_ahead(write.node)

@@ -107,6 +107,10 @@ class Twin:
         found: Callable[..., Any] = self._back.of(function)
         return found
 
+    def tensors(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Tensors of the twin, as those of the model."""
+        return [self._back.of(tensor) for tensor in tensors]
+
     def learned(self) -> None:
         """Record for the model what the trace has learned about the twin: which hooks record the
         model's outputs, and which modules compute with a state that they change."""

@@ -74,6 +74,8 @@ def packed_traced(traced: Traced, model: nn.Module, own: Functions) -> Any:
     paths = {module: name for name, module in model.named_modules()}
     if traced.front_end == "custom":
         raise NotKept("a tracer of the user's own has traced it")
+    if traced.folded:
+        raise NotKept("its graph has constants that are computed from tensors of the model")
     if any(module in STATEFUL for module in paths):
         raise NotKept("it has modules that change a state of their own")
     if model in RECORDING:

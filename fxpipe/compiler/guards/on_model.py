@@ -93,7 +93,8 @@ class StateGuard:
         """
         modules = set(free)
         changed = {each for p in self.premises for each in p.broken() if each[0] in modules}
-        self.premises = [premises.without(changed) for premises in self.premises]
+        known = (premises for premises in self.premises if not premises.are_past)
+        self.premises = [premises.without(changed) for premises in known]
         if not any(premises.hold() for premises in self.premises):
             self.premises += [premises.without(changed) for premises in other.premises]
 
