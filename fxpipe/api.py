@@ -66,7 +66,8 @@ def compile(
             CPU. None: every visible accelerator, or two CPU lanes if there is none. A lane has one
             stage, or as many as ``schedule`` and ``stages`` say. For a ``DeviceMesh`` of one
             dimension, or a ``ProcessGroup``, each of its processes is a lane, and all of them
-            compile the same model; see :class:`fxpipe.ranks.RankPipeline`.
+            compile the same model; see :class:`fxpipe.ranks.RankPipeline`. A mesh of two dimensions
+            has its stages along the one that is called "pp", and replicas along the other.
         example_inputs, example_kwargs: the arguments of one mini-batch, as a tuple and a dict. If
             either is given, the pipeline is compiled now, otherwise at its first call.
         chunks: the number of micro-batches in a mini-batch. None: the number that ``schedule`` has,

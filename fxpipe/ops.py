@@ -27,6 +27,7 @@ from fxpipe.runtime.checkpointing import checkpoint as _checkpoint
 from fxpipe.runtime.checkpointing.checkpoint import Handle
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.portal import Portal
+from fxpipe.runtime.ranks.replicas import Gradients
 from fxpipe.runtime.ranks.transport import Arrival, Transport
 from fxpipe.runtime.step import Tape
 from fxpipe.runtime.streams import CALLER
@@ -132,7 +133,9 @@ def gather(
 
 
 @_op
-def loss_weights(function: nn.Module, parts: Sequence[Sequence[Any]]) -> tuple[float, ...]:
+def loss_weights(
+    function: nn.Module, parts: Sequence[Sequence[Any]], gradients: Gradients | None = None
+) -> tuple[float, ...]:
     """The weight of each micro-batch's loss: what ``function`` gives, over the sum for all of them.
 
     ::
@@ -143,10 +146,12 @@ def loss_weights(function: nn.Module, parts: Sequence[Sequence[Any]]) -> tuple[f
     Args:
         function: a module that gives the weight of a micro-batch, a number, from its parts.
         parts: for each tensor that the weights are computed from, the parts of all micro-batches.
+        gradients: those of the step, if there are replicas: the sum is that of all replicas then.
 
     Raises ValueError for a weight that is negative or no number, and if all of them are zero.
     """
-    return _microbatch.shares([function(*own) for own in zip(*parts, strict=True)])
+    total = None if gradients is None else gradients.replicas.total
+    return _microbatch.shares([function(*own) for own in zip(*parts, strict=True)], total)
 
 
 @_op
@@ -525,13 +530,60 @@ def optimize(optimizer: Stepping | None, stage: nn.Module, shared: Sequence[str]
 
 
 @_op
-def weights(parts: Sequence[Tensor], dim: int | None, summed: bool = False) -> tuple[float, ...]:
+def weights(
+    parts: Sequence[Tensor],
+    dim: int | None,
+    summed: bool = False,
+    gradients: Gradients | None = None,
+) -> tuple[float, ...]:
     """The factor by which the loss of each micro-batch counts in the loss of the mini-batch.
 
     It is the micro-batch's share of the rows (of ``parts`` along ``dim``; all shares are equal if
-    that is None), or 1 if the loss is ``summed`` over the rows.
+    that is None), or 1 if the loss is ``summed`` over the rows. If there are replicas,
+    ``gradients`` are those of the step, and it is the share of the rows of all replicas.
     """
-    return _step.weights(parts, dim, summed)
+    total = None if gradients is None else gradients.replicas.total
+    return _step.weights(parts, dim, summed, total)
+
+
+@_op
+def total(gradients: Gradients | None, loss: Tensor) -> Tensor:
+    """The sum of a loss over all replicas; None in place of ``gradients`` stands for one replica.
+
+    ::
+
+        replica 0 --- average ---+--- total
+        replica 1 --- average ---+--- total
+    """
+    return loss if gradients is None else gradients.replicas.sum(loss)
+
+
+@_op
+def reduce(gradients: Gradients | None, stage: nn.Module, shared: Sequence[str]) -> None:
+    """Begin to sum the gradients of a stage's parameters over all replicas, without waiting.
+
+    ::
+
+        replica 0, stage 0 --- gradients ---+--- reduce
+        replica 1, stage 0 --- gradients ---+--- reduce
+
+    ``shared``: as for :func:`optimize`.
+    """
+    if gradients is not None:
+        others = {id(stage.get_parameter(name)) for name in shared}
+        gradients.begin(p for p in stage.parameters() if id(p) not in others)
+
+
+@_op
+def reduced(gradients: Gradients | None) -> None:
+    """Wait until all sums that :func:`reduce` has begun are there.
+
+    ::
+
+        reduce (stage 0), reduce (stage 2) --- reduced --- optimize
+    """
+    if gradients is not None:
+        gradients.finish()
 
 
 @_op
@@ -633,6 +685,9 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     accumulate,
     optimize,
     weights,
+    total,
+    reduce,
+    reduced,
     average,
     defer,
     transmit,

@@ -105,6 +105,7 @@ class Pipeline(ModelProxy):
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         zero_grad: bool = False,
+        max_grad_norm: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """A training step in the order of the schedule: forward, loss, and backward.
@@ -129,6 +130,9 @@ class Pipeline(ModelProxy):
             zero_grad: set the gradients of the parameters to None as soon as ``optimizer`` has
                 stepped them. With "looped_bfs", whose lanes do all backwards of one stage before
                 those of the next, a lane then never holds gradients of more than one of its stages.
+            max_grad_norm: clip the gradients by this norm ahead of the optimizer's step, see
+                :meth:`clip_grad_norm_`. All gradients have to be there for that, so the optimizer
+                steps at the end.
 
         Returns:
             The loss of the mini-batch, without history and not scaled.
@@ -151,16 +155,31 @@ class Pipeline(ModelProxy):
         _check(scaler, optimizers)
         if zero_grad and not optimizers:
             raise ValueError("zero_grad=True needs an optimizer=, which takes the gradients first")
+        if max_grad_norm is not None and not optimizers:
+            raise ValueError(
+                "max_grad_norm needs an optimizer=, which takes the clipped gradients; without one "
+                "call pipe.clip_grad_norm_(max_norm) after the step"
+            )
         unrolled, values = self._runner.ready_to_step(args, kwargs, target)
         last = self._runner.options.devices[-1]
         scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
         stepping = Stepping(optimizers, self.module.parameters(), zero_grad) if optimizers else None
         with torch.no_grad():  # the forward of each stage switches gradients on itself
-            total, losses = self._runner.run(unrolled, [*values, scale, stepping])
+            in_parts = stepping if max_grad_norm is None else None
+            total, losses = self._runner.run(unrolled, [*values, scale, in_parts])
+        if max_grad_norm is not None:
+            self.clip_grad_norm_(max_grad_norm)
         if stepping is not None:
             stepping.finish()
         self.__dict__["losses"] = losses
         return total  # type: ignore[no-any-return]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients of all parameters by their norm, as if they were one vector; see
+        ``torch.nn.utils.clip_grad_norm_``. Returns the norm that they had."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def measure(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Timeline:
         """Run a few training steps, measure what each lane does and when, and return the step whose

@@ -74,6 +74,8 @@ class RankPipeline(Pipeline):
         target: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: Any = None,
+        zero_grad: bool = False,
+        max_grad_norm: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """A training step, which all ranks run together; see :meth:`fxpipe.Pipeline.step`.
@@ -92,7 +94,18 @@ class RankPipeline(Pipeline):
                 "a scaler would skip steps on one rank and not on another: train in bfloat16, "
                 "which needs none"
             )
-        return super().step(*args, target=target, optimizer=optimizer, **kwargs)
+        how = {"optimizer": optimizer, "zero_grad": zero_grad, "max_grad_norm": max_grad_norm}
+        return super().step(*args, target=target, **how, **kwargs)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients of all ranks by their norm, as if they were one vector: that of
+        ``torch.nn.utils.clip_grad_norm_`` for the model in one process. All ranks call it.
+
+        A weight that stages of several ranks share counts once, on the rank that has it.
+        """
+        return self._runner.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
 
     def measure(self, *args: Any, **kwargs: Any) -> Timeline:
         """Raises NotImplementedError, since steps are measured in one process only."""

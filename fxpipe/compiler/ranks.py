@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -51,19 +52,32 @@ from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.microbatch import Dim
 from fxpipe.runtime.program import Program, lower
-from fxpipe.runtime.ranks.agreement import Agreement
-from fxpipe.runtime.ranks.transport import Edge, GroupTransport, RankError
-from passes import PartitionError, Project
+from fxpipe.runtime.ranks.agreement import Agreement, apart
+from fxpipe.runtime.ranks.alarm import Alarm
+from fxpipe.runtime.ranks.replicas import Gradients, ReplicaGroup
+from fxpipe.runtime.ranks.transport import Edge, GroupTransport, RankError, failure
+from passes import PartitionError, Project, Reduce
 from passes.chain import Level, ToPipeline, ToStages
 from passes.to_rank.project import edge_of, transfers_of
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that a pipeline runs in: the ranks of a process group, each with one device."""
+    """The processes that a pipeline runs in: the ranks of a process group, each with one device.
+
+    Args:
+        group: the ranks that have the stages.
+        device: this process's.
+        replicas: the group of the ranks that have the same stages in other replicas of the
+            pipeline; None if there is one replica.
+        members: the ranks of all replicas, replica by replica, by their numbers in the default
+            group.
+    """
 
     group: dist.ProcessGroup
     device: torch.device
+    replicas: dist.ProcessGroup | None = None
+    members: tuple[int, ...] = ()
 
     @property
     def timeout(self) -> timedelta:
@@ -75,17 +89,18 @@ class Ranks:
         """The ranks that are given to :func:`fxpipe.compile` in place of devices; None if devices
         are given.
 
-        Raises ValueError for a mesh of several dimensions, or a group without this process.
+        Raises ValueError for a mesh whose dimension for stages is not clear, or a group without
+        this process.
         """
         if not dist.is_available():
             return None
+        replicas, members = None, list[int]()
         if isinstance(given, DeviceMesh):
-            if given.ndim != 1:
-                raise ValueError(
-                    f"the mesh has the dimensions {given.mesh_dim_names or given.ndim}: give the "
-                    'one along which the stages are, such as mesh["pp"]'
-                )
-            group, kind = given.get_group(), given.device_type
+            stages, others = _dimensions(given)
+            group, kind = given.get_group(stages), given.device_type
+            if others:
+                replicas = given.get_group(others[0])
+                members = given.mesh.movedim(stages, -1).flatten().tolist()
         elif isinstance(given, dist.ProcessGroup):
             group, kind = given, _device_type(given)
         else:
@@ -95,7 +110,8 @@ class Ranks:
         device = torch.device(kind)
         if kind != "cpu":
             device = torch.device(kind, torch.accelerator.current_device_index())
-        return Ranks(group, device)
+        members = members or dist.get_process_group_ranks(group)
+        return Ranks(group, device, replicas, tuple(members))
 
     @property
     def devices(self) -> list[torch.device]:
@@ -107,6 +123,38 @@ class Ranks:
     def rank(self) -> int:
         """The number of this rank in the group."""
         return dist.get_rank(self.group)
+
+    @property
+    def names(self) -> list[str]:
+        """What messages call the members."""
+        size = dist.get_world_size(self.group)
+        if self.replicas is None:
+            return [f"rank {rank}" for rank in range(size)]
+        return [f"rank {i % size} of replica {i // size}" for i in range(len(self.members))]
+
+    def of_this_replica(self, answers: Sequence[Any]) -> Sequence[Any]:
+        """Of what all members have answered, the part of this replica's ranks."""
+        size = dist.get_world_size(self.group)
+        first = self.members.index(dist.get_rank()) // size * size
+        return answers[first : first + size]
+
+
+def _dimensions(mesh: DeviceMesh) -> tuple[int, list[int]]:
+    """The dimension of a mesh along which the stages are, and the other one, if there is one.
+
+    Raises ValueError if that is not clear.
+    """
+    if mesh.ndim == 1:
+        return 0, []
+    names = list(mesh.mesh_dim_names or ())
+    if mesh.ndim == 2 and names.count("pp") == 1:
+        stages = names.index("pp")
+        return stages, [1 - stages]
+    raise ValueError(
+        f"the mesh has the dimensions {tuple(names) or mesh.ndim}: give the one along which the "
+        'stages are, such as mesh["pp"]; or two, of which one is called "pp", and the other one is '
+        "for replicas, which train on other rows"
+    )
 
 
 def _device_type(group: dist.ProcessGroup) -> str:
@@ -133,6 +181,8 @@ class RankUnrolled(Unrolled):
 
     every_edge: list[Edge] = field(default_factory=list)
     """The edges between all ranks, in the order in which they are connected."""
+    is_reduced: bool = False
+    """Whether losses and gradients are summed over replicas."""
     programs: dict[bool, RankProgram] = field(default_factory=dict)
     """``programs[True]`` gives the output to every rank, ``programs[False]`` to the last only."""
 
@@ -164,7 +214,8 @@ class Agreed:
         labels: dict[str, int] = self.agreement.ask("cut", ours)[0]
         if labels.keys() != ours.keys():
             name = min(labels.keys() ^ ours.keys())
-            here, there = ("rank 0", f"rank {self.agreement.rank}")[:: 1 if name in labels else -1]
+            both = self.agreement.names[0], self.agreement.names[self.agreement.rank]
+            here, there = both[:: 1 if name in labels else -1]
             raise RankError(
                 f"the model is not the same on all ranks: {here} has a node {name!r} in its graph, "
                 f"and {there} has not"
@@ -215,9 +266,15 @@ class RankLowering(Lowering):
                     f"the model writes to its input {node.name}, of which every rank has its own "
                     "tensor, so that the ranks would differ: let it write to a copy"
                 )
+        count = len(gm.graph.find_nodes(op="placeholder"))
+        if self.ranks.replicas is not None:
+            gm = history(Reduce(), gm)
+        is_reduced = len(gm.graph.find_nodes(op="placeholder")) > count
         whole = super().programs(mode, gm, chunks, history)
         self._compare(mode, gm)
-        unrolled = RankUnrolled(whole.graph_module, whole.inline, None, history)
+        unrolled = RankUnrolled(
+            whole.graph_module, whole.inline, None, history, is_reduced=is_reduced
+        )
         for everywhere in (True, False):
             parts = [
                 Project(self.options.placement, rank, everywhere)(gm)
@@ -240,12 +297,13 @@ class RankLowering(Lowering):
         Raises :class:`RankError`, which says what differs.
         """
         own = self._fingerprint(mode, gm)
-        for rank, other in enumerate(self.agreement.ask("plan", own)):
+        names = self.agreement.names
+        for name, other in zip(names, self.agreement.ask("plan", own), strict=True):
             differing = [what for what in own if own[what] != other[what]]
             if differing:
                 what = differing[0]
                 raise RankError(
-                    f"rank {self.ranks.rank} and rank {rank} have not compiled the same: they "
+                    f"{names[self.agreement.rank]} and {name} have not compiled the same: they "
                     f"differ in their {what} ({own[what]} and {other[what]})"
                 )
 
@@ -274,13 +332,19 @@ class RankCompiler(Compiler):
     ) -> None:
         super().__init__(model, options, layout)
         self.ranks = ranks
-        self.agreement = Agreement(ranks.group, ranks.timeout)
+        whole = ranks.group if ranks.replicas is None else None
+        self.agreement = Agreement(ranks.members, ranks.names, whole, ranks.timeout)
+        self.replicas: ReplicaGroup | None = None
+        if ranks.replicas is not None:
+            alarm = Alarm(self.agreement.ask("name", uuid.uuid4().hex)[0])
+            self.replicas = ReplicaGroup(ranks.replicas, ranks.device, ranks.timeout, alarm)
         self.transport = GroupTransport(ranks.group, ranks.device, ranks.timeout)
         self.lowering = RankLowering(model, options, ranks, self.agreement, self.transport)
         self.owners: dict[str, list[int]] = {}
         """The ranks that have each tensor of the model which a compiled graph uses, by its name, as
         :func:`owners` gives them."""
         self._was_on_meta = False
+        self._spread_names: set[str] = set()
 
     def _to_stages(self, *args: Any) -> ToStages:
         context = super()._to_stages(*args)
@@ -304,6 +368,11 @@ class RankCompiler(Compiler):
     def is_own(self, name: str) -> bool:
         """Whether this rank has a tensor of the model. Tensors that no stage uses are rank 0's."""
         return self.ranks.rank in self.owners.get(name, [0])
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank has, by their names."""
+        every = self.model.named_parameters()
+        return {name: parameter for name, parameter in every if self.is_own(name)}
 
     def lacking(self) -> dict[str, Tensor]:
         unset = super().lacking()
@@ -365,7 +434,21 @@ class RankCompiler(Compiler):
                 )
             self.owners[name] = list(dict.fromkeys(known + ranks))
         self.homes = {name: home for name, home in self.homes.items() if self.is_own(name)}
+        self._spread()
         return mode
+
+    def _spread(self) -> None:
+        """Let all replicas begin with the values of the first one, as if the model had been made in
+        one process. This is done once for each tensor."""
+        if self.replicas is None:
+            return
+        tensors = {
+            name: tensor
+            for name, tensor in tensors_of_module(self.model)
+            if name in self.owners and self.is_own(name) and not tensor.is_meta
+        }
+        self.replicas.spread(tensors[name] for name in sorted(tensors.keys() - self._spread_names))
+        self._spread_names |= tensors.keys()
 
 
 class RankRunner(Runner):
@@ -376,6 +459,15 @@ class RankRunner(Runner):
     def __init__(self, compiler: RankCompiler) -> None:
         super().__init__(compiler)
         self.program: RankProgram | None = None  # the program that has run last
+        self._failed = ""  # how a step of replicas has failed
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        if self._failed:
+            raise RankError(
+                f"a step of replicas has failed ({self._failed}), after which their sums are out "
+                "of step: start the processes again"
+            )
 
     def ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -401,11 +493,67 @@ class RankRunner(Runner):
         if compiler.homes:
             return super().run(unrolled, values)  # raises, as the model has no values yet
         mine = unrolled.programs[everywhere]
-        call = _digest(format_graph(unrolled.graph_module)), everywhere, _shapes(values)
-        compiler.agreement.ask(f"run of {call}")
+        self._agree(unrolled, values, everywhere)
         self.program = mine
         run = partial(run_inline, mine.program, [compiler.transport, *values])
+        if unrolled.is_reduced and compiler.replicas is not None:
+            gradients = Gradients(compiler.replicas, compiler.own_parameters().values())
+            given = [compiler.transport, *values, gradients]
+            run = partial(self._run_replicated, partial(run_inline, mine.program, given))
         return compiler.transport.run(run, mine.edges, key=0)
+
+    def _run_replicated(self, run: Callable[[], Any]) -> Any:
+        """Run a program that sums over replicas. If it fails, the alarm is rung, and the pipeline
+        cannot be used again: other replicas may have begun sums that this one has not."""
+        compiler = self.compiler
+        assert compiler.replicas is not None
+        compiler.replicas.alarm.begin()
+        try:
+            return run()
+        except BaseException as error:
+            name = compiler.agreement.names[compiler.agreement.rank]
+            text = str(error) if isinstance(error, RankError) else failure(name, error)
+            compiler.replicas.alarm.ring(text)
+            self._failed = text
+            raise
+
+    def _agree(self, unrolled: RankUnrolled, values: list[Any], everywhere: bool) -> None:
+        """Raise :class:`RankError` unless all ranks are about to run the same graph, and those of
+        this replica with values of the same shapes."""
+        agreement, ranks = self.compiler.agreement, self.compiler.ranks
+        graph = _digest(format_graph(unrolled.graph_module))
+        own = f"run of {graph}, {everywhere}, with {_shapes(values)}"
+        answers = ranks.of_this_replica(agreement.ask(f"run of {graph}, {everywhere}", own))
+        if len(set(answers)) > 1:
+            names = ranks.of_this_replica(agreement.names)
+            raise RankError(apart(dict(zip(names, answers, strict=True))))
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip the gradients of this rank's parameters by the norm of those of all ranks; see
+        :meth:`fxpipe.ranks.RankPipeline.clip_grad_norm_`."""
+        compiler, ranks = self.compiler, self.compiler.ranks
+        own = compiler.own_parameters()
+        norms = {
+            name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
+            for name, parameter in own.items()
+            if parameter.grad is not None
+        }
+        answers = ranks.of_this_replica(compiler.agreement.ask("clip_grad_norm_", norms))
+        every = {name: norm for answer in answers for name, norm in answer.items()}
+        names = [name for name, _ in compiler.model.named_parameters() if name in every]
+        total = torch.tensor(0.0)
+        if names:  # in the order, and so with the bits, of the model in one process
+            first = every[names[0]]
+            total = torch.linalg.vector_norm(
+                torch.stack([every[name].to(first.dtype) for name in names]), norm_type
+            )
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the norm of the gradients of all ranks is {total.item()}: they are not clipped; "
+                "give error_if_nonfinite=False to scale them by it nevertheless"
+            )
+        nn.utils.clip_grads_with_norm_(own.values(), max_norm, total.to(ranks.device))
+        return total.to(ranks.device)
 
     def load(self, checkpoint: Source, *, strict: bool, assign: bool, init: Init | None) -> Any:
         with self._given_values() as (model, homes):
@@ -426,6 +574,8 @@ class RankRunner(Runner):
     def close(self) -> None:
         super().close()
         self.compiler.transport.close()
+        if self.compiler.replicas is not None:
+            self.compiler.replicas.close()
 
 
 def owners(

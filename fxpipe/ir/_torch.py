@@ -481,6 +481,12 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
     return found
 
 
+def store_of_ranks() -> Any:
+    """The store of the default process group, by which ranks can tell each other something while
+    they wait for a collective. A store of our own would need a port of its own."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 # ------------------------------------------------------------------------------------------ Dynamo
 
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,20 +176,24 @@ def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> Any:
     return functools.reduce(operator.add, terms)
 
 
-def shares(weights: Sequence[Any]) -> tuple[float, ...]:
+def shares(
+    weights: Sequence[Any], total: Callable[[float], float] | None = None
+) -> tuple[float, ...]:
     """The weight of each micro-batch's loss, as a share of all weights.
+
+    ``total``: makes of this replica's sum of weights that of all replicas, if there are any.
 
     Raises:
         ValueError: for a weight that is no number, or less than zero, or if all are zero.
     """
     found = numbers(weights)
-    total = sum(found)
-    if not total:
+    whole = sum(found) if total is None else total(sum(found))
+    if not whole:
         raise ValueError(
             "loss_weight gives 0 for every micro-batch: the loss is a mean over nothing; leave "
             "such a mini-batch out"
         )
-    return tuple(weight / total for weight in found)
+    return tuple(weight / whole for weight in found)
 
 
 def numbers(weights: Sequence[Any]) -> list[float]:

@@ -417,22 +417,30 @@ def optimize(stepping: Stepping | None, stage: nn.Module, shared: Sequence[str])
         stepping.part([p for p in stage.parameters() if id(p) not in others])
 
 
-def weights(parts: Sequence[Tensor], dim: int | None, summed: bool = False) -> tuple[float, ...]:
+def weights(
+    parts: Sequence[Tensor],
+    dim: int | None,
+    summed: bool = False,
+    total: Callable[[float], float] | None = None,
+) -> tuple[float, ...]:
     """The weight of each micro-batch's loss in the loss of the mini-batch.
 
     A loss is taken as a mean over rows, so its weight is the micro-batch's part of the rows along
     ``dim``, or the same for all without a dimension. If the losses are sums, all weights are 1.
+
+    ``total``: makes of this replica's number of rows that of all replicas, if there are any.
     """
     if summed:
         return (1.0,) * len(parts)
-    if dim is None:
-        return (1 / len(parts),) * len(parts)
-    total = sum(part.shape[dim] for part in parts)
-    return tuple(part.shape[dim] / total for part in parts)
+    rows = [1 if dim is None else part.shape[dim] for part in parts]
+    every = sum(rows) if total is None else total(sum(rows))
+    return tuple(count / every for count in rows)
 
 
 def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The loss of the mini-batch: the sum of the micro-batches' losses, each times its weight."""
+    if not any(weights):  # this replica has nothing that counts, and others have
+        return torch.zeros_like(losses[0])
     total: Tensor = weighted_sum(losses, weights)
     return total
 

@@ -99,7 +99,7 @@ class Crossings:
             return self.ranks[int(node.meta[STAGE])]
         if node.target is ops.seeds:
             return 0
-        if node.target in (ops.average, ops.gather):
+        if node.target in (ops.average, ops.total, ops.gather):
             return self.ranks[-1]
         return None
 

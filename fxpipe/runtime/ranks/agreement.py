@@ -13,7 +13,7 @@ next question with its error, so that no rank waits for another that does not co
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,9 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.runtime.ranks.transport import RankError, failure, host_group
+from fxpipe.runtime.ranks.transport import RankError, failure, host_group, new_group
 
 _SPOKEN, _FAILED = 0, 1
+
+
+def apart(places: Mapping[str, str]) -> str:
+    """What to say of ranks that are at different places: by the name of each where it is."""
+    at = ", ".join(f"{name} at {place!r}" for name, place in places.items())
+    return (
+        f"the ranks have come to different places: {at}; every rank has to make the same calls of "
+        "the pipeline, with arguments of the same shapes"
+    )
 
 
 class Agreement:
@@ -33,13 +42,26 @@ class Agreement:
     All ranks of the group have to make it at the same time.
 
     Args:
-        group: the ranks that have to agree.
+        members: the ranks that have to agree, by their numbers in the default group, in the order
+            in which answers are given.
+        names: what messages call them.
+        group: the group of these ranks; None: one is made.
         timeout: as for :class:`fxpipe.runtime.ranks.transport.GroupTransport`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = host_group(group, timeout)
+    def __init__(
+        self,
+        members: Sequence[int],
+        names: Sequence[str],
+        group: dist.ProcessGroup | None,
+        timeout: timedelta,
+    ) -> None:
+        self.rank, self.names = members.index(dist.get_rank()), names
+        self._group = (
+            host_group(group, timeout) if group is not None else new_group(members, "gloo", timeout)
+        )
+        places = dist.get_process_group_ranks(self._group)
+        self._order = [places.index(member) for member in members]
 
     def ask(self, question: str, answer: Any = None) -> list[Any]:
         """Answer a question, and get the answers of all ranks, in the order of the ranks.
@@ -58,9 +80,9 @@ class Agreement:
             raise
         except BaseException as error:
             try:
-                self._exchange(_FAILED, failure(self.rank, error))
+                self._exchange(_FAILED, failure(self.names[self.rank], error))
             except RankError as theirs:
-                if (known := str(theirs)) != failure(self.rank, error):
+                if (known := str(theirs)) != failure(self.names[self.rank], error):
                     error.add_note(f"meanwhile {known}")
             raise
 
@@ -80,17 +102,14 @@ class Agreement:
                 raise RankError(what)
         questions = [question for question, _ in said]
         if len(set(questions)) > 1:
-            at = ", ".join(f"rank {rank} at {each!r}" for rank, each in enumerate(questions))
-            raise RankError(
-                f"the ranks have come to different places: {at}; every rank has to make the same "
-                "calls of the pipeline, with arguments of the same shapes"
-            )
+            raise RankError(apart(dict(zip(self.names, questions, strict=True))))
         return [answer for _, answer in said]
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        found = [torch.empty_like(tensor) for _ in self._order]
         try:
             dist.all_gather(found, tensor, group=self._group)
         except RuntimeError as error:
-            raise RankError(f"rank {self.rank} has lost another rank: {error}") from error
-        return found
+            name = self.names[self.rank]
+            raise RankError(f"{name} has lost another rank: {error}") from error
+        return [found[place] for place in self._order]

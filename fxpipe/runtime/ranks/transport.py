@@ -27,14 +27,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.runtime.ranks.packing import Description, packed, unpacked
+from fxpipe.runtime.ranks.worker import Worker
 from fxpipe.runtime.streams import await_made, current, has_streams, made, on
 
 Edge = tuple[int, int]
@@ -56,10 +55,10 @@ class RankError(RuntimeError):
     """A run that failed on another rank, or that ranks do not agree about."""
 
 
-def failure(rank: int, error: BaseException) -> str:
-    """The text by which a rank tells others of an error."""
+def failure(name: str, error: BaseException) -> str:
+    """The text by which a rank of this name tells others of an error."""
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    return f"rank {rank} failed: {type(error).__name__}: {error}{notes}"
+    return f"{name} failed: {type(error).__name__}: {error}{notes}"
 
 
 class Arrival(Protocol):
@@ -100,11 +99,11 @@ def host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGrou
     """
     if dist.get_backend(group) == "gloo":
         return group
-    made: dist.ProcessGroup = _new_group(dist.get_process_group_ranks(group), "gloo", timeout)
+    made: dist.ProcessGroup = new_group(dist.get_process_group_ranks(group), "gloo", timeout)
     return made
 
 
-def _new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta) -> Any:
+def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta) -> Any:
     """A new process group of these ranks, which no other process takes part in making. Without a
     ``backend`` (None) it has the default group's."""
     # With local synchronization only the group's ranks take part in making it.
@@ -128,13 +127,13 @@ class GroupTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
         self.device, self.rank = device, dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self._control = _new_group(self.ranks, "gloo", timeout)
+        self._control = new_group(self.ranks, "gloo", timeout)
         # Gloo sends only from the host's memory, and has a separate channel for each direction.
         self._by_host = device.type == "cpu" or dist.get_backend(group) == "gloo"
         up, down = (
             (None, None)
             if self._by_host
-            else (_new_group(self.ranks, None, timeout), _new_group(self.ranks, None, timeout))
+            else (new_group(self.ranks, None, timeout), new_group(self.ranks, None, timeout))
         )
         self._payload = {True: up or self._control, False: down or self._control}
         self._edges: dict[Edge, _EdgeEnd] = {}
@@ -190,7 +189,7 @@ class GroupTransport:
     def _fail(self, error: BaseException, edges: Mapping[Edge, int]) -> None:
         """End a failed run: receive what other ranks still send, and send them the failure in place
         of the values that they wait for."""
-        text = str(error) if isinstance(error, RankError) else failure(self.rank, error)
+        text = str(error) if isinstance(error, RankError) else failure(f"rank {self.rank}", error)
         for ends, count in edges.items():
             edge = self._edge(ends)
             while ends[1] == self.rank and edge.done < count:
@@ -319,7 +318,7 @@ class _EdgeEnd:
         self.ends = ends
         self.done = 0  # how many transfers have begun in this run
         self.lost: RuntimeError | None = None  # how the network has failed
-        self.worker = _Worker(f"fxpipe-edge-{ends[0]}-{ends[1]}")
+        self.worker = Worker(f"fxpipe-edge-{ends[0]}-{ends[1]}")
         self.streams = (torch.Stream(device=device),) if has_streams(device) else ()
         self._numbers: dict[Description, int] = {}
         self._known: list[Description] = []
@@ -353,44 +352,6 @@ class _EdgeEnd:
         if number != _ONCE:
             self._known.append(found)
         return found
-
-
-class _Worker:
-    """A thread that runs jobs one after the other. It ends with the process."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._left: list[Future[Any]] = []
-        threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
-
-    def do(self, job: Callable[[], Any]) -> Future[Any]:
-        """Let the thread run a job, after all earlier jobs. Returns the future of its result."""
-        future: Future[Any] = Future()
-        self._left = [each for each in self._left if not each.done() or each.exception()]
-        self._left.append(future)
-        self._queue.put((future, job))
-        return future
-
-    def rest(self, is_quiet: bool = False) -> None:
-        """Wait until all jobs are done. Raises the first error of one, unless ``is_quiet``."""
-        left, self._left = self._left, []
-        errors = [error for each in left if (error := each.exception()) is not None]
-        if errors and not is_quiet:
-            raise errors[0]
-
-    def end(self) -> None:
-        """End the thread, once all jobs are done."""
-        self._queue.put(None)
-
-
-def _work(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (given := queue.get()) is not None:
-        future, job = given
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-        del given, future, job
 
 
 def _bytes(text: bytes) -> Tensor:

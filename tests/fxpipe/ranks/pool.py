@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -68,7 +70,15 @@ class Pool:
         self._folder.cleanup()
 
 
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, even if it hangs in a collective then."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def _serve(rank: int, store: str, connection: Connection) -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=SIZE, timeout=TIMEOUT)
