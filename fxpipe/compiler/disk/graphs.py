@@ -4,7 +4,9 @@
 
     {"nodes": [["call_function", "addmm", ["op", "aten", "addmm", "default"], [...], {...}, {...}]],
      "constants": {"lifted_tensor_0": ...},          tensors that the model does not have
-     "graphs": {"submod_1": ...}}                    regions without gradients, or with autocast
+     "graphs": {"submod_1": ...},                    regions without gradients, or with autocast
+     "regions": {"layers_0_checkpoint": ...},        checkpoints of the model's own
+     "unchanging": ["layers.1"]}                     modules that are watched, see Unchanging
 
 What belongs to the model goes by its path in the model. What belongs to neither, such as a module
 that a front end has made, cannot be kept.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -22,6 +25,9 @@ from fxpipe.compiler.disk.data import packed, packed_tensor, unpacked, unpacked_
 from fxpipe.compiler.disk.errors import NotKept, Unusable
 from fxpipe.compiler.disk.targets import function_of, method, name_of
 from fxpipe.ir.graph import WHOLE
+from fxpipe.runtime.checkpointing.options import CheckpointOptions
+from fxpipe.runtime.checkpointing.regions import Region, Settings
+from fxpipe.trace.containers import Unchanging
 
 _STACK, _MODULES = "stack_trace", "nn_module_stack"
 _OPS = "placeholder", "get_attr", "call_function", "call_method", "call_module", "output"
@@ -38,8 +44,8 @@ def packed_graph(gm: fx.GraphModule, model: nn.Module, own: Functions) -> Any:
 
     Raises NotKept for a graph that cannot be kept.
     """
-    constants: dict[str, Any] = {}
-    graphs: dict[str, Any] = {}
+    made: dict[str, dict[str, Any]] = {"constants": {}, "graphs": {}, "regions": {}}
+    unchanging: list[str] = []
     nodes = []
     for node in gm.graph.nodes:
         target = node.target
@@ -48,9 +54,13 @@ def packed_graph(gm: fx.GraphModule, model: nn.Module, own: Functions) -> Any:
             if _part(model, target) is value:
                 pass
             elif isinstance(value, fx.GraphModule):
-                graphs[target] = packed_graph(value, model, own)
+                made["graphs"][target] = packed_graph(value, model, own)
+            elif isinstance(value, Region):
+                made["regions"][target] = _packed_region(value, model, own)
             elif isinstance(value, Tensor):
-                constants[target] = packed_tensor(value)
+                made["constants"][target] = packed_tensor(value)
+            elif isinstance(value, Unchanging) and _part(model, target) is value.module:
+                unchanging.append(target)
             else:
                 raise NotKept(f"its graph has a {type(value).__name__}, {target}")
         elif node.op == "call_function":
@@ -62,7 +72,7 @@ def packed_graph(gm: fx.GraphModule, model: nn.Module, own: Functions) -> Any:
                 raise NotKept(f"its graph has something else than computations: {error}") from None
         args, kwargs = packed(node.args), packed(node.kwargs)
         nodes.append([node.op, node.name, target, args, kwargs, _packed_meta(node)])
-    return {"name": type(gm).__name__, "nodes": nodes, "constants": constants, "graphs": graphs}
+    return {"name": type(gm).__name__, "nodes": nodes, "unchanging": unchanging, **made}
 
 
 def unpacked_graph(
@@ -80,6 +90,9 @@ def unpacked_graph(
     attributes: dict[str, Any] = {name: unpacked_tensor(t) for name, t in data["constants"].items()}
     for name, part in data["graphs"].items():
         attributes[name] = unpacked_graph(part, model, own, on_the_model=False)
+    for name, part in data["regions"].items():
+        attributes[name] = _unpacked_region(part, model, own, on_the_model)
+    made = list(attributes)
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, meta in data["nodes"]:
@@ -101,17 +114,49 @@ def unpacked_graph(
             raise Unusable(f"it has two nodes {name!r}")
         nodes[name].meta = _unpacked_meta(meta, model)
     graph.lint()
-    if not on_the_model:
-        return fx.GraphModule(attributes, graph, str(data["name"]))
-    made = {name: attributes[name] for name in (*data["constants"], *data["graphs"])}
-    if any(hasattr(model, name) for name in made):
+    name = str(data["name"])
+    gm = (
+        _on_the_model(model, graph, {each: attributes[each] for each in made}, name)
+        if on_the_model
+        else fx.GraphModule(attributes, graph, name)
+    )
+    for path in data["unchanging"]:
+        gm.set_submodule(path, Unchanging(gm.get_submodule(path)))
+    return gm
+
+
+def _on_the_model(
+    model: nn.Module, graph: fx.Graph, made: Mapping[str, Any], name: str
+) -> fx.GraphModule:
+    if any(hasattr(model, each) for each in made):
         raise Unusable(f"the model has a part of its own for one of {', '.join(made)}")
     vars(model).update(made)  # as fx does while it traces, which reads constants from there
     try:
-        return fx.GraphModule(model, graph, str(data["name"]))
+        return fx.GraphModule(model, graph, name)
     finally:
-        for name in made:
-            del vars(model)[name]
+        for each in made:
+            del vars(model)[each]
+
+
+def _packed_region(region: Region, model: nn.Module, own: Functions) -> Any:
+    options = region.settings.options
+    if options.context_fn is not None:
+        raise NotKept("it has a checkpoint with a context_fn")
+    return {
+        "body": packed_graph(region.body, model, own),
+        "options": {each.name: packed(getattr(options, each.name)) for each in fields(options)},
+        "reentrant": region.settings.reentrant,
+        "given": list(region.given),
+    }
+
+
+def _unpacked_region(data: Any, model: nn.Module, own: Functions, on_the_model: bool) -> Region:
+    body = unpacked_graph(data["body"], model, own, on_the_model=on_the_model)
+    options = {name: unpacked(value) for name, value in data["options"].items()}
+    if options["context_fn"] is not None:
+        raise Unusable("it has a checkpoint with a context_fn")
+    settings = Settings(CheckpointOptions(**options), bool(data["reentrant"]))
+    return Region(body, settings, tuple(map(int, data["given"])))
 
 
 def _part(model: nn.Module, path: str) -> Any:

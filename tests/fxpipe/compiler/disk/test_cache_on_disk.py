@@ -17,11 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.compiler.disk import key, versions
 from fxpipe.compiler.disk.errors import CacheWarning
 from fxpipe.compiler.disk.slot import READ, WRITTEN
+from fxpipe.runtime.checkpointing.regions import Region
+from fxpipe.trace.containers import Unchanging
 
 TWO = ["cpu", "cpu"]
 
@@ -546,3 +549,89 @@ def test_files_of_the_cache_are_text_without_code(net, folder):
     data = content(only_file(folder))
     assert data["traced"]["graph"]["nodes"][0][:2] == ["placeholder", "x"]
     assert Path(only_file(folder)).suffix == ".json"
+
+
+class Checkpointed(nn.Module):
+    """A model with checkpoints of its own, around dropout."""
+
+    def __init__(self, reentrant=False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.reentrant = reentrant
+
+    def layer(self, layer, x):
+        return nn.functional.dropout(torch.relu(layer(x)), 0.25, self.training)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(self.layer, layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_checkpoints_of_the_models_own_are_kept(folder, tracer):
+    steps = []
+    for state in WRITTEN, READ:
+        torch.manual_seed(0)
+        model = Checkpointed()
+        with fxpipe.compile(model, TWO, chunks=4, tracer=tracer, cache=folder) as pipe:
+            torch.manual_seed(1)
+            output = pipe(X)
+            output.square().sum().backward()
+            assert pipe.compilations[0].cache == state
+            regions = [m for m in pipe.model_graph.modules() if isinstance(m, Region)]
+            assert len(regions) == 4
+        steps.append([output, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*steps, strict=True))
+
+
+class Held(nn.Module):
+    """A model with a part that stays one node, as it has hooks, and is given a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), Second(), nn.Linear(4, 4)
+        self.b.register_forward_hook(lambda module, args, output: output * 2)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.c(self.b([x, y]))
+
+
+class Second(nn.Module):
+    def forward(self, parts):
+        return parts[1]
+
+
+def test_a_module_that_is_given_a_list_is_watched_from_the_cache_too(folder):
+    outputs = []
+    for state in WRITTEN, READ:
+        torch.manual_seed(0)
+        with fxpipe.compile(Held(), TWO, chunks=4, tracer="symbolic", cache=folder) as pipe:
+            outputs.append(pipe(X))
+            assert pipe.compilations[0].cache == state
+            assert isinstance(pipe.model_graph.b, Unchanging)
+    assert torch.equal(*outputs)
+
+
+def test_parts_without_gradients_and_constants_are_kept(folder):
+    class Parted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                y = self.a(x) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+            return self.b(y) + self.a(x)
+
+    steps = []
+    for state in WRITTEN, READ:
+        torch.manual_seed(0)
+        model = Parted()
+        with fxpipe.compile(model, TWO, chunks=4, tracer="export", cache=folder) as pipe:
+            output = pipe(X)
+            output.square().sum().backward()
+            assert pipe.compilations[0].cache == state
+        steps.append([output, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*steps, strict=True))
