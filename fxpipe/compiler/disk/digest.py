@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from fxpipe.compiler.disk.errors import NotKept
 from fxpipe.compiler.disk.versions import (
     Origin,
+    origin_of_class,
     origin_of_file,
     origin_of_module,
     package_of,
@@ -169,8 +170,7 @@ class Digest:
         names = [n for each in slots for n in ([each] if isinstance(each, str) else each)]
         own = {n: getattr(value, n) for n in names if n[:2] != "__" and hasattr(value, n)}
         own |= getattr(value, "__dict__", {})
-        is_in_c = any(each.__module__.startswith(_IN_C) for each in kind.__mro__[:-1])
-        if is_in_c or not (hasattr(value, "__dict__") or names):
+        if _has_state_in_c(kind, len(names)) or not (hasattr(value, "__dict__") or names):
             raise NotKept(f"{path} is a {_name(kind)}, whose content cannot be compared")
         self._token("instance", _name(kind))
         self._value(path, kind)
@@ -201,7 +201,7 @@ class Digest:
             raise NotKept(f"{path} is compiled to TorchScript")
         self._token("module", module.training)
         self._value(f"the class of {path}", type(module))
-        is_torchs = origin_of_module(type(module).__module__) is Origin.VERSIONED
+        is_torchs = origin_of_class(type(module)) is Origin.VERSIONED
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             decides = tensor is not None and not tensor.is_floating_point() and not is_torchs
             is_buffer = name in module._buffers
@@ -233,7 +233,7 @@ class Digest:
         )
         if not with_values or tensor.is_meta:
             return
-        if not is_strided or type(tensor) is not Tensor:
+        if not is_strided or type(tensor) not in (Tensor, nn.Parameter):
             raise NotKept(f"{path} is a constant of the kind {_name(type(tensor))}")
         if tensor.nbytes > _LARGEST:
             raise NotKept(f"{path} is a constant of {tensor.nbytes:,} bytes")
@@ -243,7 +243,7 @@ class Digest:
     # ---------------------------------------------------------------------------------------- code
 
     def _class(self, path: str, kind: type) -> None:
-        origin = origin_of_module(kind.__module__)
+        origin = origin_of_class(kind)
         self._token("class", _name(kind))
         if origin is Origin.VERSIONED:
             return
@@ -375,6 +375,15 @@ _PARTS: tuple[tuple[Any, Callable[[Any], Iterable[tuple[Any, Any]]]], ...] = (
 
 def _has_code(value: Any) -> bool:
     return isinstance(value, _WITH_CODE)
+
+
+def _has_state_in_c(kind: type, slots: int) -> bool:
+    """Whether objects of a class hold more than their attributes, of which one is for each slot:
+    an open file does. It shows by their size, as when Python refuses to pickle them."""
+    if any(base.__module__.startswith(_IN_C) for base in kind.__mro__[:-1]):
+        return True
+    pointers = slots + 2  # to the other attributes, and to weak references
+    return bool(kind.__itemsize__) or kind.__basicsize__ > object.__basicsize__ + 8 * pointers
 
 
 def _is_function(value: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from enum import Enum
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,6 +59,16 @@ def origin_of_module(name: str) -> Origin:
         is_builtin = name in sys.builtin_module_names
         return Origin.VERSIONED if is_builtin else Origin.USERS
     return origin_of_file(filename)
+
+
+def origin_of_class(kind: type) -> Origin:
+    """Where a class comes from. One that its module does not have under its name has been made
+    while the process ran, and counts as the user's."""
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    is_named = found is kind or kind.__module__ == "builtins"
+    return origin_of_module(kind.__module__) if is_named else Origin.USERS
 
 
 def version_of_package(name: str) -> str:
