@@ -1,23 +1,17 @@
-"""The driver of a compilation: it looks up what has been compiled for a kind of call, or traces the
-model for it and cuts the graph into stages, and has the stage graph lowered to programs."""
+"""The driver of a compilation: it looks up what has been compiled for a kind of call, or has the
+model checked, traced and cut for it, and has the stage graph lowered to programs."""
 
 from __future__ import annotations
 
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-import passes
-from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode, Unrolled
@@ -27,73 +21,28 @@ from fxpipe.compiler.disk.folder import Folder
 from fxpipe.compiler.disk.slot import READ, CacheSlot
 from fxpipe.compiler.garbage import older_objects_set_aside
 from fxpipe.compiler.guards.calls import GuardedCall
-from fxpipe.compiler.guards.on_call import ANY_SHAPES, ANY_SIZE, ONE_SIZE
-from fxpipe.compiler.guards.program import Guards
-from fxpipe.compiler.history import History
-from fxpipe.compiler.layout import CutAlike, Layout
+from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.log import logged, wants_log
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.outputs import OutputDims, noted_dims
-from fxpipe.compiler.placement import place
+from fxpipe.compiler.staging import Staging
 from fxpipe.ir._torch import transforms
-from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_the_models
 from fxpipe.ir.progress import phase
-from fxpipe.ir.structure import Structure, map_tensors
+from fxpipe.ir.structure import Structure
 from fxpipe.loading.storage import without_values
-from fxpipe.meaning.asked import Asked, Meaning, refuse_unclear
-from fxpipe.meaning.call import check_at_size, known_dims, meaning_of, remember_dims
-from fxpipe.meaning.listed import Listed, in_parts, of_one_shape
+from fxpipe.meaning.asked import Asked, Meaning
+from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
 from fxpipe.meaning.loss_of_target import Targets, loss_dim
-from fxpipe.meaning.outputs import output_dims
-from fxpipe.meaning.sample import Sample, batch_size, out_of_inference_mode, with_rows
-from fxpipe.meaning.weights import named_arguments
+from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.runtime.ambient import compiling
-from fxpipe.runtime.compiled.stage import CompiledStages
-from fxpipe.runtime.microbatch import Dim, Dims
-from fxpipe.runtime.state import STATEFUL
-from fxpipe.trace import (
-    CustomTracer,
-    NeedsValues,
-    Traced,
-    TraceError,
-    canonical,
-    trace,
-    untouched,
-)
-from fxpipe.trace.isolation import on_one_device
+from fxpipe.runtime.microbatch import Dim
+from fxpipe.trace import canonical
 from fxpipe.trace.patches import quiet
-from fxpipe.trace.premises import Premises, Reads, attributes_read
 from fxpipe.trace.twin import Twin
-from passes.chain import ToStages
-from passes.common.fakes import forget_history
 
 
-@dataclass
-class _ModelGraph:
-    """A traced model, on its way through the passes from the model graph to the stage graph."""
-
-    traced: Traced
-    context: ToStages
-    chain: passes.Chain
-    history: History
-
-    def run(self, since: str | None = None, until: str | None = None) -> fx.GraphModule:
-        """Run the passes of the chain from the one named ``since`` up to the one ahead of
-        ``until``, by default from the first to the last, and return the graph."""
-        gm = self.traced.graph_module
-        for rewrite in self.chain.passes(self.context, since=since, until=until):
-            gm = self.history(rewrite, gm)
-        return gm
-
-    @property
-    def out_dims(self) -> list[Dims]:
-        """The batch dimensions of the outputs, as pass "outputs" has noted them."""
-        return noted_dims(self.traced.graph_module)
-
-
-class Compiler:
+class Compiler(Staging):
     """Compiles a model for each kind of call, and caches what it has compiled.
 
     Args:
@@ -101,19 +50,11 @@ class Compiler:
     """
 
     def __init__(self, model: nn.Module, options: Options, layout: Layout | None = None) -> None:
-        self.model = model
-        self.options = options
-        self.layout = layout or Layout(len(options.devices))
+        super().__init__(model, options, layout)
         self.lowering = Lowering(model, options)
         self.cache = Cache(model)
         self.compilations = Compilations(type(model).__name__)
-        self.homes: dict[str, torch.device] = {}
-        """The device of its stage for each tensor of the model that is still on "meta"."""
         self._folder = None if options.cache is None else Folder(options.cache)
-        self._slot = CacheSlot(model)
-        """The place in the cache on disk of the compilation that is being made."""
-        self._any_size = bool(options.dynamic)
-        """Whether programs are compiled for all sizes of inputs that the model treats alike."""
         self._lock = threading.RLock()
 
     def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any], int]:
@@ -217,13 +158,6 @@ class Compiler:
         graphs = [mode.stage_graph for mode in self.cache.modes]
         if self.options.check is not False or any(map(without_values, graphs)):
             self.forget()
-
-    def is_on_meta(self) -> bool:
-        """Whether parameters or buffers are on "meta", where they have no values; or other tensors,
-        if the model has been compiled in that state. (Otherwise a tensor on "meta" that is neither
-        does not count: a model may hold it for its shape.)"""
-        own = (*self.model.parameters(), *self.model.buffers())
-        return bool(self.homes) or any(tensor.is_meta for tensor in own)
 
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any]]:
         """The mode that serves a call, which is compiled now if there is none, and the values of
@@ -338,344 +272,3 @@ class Compiler:
         tensors, _ = Structure.of((args, kwargs))
         with self._where_it_runs(model, tensors):
             return meaning_of(model, args, kwargs, self._asked)
-
-    @property
-    def _asked(self) -> Asked:
-        """The options that say how the check reads a call."""
-        options = self.options
-        return Asked(
-            options.in_dims,
-            options.out_dims,
-            False if self.is_on_meta() else options.check,
-            options.sizes,
-            options.loss_weight,
-            returns_loss=options.loss_fn is None,
-        )
-
-    def _to_the_model(
-        self, inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copy the inputs to the device of the model, where the model can run before it is cut.
-
-        The inputs stay where they are if the model is on several devices, or if its stages have
-        been placed: :meth:`_where_it_runs` then brings the model to the inputs. For a model that is
-        not loaded yet the inputs are taken to "meta", whatever their values.
-        """
-        if self.is_on_meta():
-            args, kwargs = map_tensors(_without_values, inputs)
-            return args, kwargs
-        own = (*self.model.parameters(), *self.model.buffers())
-        homes = {tensor.device for tensor in own}
-        if self.layout.labels or len(homes) != 1:
-            return inputs
-        (home,) = homes
-
-        def brought(tensor: Tensor) -> Tensor:
-            if tensor.device == home or tensor.is_meta:
-                return tensor
-            return tensor.detach().to(home).requires_grad_(tensor.requires_grad)
-
-        args, kwargs = map_tensors(brought, inputs)
-        return args, kwargs
-
-    def _compile(
-        self,
-        twin: Twin,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        meaning: Meaning,
-        call: GuardedCall,
-    ) -> Mode:
-        """Compile the model for batches of any size. Where it cannot be traced for any size, it is
-        compiled for the size of this batch only.
-
-        ``call`` is the call as the user has made it, from which the guards are made.
-        """
-        if meaning.listed is not None:
-            return self._of_lists(twin, args, kwargs, meaning, meaning.listed, call)
-        if meaning.one_row_only:
-            return self._compiled(twin, args, kwargs, meaning, call, 1)
-        try:
-            return self._compiled(twin, args, kwargs, meaning, call)
-        except AnotherStrategy as error:
-            mode = self._of_one_size(twin, args, kwargs, meaning, call, error)
-            if mode is None:
-                raise
-            return mode
-
-    def _of_one_size(
-        self,
-        twin: Twin,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        meaning: Meaning,
-        call: GuardedCall,
-        why: AnotherStrategy,
-    ) -> Mode | None:
-        """A mode for this batch size only, with micro-batches of equal size; None if the model
-        cannot be compiled that way either."""
-        batch = batch_size(Structure.of((args, kwargs))[0], meaning.in_dims)
-        if not batch or not isinstance(why, TraceError) or isinstance(why, Unsupported):
-            return None
-        try:
-            chunks = self.options.even_chunks_for(batch)
-            tensors, _ = Structure.of((args, kwargs))
-            with self._where_it_runs(twin.model, tensors), self._slot.hearing():
-                check_at_size(twin.model, args, kwargs, meaning, self._asked)
-            return self._compiled(twin, args, kwargs, meaning, call, chunks)
-        except AnotherStrategy:  # the caller raises ``why`` then, which says more
-            return None
-
-    def _of_lists(
-        self,
-        twin: Twin,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        meaning: Meaning,
-        listed: Listed,
-        call: GuardedCall,
-    ) -> Mode:
-        """A mode for lists of this length, with an element for each row: the model is traced with
-        the list of the first micro-batch, and each element is an input of the graph."""
-        chunks = self.options.even_chunks_for(listed.rows)
-        if text := self._of_fewer_lists(listed, chunks):
-            warnings.warn(text, stacklevel=2)
-            meaning = replace(meaning, notes=[*meaning.notes, text])
-        rows = listed.rows // chunks
-        one = replace(meaning, in_dims=listed.in_dims(rows))
-        some, named = listed.part(0, rows)
-        mode = self._compiled(twin, some, named, one, call, chunks)
-        own = map_tensors(Tensor.detach, (args, kwargs))
-        mode.rows, mode.example = listed.rows, Sample(own, meaning.in_dims, listed.rows)
-        mode.traced.bind = in_parts(self.model, mode.traced.bind, chunks, self.options.in_dims)
-        if mode.traced.front_end != "symbolic":
-            of_one_shape(mode.traced.bind(args, kwargs), listed.names)
-        return mode
-
-    def _of_fewer_lists(self, listed: Listed, chunks: int) -> str:
-        """What to say where there are fewer micro-batches than asked for, since they are of equal
-        length; an empty string where there are not."""
-        wanted = self.options.chunks_for(listed.rows)
-        if chunks == wanted or (chunks > 1 and self.options.chooses_chunks):
-            return ""
-        run = "one micro-batch, stage after stage" if chunks == 1 else f"{chunks} micro-batches"
-        return (
-            f"{listed.names} have {listed.rows} elements, which cannot be cut into {wanted} lists "
-            f"of one length: they run as {run}; give lists whose length is a multiple of the "
-            "number of micro-batches"
-        )
-
-    def _compiled(
-        self,
-        twin: Twin,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        meaning: Meaning,
-        call: GuardedCall,
-        chunks: int | None = None,
-        entry: CacheEntry | None = None,
-    ) -> Mode:
-        """Compile the model up to the stage graph, and move its stages to their devices.
-
-        Until the stages are moved, it is the twin that is run, traced and changed, not the model.
-
-        With ``chunks`` the mini-batch is cut into so many micro-batches, and the model is traced
-        with the first one: the graph is right for this batch size only. With an ``entry`` of the
-        cache on disk its graph is taken, and the model is not traced.
-        """
-        options, dims = self.options, meaning.in_dims
-        tensors, _ = Structure.of((args, kwargs))
-        batch = batch_size(tensors, dims)
-        traced_with = args, kwargs
-        varying = [dim if isinstance(dim, int) else None for dim in dims]
-        if chunks is not None:
-            if batch is not None and meaning.listed is None:
-                traced_with = with_rows((args, kwargs), dims, batch // chunks)
-            varying = [None] * len(dims)
-
-        with self._where_it_runs(twin.model, tensors), attributes_read(twin.model) as reads:
-            prepared = self._traced(
-                twin.model, traced_with, varying, meaning, chunks, options.tracer, entry
-            )
-        premises = _but_for_states(twin.reads(reads)) if entry is None else entry.reads(self.model)
-        prepared.traced.graph_module = prepared.run(since="partition", until="split")
-        stage_graph = prepared.run(since="split")
-        with phase("twin", quiet=True):
-            for gm in (prepared.traced.graph_module, stage_graph):
-                twin.restore(gm)
-            prepared.traced.rebuild = twin.original(prepared.traced.rebuild)
-            prepared.traced.settled = twin.settled(prepared.traced.settled)
-            twin.learned()
-        with phase("place", quiet=True):
-            homes = place(self.model, stage_graph, options.devices)
-        # A tensor that this graph does not use stays where an earlier graph uses it, or on the CPU.
-        cpu = torch.device("cpu")
-        if self.is_on_meta():
-            self.homes = {name: homes[name] or self.homes.get(name, cpu) for name in homes}
-        mode = Mode(
-            traced=prepared.traced,
-            arguments=named_arguments(self.model, args, kwargs),
-            stage_graph=stage_graph,
-            in_dims=dims,
-            out_dims=prepared.out_dims,
-            example=Sample.of(args, kwargs, dims, batch),
-            guards=Guards(
-                call,
-                _kind(prepared.traced, None if meaning.listed else chunks),
-                Premises(self.model, premises, twin.tensors(prepared.traced.folded)),
-                prepared.traced.largest_batch,
-                prepared.traced.sizes,
-                self._parts(prepared.traced),
-            ),
-            chunks=chunks,
-            notes=meaning.notes,
-            history=prepared.history,
-            compiled=None
-            if options.stage_backend is None
-            else CompiledStages(options.stage_backend),
-        )
-        for gm in (mode.model_graph, stage_graph):
-            mode.bindings += bindings(gm, self.model)
-        for gm, device in zip(stages_of(stage_graph), options.devices, strict=True):
-            mode.bindings += bindings(gm, self.model, device)
-        return mode
-
-    def _traced(
-        self,
-        model: nn.Module,
-        inputs: tuple[tuple[Any, ...], dict[str, Any]],
-        varying: list[int | None],
-        meaning: Meaning,
-        chunks: int | None,
-        tracer: str | CustomTracer,
-        entry: CacheEntry | None = None,
-    ) -> _ModelGraph:
-        """Trace the model, and run the passes that come ahead of pass "partition"."""
-        has_values = not self.is_on_meta()
-        any_size = self._any_size and chunks is None
-        if entry is not None:
-            with phase("graph from the cache", quiet=True):
-                traced = entry.traced_on(
-                    model, inputs, batch_dims=varying, any_size=any_size, check=has_values
-                )
-        else:
-            with phase("trace"), self._slot.hearing():
-                traced = trace(
-                    model,
-                    *inputs,
-                    tracer=tracer,
-                    batch_dims=varying,
-                    any_size=any_size,
-                    check=has_values,
-                )
-            self._slot.note(traced, model)
-        traced.refused_sizes |= meaning.refused_sizes
-        if chunks is None:
-            self._refuse_other_branches(traced, traced.bind(*inputs), varying)
-        context = self._to_stages(traced, inputs, meaning, chunks)
-        history = History.observed(self.model, "stages", traced.graph_module, self.options.observer)
-        prepared = _ModelGraph(traced, context, self.options.passes, history)
-        try:
-            with untouched(model):
-                traced.graph_module = prepared.run(until="partition")
-        except Exception as error:
-            is_unchecked = not has_values and traced.front_end == "symbolic"
-            may_differ = isinstance(error, AnotherStrategy) or is_the_models(error)
-            needs_export = isinstance(error, NeedsValues) or (is_unchecked and may_differ)
-            if tracer != "auto" or not needs_export or entry is not None:
-                raise
-            # Symbolic tracing has looked into a module whose shapes depend on values, so that a
-            # pass fails on fake tensors. Export keeps such a module whole. And on "meta" a graph is
-            # not compared with the model, so that a wrong one shows here.
-            return self._traced(model, inputs, varying, meaning, chunks, "export")
-        forget_history(traced.graph_module.graph)
-        return prepared
-
-    def _refuse_other_branches(
-        self, traced: Traced, values: list[Tensor], dims: list[int | None]
-    ) -> None:
-        """Raise TraceError if the model takes another branch for a micro-batch than for the
-        mini-batch with which it has been traced: that branch is not in the graph."""
-        batch = batch_size(values, dims)
-        if traced.sizes is None or batch is None:
-            return
-        shapes = [tuple(value.shape) for value in values]
-        broken = traced.sizes.broken(shapes, self._parts(traced)(batch))
-        if broken is not None:
-            where = f", by {broken.where}" if broken.where else ""
-            raise TraceError(
-                f"{type(self.model).__name__} goes another way for micro-batches than for the "
-                f"mini-batch of {batch} rows{where}"
-            )
-
-    def _parts(self, traced: Traced) -> Callable[[int], tuple[int, ...]]:
-        """From the rows of a mini-batch to the numbers of rows for which the model has to go the
-        way that has been traced: those of its micro-batches, which the graph is run on, and its
-        own, as what it computes is to be what the model computes."""
-        options, refused = self.options, traced.refused_sizes
-        return lambda rows: (rows, *options.sizes(rows, refused))
-
-    def _to_stages(
-        self,
-        traced: Traced,
-        inputs: tuple[tuple[Any, ...], dict[str, Any]],
-        meaning: Meaning,
-        chunks: int | None,
-    ) -> ToStages:
-        """The settings from which the passes from the model graph to the stage graph are made."""
-        options, values = self.options, traced.bind(*inputs)
-        dims, found = meaning.in_dims, meaning.outputs
-        several = options.chunks_for(batch_size(values, dims), traced.refused_sizes)
-
-        unclear = partial(refuse_unclear, meaning, options.check)
-
-        def output(gm: fx.GraphModule) -> list[Dims]:
-            said = options.loss_weight if options.loss_fn is None else None
-            out_dims, rebuild = options.out_dims, traced.rebuild
-            return output_dims(gm, values, dims, out_dims, rebuild, found, said, unclear)
-
-        return ToStages(
-            inputs=tuple(values),
-            in_dims=tuple(dim if isinstance(dim, int) else None for dim in dims),
-            devices=options.names,
-            partition=CutAlike(
-                self.layout,
-                passes.Partition(len(options.devices), options.partition),
-                self.forget,  # parameters are about to move, which makes compiled programs wrong
-            ),
-            outputs=OutputDims(output),
-            chunks=1 if chunks else several,
-            chunks_asked_for=options.chunks,
-            traced_chunks=chunks,
-            # Once the model has been cut, costs no longer decide where: measuring would be in vain.
-            costs="analytic" if self.layout.labels or self.is_on_meta() else options.costs,
-            measured_on=options.devices[0],
-            deferred_batch_norm=options.deferred_batch_norm,
-        )
-
-    def _where_it_runs(
-        self, model: nn.Module, inputs: Sequence[Tensor]
-    ) -> AbstractContextManager[None]:
-        """A context in which the model can run as a plain module: if its stages have been placed on
-        several devices, the whole model is on the device of the inputs inside the context."""
-        if not self.layout.labels or not inputs:
-            return nullcontext()
-        return on_one_device(model, inputs[0].device)
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
-
-
-def _kind(traced: Traced, chunks: int | None) -> str:
-    """For which sizes of inputs a program is right. ``chunks`` is None unless it is for one batch
-    size only."""
-    if chunks is not None:
-        return ONE_SIZE
-    return ANY_SHAPES if traced.front_end == "symbolic" else ANY_SIZE
-
-
-def _but_for_states(reads: Reads) -> Reads:
-    """The attributes that a graph depends on. Those of a module that is kept whole because it
-    changes them are left out: its forward runs, and reads them, in every call."""
-    return {(module, n): value for (module, n), value in reads.items() if module not in STATEFUL}

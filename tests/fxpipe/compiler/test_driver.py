@@ -169,7 +169,7 @@ def test_a_placed_model_comes_together_to_be_traced_once_more(monkeypatch):
         with on_one_device(given, device):
             yield
 
-    monkeypatch.setattr("fxpipe.compiler.driver.on_one_device", watched)
+    monkeypatch.setattr("fxpipe.compiler.staging.on_one_device", watched)
     with fxpipe.compile(model, ["cpu", "cpu:0"], chunks=2) as pipe:
         pipe(x)
         assert not seen

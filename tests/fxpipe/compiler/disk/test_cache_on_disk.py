@@ -137,7 +137,7 @@ def test_the_model_is_neither_traced_nor_checked_again(net, folder, monkeypatch)
     def fail(*args, **kwargs):
         raise AssertionError("it is in the cache")
 
-    monkeypatch.setattr("fxpipe.compiler.driver.trace", fail)
+    monkeypatch.setattr("fxpipe.compiler.staging.trace", fail)
     monkeypatch.setattr("fxpipe.compiler.driver.meaning_of", fail)
     assert compiled(net.Net(), folder) == READ
 
