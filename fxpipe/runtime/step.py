@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.ir._torch import pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
+from fxpipe.ir.tensors import memory_bytes, tensor_bytes
 from fxpipe.runtime.checkpointing.checkpoint import CheckpointOptions, Handle, checkpointed
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import flattened, leaves_in, mapped
@@ -276,7 +277,7 @@ def loss(
                 f"the loss of micro-batch {number} does not depend on any parameter that requires "
                 "a gradient"
             )
-        return (value,)
+        return (_by_itself(value),)
 
     (value,) = tape.record(run, (output,))
     homes = homes_of(leaves_of(*tape.results), [stage.stage for stage in stages])
@@ -288,6 +289,12 @@ def loss(
             "optimizer (weight_decay), or run all stages in one process"
         )
     return value.detach(), tape
+
+
+def _by_itself(value: Tensor) -> Tensor:
+    """The value with no more memory than it needs: the loss that ``F.mse_loss`` returns lies within
+    the memory of the losses of all elements, and a step keeps the losses of all micro-batches."""
+    return value.clone() if memory_bytes(value) > tensor_bytes(value) else value
 
 
 def elsewhere(stage: nn.Module) -> Tape:

@@ -110,6 +110,24 @@ def test_a_loss_is_weighted_and_scaled_in_the_backward():
     assert same(loss_backward(tape, 0.25, torch.tensor(8.0)), target)
 
 
+def test_a_loss_keeps_no_memory_but_its_own():
+    """What F.mse_loss returns lies within the memory of the losses of all elements. A step returns
+    the losses of all micro-batches at its end, and would keep all of that memory until then."""
+
+    class MeanSquare(nn.Module):
+        def forward(self, output, target):
+            value = F.mse_loss(output, target)
+            kept.append(weakref.ref(value.untyped_storage()))
+            return value
+
+    kept, output, target = [], torch.randn(4, 256, requires_grad=True), torch.zeros(4, 256)
+    value, tape = loss(MeanSquare(), output, target, 0, ())
+    assert value == F.mse_loss(output, target)
+    assert kept[0]() is None and value.untyped_storage().nbytes() == value.element_size()
+    expected = torch.autograd.grad(F.mse_loss(output, target), output)
+    assert same(loss_backward(tape, 1.0, None), *expected)
+
+
 def test_weights_are_shares_of_the_rows():
     parts = [torch.ones(1, 3), torch.ones(1, 1)]
     assert weights(parts, 1) == (0.75, 0.25) and weights((None, None), None) == (0.5, 0.5)
