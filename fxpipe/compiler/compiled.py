@@ -96,7 +96,7 @@ class Mode:
         }
         given = tensors_of(fx.map_arg(output.args[0], lambda node: node.meta[VALUE]))
         sizes = [tensor_bytes(tensor) * copies[id(tensor)] for tensor in given]
-        others = saved.others * sum(sizes) / (saved.output_bytes or 1)
+        times = sum(sizes) / (saved.output_bytes or 1)
         nodes = list(stage_nodes(self.model_graph.graph))
         last = max(node.meta[STAGE] for node in nodes)
         known = {
@@ -106,8 +106,9 @@ class Mode:
             for memory, _ in node.meta.get(SAVED, ())
         }
         return LossMemory(
-            others + sum(sizes[i] for i in saved.outputs),
+            times * saved.others + sum(sizes[i] for i in saved.outputs),
             sum(sizes[i] for i in saved.outputs if memory_of(given[i]) in known),
+            times * saved.gradients,
         )
 
     @property

@@ -3,6 +3,7 @@ that the model itself returns."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir._torch import pytree, saved_tensors_hooks
+from fxpipe.ir._torch import gradient_kinds, pytree, saved_tensors_hooks
+from fxpipe.ir.autograd import next_edges, reached
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 from fxpipe.meaning.loss import own_loss
@@ -31,14 +33,17 @@ class SavedByLoss:
         outputs: the places, among the tensors of the graph's output, of those that it has saved.
         others: the bytes of all else, such as the logarithms of probabilities.
         output_bytes: the bytes of all tensors of the graph's output.
+        gradients: the most bytes of gradients that are there at the same time in the loss's
+            backward: those that a function takes and gives. What it needs inside is not known.
     """
 
     outputs: frozenset[int]
     others: int
     output_bytes: int
+    gradients: int
 
     @staticmethod
-    def of(saved: Iterable[Tensor], output: Any, target: Sequence[Any]) -> SavedByLoss:
+    def of(value: Any, saved: Iterable[Tensor], output: Any, target: Sequence[Any]) -> SavedByLoss:
         """Sort the tensors that a loss has saved, by where they come from.
 
         A parameter, on which a penalty depends, is not counted. Of a target only the part that
@@ -56,7 +61,27 @@ class SavedByLoss:
             frozenset(places[memory] for memory in sizes if memory in places),
             sum(parts.get(m, size) for m, size in sizes.items() if m not in places),
             tensor_bytes(given),
+            _most_gradients(value) if isinstance(value, Tensor) else 0,
         )
+
+
+def _most_gradients(value: Tensor) -> int:
+    """The most bytes that a function of a value's backward takes and gives."""
+    starts = [] if value.grad_fn is None else [value.grad_fn]
+    return max(
+        (
+            sum(map(_gradient_bytes, {node, *(other for other, _ in next_edges(node) if other)}))
+            for node in reached(starts)
+        ),
+        default=0,
+    )
+
+
+def _gradient_bytes(node: Any) -> int:
+    """The bytes of the gradients that a node of an autograd graph takes; those of tensors without a
+    shape are not known."""
+    kinds = gradient_kinds(node)
+    return sum(math.prod(s) * dtype.itemsize for s, dtype, _ in kinds if isinstance(s, tuple))
 
 
 class Loss(nn.Module):
@@ -96,7 +121,7 @@ class Loss(nn.Module):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             value = self._of(output, target)
-        self.saved = SavedByLoss.of(saved, output, target)
+        self.saved = SavedByLoss.of(value, saved, output, target)
         saved.clear()
         return value
 

@@ -283,9 +283,10 @@ class Views:
         return estimated_costs(costs, chunks, self._options.checkpoint)
 
     def _simulated(self, chunks: int, costs: Sequence[StageCost]) -> Timeline:
-        schedule = self._options.schedule_for(chunks, [stage.cost for stage in self.stages])
         options, layout = self._options, self.skip_layout
-        kept = stage_memory([stage.cost for stage in self.stages], layout)
+        of_stages = [stage.cost for stage in self.stages]
+        schedule = options.schedule_for(chunks, of_stages)
+        kept = stage_memory(of_stages, layout, self.model_graph.graph)
         if options.checkpoint != "never" and options.checkpoint_segments > 1:
             modules = [stage.module for stage in self.stages]
             kept = in_segments(kept, modules, options.checkpoint_segments)

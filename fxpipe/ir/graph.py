@@ -19,6 +19,7 @@ DEVICE = "device"  #: torch.device
 STREAM = "stream"  #: str such as ``"cuda:1/copy"``
 GAP = "gap"  #: float, of a graph module: how far its cut is from optimal at most; 0.1 is 10 %
 COST = "cost"  #: Cost
+WORKSPACE = "workspace"  #: NodeWorkspace: the memory that it needs only while it runs
 SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
 ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
 ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph does

@@ -7,15 +7,18 @@ when each node begins and ends gives a measured timeline.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Any
 
 from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir.cost import Cost, batch_bytes, cost_of
-from fxpipe.ir.graph import ACTION, attribute
+from fxpipe.ir.graph import ACTION, SAVED, STAGE, VALUE, attribute, is_work, stage_nodes
+from fxpipe.ir.tensors import memory_of, tensors_of
+from fxpipe.ir.workspace import StageWorkspace, stage_workspaces, workspace_of
 from fxpipe.runtime.clock import Mark
 from fxpipe.schedule import (
     Action,
@@ -28,6 +31,8 @@ from fxpipe.schedule import (
     Span,
     StageCost,
     Timeline,
+    WhileRunning,
+    Workspace,
     joined,
     simulate,
 )
@@ -151,11 +156,21 @@ class StageMemory:
         activations: the saved tensors of a whole mini-batch.
         inputs: the inputs of the stage for a whole mini-batch, which checkpointed micro-batches
             keep in place of the saved tensors.
+        workspace: what the stage needs only while it runs; None if that is not known.
+        kept_results: by later stages, how many bytes of what this stage sends to each of them are
+            among its own activations, for a whole mini-batch.
     """
 
     fixed: float
     activations: float
     inputs: float
+    workspace: StageWorkspace | None = None
+    kept_results: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def kept_inputs(self) -> float:
+        """How many bytes of the inputs are among the activations, as far as that is known."""
+        return 0.0 if self.workspace is None else self.workspace.kept_inputs
 
 
 @dataclass(frozen=True)
@@ -165,25 +180,56 @@ class LossMemory:
     Attributes:
         saved: all of them, for a whole mini-batch.
         shared: how many of these the last stage has saved as well.
+        workspace: the most bytes, beyond those, that the loss and its backward need at any time.
     """
 
     saved: float = 0.0
     shared: float = 0.0
+    workspace: float = 0.0
 
 
-def stage_memory(costs: Sequence[Cost], layout: SkipLayout) -> list[StageMemory]:
+def stage_memory(
+    costs: Sequence[Cost], layout: SkipLayout, graph: fx.Graph | None = None
+) -> list[StageMemory]:
     """The memory of each stage, from its cost for a mini-batch and the values that it receives.
 
     A shared parameter that a stage receives does not count as one of its inputs: the stage keeps it
     once for all micro-batches, and its bytes are in the stage's cost.
+
+    ``graph``: the model graph, with costs and stages, from which follows what stages need while
+    they run, and which of their results they keep anyway. None: nothing of this is known.
     """
     inputs = [0] * len(costs)
     for hop in layout.hops:
         inputs[hop.target] += 0 if hop.once else hop.bytes
-    return [
+    found = [
         StageMemory(cost.fixed_bytes, cost.activation_bytes, received)
         for cost, received in zip(costs, inputs, strict=True)
     ]
+    if graph is None:
+        return found
+    return [
+        replace(stage, workspace=workspace, kept_results=kept)
+        for stage, workspace, kept in zip(
+            found, stage_workspaces(graph), _kept_results(graph, layout, len(costs)), strict=True
+        )
+    ]
+
+
+def _kept_results(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict[int, float]]:
+    """For each stage, how many bytes of what it sends to others are among its activations."""
+    nodes = {node.name: node for node in graph.nodes}
+    saved = [set[int]() for _ in range(stages)]
+    for node in stage_nodes(graph):
+        saved[node.meta[STAGE]].update(memory for memory, _ in node.meta.get(SAVED, ()))
+    found: list[dict[int, float]] = [{} for _ in range(stages)]
+    for hop in layout.hops:
+        if hop.source is not None and hop.value in nodes:
+            memories = set(map(memory_of, tensors_of(nodes[hop.value].meta[VALUE])))
+            if memories <= saved[hop.source]:
+                known = found[hop.source]
+                known[hop.target] = known.get(hop.target, 0.0) + hop.bytes
+    return found
 
 
 def in_segments(
@@ -216,20 +262,38 @@ def step_memory(
         inputs=[stage.inputs / chunks for stage in stages],
         loss=loss.saved / chunks,
         shared_with_loss=loss.shared / chunks,
+        kept_inputs=[stage.kept_inputs / chunks for stage in stages],
+        running=_running(stages, chunks, loss),
     )
 
 
-def _of_segments(stage: fx.GraphModule, count: int) -> dict[str, float]:
+def _running(stages: Sequence[StageMemory], chunks: int, loss: LossMemory) -> WhileRunning | None:
+    """What lanes hold while a step runs; None if that is not known of all stages."""
+    found: list[Workspace] = []
+    kept: dict[tuple[int, int], float] = {}
+    for i, stage in enumerate(stages):
+        if (workspace := stage.workspace) is None:
+            return None
+        each = workspace.forward, workspace.again, workspace.backward, workspace.half
+        found.append(Workspace(*(bytes / chunks for bytes in each)))
+        kept.update({(i, j): bytes / chunks for j, bytes in stage.kept_results.items()})
+    return WhileRunning(found, loss.workspace / chunks, kept)
+
+
+def _of_segments(stage: fx.GraphModule, count: int) -> dict[str, Any]:
     """The bytes of the inputs of all segments of a stage, and of the activations of the segment
     that has most of them."""
     parts = segmented(stage, count)
     received: dict[fx.Node, None] = {}
-    largest = 0
+    largest, workspace = -1, StageWorkspace()
     for call in parts.graph.find_nodes(op="call_module"):
         received.update(dict.fromkeys(call.all_input_nodes))
         nodes = attribute(parts, str(call.target)).graph.nodes
-        largest = max(largest, cost_of(nodes).activation_bytes)
-    return {"inputs": sum(map(batch_bytes, received)), "activations": largest}
+        activations = cost_of(nodes).activation_bytes
+        if activations > largest:
+            largest, workspace = activations, workspace_of([n for n in nodes if is_work(n)])
+    inputs = sum(map(batch_bytes, received))
+    return {"inputs": inputs, "activations": largest, "workspace": workspace}
 
 
 def _said(node: fx.Node) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from torch import fx
@@ -88,8 +88,9 @@ class PlannedLanes:
         costs = stage_costs(gm.graph)
         layout = skip_layout(run(self.chain.passes(cut, since="split"), gm))
         sent = _Sent(found, layout)
-        kept = stage_memory(costs, layout)
+        kept = stage_memory(costs, layout, gm.graph)
         memory = step_memory(kept, self.placement, self.chunks, self.checkpoint)
+        memory = replace(memory, running=None)  # the cut knows only of what is kept
         report_progress("schedule")
         order, timeline = self._played(self._costs(found, stage, devices), sent, memory)
         target = machine(

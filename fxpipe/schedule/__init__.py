@@ -9,7 +9,7 @@ from fxpipe.schedule.catalogue import NAMES, named, stages_per_lane
 from fxpipe.schedule.choice import AUTO, microbatches_of, placement_of, schedule_of
 from fxpipe.schedule.comparison import Comparison, compare
 from fxpipe.schedule.halves import joined
-from fxpipe.schedule.memory import Live, Memory, live, peaks
+from fxpipe.schedule.memory import Live, Memory, WhileRunning, Workspace, live, peaks
 from fxpipe.schedule.occupancy import Span, Transfer
 from fxpipe.schedule.problem import NoRoom
 from fxpipe.schedule.schedule import Edges, Needs, Schedule, chain
@@ -41,6 +41,8 @@ __all__ = [
     "StageCost",
     "Timeline",
     "Transfer",
+    "WhileRunning",
+    "Workspace",
     "auto",
     "chain",
     "compare",

@@ -12,17 +12,56 @@ part of the activations may be free already. In the last stage, a forward is fol
 and a backward begins with the loss's. So what the loss has saved is added to the former and is free
 at the begin of the latter; no checkpoint makes it any smaller. Since a lane does one thing at a
 time, what it holds follows from the order of its actions alone, whatever time they take.
+
+The timeline of a step also shows what a bound on memory leaves out: the bytes that an action needs
+only while it runs (:class:`Workspace`), and results that wait until another lane takes them
+(:mod:`fxpipe.schedule.held`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.bounds import Bound, spread
-from fxpipe.schedule.occupancy import Span
 from fxpipe.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The bytes that a stage needs for a micro-batch only while it computes, such as its result and
+    gradients within it: the most at any time, beyond what the stage keeps at the end of a forward.
+
+    Attributes:
+        forward: for a forward that keeps its activations.
+        again: for a forward that keeps its inputs only, since it is run again.
+        backward: for a whole backward, which frees activations as it goes.
+        half: for the first half of a backward; gradients that the second half needs take the place
+            of activations that the first half has used.
+    """
+
+    forward: float = 0.0
+    again: float = 0.0
+    backward: float = 0.0
+    half: float = 0.0
+
+
+@dataclass(frozen=True)
+class WhileRunning:
+    """What lanes hold while a step runs, beside what they keep for backwards.
+
+    Attributes:
+        stages: what each stage needs while it computes.
+        loss: the most that the loss and its backward need beyond what the loss has saved.
+        kept_results: how many of the bytes that one stage sends to another are activations of the
+            first as well, so that they take no more memory while they wait to be sent. Keys are
+            pairs of stages.
+    """
+
+    stages: Sequence[Workspace]
+    loss: float = 0.0
+    kept_results: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,6 +80,9 @@ class Memory:
         loss: the bytes that the loss saves of a micro-batch for its backward.
         shared_with_loss: how many of these bytes are activations of the last stage as well, such as
             the model's output where the last operator has saved it too.
+        kept_inputs: how many of the ``inputs`` are activations as well, so that a micro-batch that
+            is recomputed does not need them twice: one number for all stages, or one for each.
+        running: what lanes hold beside that while a step runs, for its timeline; None: not known.
     """
 
     activations: Sequence[float]
@@ -50,6 +92,8 @@ class Memory:
     inputs: Bound = 0.0
     loss: float = 0.0
     shared_with_loss: float = 0.0
+    kept_inputs: Bound = 0.0
+    running: WhileRunning | None = None
 
 
 class MemoryChanges:
@@ -58,17 +102,20 @@ class MemoryChanges:
     def __init__(self, memory: Memory, stages: int) -> None:
         sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
         inputs = spread(memory.inputs, stages, "inputs of each stage")
+        shared = spread(memory.kept_inputs, stages, "inputs of each stage that are activations")
         released = memory.released_by_input
         self.checkpointed = memory.checkpointed
         self._kept = [_of_kept(size, released, 0.0) for size in sizes]
         self._again = [
-            _of_checkpointed(size, received, released, 0.0)
-            for size, received in zip(sizes, inputs, strict=True)
+            _of_checkpointed(size, received, each, released, 0.0)
+            for size, received, each in zip(sizes, inputs, shared, strict=True)
         ]
         if stages and memory.loss:
             own = memory.loss - memory.shared_with_loss
             self._kept[-1] = _of_kept(sizes[-1], released, own)
-            self._again[-1] = _of_checkpointed(sizes[-1], inputs[-1], released, memory.loss)
+            self._again[-1] = _of_checkpointed(
+                sizes[-1], inputs[-1], shared[-1], released, memory.loss
+            )
 
     def of(self, action: Action) -> tuple[float, float]:
         """The bytes that an action adds when it begins, and when it ends; negative if it frees."""
@@ -86,13 +133,14 @@ def _of_kept(size: float, released: float, loss: float) -> dict[Kind, tuple[floa
 
 
 def _of_checkpointed(
-    size: float, inputs: float, released: float, loss: float
+    size: float, inputs: float, shared: float, released: float, loss: float
 ) -> dict[Kind, tuple[float, float]]:
+    again = size - shared  # what a second run adds to the inputs, which are still there
     return {
         Kind.FORWARD: (inputs + loss, 0.0),
-        Kind.BACKWARD: (size - loss, -size - inputs),
-        Kind.BACKWARD_INPUT: (size - loss, -released * size),
-        Kind.WEIGHT_GRAD: (0.0, (released - 1.0) * size - inputs),
+        Kind.BACKWARD: (again - loss, -again - inputs),
+        Kind.BACKWARD_INPUT: (again - loss, -released * size),
+        Kind.WEIGHT_GRAD: (0.0, released * size - again - inputs),
     }
 
 
@@ -104,25 +152,6 @@ def most_held(actions: Iterable[Action], changes: MemoryChanges) -> float:
         most = max(most, now + begin)
         now += begin + end
     return most
-
-
-def held_over_time(
-    spans: Iterable[Span], lanes: int, stages: int, memory: Memory
-) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """For each lane the bytes that it holds, as pairs of a time and the bytes from that time on.
-
-    ``spans`` are in the order of time within each lane.
-    """
-    changes = MemoryChanges(memory, stages)
-    fixed = spread(memory.fixed, lanes, "fixed memory of each lane")
-    held = [[(0.0, float(amount))] for amount in fixed]
-    for span in spans:
-        if span.action is not None:
-            begin, end = changes.of(span.action)
-            for time, change in ((span.start, begin), (span.end, end)):
-                if change:
-                    held[span.lane].append((time, held[span.lane][-1][1] + change))
-    return tuple(map(tuple, held))
 
 
 # ------------------------------------------------------------------- of a schedule, without times

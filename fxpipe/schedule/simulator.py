@@ -10,7 +10,8 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from fxpipe.schedule.actions import Action, Kind
-from fxpipe.schedule.memory import Memory, held_over_time
+from fxpipe.schedule.held import held_over_time
+from fxpipe.schedule.memory import Memory
 from fxpipe.schedule.occupancy import Span, Transfer
 from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.timeline import Timeline
@@ -199,6 +200,5 @@ def timeline_of(run: Run, name: str, memory: Memory | None) -> Timeline:
     hold over time."""
     spans = tuple(sorted(run.spans, key=lambda span: (span.lane, span.start, span.end)))
     names = tuple(f"lane {lane}" for lane in range(run.lanes))
-    stages = len(run.world.placement)
-    held = () if memory is None else held_over_time(spans, run.lanes, stages, memory)
+    held = () if memory is None else held_over_time(spans, run.world, run.lanes, memory)
     return Timeline(name, names, spans, tuple(run.transfers), held)

@@ -118,11 +118,14 @@ class World:
         self.before: list[list[int]] = [[] for _ in placement]
         self.after: list[list[int]] = [[] for _ in placement]
         self._travel: dict[tuple[int, int], tuple[float, float]] = {}
+        self._bytes: dict[tuple[int, int], float] = {}
         for edge in edges:
             self.before[edge.target].append(edge.source)
             self.after[edge.source].append(edge.target)
             self._travel[edge.source, edge.target] = self.there(edge)
             self._travel[edge.target, edge.source] = self.back(edge)
+            self._bytes[edge.source, edge.target] = edge.bytes
+            self._bytes[edge.target, edge.source] = _gradient_bytes(edge)
         # Computed once, since the simulator needs them for each action.
         self._seconds = [
             {kind: cost.seconds(kind) + self._received(stage, kind) for kind in Kind}
@@ -137,8 +140,7 @@ class World:
     def back(self, edge: Edge) -> tuple[float, float]:
         """The seconds that a copy of an edge's gradients takes, and their bytes. Both are 0 if the
         two stages are in the same lane."""
-        size = edge.bytes if edge.gradient_bytes is None else edge.gradient_bytes
-        return self._over(edge.target, edge.source, size)
+        return self._over(edge.target, edge.source, _gradient_bytes(edge))
 
     def _over(self, source: int, target: int, size: float) -> tuple[float, float]:
         lanes = self.placement[source], self.placement[target]
@@ -165,5 +167,14 @@ class World:
 
     def size(self, source: int, target: int) -> float:
         """The bytes that ``source`` sends to ``target`` for one micro-batch: values if ``target``
-        is the later stage, else gradients."""
+        is the later stage, else gradients. None are sent if the two are in the same lane."""
         return self._travel[source, target][1]
+
+    def bytes_between(self, source: int, target: int) -> float:
+        """The bytes of what ``target`` takes from ``source`` for one micro-batch, wherever they
+        are: values if ``target`` is the later stage, else gradients."""
+        return self._bytes[source, target]
+
+
+def _gradient_bytes(edge: Edge) -> float:
+    return edge.bytes if edge.gradient_bytes is None else edge.gradient_bytes

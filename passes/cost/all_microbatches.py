@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE, stage_nodes
+from fxpipe.ir.graph import COPIES, COST, SAVED, VALUE, WORKSPACE, stage_nodes
 from fxpipe.ir.tensors import tensors_of
 
 
@@ -36,6 +36,8 @@ class AllMicrobatches:
                 node.meta[SAVED] = tuple(
                     (memory, size * self.chunks) for memory, size in node.meta[SAVED]
                 )
+            if WORKSPACE in node.meta:
+                node.meta[WORKSPACE] = node.meta[WORKSPACE].times(self.chunks)
         for node in gm.graph.nodes:
             if node.op not in ("get_attr", "output"):
                 node.meta[COPIES] = (self.chunks,) * len(tensors_of(node.meta.get(VALUE)))

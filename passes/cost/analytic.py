@@ -29,8 +29,19 @@ from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, batch_bytes, copies_of, times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.errors import is_the_models
-from fxpipe.ir.graph import COST, LARGER, NO_BACKWARD, SAVED, VALUE, attribute, mutable, stage_nodes
+from fxpipe.ir.graph import (
+    COST,
+    LARGER,
+    NO_BACKWARD,
+    SAVED,
+    VALUE,
+    WORKSPACE,
+    attribute,
+    mutable,
+    stage_nodes,
+)
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
+from fxpipe.ir.workspace import NodeWorkspace
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 from passes.common.signature import signature
 from passes.cost.load import Counting, Load
@@ -68,6 +79,7 @@ class AnalyticCost:
             work = runs.of(node).repeated(times_done(node), self.chunks)
             node.meta[WORK] = work
             node.meta[SAVED] = tuple(runs.saved(node, work).items())
+            node.meta[WORKSPACE] = work.workspace
             tensors = {id(t): t for t in _state(gm, node) if id(t) not in counted}
             memories = {m: size for m, size in node.meta[SAVED] if m not in counted}
             counted.update(tensors, memories)
@@ -95,7 +107,8 @@ class Work:
 
     ``saved_inputs`` and ``saved_outputs`` are the indices, among the node's input and output
     tensors, of those that it saves for the backward; ``saved_inside`` has the bytes of each further
-    saved tensor. ``edges`` says how many edges of the autograd graph lead to each of its inputs.
+    saved tensor. ``edges`` says how many edges of the autograd graph lead to each of its inputs,
+    and ``gradients`` how large their gradients are (:class:`fxpipe.ir.workspace.NodeWorkspace`).
     """
 
     forward: Load
@@ -104,6 +117,12 @@ class Work:
     saved_outputs: tuple[int, ...] = ()
     saved_inside: tuple[int, ...] = ()
     edges: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+
+    @property
+    def workspace(self) -> NodeWorkspace:
+        """The memory that the node needs while it runs, for a mini-batch."""
+        return NodeWorkspace(self.forward.memory, self.backward.memory, self.gradients)
 
     def repeated(self, count: int, chunks: int) -> Work:
         """The work of a node that is done ``count`` times in a mini-batch, and launched once for
@@ -111,7 +130,8 @@ class Work:
         if chunks == 1:
             return self
         forward, backward = (load.times(count, chunks) for load in (self.forward, self.backward))
-        return replace(self, forward=forward, backward=backward)
+        gradients = tuple(size * count if size > 0 else size for size in self.gradients)
+        return replace(self, forward=forward, backward=backward, gradients=gradients)
 
     def seconds(self, device: DeviceSpec) -> float:
         """The seconds of forward and backward together, by the roofline model."""
@@ -193,7 +213,7 @@ class _Runs:
         return {memory: size for memory, size in found.items() if memory not in own}
 
     def _run(self, node: fx.Node) -> Work:
-        backward = Load()
+        backward, gradients = Load(), tuple[int, ...]()
         with self.interpreter.mode, torch.enable_grad():
             ahead = self._forward(node, VALUE)
             edges = Counter(
@@ -202,7 +222,7 @@ class _Runs:
             )
             if NO_BACKWARD not in node.meta:
                 try:
-                    _run_backward(ahead.outputs, [*ahead.leaves, *ahead.parameters], backward)
+                    gradients = _run_backward(ahead, backward)
                 except Exception as error:  # a user's backward may raise anything on fake tensors
                     if not is_the_models(error):
                         raise
@@ -218,6 +238,7 @@ class _Runs:
             tuple(where_out[m] for m in ahead.kept if m not in where_in and m in where_out),
             self._inside(node, ahead),
             tuple(edges[end] for end in ahead.ends),
+            gradients,
         )
 
     def _forward(self, node: fx.Node, values: str) -> _Forward:
@@ -286,13 +307,27 @@ class _Forward:
         return tuple(size for memory, size in self.kept.items() if memory not in shown)
 
 
-def _run_backward(outputs: Sequence[Tensor], inputs: Sequence[Tensor], load: Load) -> None:
-    given = [t for t in outputs if t.grad_fn is not None]
+def _run_backward(ahead: _Forward, load: Load) -> tuple[int, ...]:
+    """Run the backward of a node. Returns the bytes of the gradients of its inputs: 0 where there
+    is none, -1 for one of the node's own gradients. Those of parameters are added to what is there
+    one by one, so of their memory only that of the largest counts."""
+    given = [t for t in ahead.outputs if t.grad_fn is not None]
+    inputs = [*ahead.leaves, *ahead.parameters]
     wanted = list({id(t): t for t in inputs if t.requires_grad}.values())
-    if given and wanted:
-        gradients = [torch.empty_like(t) for t in given]
-        with Counting(load):
-            torch.autograd.grad(given, wanted, gradients, allow_unused=True)
+    if not (given and wanted):
+        return ()
+    gradients = [torch.empty_like(t) for t in given]
+    with Counting(load):
+        found = torch.autograd.grad(given, wanted, gradients, allow_unused=True)
+    same = set(map(memory_of, gradients))
+    sizes = {
+        id(tensor): -1 if memory_of(grad) in same else memory_bytes(grad)
+        for tensor, grad in zip(wanted, found, strict=True)
+        if grad is not None
+    }
+    of_parameters = [max(sizes.get(id(t), 0), 0) for t in ahead.parameters]
+    load.memory -= sum(of_parameters) - max(of_parameters, default=0)
+    return tuple(sizes.get(id(t), 0) for t in ahead.leaves)
 
 
 def _fresh(tensor: Tensor, leaves: list[Tensor], wants_gradient: bool) -> Tensor:

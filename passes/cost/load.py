@@ -1,8 +1,9 @@
-"""Counts the FLOPs that operators compute and the bytes that they move, while pass "cost" runs them
-on fake tensors."""
+"""Counts the FLOPs that operators compute, the bytes that they move, and the memory that they need,
+while pass "cost" runs them on fake tensors."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,23 +16,26 @@ from torch.utils.flop_counter import (
 
 from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.tensors import tensor_bytes, tensors_of
+from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 
 
 @dataclass
 class Load:
-    """The FLOPs that operators compute, the bytes that they move, and how many operators run."""
+    """The FLOPs that operators compute, the bytes that they move, how many operators run, and the
+    most bytes of tensors that they have made and that are there at the same time."""
 
     flops: int = 0
     bytes: int = 0
     operators: int = 0
     is_half: bool = False  # whether some operator computes in 16 bits
+    memory: int = 0
 
     def times(self, count: int, launches: int | None = None) -> Load:
         """The load of ``count`` repetitions; operators are launched ``launches`` times, if that is
         another number."""
         operators = self.operators * (count if launches is None else launches)
-        return Load(self.flops * count, self.bytes * count, operators, self.is_half)
+        memory = self.memory * count
+        return Load(self.flops * count, self.bytes * count, operators, self.is_half, memory)
 
     def seconds(self, device: DeviceSpec) -> float:
         """Seconds on a device by the roofline model (Williams et al. 2009).
@@ -69,6 +73,34 @@ ATTENTION = {
 """FLOP formulas for the CPU's attention kernels, which ``FlopCounterMode`` does not know."""
 
 
+class Living:
+    """Counts the bytes of the tensors that operators make, as long as they are there.
+
+    Attributes:
+        now, most: the bytes that are there at present, and the most so far.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self._there: dict[int, weakref.finalize[..., Any]] = {}
+
+    def note(self, result: Any, given: Any) -> None:
+        """Note what an operator has made of what it was ``given``, whose memory it may return."""
+        known = {memory_of(tensor) for tensor in tensors_of(given)}
+        for tensor in tensors_of(result):
+            memory = memory_of(tensor)
+            if memory not in known and memory not in self._there and tensor.layout == torch.strided:
+                size = memory_bytes(tensor)
+                self.now += size
+                storage = tensor.untyped_storage()
+                self._there[memory] = weakref.finalize(storage, self._forget, memory, size)
+        self.most = max(self.most, self.now)
+
+    def _forget(self, memory: int, size: int) -> None:
+        del self._there[memory]
+        self.now -= size
+
+
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that counts the operators that run in it, their FLOPs, and the bytes that they read
     and write. Views move no bytes, and are not counted."""
@@ -76,6 +108,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, load: Load) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.load = load
+        self.memory = Living()
         self.flops = FlopCounterMode(display=False, custom_mapping=ATTENTION)
 
     def __enter__(self) -> Any:
@@ -86,6 +119,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.flops.__exit__(*error)  # type: ignore[no-untyped-call]
         self.load.flops = self.flops.get_total_flops()
+        self.load.memory = self.memory.most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -94,4 +128,5 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.load.operators += 1
             self.load.bytes += tensor_bytes((args, kwargs, result))
             self.load.is_half |= any(t.dtype.itemsize == 2 for t in tensors_of(result))
+            self.memory.note(result, (args, kwargs))
         return result

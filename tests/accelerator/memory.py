@@ -10,6 +10,7 @@ import torch
 import fxpipe
 from tests.accelerator.clocks import Speed, begin, virtual_time
 from tests.accelerator.times import Chain
+from tests.benchmarks.virtual import VALUE, memory_of
 
 HERE = torch.device("sim:0")
 MIB = 2**20
@@ -176,3 +177,12 @@ def test_gradients_that_are_on_their_way_do_not_become_more_with_the_micro_batch
     chunks = 32
     *peaks, _ = needed(chunks, backward, "always")  # the last device has all outputs
     assert max(peaks) < 2 * chunks, "MiB: an input of each, and a few gradients"
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
+def test_a_step_needs_what_its_timeline_says(schedule, checkpoint):
+    """Results that wait, gradients and what the loss needs included. Of two threads that are at the
+    same place at the same time, either may be first: so by two values, of 16 to 80."""
+    for predicted, allocated, *_ in memory_of(schedule, checkpoint, lanes=4):
+        assert allocated == pytest.approx(predicted, abs=2.5 * VALUE)

@@ -1,0 +1,230 @@
+"""The memory that a stage needs while it computes, from what its nodes need.
+
+::
+
+    x ──┬── linear ── h ── tanh ── t ── + ── y      forward of tanh: x, which "linear" has saved
+        └───────────────────────────────┘           and "+" needs, h, and t, which is being made
+                                                    backward of tanh: x and t, which have been
+                                                    saved, the gradient of y, and that of h
+
+A stage is walked node by node, as it will run: a value is there from the node that makes it until
+the last one that uses it, a saved tensor until the backward of the first node that has saved it, a
+gradient until it has been used. So the most at any time is found, without running anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from fxpipe.ir.cost import copies_of
+from fxpipe.ir.graph import SAVED, STAGE, VALUE, WORKSPACE, stage_nodes
+from fxpipe.ir.tensors import memory_bytes, memory_of, tensors_of
+
+
+@dataclass(frozen=True)
+class NodeWorkspace:
+    """What a node needs while it runs, for a mini-batch: the bytes of the tensors that are made in
+    it, as many as are there at the same time.
+
+    Attributes:
+        forward, backward: the most in each of the two.
+        gradients: by the node's input tensors, the bytes of their gradients: 0 for one that gets
+            none, and -1 for one that gets the gradient of the node's own value, as a sum gives it.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    gradients: tuple[int, ...] = ()
+
+    def times(self, count: int) -> NodeWorkspace:
+        """What ``count`` such nodes need, one for each part of a mini-batch."""
+        gradients = tuple(size if size < 0 else size * count for size in self.gradients)
+        return NodeWorkspace(self.forward * count, self.backward * count, gradients)
+
+
+@dataclass(frozen=True)
+class StageWorkspace:
+    """What a stage needs while it runs, for a mini-batch: the most bytes at any time, beyond the
+    activations that it keeps from the forward to the backward.
+
+    Attributes:
+        forward: in a forward that keeps activations. It includes the results.
+        again: in a forward that keeps the stage's inputs only, beyond these.
+        backward: in a backward that frees activations as it goes, with the gradients of results.
+        half: in the first half of a backward, which frees none.
+        kept_inputs: how many bytes of the stage's inputs are among its activations.
+    """
+
+    forward: int = 0
+    again: int = 0
+    backward: int = 0
+    half: int = 0
+    kept_inputs: int = 0
+
+
+def stage_workspaces(graph: fx.Graph) -> list[StageWorkspace]:
+    """What each stage of a model graph needs. The graph has been cut, and its nodes have costs."""
+    members: dict[int, list[fx.Node]] = {}
+    for node in stage_nodes(graph):
+        members.setdefault(node.meta[STAGE], []).append(node)
+    return [workspace_of(members[stage]) for stage in sorted(members)]
+
+
+def workspace_of(nodes: Sequence[fx.Node]) -> StageWorkspace:
+    """What a stage needs that consists of these nodes."""
+    walk = _Walk(nodes)
+    kept = sum(walk.kept.values())
+    return StageWorkspace(
+        walk.forward(walk.kept, {}) - kept,
+        walk.forward({}, walk.inputs) - sum(walk.inputs.values()),
+        walk.backward(frees=True) - kept,
+        walk.backward(frees=False) - kept,
+        sum(size for memory, size in walk.inputs.items() if memory in walk.kept),
+    )
+
+
+class _Walk:
+    """The nodes of a stage, with the memories of their values."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.nodes, members = nodes, set(nodes)
+        self.saved = {node: dict(node.meta.get(SAVED, ())) for node in nodes}
+        self.kept = {m: size for saved in self.saved.values() for m, size in saved.items()}
+        sources = {source for node in nodes for source in node.all_input_nodes}
+        self.state = {
+            memory_of(tensor)
+            for source in sources
+            if source.op == "get_attr"
+            for tensor in tensors_of(source.meta.get(VALUE))
+        }
+        self.inputs: dict[int, int] = {}
+        for source in sources - members:
+            self.inputs |= self._memories(source)
+        self.results = [node for node in nodes if not members.issuperset(node.users)]
+
+    def _memories(self, node: fx.Node) -> dict[int, int]:
+        """The memories of a node's value, other than those of parameters, and their bytes."""
+        return {
+            memory_of(tensor): memory_bytes(tensor) * count
+            for tensor, count in _tensors(node)
+            if memory_of(tensor) not in self.state
+        }
+
+    def forward(self, kept: Mapping[int, int], held: Mapping[int, int]) -> int:
+        """The most bytes in a forward.
+
+        Args:
+            kept: the memories that it keeps for the backward.
+            held: further memories that are there all the time.
+        """
+        uses = Counter(m for node in self.nodes for m in self._uses(node))
+        uses.update(m for node in self.results for m in self._memories(node))
+        uses.update([*kept, *held])
+        there = _Bytes(self.inputs)
+        most = there.total
+        for node in self.nodes:
+            most = max(most, there.total + _workspace(node).forward)
+            own = self._memories(node)
+            there.add(own)
+            there.add({m: size for m, size in self.saved[node].items() if m in kept})
+            uses.subtract(self._uses(node))
+            there.drop(m for m in (*own, *self._uses(node)) if not uses[m])
+        return max(most, there.total)
+
+    def _uses(self, node: fx.Node) -> list[int]:
+        return [memory for source in node.all_input_nodes for memory in self._memories(source)]
+
+    def backward(self, frees: bool) -> int:
+        """The most bytes in a backward. ``frees``: whether it frees what nobody needs any more."""
+        uses = Counter(memory for saved in self.saved.values() for memory in saved)
+        there, grads = _Bytes(self.kept), _PendingGradients()
+        for node in self.results:
+            for tensor, count in _tensors(node):
+                grads.put(tensor, memory_bytes(tensor) * count * tensor.requires_grad)
+        most = there.total + grads.bytes.total
+        for node in reversed(self.nodes):
+            found = (grads.take(tensor) for tensor, _ in _tensors(node))
+            incoming = [number for number in found if number is not None]
+            if incoming:
+                most = max(most, there.total + grads.bytes.total + _workspace(node).backward)
+                for tensor, size in zip(_inputs(node), _workspace(node).gradients, strict=False):
+                    if memory_of(tensor) not in self.state:  # ``.grad`` is there all the time
+                        grads.put(tensor, size, incoming[0])
+                grads.drop(incoming)
+            if frees:
+                uses.subtract(list(self.saved[node]))
+                there.drop(m for m in self.saved[node] if not uses[m])
+        return most
+
+
+class _Bytes:
+    """Memories that are there, and the sum of their bytes."""
+
+    def __init__(self, sizes: Mapping[int, int] = {}) -> None:
+        self._sizes = dict(sizes)
+        self.total = sum(sizes.values())
+
+    def add(self, sizes: Mapping[int, int]) -> None:
+        for memory, size in sizes.items():
+            if memory not in self._sizes:
+                self._sizes[memory] = size
+                self.total += size
+
+    def drop(self, memories: Iterable[int]) -> None:
+        for memory in memories:
+            self.total -= self._sizes.pop(memory, 0)
+
+
+class _PendingGradients:
+    """Gradients that have been computed and not yet used. Several tensors may have the same one."""
+
+    def __init__(self) -> None:
+        self.bytes = _Bytes()
+        self._of: dict[int, int] = {}  # by tensors, the numbers of their gradients
+        self._users: Counter[int] = Counter()
+        self._numbers = itertools.count()
+
+    def put(self, tensor: Tensor, size: int, same: int = -1) -> None:
+        """Note a gradient of a tensor: a new one of ``size`` bytes; none if that is 0; the ``same``
+        one as another tensor's if it is negative. If the tensor has a gradient, this is added to
+        it."""
+        if not size or id(tensor) in self._of:
+            return
+        number = same if size < 0 else next(self._numbers)
+        self._of[id(tensor)] = number
+        self._users[number] += 1
+        if size > 0:
+            self.bytes.add({number: size})
+
+    def take(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's gradient, which is about to be used and then dropped."""
+        return self._of.pop(id(tensor), None)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Free gradients, unless they are other tensors' as well."""
+        for number in numbers:
+            self._users[number] -= 1
+            if not self._users[number]:
+                self.bytes.drop([number])
+
+
+def _tensors(node: fx.Node) -> Iterator[tuple[Tensor, int]]:
+    """The tensors of a node's value, each with how many of them a mini-batch has."""
+    yield from zip(tensors_of(node.meta.get(VALUE)), copies_of(node), strict=True)
+
+
+def _inputs(node: fx.Node) -> list[Tensor]:
+    return tensors_of(fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get(VALUE)))
+
+
+def _workspace(node: fx.Node) -> NodeWorkspace:
+    found: NodeWorkspace = node.meta.get(WORKSPACE, _NOTHING)
+    return found
+
+
+_NOTHING = NodeWorkspace()

@@ -1,0 +1,157 @@
+"""The bytes that each lane holds in the course of a simulated step.
+
+::
+
+    lane 0   |  F0  |  F1  |                       F0's result is made here, on lane 0's device,
+                  r ========.                      and waits until the thread of lane 1 launches
+    lane 1           |  F0  |  F1  |               the forward that uses it
+
+Three things add up: what micro-batches keep until their backward (:class:`.memory.MemoryChanges`);
+what an action needs only while it runs (:class:`.memory.Workspace`); and results that wait for
+another lane. A lane's thread copies the inputs of an action to the lane's device when it launches
+the action: once they have been launched where they are made, and at most ``AHEAD`` actions ahead of
+what the lane's device computes. So a skip waits at its source, until its consumer's turn comes.
+
+Of two threads that launch something at the same time, either may be first. So what a lane holds in
+a real run may differ from this by the results of a few actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.bounds import spread
+from fxpipe.schedule.memory import Memory, MemoryChanges, WhileRunning, Workspace
+from fxpipe.schedule.occupancy import Span
+from fxpipe.schedule.world import World
+
+AHEAD = 2
+"""How many actions a lane's thread launches ahead of the one that the lane's device computes. The
+gradients of weights do not count, as these actions neither receive nor send anything."""
+
+Series = tuple[tuple[float, float], ...]
+
+
+def held_over_time(
+    spans: Iterable[Span], world: World, lanes: int, memory: Memory
+) -> tuple[Series, ...]:
+    """For each lane the bytes that it holds, as pairs of a time and the bytes from that time on.
+
+    ``spans`` are in the order of time within each lane.
+    """
+    changes = MemoryChanges(memory, len(world.placement))
+    running = memory.running or WhileRunning([Workspace()] * len(world.placement))
+    workspace = _Workspaces(running, memory.checkpointed)
+    launched = {} if memory.running is None else dict(_launches(spans, world))
+    waiting = [_Waiting(world, memory, running, launched) for _ in range(lanes)]
+    kept = spread(memory.fixed, lanes, "fixed memory of each lane")
+    held = [[(0.0, amount)] for amount in kept]
+    for span, action in _actions(spans):
+        lane = span.lane
+        begin, end = changes.of(action)
+        of_others = waiting[lane].at(action)
+        most = max(workspace.of_loss(action), begin + workspace.of(action))
+        _append(held[lane], span.start, kept[lane] + of_others + most)
+        kept[lane] += begin + end
+        waiting[lane].leave(action)
+        _append(held[lane], span.end, kept[lane] + of_others)
+    return tuple(map(tuple, held))
+
+
+def _append(series: list[tuple[float, float]], time: float, amount: float) -> None:
+    if amount != series[-1][1]:
+        series.append((time, amount))
+
+
+def _actions(spans: Iterable[Span]) -> Iterator[tuple[Span, Action]]:
+    for span in spans:
+        if span.action is not None:
+            yield span, span.action
+
+
+class _Workspaces:
+    """The bytes that actions need only while they run."""
+
+    def __init__(self, running: WhileRunning, checkpointed: int) -> None:
+        self._stages, self._loss = running.stages, running.loss
+        self._checkpointed = checkpointed
+
+    def of(self, action: Action) -> float:
+        """The bytes beyond what is kept once the action has begun."""
+        stage, is_again = self._stages[action.stage], action.microbatch < self._checkpointed
+        match action.kind:
+            case Kind.FORWARD:
+                own = stage.again if is_again else stage.forward
+                return max(own, self._loss) if self._is_last(action) else own
+            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+                own = stage.backward if action.kind is Kind.BACKWARD else stage.half
+                return max(own, stage.forward) if is_again else own
+            case Kind.WEIGHT_GRAD:
+                return 0.0
+
+    def of_loss(self, action: Action) -> float:
+        """The bytes, beyond what is kept until then, of the loss's backward, with which a backward
+        of the last stage begins. It comes ahead of all else, so also of a recomputation."""
+        begins = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and self._is_last(action)
+        return self._loss if begins else 0.0
+
+    def _is_last(self, action: Action) -> bool:
+        return action.stage == len(self._stages) - 1
+
+
+class _Waiting:
+    """The results that wait on a lane's device. ``launched`` says when each action is launched."""
+
+    def __init__(
+        self, world: World, memory: Memory, running: WhileRunning, launched: Mapping[Action, float]
+    ) -> None:
+        self._world, self._launched = world, launched
+        self._checkpointed, self._kept = memory.checkpointed, running.kept_results
+        self._results: list[tuple[float, float]] = []  # until when each one waits, and its bytes
+
+    def at(self, action: Action) -> float:
+        """The bytes of all that waits while an action runs, of those that earlier ones have
+        left."""
+        now = self._launched.get(action, 0.0)
+        self._results = [(until, size) for until, size in self._results if until > now]
+        return sum(size for _, size in self._results)
+
+    def leave(self, action: Action) -> None:
+        """Note the results that an action leaves for others."""
+        is_kept = action.kind is Kind.FORWARD and action.microbatch >= self._checkpointed
+        for user in _users(action, self._world):
+            if (until := self._launched.get(user)) is not None:
+                size = self._world.bytes_between(action.stage, user.stage)
+                if is_kept:
+                    size -= self._kept.get((action.stage, user.stage), 0.0)
+                self._results.append((until, size))
+
+
+def _users(action: Action, world: World) -> Iterator[Action]:
+    """The actions that may use the result of an action: a backward may be whole, or in halves."""
+    if action.kind is Kind.FORWARD:
+        for stage in world.after[action.stage]:
+            yield Action(stage, Kind.FORWARD, action.microbatch)
+    elif action.kind is not Kind.WEIGHT_GRAD:
+        for stage in world.before[action.stage]:
+            for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                yield Action(stage, kind, action.microbatch)
+
+
+def _launches(spans: Iterable[Span], world: World) -> Iterator[tuple[Action, float]]:
+    """When the threads of lanes launch the actions."""
+    found: dict[Action, float] = {}
+    ends: dict[int, list[float]] = {}  # of each lane, the ends of its actions so far
+    last: dict[int, float] = {}
+    needed: dict[Action, float] = {}  # when the last of an action's inputs is launched
+    for span, action in sorted(_actions(spans), key=lambda pair: (pair[0].start, pair[0].end)):
+        before = ends.setdefault(span.lane, [])
+        room = before[-1 - AHEAD] if len(before) > AHEAD else 0.0
+        now = max(room, last.get(span.lane, 0.0), needed.pop(action, 0.0))
+        found[action] = last[span.lane] = now
+        if action.kind is not Kind.WEIGHT_GRAD:
+            before.append(span.end)
+        for user in _users(action, world):
+            needed[user] = max(now, needed.get(user, 0.0))
+    yield from found.items()

@@ -1,0 +1,91 @@
+"""What stages need while they run. Numbers are values of the batch's size, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.ir.workspace import StageWorkspace, stage_workspaces
+from passes.cost.load import Living
+
+ROWS, WIDTH = 1024, 64
+VALUE = 4 * ROWS * WIDTH
+
+
+def workspaces(model, partition, chunks=1):
+    x = torch.randn(ROWS, WIDTH)
+    options = {"partition": partition, "chunks": chunks, "check": False, "costs": "analytic"}
+    with fxpipe.compile(model, ["cpu"] * (1 + len(partition)), **options) as pipe:
+        pipe.prepare(x)
+        return stage_workspaces(pipe.model_graph.graph)
+
+
+def values(workspace):
+    """In values; a gradient of weights, which is much smaller, does not count."""
+    return StageWorkspace(*(round(each / VALUE) for each in vars(workspace).values()))
+
+
+class Residual(nn.Module):
+    """A layer saves its input x and t = tanh(linear(x)), and returns x + t."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_values_that_are_used_later_and_gradients_are_there_beside_what_is_saved(chunks):
+    first, second = workspaces(Residual(4), ["layers.2"], chunks)
+    # Forward: the result, beside all that is saved. Without saving: x, which is an input; then the
+    # linear's value and t with x + t being computed, or the next layer's.
+    # Backward: the gradient of the result, and tanh's; then t and its gradient are free. In halves,
+    # where nothing is freed, the gradient of x as well.
+    expected = StageWorkspace(forward=1, again=3, backward=2, half=3, kept_inputs=1)
+    assert values(second) == expected
+    assert values(first).forward == expected.forward
+
+
+def test_a_chain_needs_its_value_and_the_next_one():
+    _, second = workspaces(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), ["3"])
+    # Each linear saves its input. The gradient of its value and that of its input are there at the
+    # same time; the saved input is free only then.
+    assert values(second) == StageWorkspace(forward=1, again=2, backward=2, half=2, kept_inputs=1)
+
+
+class Doubled(nn.Module):
+    """Computes four values, saves none of them, and returns their sum."""
+
+    def forward(self, x):
+        parts = [x * i for i in range(4)]
+        return parts[0] + parts[1] + parts[2] + parts[3]
+
+
+def test_what_a_stage_does_not_save_is_counted_while_it_is_there():
+    _, second = workspaces(nn.Sequential(nn.Linear(WIDTH, WIDTH), Doubled()), ["1"])
+    # Forward: x with its four multiples, or these with the sum of two; if the stage will be run
+    # again, x stays, beside which five are needed. Backward: the gradient of the result, which is
+    # that of each multiple as well; that of x; what is being added to it.
+    assert values(second) == StageWorkspace(forward=5, again=5, backward=3, half=3)
+
+
+def test_the_memory_of_what_is_made_is_counted_as_long_as_it_is_there():
+    living = Living()
+    given = torch.ones(256)
+    first = given * 2
+    living.note(first, given)
+    second = first + 1
+    living.note(second, first)
+    view = second[:10]
+    living.note(view, second)
+    assert (living.now, living.most) == (2048, 2048)
+    del first, second
+    assert living.now == 1024, "the view needs the memory that it is a part of"
+    del view
+    assert (living.now, living.most) == (0, 2048)
