@@ -80,11 +80,16 @@ class RankPipeline(Pipeline):
     ) -> Tensor:
         """A training step, which all ranks run together; see :meth:`fxpipe.Pipeline.step`.
 
+        A rank that does not need the values of an input, such as the target on all ranks but the
+        last, may be given None in its place, or a tensor on "meta".
+
         Every rank gets the loss, and the gradients of its own parameters. The model draws its
         random numbers from rank 0's default generator; a loss function draws them from the last
         rank's.
 
         Raises:
+            ValueError: if this rank needs the values of an input that it has not been given; the
+                message says which ranks need which inputs.
             NotImplementedError: for a scaler, since ranks would come to different scales.
             RankError: if the step has failed on another rank. Afterwards the pipeline can be used
                 again, unless a process has died.

@@ -30,6 +30,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe import ops
+from fxpipe.compiler.absent import Absent
 from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
@@ -132,11 +133,12 @@ class Ranks:
             return [f"rank {rank}" for rank in range(size)]
         return [f"rank {i % size} of replica {i // size}" for i in range(len(self.members))]
 
-    def of_this_replica(self, answers: Sequence[Any]) -> Sequence[Any]:
-        """Of what all members have answered, the part of this replica's ranks."""
+    @property
+    def this_replica(self) -> slice:
+        """The ranks of this replica among all members."""
         size = dist.get_world_size(self.group)
         first = self.members.index(dist.get_rank()) // size * size
-        return answers[first : first + size]
+        return slice(first, first + size)
 
 
 def _dimensions(mesh: DeviceMesh) -> tuple[int, list[int]]:
@@ -181,6 +183,10 @@ class RankUnrolled(Unrolled):
 
     every_edge: list[Edge] = field(default_factory=list)
     """The edges between all ranks, in the order in which they are connected."""
+    digest: str = ""
+    """Stands for the graph when ranks compare what they are about to run."""
+    needs: dict[str, list[int]] = field(default_factory=dict)
+    """The ranks that need the values of each input, by the input's name, in the graph's order."""
     is_reduced: bool = False
     """Whether losses and gradients are summed over replicas."""
     programs: dict[bool, RankProgram] = field(default_factory=dict)
@@ -275,6 +281,7 @@ class RankLowering(Lowering):
         unrolled = RankUnrolled(
             whole.graph_module, whole.inline, None, history, is_reduced=is_reduced
         )
+        unrolled.digest = _digest(format_graph(gm))
         for everywhere in (True, False):
             parts = [
                 Project(self.options.placement, rank, everywhere)(gm)
@@ -288,6 +295,7 @@ class RankLowering(Lowering):
             if everywhere:  # the edges of the other program are among these
                 every = {edge_of(node)[0] for part in parts for node in transfers_of(part)}
                 unrolled.every_edge = sorted(every)
+                unrolled.needs = _needs(gm, parts)
         self.transport.connect(unrolled.every_edge)
         return unrolled
 
@@ -334,6 +342,7 @@ class RankCompiler(Compiler):
         self.ranks = ranks
         whole = ranks.group if ranks.replicas is None else None
         self.agreement = Agreement(ranks.members, ranks.names, whole, ranks.timeout)
+        self.absent = Absent(self.agreement, ranks.device)
         self.replicas: ReplicaGroup | None = None
         if ranks.replicas is not None:
             alarm = Alarm(self.agreement.ask("name", uuid.uuid4().hex)[0])
@@ -406,7 +415,12 @@ class RankCompiler(Compiler):
             warnings.warn(said, BatchWarning, stacklevel=2)
         return super()._meaning(*args)
 
+    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
+        args, kwargs = self.absent.filled((args, kwargs), self.ranks.this_replica)
+        return super()._new(args, kwargs)
+
     def _loss_dim(self, mode: Mode, readings: Sequence[Target], chunks: int) -> tuple[int, Dim]:
+        readings = self.absent.filled_targets(readings, self.ranks.this_replica)
         options = self.options
         if not self.is_on_meta() or chunks == 1:
             return super()._loss_dim(mode, readings, chunks)
@@ -473,13 +487,30 @@ class RankRunner(Runner):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Mode, list[Any], Unrolled]:
         with self.compiler.agreement.together():
+            args, kwargs, _ = self._completed(args, kwargs, None)
             return super().ready(args, kwargs)
 
     def ready_to_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Unrolled, list[Any]]:
         with self.compiler.agreement.together():
+            args, kwargs, target = self._completed(args, kwargs, target)
             return super().ready_to_step(args, kwargs, target)
+
+    def _completed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The arguments of a call, with tensors of the right shapes for those that this rank has
+        not been given (see :mod:`fxpipe.compiler.absent`)."""
+        given = {f"argument {i}": value for i, value in enumerate(args)}
+        named = {f"argument {name!r}": name for name in kwargs}
+        given |= {path: kwargs[name] for path, name in named.items()} | {"target": target}
+        found = self.compiler.absent.completed(given, self.compiler.ranks.this_replica)
+        return (
+            tuple(found[f"argument {i}"] for i in range(len(args))),
+            {name: found[path] for path, name in named.items()},
+            found["target"],
+        )
 
     def run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
         """Run this rank's program, in which every rank gets the output."""
@@ -495,6 +526,8 @@ class RankRunner(Runner):
         mine = unrolled.programs[everywhere]
         self._agree(unrolled, values, everywhere)
         self.program = mine
+        absent = compiler.absent
+        values = [value.to("meta") if absent.is_ghost(value) else value for value in values]
         run = partial(run_inline, mine.program, [compiler.transport, *values])
         if unrolled.is_reduced and compiler.replicas is not None:
             gradients = Gradients(compiler.replicas, compiler.own_parameters().values())
@@ -520,13 +553,27 @@ class RankRunner(Runner):
     def _agree(self, unrolled: RankUnrolled, values: list[Any], everywhere: bool) -> None:
         """Raise :class:`RankError` unless all ranks are about to run the same graph, and those of
         this replica with values of the same shapes."""
-        agreement, ranks = self.compiler.agreement, self.compiler.ranks
-        graph = _digest(format_graph(unrolled.graph_module))
-        own = f"run of {graph}, {everywhere}, with {_shapes(values)}"
-        answers = ranks.of_this_replica(agreement.ask(f"run of {graph}, {everywhere}", own))
+        agreement, members = self.compiler.agreement, self.compiler.ranks.this_replica
+        run = f"run of {unrolled.digest}, {everywhere}"
+        with agreement.together():
+            self._refuse_absent(unrolled, values)
+            answers = agreement.ask(run, f"{run}, with {_shapes(values)}")[members]
         if len(set(answers)) > 1:
-            names = ranks.of_this_replica(agreement.names)
-            raise RankError(apart(dict(zip(names, answers, strict=True))))
+            raise RankError(apart(dict(zip(agreement.names[members], answers, strict=True))))
+
+    def _refuse_absent(self, unrolled: RankUnrolled, values: list[Any]) -> None:
+        """Raise ValueError if this rank needs the values of an input that it has not been given."""
+        compiler, needs = self.compiler, unrolled.needs
+        for name, value in zip(needs, values, strict=False):
+            if compiler.ranks.rank in needs[name] and compiler.absent.is_ghost(value):
+                said = "; ".join(
+                    f"{each}: {', '.join(f'rank {rank}' for rank in ranks) or 'no rank'}"
+                    for each, ranks in needs.items()
+                )
+                raise ValueError(
+                    f"rank {compiler.ranks.rank} has been given no values for {name!r}, which it "
+                    f"needs. The inputs are needed by these ranks: {said}"
+                )
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the gradients of this rank's parameters by the norm of those of all ranks; see
@@ -538,7 +585,7 @@ class RankRunner(Runner):
             for name, parameter in own.items()
             if parameter.grad is not None
         }
-        answers = ranks.of_this_replica(compiler.agreement.ask("clip_grad_norm_", norms))
+        answers = compiler.agreement.ask("clip_grad_norm_", norms)[ranks.this_replica]
         every = {name: norm for answer in answers for name, norm in answer.items()}
         names = [name for name, _ in compiler.model.named_parameters() if name in every]
         total = torch.tensor(0.0)
@@ -609,6 +656,24 @@ def owners(
                 used(attribute(stage_graph, str(node.target)), ranks[user.meta[STAGE]])
     return {
         name: homes[id(tensor)] for name, tensor in tensors_of_module(model) if id(tensor) in homes
+    }
+
+
+def _needs(gm: fx.GraphModule, parts: Sequence[fx.GraphModule]) -> dict[str, list[int]]:
+    """The ranks that need the values of each input of a graph of all stages, by the input's name.
+    A rank that weighs losses by numbers of rows needs an input's shape only."""
+    by_shape = ops.weights, ops.gather
+
+    def has_values(part: fx.GraphModule, name: str) -> bool:
+        inputs = part.graph.find_nodes(op="placeholder")
+        users = next(list(node.users) for node in inputs if node.name == name)
+        scattered = [each for user in users for each in user.users if user.target is ops.scatter]
+        direct = any(user.target is not ops.scatter for user in users)
+        return direct or any(user.target not in by_shape for user in scattered)
+
+    return {
+        node.name: [rank for rank, part in enumerate(parts) if has_values(part, node.name)]
+        for node in gm.graph.find_nodes(op="placeholder")
     }
 
 

@@ -258,3 +258,27 @@ class Refusing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("not here")
+
+
+def without_inputs(group: Where, make: Make, call: Call, is_meta: bool, **options: Any) -> Any:
+    """Train with inputs on the first rank only, and targets on the last only; others have None, or
+    tensors on "meta". Then a smaller batch, and a call in eval mode."""
+    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
+
+    def here(value: Tensor, is_here: bool) -> Tensor | None:
+        return value if is_here else value.to("meta") if is_meta else None
+
+    (x,), losses = call.args, []
+    with compiled(group, make, mean_loss, **options) as pipe:
+        for count in (len(x), len(x), 3):
+            y = here(call.target[:count], rank == last)
+            losses.append(pipe.step(here(x[:count], rank == 0), target=y))
+        grads = {n: p.grad.clone() for n, p in pipe.named_parameters()}
+        pipe.eval()
+        with torch.no_grad():
+            output = pipe(here(x, rank == 0), broadcast=True)
+        try:
+            said = repr(pipe.step(here(x, rank == last), target=here(call.target, rank == 0)))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+    return losses, grads, output, said

@@ -7,7 +7,7 @@ import torch
 
 from tests.fxpipe.ranks import jobs
 from tests.fxpipe.ranks.jobs import Call
-from tests.zoo import Chain, same
+from tests.zoo import Chain, mean_loss, same
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,3 +95,20 @@ def test_ranks_that_do_not_do_the_same_all_say_so(pool, kind, message):
             assert each.startswith("ValueError: not here")
         else:
             assert message in each
+
+
+@pytest.mark.parametrize("is_meta", [False, True])
+def test_inputs_are_given_to_the_ranks_that_need_their_values_only(pool, is_meta):
+    call = Call((X,), torch.randn(8))
+    options = {"chunks": 2, "schedule": "1f1b", "partition": ["b", "c", "d"]}
+    found = pool.run(jobs.without_inputs, four, call, is_meta, **options)
+    with jobs.compiled(4, four, mean_loss, **options) as pipe:
+        losses = [pipe.step(X[:n], target=call.target[:n]) for n in (8, 8, 3)]
+        expected = {n: p.grad for n, p in pipe.named_parameters()}
+        with torch.no_grad():
+            output = pipe(X)
+    assert all(same(rank[0], losses) and same(rank[2], output) for rank in found)
+    assert same({n: grad for rank in found for n, grad in rank[1].items()}, expected)
+    needed = "The inputs are needed by these ranks: x: rank 0; target_0: rank 3"
+    assert all(needed in said for *_, said in found)
+    assert found[3][3].startswith("ValueError: rank 3 has been given no values for 'target_0'")
