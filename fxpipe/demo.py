@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fxpipe
 from fxpipe.inspect.draw import render_svg
+from fxpipe.ir.printing import format_graph
 
 NOISE = 0.15  # the standard deviation of the noise; pixels are between 0 and 1
 
@@ -169,6 +174,91 @@ def run(out: Path, steps: int, console: Console) -> None:
     pipe.report_html(page)
     console.print(f"wrote {page}: report, drawings, passes and code on one page, for a browser")
     pipe.close()
+
+
+def run_on_ranks(out: Path, steps: int, console: Console) -> None:
+    """Train the U-Net over the processes that ``torchrun`` has started, a stage in each, and then
+    without a pipeline on the first of them, and compare the two. Every rank writes its graph to the
+    folder ``out``."""
+    device = _join_group()
+    rank, count = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    photos = photographs()
+    data = batches(photos, steps, 16, seed=1)
+    model = UNet().to(device)
+    twin = copy.deepcopy(model)
+    pipe = fxpipe.compile(
+        model,
+        init_device_mesh(device.type, (count,), mesh_dim_names=("pp",)),
+        chunks=8,
+        schedule="1f1b",
+        loss_fn=F.mse_loss,
+        example_inputs=(data[0][0].to(device),),
+    )
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=2e-3)
+    losses = []
+    start = time.perf_counter()
+    for noisy, noise in data:  # the same on every rank; only the first and the last need the values
+        batch = noisy.to(device), noise.to(device)
+        loss = pipe.step(batch[0], target=batch[1], optimizer=optimizer, zero_grad=True)
+        losses.append(loss.item())
+    seconds = time.perf_counter() - start
+    (out / f"rank_{rank}.txt").write_text(format_graph(pipe.rank_graph))
+    parts: list[Any] = [None] * count
+    dist.all_gather_object(parts, {name: value.cpu() for name, value in pipe.state_dict().items()})
+    if rank == 0:
+        console.print(f"A U-Net on {count} ranks, {steps} steps on real photographs")
+        for number, part in enumerate(parts):
+            values = sum(value.numel() for value in part.values())
+            console.print(f"rank {number} has {len(part)} tensors with {values:,} values")
+        console.print(f"pipelined    loss {losses[0]:.5f} -> {losses[-1]:.5f}   {seconds:.1f} s")
+        start = time.perf_counter()
+        plain = _train_by_microbatches(twin, [(x.to(device), y.to(device)) for x, y in data])
+        seconds = time.perf_counter() - start
+        console.print(f"unpipelined  loss {plain[0]:.5f} -> {plain[-1]:.5f}   {seconds:.1f} s")
+        difference = max(abs(a - b) for a, b in zip(losses, plain, strict=True))
+        console.print(f"largest difference of the {steps} losses: {difference:.1e}")
+        trained = {name: value for part in parts for name, value in part.items()}
+        difference = max(
+            float((trained[name] - value.cpu()).abs().max())
+            for name, value in twin.state_dict().items()
+        )
+        console.print(f"largest difference of a parameter: {difference:.1e}")
+        console.print(f"wrote {out}/rank_0.txt and so on: what each rank runs")
+    dist.barrier()
+    pipe.close()
+    dist.destroy_process_group()
+
+
+def _join_group() -> torch.device:
+    """Join the process group of ``torchrun``, and return the device of this rank: an accelerator if
+    there is one for each local rank, else the CPU."""
+    local, count = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or torch.accelerator.device_count() < count:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local)
+    device = torch.device(kind.type, local)
+    dist.init_process_group(device_id=device)
+    return device
+
+
+def _train_by_microbatches(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+    """Train a plain model, with the gradients accumulated over eight micro-batches, which is what a
+    pipeline computes. Returns the losses."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    losses = []
+    for noisy, noise in data:
+        optimizer.zero_grad()
+        total = torch.zeros((), device=noisy.device)
+        for x, y in zip(noisy.chunk(8), noise.chunk(8), strict=True):
+            loss = F.mse_loss(model(x), y) / 8
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        optimizer.step()
+        losses.append(total.item())
+    return losses
 
 
 def stage_devices() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,16 @@ for command in (compile_, plan, bench, schedule, passes):
 )
 def demo(out: Path, steps: int) -> None:
     """Train a U-Net to take noise off photographs, once on four stages and once without a pipeline,
-    and compare the losses. Drawings of the pipeline are written to a folder.
+    and compare the losses. Drawings of the pipeline are written to a folder. Started by torchrun,
+    each stage is a process, a rank.
 
-    Example: fxpipe demo --steps 20
+    \b
+    Examples:
+      fxpipe demo --steps 20
+      torchrun --nproc-per-node 4 -m fxpipe demo --steps 20
     """
-    from fxpipe.demo import run  # imported here, so that --help need not wait for torch
+    from fxpipe.demo import run, run_on_ranks  # imported here, so that --help need not wait
 
     out.mkdir(parents=True, exist_ok=True)
-    run(out, steps, Console(soft_wrap=True))
+    train = run_on_ranks if int(os.environ.get("WORLD_SIZE", "1")) > 1 else run
+    train(out, steps, Console(soft_wrap=True))
