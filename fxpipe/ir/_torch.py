@@ -53,7 +53,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch.fx._symbolic_trace import _Patcher
+from torch.fx._symbolic_trace import _Patcher, _wrapped_fns_to_patch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
@@ -106,6 +106,13 @@ __all__ = [
 def schema_of(target: Any) -> Any:
     """The schema of an operator, which says what it writes to; None for what is no operator."""
     return getattr(target, "_schema", None)
+
+
+def is_wrapped(function: Any) -> bool:
+    """Whether a function of the user's has been given to ``torch.fx.wrap``, so that a graph may
+    call it."""
+    key = id(getattr(function, "__globals__", None)), getattr(function, "__name__", "")
+    return key in _wrapped_fns_to_patch
 
 
 def is_kernel(function: Any) -> bool:

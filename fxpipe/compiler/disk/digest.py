@@ -56,6 +56,7 @@ _NOT_LOOKED_INTO = (logging.Logger, logging.LoggerAdapter, weakref.WeakKeyDictio
 _ABOUT_CLASSES = re.compile(r"__\w+__$|_abc_impl$")
 """The names of what a class has beside functions that says nothing of what these compute:
 documentation, annotations..."""
+_OF_MODULES = frozenset(vars(nn.Module()))
 _IN_C = "builtins", "torch._C"
 _MOST = 2_000_000  # values
 _LARGEST = 2**28  # bytes of a tensor that is a constant of the model
@@ -77,7 +78,8 @@ class Digest:
         self._hash = hashlib.sha256()
         self._met: dict[int, tuple[int, Any]] = {}  # by id; the object is kept, and so its id
         self._memories: dict[int, int] = {}
-        self._modules = {type(module).__module__ for module in model.modules()}
+        self._own = set(model.modules())
+        self._modules = {type(module).__module__ for module in self._own}
         self._count = 0
 
     def hex(self) -> str:
@@ -100,7 +102,8 @@ class Digest:
         Of its parameters and buffers the shapes count, and not the values; but for buffers of
         numbers other than real ones, by which a forward may decide. Of other attributes only
         functions count, and what hides an attribute of the class: which others the forward
-        reads is known once it has been traced.
+        reads is known once it has been traced. Of a module that is not in the model, but is met
+        on the way, everything counts.
         """
         self.add("model", model)
 
@@ -202,14 +205,17 @@ class Digest:
         self._token("module", module.training)
         self._value(f"the class of {path}", type(module))
         is_torchs = origin_of_class(type(module)) is Origin.VERSIONED
+        is_own = module in self._own  # or else one to which an attribute or a global name leads
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             decides = tensor is not None and not tensor.is_floating_point() and not is_torchs
             is_buffer = name in module._buffers
             self._token(name, is_buffer)
-            self._tensor(f"{path}.{name}", tensor, with_values=is_buffer and decides)
+            with_values = not is_own or (is_buffer and decides)
+            self._tensor(f"{path}.{name}", tensor, with_values=with_values)
         for name, value in vars(module).items():
-            if name not in HOOKS and (hasattr(type(module), name) or _is_function(value)):
-                self._token(name)  # a forward of its own, say
+            is_special = hasattr(type(module), name) or _is_function(value)  # a forward, say
+            if name not in _OF_MODULES and (is_special or not is_own):
+                self._token(name)
                 self._value(f"{path}.{name}", value)
         for name in HOOKS:
             hooks = getattr(module, name, None) or {}  # their keys count those of the process

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from fxpipe.compiler.disk.errors import NotKept, Unusable
-from fxpipe.ir._torch import OpOverload, is_kernel, wrap_with_autocast, wrap_with_set_grad_enabled
+from fxpipe.ir._torch import (
+    OpOverload,
+    is_kernel,
+    is_wrapped,
+    wrap_with_autocast,
+    wrap_with_set_grad_enabled,
+)
 
 _NO_TENSORS = {"from_file", "load", "save", "compile", "call", "attrgetter", "itemgetter"}
 _NO_TENSORS |= {"methodcaller", "apply_", "map_", "map2_", "register_hook", "numpy", "storage"}
@@ -71,7 +77,8 @@ def name_of(target: Any, args: tuple[Any, ...], own: Mapping[str, Any]) -> Any:
 
     Args:
         args: the arguments of the call.
-        own: functions of the user's, by "module:name".
+        own: functions of the user's, by "module:name", of which a graph may call those that have
+            been given to ``fx.wrap``.
 
     Raises NotKept for a function that is not in the table.
     """
@@ -85,7 +92,7 @@ def name_of(target: Any, args: tuple[Any, ...], own: Mapping[str, Any]) -> Any:
         return ["function", found]
     if isinstance(target, types.FunctionType):
         found = f"{target.__module__}:{target.__qualname__}"
-        if own.get(found) is target:
+        if own.get(found) is target and is_wrapped(target):
             return ["own", found]
     raise NotKept(f"its graph calls {getattr(target, '__qualname__', target)!r}")
 
@@ -103,7 +110,7 @@ def function_of(name: Any, args: tuple[Any, ...], own: Mapping[str, Any]) -> Any
             return target
     if kind == "function" and parts[0] in _functions() and _may_be_called(parts[0], args):
         return _functions()[parts[0]]
-    if kind == "own" and parts[0] in own:
+    if kind == "own" and is_wrapped(own.get(parts[0])):
         return own[parts[0]]
     raise Unusable(f"it calls {name!r}")
 

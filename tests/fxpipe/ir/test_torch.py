@@ -669,3 +669,19 @@ def test_a_kernel_is_a_function_that_calls_an_operator_and_nothing_else():
 def test_divisions_of_sizes_are_functions_of_their_own_in_conditions():
     """If this fails, graphs with conditions on sizes are not kept in the cache on disk."""
     assert {"FloorDiv", "Mod", "PythonMod", "Max", "Min"} <= _torch.SIZE_FUNCTIONS.keys()
+
+
+@fx.wrap
+def _wrapped(x):
+    return x
+
+
+def test_a_function_that_has_been_wrapped_is_known():
+    """If this fails, graphs that call such a function are not kept in the cache on disk."""
+    assert _torch.is_wrapped(_wrapped)
+    assert not any(
+        map(
+            _torch.is_wrapped,
+            (len, torch.relu, None, test_a_function_that_has_been_wrapped_is_known),
+        )
+    )

@@ -250,6 +250,35 @@ def test_a_function_of_the_users_that_is_a_node_of_the_graph_is_found_again(fold
     assert states == [WRITTEN, READ, WRITTEN]
 
 
+def test_a_module_that_is_no_part_of_the_model_counts_with_all_that_it_has(folder, tmp_path):
+    source = """
+        from torch import nn
+
+        class Beside(nn.Linear):
+            number = 1
+
+            def forward(self, x):
+                return super().forward(x) * self.number
+
+        beside = Beside(4, 4).requires_grad_(False)
+
+        class Net(nn.Sequential):
+            def forward(self, x):
+                return super().forward(x) * beside.number
+    """
+    made = module_of(source, tmp_path)
+    states = []
+    for change in (
+        lambda: None,
+        lambda: None,
+        lambda: setattr(made.beside, "number", 3),
+        lambda: made.beside.weight.mul_(2),
+    ):
+        change()
+        states.append(compiled(made.Net(nn.Linear(4, 4), nn.Linear(4, 4)), folder))
+    assert states == [WRITTEN, READ, WRITTEN, WRITTEN]
+
+
 def test_an_attribute_counts_if_the_forward_reads_it(net, folder):
     assert compiled(net.Net(), folder) == WRITTEN
     assert compiled(net.Net(factor=4.0), folder) == WRITTEN
@@ -399,6 +428,7 @@ def test_a_graph_that_computes_something_else_is_noticed_in_a_run_beside_the_mod
         ('["function", "torch.relu"]', '["function", "builtins.eval"]'),
         ('["function", "torch.relu"]', '["function", "torch.load"]'),
         ('["function", "torch.relu"]', '["own", "os:system"]'),
+        ('["function", "torch.relu"]', '["own", "net:scaled"]'),  # it has not been wrapped
         ('["function", "torch.relu"]', '["op", "aten", "from_file", "default"]'),
         ('["function", "torch.relu"]', '["op", "os", "system", "default"]'),
         ('"call_function"', '"call_method"'),
