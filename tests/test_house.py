@@ -140,6 +140,20 @@ def test_no_kind_of_accelerator_is_named_where_torch_accelerator_serves_all(tree
     assert named == []
 
 
+def test_the_documentation_lists_what_a_kind_of_accelerator_has_to_support(trees):
+    """Each function of ``torch.accelerator`` that is called, in the table of ``docs/streams.rst``."""
+    text = (Path(fxpipe.__file__).parents[1] / "docs" / "streams.rst").read_text()
+    called = {
+        node.attr
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.accelerator"
+    }
+    assert {"current_stream", "synchronize"} < called
+    listed = text[text.index("What a kind of device has to support") :]
+    assert {name for name in called if name not in listed} == set()
+
+
 def test_no_two_classes_have_one_name_not_even_private_ones(trees):
     homes: dict[str, list[str]] = {}
     for path, tree in trees.items():

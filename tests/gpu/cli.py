@@ -47,7 +47,7 @@ def main(folder: Path, dry: bool, names: str, minutes: float) -> None:
         raise click.BadParameter(f"no part is named {', '.join(unknown)}: see --list")
     parts = [part for part in PARTS if not wanted or part.name in wanted]
     if dry:  # what the variables switch on is CUDA's, and a machine for tests may be busy
-        parts = [replace(part, environment={}, seconds=3 * part.seconds) for part in parts]
+        parts = [replace(part, environment={}, seconds=10 * part.seconds) for part in parts]
     outcomes = Runner(parts, folder.resolve(), dry=dry, seconds=60 * minutes, say=_say).run()
     console.print(overview(outcomes))
     console.print(f"{folder / 'results.txt'} has all tables, {folder / 'results.json'} the same")

@@ -55,7 +55,8 @@ class Outcome:
     """What became of a part; this is what ``results.json`` has for it.
 
     ``rows`` are those of the part's table, ``notes`` sentences below it, ``problems`` what should
-    not be, ``files`` what it has written into the folder, by their names.
+    not be, ``files`` what it has written into the folder, by their names. ``cpu_seconds`` are those
+    of the part's processes, which hardly depend on what else the machine does.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Outcome:
     status: str = NOT_RUN
     why: str = ""
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -107,6 +109,7 @@ class Report:
     def end(self, status: str, why: str = "", traceback: str = "") -> None:
         """The part has ended, so; it has problems if one was reported."""
         self.outcome.status, self.outcome.why, self.outcome.traceback = status, why, traceback
+        self.outcome.cpu_seconds = round(sum(os.times()[:4]), 1)
         if status == OK and self.outcome.problems:
             self.outcome.status = PROBLEM
         self.write()

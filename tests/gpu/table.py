@@ -32,12 +32,12 @@ def write_table(path: Path, results: dict[str, Any], outcomes: Sequence[Outcome]
 
 def overview(outcomes: Sequence[Outcome]) -> Table:
     """A line for each part."""
-    table = Table("part", "what", "", "s", "why", box=box.SIMPLE)
+    table = Table("part", "what", "", "s", "CPU s", "why", box=box.SIMPLE)
     for each in outcomes:
         why = [each.why, *each.problems][:3]
-        seconds = f"{each.seconds:.1f}" if each.seconds else ""
-        cells = each.name, each.title, each.status, seconds, "\n".join(_short(w) for w in why if w)
-        table.add_row(*map(escape, cells))
+        times = (f"{s:.1f}" if s else "" for s in (each.seconds, each.cpu_seconds))
+        said = "\n".join(_short(w) for w in why if w)
+        table.add_row(*map(escape, (each.name, each.title, each.status, *times, said)))
     return table
 
 
