@@ -141,7 +141,7 @@ def test_no_kind_of_accelerator_is_named_where_torch_accelerator_serves_all(tree
 
 
 def test_the_documentation_lists_what_a_kind_of_accelerator_has_to_support(trees):
-    """Each function of ``torch.accelerator`` that is called, in the table of ``docs/streams.rst``."""
+    """Each function of ``torch.accelerator`` that is called stands in ``docs/streams.rst``."""
     text = (Path(fxpipe.__file__).parents[1] / "docs" / "streams.rst").read_text()
     called = {
         node.attr

@@ -22,7 +22,7 @@ from fxpipe.loading.load import Homes, Source, load, materialize
 from fxpipe.meaning.sample import Sample
 from fxpipe.runtime.ambient import is_intercepted, is_traced
 from fxpipe.runtime.clock import Record
-from fxpipe.runtime.lanes import Lanes, run_inline
+from fxpipe.runtime.lanes import Lanes, refuse_capture, run_inline
 from fxpipe.runtime.microbatch import ListOfRows, Parts
 from fxpipe.runtime.random import is_alone
 
@@ -154,9 +154,13 @@ class Runner:
         exclusive use of the random number generators.
 
         ``record`` notes what each lane does, and when.
+
+        Raises RuntimeError if the model has parameters without values, or while a graph is
+        captured on a lane's device.
         """
         if self.compiler.homes:
             raise RuntimeError(_no_values(self.compiler))
+        refuse_capture(self.compiler.options.lanes)
         in_a_lane = self._lanes.is_one(threading.current_thread())  # a hook may call the pipeline
         if unrolled.lanes is None or in_a_lane or is_intercepted() or is_alone():
             return run_inline(unrolled.inline, values, record)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -211,6 +211,16 @@ def run_inline(program: Program, values: Sequence[Any], record: Record | None = 
     return program.function(CALLER, timed=True)(_InlineCall, values, stopwatch.time)
 
 
+def refuse_capture(devices: Iterable[torch.device]) -> None:
+    """Raise RuntimeError while a graph (a CUDA graph, say) is captured on one of the devices."""
+    if (captured := next(filter(is_captured, devices), None)) is not None:
+        raise RuntimeError(
+            f"the pipeline was called while a graph is captured on {captured}, which cannot "
+            "record it: the pipeline's host threads wait for the device within a call; call it "
+            "outside of the capture"
+        )
+
+
 class Lanes:
     """The host threads of a pipeline. Started at the first run, ended by :meth:`close`."""
 
@@ -233,14 +243,8 @@ class Lanes:
             record: if given, gets the start and end of each instruction that a lane runs.
 
         Returns the value of the program's output. Raises the first error of an instruction, after
-        all lanes have ended their parts of the run; and RuntimeError while a graph is captured.
+        all lanes have ended their parts of the run.
         """
-        if (captured := next(filter(is_captured, self._devices), None)) is not None:
-            raise RuntimeError(
-                f"the pipeline was called while a graph is captured on {captured}, which cannot "
-                "record it: its lanes are threads of the host with streams of their own; call it "
-                "outside of the capture"
-            )
         self._start()
         run = _ProgramCall(list(program.lanes), record)
         ambient = Ambient.here()

@@ -317,9 +317,10 @@ def test_a_stage_runs_with_its_device_as_the_current_one(checkpoint, chunks):
     assert torch.accelerator.current_device_index() == 0
 
 
-def test_a_pipeline_is_not_captured_in_a_graph(monkeypatch):
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_pipeline_is_not_captured_in_a_graph(lanes, monkeypatch):
     x = torch.randn(BATCH, 12)
-    with fxpipe.compile(MLP(depth=4), FOUR[:2], chunks=2) as pipe:
+    with fxpipe.compile(MLP(depth=4), FOUR[:lanes], chunks=2) as pipe:
         pipe(x)
         with monkeypatch.context() as capturing:
             capturing.setattr(torch.sim, "is_current_stream_capturing", lambda: True, raising=False)
