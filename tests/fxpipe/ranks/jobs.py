@@ -206,7 +206,7 @@ class Hanging(Breaking):
             time.sleep(HANGS)
 
 
-HANGS = 24.0
+HANGS = 15.0
 
 
 def hanging(group: dist.ProcessGroup, where: str, call: Call, timeout: float) -> str:
