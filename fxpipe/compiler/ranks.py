@@ -57,6 +57,7 @@ from fxpipe.runtime.ranks.agreement import Agreement, apart
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.replicas import Gradients, ReplicaGroup
 from fxpipe.runtime.ranks.transport import Edge, GroupTransport, RankError, failure
+from fxpipe.runtime.ranks.watch import Watch
 from passes import PartitionError, Project, Reduce
 from passes.chain import Level, ToPipeline, ToStages
 from passes.to_rank.project import edge_of, transfers_of
@@ -342,12 +343,16 @@ class RankCompiler(Compiler):
         self.ranks = ranks
         whole = ranks.group if ranks.replicas is None else None
         self.agreement = Agreement(ranks.members, ranks.names, whole, ranks.timeout)
+        name = self.agreement.ask("name", uuid.uuid4().hex)[0]
         self.absent = Absent(self.agreement, ranks.device)
         self.replicas: ReplicaGroup | None = None
         if ranks.replicas is not None:
-            alarm = Alarm(self.agreement.ask("name", uuid.uuid4().hex)[0])
+            alarm = Alarm(name)
             self.replicas = ReplicaGroup(ranks.replicas, ranks.device, ranks.timeout, alarm)
-        self.transport = GroupTransport(ranks.group, ranks.device, ranks.timeout)
+        replica = ranks.this_replica.start
+        self.transport = GroupTransport(
+            ranks.group, ranks.device, ranks.timeout, Watch(f"{name}/{replica}", ranks.rank)
+        )
         self.lowering = RankLowering(model, options, ranks, self.agreement, self.transport)
         self.owners: dict[str, list[int]] = {}
         """The ranks that have each tensor of the model which a compiled graph uses, by its name, as

@@ -29,7 +29,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.runtime.ranks.packing import Description, packed, unpacked
+from fxpipe.runtime.ranks.watch import Watch
 from fxpipe.runtime.ranks.worker import Worker
 from fxpipe.runtime.streams import await_made, current, has_streams, made, on
 
@@ -84,9 +85,11 @@ class _Receiving:
 
     future: Future[Any]
     device: torch.device
+    waiting: Callable[[], AbstractContextManager[None]]
 
     def wait(self) -> Any:
-        values = self.future.result()
+        with self.waiting():
+            values = self.future.result()
         for stream in current([self.device]):
             await_made(stream, values)
         return values
@@ -122,9 +125,13 @@ class GroupTransport:
         group: the ranks among which values travel.
         device: where values arrive on this rank.
         timeout: how long a transfer waits for the other rank, before it raises :class:`RankError`.
+        watch: where this rank notes for whom it waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, watch: Watch
+    ) -> None:
+        self.watch = watch
         self.device, self.rank = device, dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
         self._control = new_group(self.ranks, "gloo", timeout)
@@ -166,6 +173,7 @@ class GroupTransport:
         another rank, or if another rank runs another program.
         """
         self._run += 1
+        self.watch.begin(self._run)
         self._begin(hash((self._run, key)))
         try:
             result = program()
@@ -248,14 +256,17 @@ class GroupTransport:
             except RuntimeError as error:
                 edge.lost = error
         other = next(rank for rank in edge.ends if rank != self.rank)
-        raise RankError(f"rank {self.rank} has lost rank {other}: {edge.lost}") from edge.lost
+        hanging = self.watch.said(other)
+        said = f"rank {self.rank} has lost rank {other}: {edge.lost}"
+        raise RankError(f"{hanging}; {said}" if hanging else said) from edge.lost
 
     def receive(self, edge: Edge, number: int) -> _Receiving:
         """Let the edge's thread receive the next message. Returns at once."""
         there = self._edge(edge)
         there.check(number)
         there.done += 1
-        return _Receiving(there.worker.do(partial(self._take, there, self._key)), self.device)
+        taken = there.worker.do(partial(self._take, there, self._key))
+        return _Receiving(taken, self.device, partial(self.watch.waiting, edge[0], number))
 
     def _take(self, edge: _EdgeEnd, key: int) -> Any:
         with self._or_lost(edge):
@@ -306,6 +317,7 @@ class GroupTransport:
 
     def close(self) -> None:
         """End the threads."""
+        self.watch.close()
         for edge in self._edges.values():
             edge.worker.end()
         self._edges.clear()

@@ -1,0 +1,90 @@
+"""Watch: ranks note for whom they wait, so that a rank that hangs is told from those that wait for
+it.
+
+::
+
+    rank 3  waits for ─> rank 2  waits for ─> rank 1  waits for nobody: it hangs
+
+A rank that has waited for a second notes for whom, in the store of the process group. Once it has
+waited for as long as the group allows, it follows the notes to the rank that has none.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from fxpipe.ir._torch import store_of_ranks
+
+_PERIOD = 1.0  # seconds between two looks at what this rank does
+
+
+class Watch:
+    """The notes of the ranks of one pipeline.
+
+    Args:
+        name: a text that is the same on all its ranks, and another one for each pipeline.
+        rank: the number of this rank.
+    """
+
+    def __init__(self, name: str, rank: int) -> None:
+        self._name, self._rank, self._run = name, rank, 0
+        self._store: Any = store_of_ranks()
+        self._wait: tuple[int, int, float] | None = None  # the other rank, the transfer, since when
+        self._ended = threading.Event()
+        thread = threading.Thread(target=self._note, name="fxpipe-watch", daemon=True)
+        thread.start()
+
+    def begin(self, run: int) -> None:
+        """Begin a run; all ranks count their runs alike."""
+        self._run, self._wait = run, None
+
+    @contextmanager
+    def waiting(self, other: int, number: int) -> Iterator[None]:
+        """A context in which this rank waits for a transfer of another rank, the ``number``-th of
+        this run."""
+        self._wait = other, number, time.monotonic()
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    def _note(self) -> None:
+        noted = None
+        while not self._ended.wait(_PERIOD):
+            wait = self._wait
+            if wait is not None and wait is not noted and time.monotonic() - wait[2] > _PERIOD:
+                with suppress(RuntimeError):  # the store may have ended with its process
+                    self._store.set(self._key(self._rank), f"{self._run} {wait[0]} {wait[1]}")
+                noted = wait
+
+    def said(self, rank: int) -> str:
+        """What to add to an error, when this rank has waited too long for another one: which rank
+        hangs, and who waits for whom."""
+        waits = []
+        seen = {self._rank}
+        while rank not in seen and (wait := self._noted(rank)) is not None:
+            waits.append(f"rank {rank} waits for transfer {wait[1]} of rank {wait[0]}")
+            seen.add(rank)
+            rank = wait[0]
+        if rank in seen:
+            return ""
+        return "; ".join([f"rank {rank} hangs or has ended, as it waits for no other rank", *waits])
+
+    def _noted(self, rank: int) -> tuple[int, int] | None:
+        """For whom a rank has noted in this run that it waits, and for which transfer."""
+        with suppress(RuntimeError):  # the store may have ended with its process
+            if self._store.check([self._key(rank)]):
+                run, other, number = map(int, self._store.get(self._key(rank)).split())
+                return (other, number) if run == self._run else None
+        return None
+
+    def _key(self, rank: int) -> str:
+        return f"fxpipe/{self._name}/waits/{rank}"
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
