@@ -1,14 +1,14 @@
-"""A digest of values: it is the same in another process only if the values, the modules among them
+"""A digest of values: two processes get the same digest only if the values, the modules among them
 and the code that these run are the same.
 
-Code of the user is followed: the digest of a function covers its bytecode, its defaults, what its
-closure holds, and what is found under the global names that it uses, and so on for the functions
-and classes among these. So it is the code which runs that counts, also if it is not (any more) what
-the files say. Of an installed package the class of a module is covered by all files of the package,
-and other code by the version.
+Code of the user is followed: the digest of a function covers its bytecode, its defaults, the values
+in its closure and those of the global names that it uses, and so on for the functions and classes
+among these. So the code counts that runs, even if the files have been edited since. A package that
+has been installed and defines modules of the model is covered by all of its files; any other
+installed package by its version.
 
-What no digest can be made of (an open file, a generator, an object in C) is refused, with the path
-to it: a model that depends on such a thing is not kept.
+No digest can be made of an open file, a generator or an object in C. Such a value is refused with
+the path to it, since a model that depends on it cannot be told from another one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import importlib.util
 import logging
 import re
 import sys
+import threading
 import types
 import typing
 import weakref
@@ -51,7 +52,10 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     *(np.generic, np.dtype, PurePath, type(NotImplemented)),
 )
-_NOT_LOOKED_INTO = (logging.Logger, logging.LoggerAdapter, weakref.WeakKeyDictionary)
+_NOT_LOOKED_INTO = (
+    *(logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock())),
+    *(threading.Event, threading.Condition, threading.Semaphore),
+)
 """The kinds of objects that hold nothing by which a model computes."""
 _ABOUT_CLASSES = re.compile(r"__\w+__$|_abc_impl$")
 """The names of what a class has beside functions that says nothing of what these compute:
@@ -120,7 +124,9 @@ class Digest:
             self._token("enum", _name(kind), value.name)
             return
         if isinstance(value, _PLAIN):
-            self._token(_name(kind), repr(value))
+            plain: Any = next(each for each in _PLAIN if isinstance(value, each))
+            self._token(_name(kind), plain.__repr__(value))
+            self._additions(path, value)
             return
         if id(value) in self._met:
             self._token("again", self._met[id(value)][0])
@@ -145,8 +151,7 @@ class Digest:
             if isinstance(value, kinds):
                 self._token(_name(kind))
                 self._all(path, parts(value))
-                if kind.__module__ not in ("builtins", "collections", "functools", "types"):
-                    self._value(path, kind)
+                self._additions(path, value)
                 return
         if isinstance(value, set | frozenset):
             self._token(_name(kind), *sorted(self._plain_text(path, each) for each in value))
@@ -156,7 +161,7 @@ class Digest:
             )
         elif isinstance(value, re.Pattern):
             self._token("pattern", value.pattern, value.flags)
-        elif isinstance(value, _NOT_LOOKED_INTO) or kind.__module__ in ("_thread", "threading"):
+        elif isinstance(value, _NOT_LOOKED_INTO):
             self._token(_name(kind))
         elif isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType):
             self._builtin(path, value)
@@ -166,6 +171,13 @@ class Digest:
             self._token("object")
         else:
             self._attributes(path, value)
+
+    def _additions(self, path: str, value: Any) -> None:
+        """Add what an object of a subclass of a built-in class has beside the content of that
+        class: attributes, and methods of its own."""
+        if origin_of_class(type(value)) is not Origin.VERSIONED:
+            self._value(path, type(value))
+            self._all(path, getattr(value, "__dict__", {}).items())
 
     def _attributes(self, path: str, value: Any) -> None:
         kind = type(value)

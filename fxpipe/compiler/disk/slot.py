@@ -33,7 +33,7 @@ READ, WRITTEN = "from the cache", "kept in the cache"
 
 
 class CacheSlot:
-    """The place of one compilation in the cache; one without a folder is no place.
+    """The place of one compilation in the cache. Without a folder nothing is read or written.
 
     Attributes:
         state: "", :data:`READ`, :data:`WRITTEN`, or why the compilation is not kept.
@@ -66,8 +66,8 @@ class CacheSlot:
         return slot
 
     def entry(self) -> CacheEntry | None:
-        """What has been found for the state that the model is in, None if nothing has that can be
-        used."""
+        """The entry for this call and for the state that the model is in; None if there is none
+        that can be used, which is warned of if a file is damaged."""
         if self._folder is None:
             return None
         for file in self._folder.files(self._key):
@@ -96,7 +96,11 @@ class CacheSlot:
             raise Unusable(f"it is not as a file of the cache is: {error!r}") from None
 
     def refuse(self, why: Exception, file: Path | None = None) -> None:
-        """Warn that what has been found cannot be used: the compilation is made anew."""
+        """Warn that a file cannot be used, and delete it. The model is then compiled anew.
+
+        Args:
+            file: by default the file of the entry that :meth:`entry` has returned.
+        """
         warnings.warn(
             f"{file or self._found}, a file of the cache, is not used: {why}; the model is "
             "compiled anew",

@@ -45,6 +45,17 @@ class Slotted:
         self.a = a
 
 
+class Named(dict):
+    def __init__(self, name):
+        super().__init__(a=1)
+        self.name = name
+
+
+class Silent(float):
+    def __repr__(self):
+        return "a number"
+
+
 def closed(number):
     return lambda x: x + number
 
@@ -81,6 +92,7 @@ VALUES = [
     *(np.zeros(2), np.ones(2), np.zeros(3), torch.zeros(2), torch.ones(2), torch.zeros(2, 1)),
     *(torch.zeros(2).double(), torch.zeros(2, requires_grad=True), nn.Parameter(torch.zeros(2))),
     *(Point(1, 2), Point(2, 1), Slotted(1), Slotted(2), int, float, Point, Color, torch, np),
+    *(Named("a"), Named("b"), Silent(1), Silent(2)),
     *(closed(1), closed(2), functools.partial(helper, 1), functools.partial(helper, 2), len, max),
     *(Point(1, 2).__eq__, nn.Linear(1, 1), nn.Linear(1, 2), nn.Linear(1, 1).eval(), torch.relu),
     *(made("def f(x): return x"), made("def f(x): return -x"), made("def f(x, y=1): return x")),
@@ -141,10 +153,11 @@ def test_what_refers_to_itself_has_a_digest():
         (torch.Generator(), "value is a torch._C.Generator"),
         ({"a": [open(os.devnull)]}, r"value.a\[0\] is a _io.TextIOWrapper"),  # noqa: SIM115
         (Point(iter([1]), 2), "value.x is a builtins.list_iterator"),
+        (threading.local(), "value is a _thread._local"),
         ({object()}, "value is a set that has a builtins.object"),
         (torch.jit.script(nn.Linear(1, 1)), "compiled to TorchScript"),
     ],
-    ids=["generator", "file", "iterator", "set", "TorchScript"],
+    ids=["generator", "file", "iterator", "thread", "set", "TorchScript"],
 )
 def test_what_cannot_be_compared_is_refused_with_the_path_to_it(value, said):
     with pytest.raises(NotKept, match=said):
