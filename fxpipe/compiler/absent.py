@@ -59,8 +59,8 @@ class Absent:
         ``members``: the ranks that make the same call.
         """
         lacks = [name for name, value in given.items() if value is None]
-        asked = self._agreement.ask("call", lacks)[members]
-        wanted = {name for each in asked for name in each}
+        asked = self._agreement.ask("call", lacks)
+        wanted = {name for each in asked[members] for name in each}
         if any(each != asked[0] for each in asked):
             has = [name for name in given if name in wanted and name not in lacks]
             told = {name: map_tensors(_Shaped.of, given[name]) for name in has}
@@ -98,9 +98,9 @@ class Absent:
         All ranks have to call this at the same time."""
         tensors, structure = Structure.of(values)
         lacks = [i for i, tensor in enumerate(tensors) if self.is_ghost(tensor)]
-        asked = self._agreement.ask("examples", lacks)[members]
-        wanted = {i for each in asked for i in each}
-        if not wanted:
+        asked = self._agreement.ask("examples", lacks)
+        wanted = {i for each in asked[members] for i in each}
+        if not any(asked):
             return values
         own = {i: tensors[i].detach().cpu() for i in wanted.difference(lacks)}
         known = self._agreement.ask("values of examples", own)[members]

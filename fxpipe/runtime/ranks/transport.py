@@ -134,7 +134,9 @@ class GroupTransport:
         self.watch = watch
         self.device, self.rank = device, dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self._control = new_group(self.ranks, "gloo", timeout)
+        # The given group, if it can be: PyTorch names a new group of some of the processes by the
+        # number of groups that a process is in. Where that differs, they would never meet.
+        self._control = host_group(group, timeout)
         # Gloo sends only from the host's memory, and has a separate channel for each direction.
         self._by_host = device.type == "cpu" or dist.get_backend(group) == "gloo"
         up, down = (
