@@ -297,32 +297,6 @@ def test_other_batch_sizes_take_the_same_code():
     assert len(backend.graphs) == 2
 
 
-class Resized(nn.Module):
-    """The operators by which U-Nets change the sizes of images."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)
-        self.norm = nn.InstanceNorm2d(4)
-
-    def forward(self, x):
-        h = F.max_pool2d(self.norm(self.first(x)), 2)
-        return self.last(F.interpolate(h, scale_factor=2, mode="bilinear", align_corners=True))
-
-
-def test_operators_whose_kernels_look_at_sizes_are_compiled_for_all_of_them():
-    """The kernel that puts F.interpolate together asks for the numbers of a tensor's sizes, also
-    for that of its rows, where an implementation in Python asks for those that it needs."""
-    backend = Counting()
-    model = seeded(Resized)
-    with compiled(model, backend) as pipe:
-        for rows in (12, 11, 9, 40):
-            x = torch.randn(rows, 3, 8, 8)
-            parts = [model(part) for part in torch.tensor_split(x, 4)]
-            assert torch.equal(pipe(x), torch.cat(parts))
-    assert len(backend.graphs) == 2
-
-
 def test_sizes_of_aot_graphs_are_symbols():
     model = seeded(Mixed)
     seen = []
