@@ -252,7 +252,8 @@ def value_of(module: nn.Module, name: str) -> Any:
         return own[name]
     value = getattr(type(module), name, MISSING)
     if value is MISSING:
-        for table in own["_parameters"], own["_buffers"], own["_modules"]:
+        for kind in "_parameters", "_buffers", "_modules":
+            table = own.get(kind, ())  # a module of TorchScript has none of its own
             if name in table:
                 return table[name]
     return value

@@ -332,6 +332,13 @@ def test_what_is_added_may_be_a_tensor_or_be_of_the_class(add, kind):
         torch.testing.assert_close(pipe(X), model(X))
 
 
+def test_a_module_of_torchscript_has_no_tables_of_its_own():
+    part = torch.jit.trace(nn.Linear(12, 12), torch.zeros(2, 12))
+    model = nn.Sequential(nn.Linear(12, 12), part, nn.Linear(12, 5))
+    with compiled(model) as pipe:
+        torch.testing.assert_close(pipe(X), model(X))
+
+
 def test_look_ups_of_pytorch_that_fail_are_no_premises():
     model = nn.Sequential(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.BatchNorm1d(3), nn.LSTM(8, 8)
