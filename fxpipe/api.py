@@ -11,7 +11,7 @@ from torch import nn
 
 from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.ranks import Ranks
+from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.inspect.dump import dump_of
 from fxpipe.pipeline import Pipeline
 from fxpipe.ranks import RankPipeline

@@ -20,7 +20,10 @@ from torch import Tensor, fx, nn
 from torch.nn import Parameter
 
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.ranks import RankCompiler, RankRunner, Ranks, tensors_of_module
+from fxpipe.compiler.ranks.compiler import RankCompiler
+from fxpipe.compiler.ranks.runner import RankRunner
+from fxpipe.compiler.ranks.tensors import tensors_of_module
+from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.compiler.runner import NotYet
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source

@@ -1,0 +1,171 @@
+"""The compiler of one rank: it compiles what all ranks compile, and keeps what is its own."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxpipe.compiler.absent import Absent
+from fxpipe.compiler.bindings import stages_of
+from fxpipe.compiler.compiled import Mode
+from fxpipe.compiler.driver import Compiler
+from fxpipe.compiler.layout import CutAlike, Layout
+from fxpipe.compiler.loss import Target
+from fxpipe.compiler.options import Options
+from fxpipe.compiler.ranks.lowering import Agreed, RankLowering
+from fxpipe.compiler.ranks.tensors import owners, tensors_of_module
+from fxpipe.compiler.ranks.world import Ranks
+from fxpipe.loading.storage import without_values
+from fxpipe.meaning.asked import Meaning
+from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.weights import dim_of
+from fxpipe.runtime.microbatch import Dim
+from fxpipe.runtime.ranks.agreement import Agreement
+from fxpipe.runtime.ranks.alarm import Alarm
+from fxpipe.runtime.ranks.replicas import ReplicaGroup
+from fxpipe.runtime.ranks.transport import GroupTransport
+from fxpipe.runtime.ranks.watch import Watch
+from passes import PartitionError
+from passes.chain import ToStages
+
+
+class RankCompiler(Compiler):
+    """Compiles a model on every rank, in such a way that all ranks have the same cut and graphs."""
+
+    def __init__(
+        self, model: nn.Module, options: Options, ranks: Ranks, layout: Layout | None = None
+    ) -> None:
+        super().__init__(model, options, layout)
+        self.ranks = ranks
+        whole = ranks.group if ranks.replicas is None else None
+        self.agreement = Agreement(ranks.members, ranks.names, whole, ranks.timeout)
+        name = self.agreement.ask("name", uuid.uuid4().hex)[0]
+        self.absent = Absent(self.agreement, ranks.device)
+        self.replicas: ReplicaGroup | None = None
+        if ranks.replicas is not None:
+            alarm = Alarm(name)
+            self.replicas = ReplicaGroup(ranks.replicas, ranks.device, ranks.timeout, alarm)
+        replica = ranks.this_replica.start
+        self.transport = GroupTransport(
+            ranks.group, ranks.device, ranks.timeout, Watch(f"{name}/{replica}", ranks.rank)
+        )
+        self.lowering = RankLowering(model, options, ranks, self.agreement, self.transport)
+        self.owners: dict[str, list[int]] = {}
+        """The ranks that have each tensor of the model which a compiled graph uses, by its name, as
+        :func:`owners` gives them."""
+        self._was_on_meta = False
+        self._spread_names: set[str] = set()
+
+    def _to_stages(self, *args: Any) -> ToStages:
+        context = super()._to_stages(*args)
+        assert isinstance(context.partition, CutAlike)
+        cut = Agreed(context.partition, self.agreement)
+        return replace(context, partition=cut, places=self.options.placement)
+
+    def _of_lists(self, *args: Any) -> Mode:
+        raise BatchError(
+            "lists with one element for each row are not cut where each rank is a process: stack "
+            "them to one tensor, to be taken apart in the model, or give chunks=1"
+        )
+
+    # ------------------------------------------------------------------------ models on "meta"
+
+    def is_on_meta(self) -> bool:
+        """Whether the model has been compiled on "meta". It stays so, since a rank gives values to
+        the tensors of its own stages only."""
+        return self._was_on_meta or super().is_on_meta()
+
+    def is_own(self, name: str) -> bool:
+        """Whether this rank has a tensor of the model. Tensors that no stage uses are rank 0's."""
+        return self.ranks.rank in self.owners.get(name, [0])
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank has, by their names."""
+        every = self.model.named_parameters()
+        return {name: parameter for name, parameter in every if self.is_own(name)}
+
+    def lacking(self) -> dict[str, Tensor]:
+        unset = super().lacking()
+        return {name: unset[name] for name in unset if not self.owners or self.is_own(name)}
+
+    def _have_values(self) -> None:
+        """Raise RuntimeError if a constant of this rank's stages has no value. Programs are kept,
+        as nothing can be checked with a part of the values."""
+        models = {id(tensor) for _, tensor in tensors_of_module(self.model)}
+        for mode in self.cache.modes:
+            placement = self.options.placement
+            for rank, stage in zip(placement, stages_of(mode.stage_graph), strict=True):
+                constants = without_values(stage) if rank == self.ranks.rank else {}
+                unset = [name for name, t in constants.items() if id(t) not in models]
+                if unset:
+                    raise RuntimeError(
+                        f'{unset[0]} has been computed from a tensor on "meta", so that it has no '
+                        "value: build the model on the CPU"
+                    )
+
+    def _meaning(self, *args: Any) -> Meaning:
+        if self.is_on_meta() and self.options.check is not False:
+            said = (
+                f'{type(self.model).__name__} is on "meta" and no rank gets all its values, so '
+                "that what the pipeline computes cannot be compared with the model: compile the "
+                "model, or a smaller one of the same class, in one process, where it is checked, "
+                "and give check=False here"
+            )
+            if self.options.check is True:
+                raise BatchError(said)
+            warnings.warn(said, BatchWarning, stacklevel=2)
+        return super()._meaning(*args)
+
+    def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
+        args, kwargs = self.absent.filled((args, kwargs), self.ranks.this_replica)
+        return super()._new(args, kwargs)
+
+    def _loss_dim(self, mode: Mode, readings: Sequence[Target], chunks: int) -> tuple[int, Dim]:
+        readings = self.absent.filled_targets(readings, self.ranks.this_replica)
+        options = self.options
+        if not self.is_on_meta() or chunks == 1:
+            return super()._loss_dim(mode, readings, chunks)
+        is_said = options.loss_weight is not None
+        if not is_said and (options.loss_fn is not None or options.out_dims is None):
+            raise BatchError(
+                f'{type(self.model).__name__} is on "meta", so that its loss cannot be compared '
+                'with those of micro-batches: give loss_weight="rows" if the loss is a mean over '
+                'the rows, "sum" if it is a sum, or a function that counts what it is a mean of '
+                "(see fxpipe.loss_weight)"
+            )
+        return 0, mode.loss_dim if options.loss_fn is None else dim_of(options.loss_weight)
+
+    # ------------------------------------------------------------------------------- its own part
+
+    def _compiled(self, *args: Any) -> Mode:
+        self._was_on_meta |= self.is_on_meta()
+        mode = super()._compiled(*args)
+        for name, ranks in owners(self.model, mode.stage_graph, self.options.placement).items():
+            known = self.owners.setdefault(name, ranks)
+            if known[0] != ranks[0]:
+                raise PartitionError(
+                    f"{name} is used by rank {ranks[0]} in this call, and by rank {known[0]} in an "
+                    "earlier one, which has its value: compile with a partition= that suits both"
+                )
+            self.owners[name] = list(dict.fromkeys(known + ranks))
+        self.homes = {name: home for name, home in self.homes.items() if self.is_own(name)}
+        self._spread()
+        return mode
+
+    def _spread(self) -> None:
+        """Let all replicas begin with the values of the first one, as if the model had been made in
+        one process. This is done once for each tensor."""
+        if self.replicas is None:
+            return
+        tensors = {
+            name: tensor
+            for name, tensor in tensors_of_module(self.model)
+            if name in self.owners and self.is_own(name) and not tensor.is_meta
+        }
+        self.replicas.spread(tensors[name] for name in sorted(tensors.keys() - self._spread_names))
+        self._spread_names |= tensors.keys()

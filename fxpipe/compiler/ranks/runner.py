@@ -1,0 +1,188 @@
+"""The runner of one rank: before each call all ranks say that they are ready for the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.compiler.compiled import Mode, Unrolled
+from fxpipe.compiler.ranks.compiler import RankCompiler
+from fxpipe.compiler.ranks.lowering import RankProgram, RankUnrolled
+from fxpipe.compiler.runner import Runner
+from fxpipe.loading.initialise import Init
+from fxpipe.loading.load import Source, load, materialize
+from fxpipe.runtime.clock import Record
+from fxpipe.runtime.lanes import run_inline
+from fxpipe.runtime.ranks.agreement import apart
+from fxpipe.runtime.ranks.replicas import Gradients
+from fxpipe.runtime.ranks.transport import RankError, failure
+
+
+class RankRunner(Runner):
+    """Runs the programs of this rank, at the same time as the other ranks run theirs."""
+
+    compiler: RankCompiler
+
+    def __init__(self, compiler: RankCompiler) -> None:
+        super().__init__(compiler)
+        self.program: RankProgram | None = None  # the program that has run last
+        self._failed = ""  # how a step of replicas has failed
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        if self._failed:
+            raise RankError(
+                f"a step of replicas has failed ({self._failed}), after which their sums are out "
+                "of step: start the processes again"
+            )
+
+    def ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Mode, list[Any], Unrolled]:
+        with self.compiler.agreement.together():
+            args, kwargs, _ = self._completed(args, kwargs, None)
+            return super().ready(args, kwargs)
+
+    def ready_to_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[Unrolled, list[Any]]:
+        with self.compiler.agreement.together():
+            args, kwargs, target = self._completed(args, kwargs, target)
+            return super().ready_to_step(args, kwargs, target)
+
+    def _completed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The arguments of a call, with tensors of the right shapes for those that this rank has
+        not been given (see :mod:`fxpipe.compiler.absent`)."""
+        given = {f"argument {i}": value for i, value in enumerate(args)}
+        named = {f"argument {name!r}": name for name in kwargs}
+        given |= {path: kwargs[name] for path, name in named.items()} | {"target": target}
+        found = self.compiler.absent.completed(given, self.compiler.ranks.this_replica)
+        return (
+            tuple(found[f"argument {i}"] for i in range(len(args))),
+            {name: found[path] for path, name in named.items()},
+            found["target"],
+        )
+
+    def run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
+        """Run this rank's program, in which every rank gets the output."""
+        return self.run_for(unrolled, values, everywhere=True)
+
+    def run_for(self, unrolled: Unrolled, values: list[Any], everywhere: bool) -> Any:
+        """Run this rank's program. Unless the output is for all ranks, it is None on all but the
+        last."""
+        assert isinstance(unrolled, RankUnrolled)
+        compiler = self.compiler
+        if compiler.homes:
+            return super().run(unrolled, values)  # raises, as the model has no values yet
+        mine = unrolled.programs[everywhere]
+        self._agree(unrolled, values, everywhere)
+        self.program = mine
+        absent = compiler.absent
+        values = [value.to("meta") if absent.is_ghost(value) else value for value in values]
+        run = partial(run_inline, mine.program, [compiler.transport, *values])
+        if unrolled.is_reduced and compiler.replicas is not None:
+            gradients = Gradients(compiler.replicas, compiler.own_parameters().values())
+            given = [compiler.transport, *values, gradients]
+            run = partial(self._run_replicated, partial(run_inline, mine.program, given))
+        return compiler.transport.run(run, mine.edges, key=0)
+
+    def _run_replicated(self, run: Callable[[], Any]) -> Any:
+        """Run a program that sums over replicas. If it fails, the alarm is rung, and the pipeline
+        cannot be used again: other replicas may have begun sums that this one has not."""
+        compiler = self.compiler
+        assert compiler.replicas is not None
+        compiler.replicas.alarm.begin()
+        try:
+            return run()
+        except BaseException as error:
+            name = compiler.agreement.names[compiler.agreement.rank]
+            text = str(error) if isinstance(error, RankError) else failure(name, error)
+            compiler.replicas.alarm.ring(text)
+            self._failed = text
+            raise
+
+    def _agree(self, unrolled: RankUnrolled, values: list[Any], everywhere: bool) -> None:
+        """Raise :class:`RankError` unless all ranks are about to run the same graph, and those of
+        this replica with values of the same shapes."""
+        agreement, members = self.compiler.agreement, self.compiler.ranks.this_replica
+        run = f"run of {unrolled.digest}, {everywhere}"
+        with agreement.together():
+            self._refuse_absent(unrolled, values)
+            answers = agreement.ask(run, f"{run}, with {_shapes(values)}")[members]
+        if len(set(answers)) > 1:
+            raise RankError(apart(dict(zip(agreement.names[members], answers, strict=True))))
+
+    def _refuse_absent(self, unrolled: RankUnrolled, values: list[Any]) -> None:
+        """Raise ValueError if this rank needs the values of an input that it has not been given."""
+        compiler, needs = self.compiler, unrolled.needs
+        for name, value in zip(needs, values, strict=False):
+            if compiler.ranks.rank in needs[name] and compiler.absent.is_ghost(value):
+                said = "; ".join(
+                    f"{each}: {', '.join(f'rank {rank}' for rank in ranks) or 'no rank'}"
+                    for each, ranks in needs.items()
+                )
+                raise ValueError(
+                    f"rank {compiler.ranks.rank} has been given no values for {name!r}, which it "
+                    f"needs. The inputs are needed by these ranks: {said}"
+                )
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip the gradients of this rank's parameters by the norm of those of all ranks; see
+        :meth:`fxpipe.ranks.RankPipeline.clip_grad_norm_`."""
+        compiler, ranks = self.compiler, self.compiler.ranks
+        own = compiler.own_parameters()
+        norms = {
+            name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
+            for name, parameter in own.items()
+            if parameter.grad is not None
+        }
+        answers = compiler.agreement.ask("clip_grad_norm_", norms)[ranks.this_replica]
+        every = {name: norm for answer in answers for name, norm in answer.items()}
+        names = [name for name, _ in compiler.model.named_parameters() if name in every]
+        total = torch.tensor(0.0)
+        if names:  # in the order, and so with the bits, of the model in one process
+            first = every[names[0]]
+            total = torch.linalg.vector_norm(
+                torch.stack([every[name].to(first.dtype) for name in names]), norm_type
+            )
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(
+                f"the norm of the gradients of all ranks is {total.item()}: they are not clipped; "
+                "give error_if_nonfinite=False to scale them by it nevertheless"
+            )
+        nn.utils.clip_grads_with_norm_(own.values(), max_norm, total.to(ranks.device))
+        return total.to(ranks.device)
+
+    def load(self, checkpoint: Source, *, strict: bool, assign: bool, init: Init | None) -> Any:
+        with self._given_values() as (model, homes):
+            own = set(filter(self.compiler.is_own, model.state_dict()))
+            return load(
+                model, checkpoint, homes, strict=strict, assign=assign, init=init, names=own
+            )
+
+    def materialize(self, init: Init | None) -> None:
+        """Initialise this rank's tensors that are on "meta". All ranks have to call it: the random
+        numbers of each module depend on rank 0's default generator and on the module's name, so
+        that the values are the same on any number of ranks."""
+        drawn = int(torch.randint(2**62, ()))
+        seed = self.compiler.agreement.ask("materialize", drawn)[0]
+        with self.compiler.agreement.together(), self._given_values() as (model, homes):
+            materialize(model, homes, init, seed)
+
+    def close(self) -> None:
+        super().close()
+        self.compiler.transport.close()
+        if self.compiler.replicas is not None:
+            self.compiler.replicas.close()
+
+
+def _shapes(values: list[Any]) -> str:
+    """The shapes and dtypes of the tensors of a call, which have to be the same on all ranks."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)

@@ -1,0 +1,119 @@
+"""The ranks that a pipeline is compiled for, and the places of its stages on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxpipe.ir._torch import timeout_of
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that a pipeline runs in: the ranks of a process group, each with one device.
+
+    Args:
+        group: the ranks that have the stages.
+        device: this process's.
+        replicas: the group of the ranks that have the same stages in other replicas of the
+            pipeline; None if there is one replica.
+        members: the ranks of all replicas, replica by replica, by their numbers in the default
+            group.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    replicas: dist.ProcessGroup | None = None
+    members: tuple[int, ...] = ()
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a rank waits for another one: the timeout of the process group."""
+        return timeout_of(self.group, self.device)
+
+    @staticmethod
+    def of(given: Any) -> Ranks | None:
+        """The ranks that are given to :func:`fxpipe.compile` in place of devices; None if devices
+        are given.
+
+        Raises ValueError for a mesh whose dimension for stages is not clear, or a group without
+        this process.
+        """
+        if not dist.is_available():
+            return None
+        replicas, members = None, list[int]()
+        if isinstance(given, DeviceMesh):
+            stages, others = _dimensions(given)
+            group, kind = given.get_group(stages), given.device_type
+            if others:
+                replicas = given.get_group(others[0])
+                members = given.mesh.movedim(stages, -1).flatten().tolist()
+        elif isinstance(given, dist.ProcessGroup):
+            group, kind = given, _device_type(given)
+        else:
+            return None
+        if dist.get_rank(group) < 0:
+            raise ValueError("this process is no rank of the group: only its ranks compile for it")
+        device = torch.device(kind)
+        if kind != "cpu":
+            device = torch.device(kind, torch.accelerator.current_device_index())
+        members = members or dist.get_process_group_ranks(group)
+        return Ranks(group, device, replicas, tuple(members))
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """One device for each rank. A rank uses no device but its own, so that its own device
+        stands for every rank's."""
+        return [self.device] * dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def names(self) -> list[str]:
+        """What messages call the members."""
+        size = dist.get_world_size(self.group)
+        if self.replicas is None:
+            return [f"rank {rank}" for rank in range(size)]
+        return [f"rank {i % size} of replica {i // size}" for i in range(len(self.members))]
+
+    @property
+    def this_replica(self) -> slice:
+        """The ranks of this replica among all members."""
+        size = dist.get_world_size(self.group)
+        first = self.members.index(dist.get_rank()) // size * size
+        return slice(first, first + size)
+
+
+def _dimensions(mesh: DeviceMesh) -> tuple[int, list[int]]:
+    """The dimension of a mesh along which the stages are, and the other one, if there is one.
+
+    Raises ValueError if that is not clear.
+    """
+    if mesh.ndim == 1:
+        return 0, []
+    names = list(mesh.mesh_dim_names or ())
+    if mesh.ndim == 2 and names.count("pp") == 1:
+        stages = names.index("pp")
+        return stages, [1 - stages]
+    raise ValueError(
+        f"the mesh has the dimensions {tuple(names) or mesh.ndim}: give the one along which the "
+        'stages are, such as mesh["pp"]; or two, of which one is called "pp", and the other one is '
+        "for replicas, which train on other rows"
+    )
+
+
+def _device_type(group: dist.ProcessGroup) -> str:
+    """The type of the devices that a group is for: that of the accelerator, unless the group talks
+    by gloo."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or dist.get_backend(group) == "gloo":
+        return "cpu"
+    return accelerator.type
