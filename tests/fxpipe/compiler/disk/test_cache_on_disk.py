@@ -318,7 +318,7 @@ def test_shapes_and_kinds_of_parameters_and_buffers_count_and_their_values_do_no
         {"loss_fn": nn.functional.mse_loss},
         {"dynamic": True},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 def test_options_count(net, folder, options):
     assert compiled(net.Net(), folder) == WRITTEN

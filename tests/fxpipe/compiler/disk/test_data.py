@@ -64,7 +64,7 @@ def test_other_data_are_refused(data):
         *(torch.arange(6).view(2, 3), torch.randn(3).bfloat16(), torch.tensor(True)),
         *(torch.randn(2, 3).t(), torch.empty(0, 2), torch.randn(2, dtype=torch.complex64)),
     ],
-    ids=str,
+    ids=lambda tensor: f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}",
 )
 def test_a_tensor_comes_back_with_its_bits(tensor):
     back = unpacked_tensor(through_json(packed_tensor(tensor)))
@@ -140,7 +140,7 @@ def test_functions_that_compute_come_back_by_their_names(function):
 @pytest.mark.parametrize(
     "function",
     [eval, os.system, torch.load, torch.from_file, torch.compile, torch.ops.aten.from_file.default],
-    ids=lambda function: str(function),
+    ids=lambda function: getattr(function, "__name__", str(function)),
 )
 def test_other_functions_have_no_name(function):
     with pytest.raises(NotKept, match="its graph calls"):
