@@ -24,7 +24,7 @@ import threading
 import types
 import typing
 import weakref
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import PurePath
@@ -367,6 +367,7 @@ _DESCRIPTORS = (
     types.GetSetDescriptorType,
     types.WrapperDescriptorType,
     types.ClassMethodDescriptorType,
+    type(vars(namedtuple("_", "field"))["field"]),  # what it gives follows from ``_fields``
 )
 
 _WITH_CODE = (

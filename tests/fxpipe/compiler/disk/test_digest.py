@@ -10,6 +10,7 @@ import threading
 import types
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -162,6 +163,12 @@ def test_what_refers_to_itself_has_a_digest():
 def test_what_cannot_be_compared_is_refused_with_the_path_to_it(value, said):
     with pytest.raises(NotKept, match=said):
         digest(value)
+
+
+def test_the_fields_of_a_named_tuple_count():
+    pairs = [NamedTuple("Pair", [(name, int) for name in names]) for names in ("ab", "ba", "ab")]
+    one, other, same = ([pair, pair(1, 2)] for pair in pairs)
+    assert digest(one) == digest(same) != digest(other)
 
 
 def test_locks_and_loggers_say_nothing_of_what_is_computed():
