@@ -7,6 +7,14 @@ choose among the kernels of the CPU. All tests have to pass whatever these four 
 """
 
 import os
+import tempfile
+from pathlib import Path
+
+# Inductor keeps compiled code on disk, and does not tell code for one set of kernels from code for
+# another: used with the wrong one, it writes past the end of memory. So each has its own folder.
+if kernels_of_cpu := os.environ.get("ATEN_CPU_CAPABILITY"):
+    folder = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{kernels_of_cpu}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 # Where tests run side by side, threads of a kernel that wait for each other by spinning take the
 # core from the thread that they wait for: minutes become hours. OpenMP reads this variable once,
