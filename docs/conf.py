@@ -50,7 +50,7 @@ python_use_unqualified_type_names = True
 nitpick_ignore_regex = [
     (
         r"py:.*",
-        r"(torch|fx|nn|pytree|graphviz|os|pathlib|collections|contextlib|datetime|fractions|types)\..*",
+        r"(torch|fx|nn|pytree|graphviz|os|pathlib|collections|concurrent|contextlib|datetime|fractions|types)\..*",
     ),
     (r"py:.*", r".*\.[A-Z]"),  # type variables
     (r"py:.*", r"fxpipe\.(runtime|compiler)\..*|passes\.partition\.(problem|cut)\..*|.*\._\w+"),
