@@ -117,7 +117,7 @@ class _LossOfTarget:
         return lambda tensors: function(self.filled(tensors))
 
     def verdict(self) -> Verdict:
-        """What the check comes to."""
+        """The result of the check of the loss function on samples of outputs and targets."""
         question = Question(self.run, self.tensors, self.dims)
         verdict = check(question, is_likely=True)
         if self.asking.runs.drew and not self.asking.runs.stilled:

@@ -40,7 +40,7 @@ class Said:
     line: int
 
     def again(self) -> None:
-        """Give the warning again."""
+        """Warn in this process as the process did that compiled the model."""
         warnings.warn_explicit(self.text, self.category, self.file, self.line)
 
 

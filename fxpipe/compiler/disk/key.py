@@ -17,7 +17,7 @@ from fxpipe.ir.structure import Structure
 from fxpipe.trace.premises import value_of
 
 FORMAT = 1
-"""The version of the files."""
+"""The version of the format of cache files. A file of another version is not found."""
 
 Attributes = Sequence[tuple[str, str]]
 """Attributes of modules: the path of each module in the model, and the name."""

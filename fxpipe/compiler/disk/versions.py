@@ -34,7 +34,7 @@ _SITE = "site-packages", "dist-packages"
 
 
 def package_of(module: str) -> str:
-    """The top-level package of a module."""
+    """The name of the top-level package that a module of this name belongs to."""
     return module.partition(".")[0]
 
 
@@ -50,7 +50,7 @@ def origin_of_file(filename: str) -> Origin:
 
 @cache
 def origin_of_module(name: str) -> Origin:
-    """Where a module comes from."""
+    """Where the module of this name comes from, by its name or by its file."""
     if package_of(name) in _VERSIONED:
         return Origin.VERSIONED
     module = sys.modules.get(name)

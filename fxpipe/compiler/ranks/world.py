@@ -78,7 +78,7 @@ class Ranks:
 
     @property
     def names(self) -> list[str]:
-        """What messages call the members."""
+        """For messages, how each rank of the group is called: "rank 1 of replica 0", say."""
         size = dist.get_world_size(self.group)
         if self.replicas is None:
             return [f"rank {rank}" for rank in range(size)]

@@ -65,11 +65,7 @@ class ReplicaGroup:
 
     def total(self, value: float) -> float:
         """The sum of a number over all replicas, in their order."""
-        own = torch.tensor([value], dtype=torch.float64)
-        every = [torch.empty_like(own) for _ in range(self.count)]
-        with self._or_lost():
-            self.alarm.wait(self._worker.do(lambda: dist.all_gather(every, own, group=self._host)))
-        return sum(each.item() for each in every)
+        return self.sum(torch.tensor(value, dtype=torch.float64)).item()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over all replicas, in their order."""
@@ -137,7 +133,7 @@ class ReplicaGroup:
             raise RankError(text) from error
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread that exchanges gradients with other replicas."""
         self._worker.end()
 
 

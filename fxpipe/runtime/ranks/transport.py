@@ -318,7 +318,7 @@ class GroupTransport:
         return self._edges[edge]
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads that send and receive."""
         self.watch.close()
         for edge in self._edges.values():
             edge.worker.end()

@@ -86,5 +86,5 @@ class Watch:
         return f"fxpipe/{self._name}/waits/{rank}"
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread that notes for whom this rank waits."""
         self._ended.set()

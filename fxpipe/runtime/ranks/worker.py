@@ -10,7 +10,11 @@ from typing import Any
 
 
 class Worker:
-    """A thread that runs jobs one after the other. It ends with the process."""
+    """A thread that runs jobs one after the other.
+
+    It ends with the process, even if a job waits for a rank that never answers. The threads of a
+    ``ThreadPoolExecutor`` would keep the process from ending.
+    """
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
