@@ -98,6 +98,8 @@ class Options:
                 f"loss_fn is a {type(self.loss_fn).__name__}: give a function of the output and "
                 "the target that returns a scalar tensor"
             )
+        if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
+            raise TypeError(f"cache is {self.cache!r}: give the path of a folder")
         named = isinstance(self.loss_weight, str) and self.loss_weight in (ROWS, SUM)
         if self.loss_weight is not None and not named and not callable(self.loss_weight):
             raise TypeError(
