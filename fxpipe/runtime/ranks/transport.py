@@ -19,8 +19,9 @@ A run that fails on one rank ends on the others too: what the rank still had to 
 a failure, and what it still had to receive is taken and dropped. Afterwards every edge is as empty
 as ahead of the run.
 
-``FXPIPE_RENDEZVOUS=1`` in the environment makes each transmit wait until the other rank has come to
-its receive. A program that ends under it ends however little the network buffers.
+``FXPIPE_RENDEZVOUS=1`` in the environment of all ranks, at the beginning of a run, makes each
+transmit of the run wait until the other rank has come to its receive. A program that ends under it
+ends however little the network buffers.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class GroupTransport:
         )
         self._payload = {True: up or self._control, False: down or self._control}
         self._edges: dict[Edge, _EdgeEnd] = {}
-        self._is_rendezvous = os.environ.get("FXPIPE_RENDEZVOUS", "0") not in ("", "0")
+        self._is_rendezvous = False
         self._run = 0
         self._key = 0
 
@@ -187,6 +188,7 @@ class GroupTransport:
 
     def _begin(self, key: int) -> None:
         self._key = key
+        self._is_rendezvous = os.environ.get("FXPIPE_RENDEZVOUS", "0") not in ("", "0")
         for edge in self._edges.values():
             edge.done = 0
 

@@ -41,7 +41,7 @@ class Trained:
     losses: list[Tensor]
     grads: dict[str, Tensor]  # of the last step
     state: dict[str, Tensor]
-    output: Any  # in eval mode, for the last call
+    output: Any  # in eval mode, for the last call; None without one
 
 
 def made(make: Make) -> nn.Module:
@@ -63,17 +63,32 @@ def compiled(where: Where, make: Make, loss_fn: Any, **options: Any) -> fxpipe.P
     return fxpipe.compile(model, ["cpu"] * where, loss_fn=loss_fn, passes=chain, **options)
 
 
+@contextmanager
+def rendezvous(is_on: bool = True):
+    """In this process every transmit waits for its receive, in runs that begin in this context."""
+    os.environ["FXPIPE_RENDEZVOUS"] = str(int(is_on))
+    try:
+        yield
+    finally:
+        del os.environ["FXPIPE_RENDEZVOUS"]
+
+
 def train(
     where: Where,
     make: Make,
     calls: Sequence[Call],
     loss_fn: Any = mean_loss,
     in_step: bool = False,
+    is_evaluated: bool = True,
+    is_meeting: bool = False,
     **options: Any,
 ) -> Trained:
     """Make a step for each call, with an optimizer, and one call in eval mode.
 
-    ``in_step``: whether the optimizer is given to the step.
+    Args:
+        in_step: whether the optimizer is given to the step.
+        is_evaluated: whether there is a call in eval mode, for which the model is compiled again.
+        is_meeting: whether every transmit waits for its receive, in the last step and in eval mode.
     """
     example = {"example_inputs": calls[0].args, "example_kwargs": calls[0].kwargs}
     with compiled(where, make, loss_fn, **example, **options) as pipe:
@@ -82,14 +97,17 @@ def train(
         for call in calls:
             optimizer.zero_grad()
             torch.manual_seed(7)
-            given = optimizer if in_step else None
-            losses.append(pipe.step(*call.args, target=call.target, optimizer=given, **call.kwargs))
+            how = {"optimizer": optimizer if in_step else None, **call.kwargs}
+            with rendezvous(is_meeting and call is calls[-1]):
+                losses.append(pipe.step(*call.args, target=call.target, **how))
             grads = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
             if not in_step:
                 optimizer.step()
-        pipe.eval()
-        with torch.no_grad():
-            output = pipe(*calls[-1].args, **calls[-1].kwargs)
+        output = None
+        if is_evaluated:
+            pipe.eval()
+            with torch.no_grad(), rendezvous(is_meeting):
+                output = pipe(*calls[-1].args, **calls[-1].kwargs)
         state = {name: value.clone() for name, value in pipe.state_dict().items()}
     return Trained(losses, grads, state, output)
 
@@ -99,22 +117,6 @@ def train_all(
 ) -> list[Trained]:
     """:func:`train` with each of these options."""
     return [train(group, make, calls, **options) for options in each]
-
-
-@contextmanager
-def rendezvous():
-    """In this process every transmit waits for its receive."""
-    os.environ["FXPIPE_RENDEZVOUS"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["FXPIPE_RENDEZVOUS"]
-
-
-def train_all_meeting(*args: Any) -> list[Trained]:
-    """:func:`train_all`, where every transmit waits for its receive."""
-    with rendezvous():
-        return train_all(*args)
 
 
 def outputs(group: Where, make: Make, x: Tensor, **options: Any) -> list[Any]:
@@ -206,7 +208,7 @@ class Hanging(Breaking):
             time.sleep(HANGS)
 
 
-HANGS = 15.0
+HANGS = 9.0
 
 
 def hanging(group: dist.ProcessGroup, where: str, call: Call, timeout: float) -> str:
