@@ -121,7 +121,11 @@ class Pipeline(ModelProxy):
                 as the batch, which are split into micro-batches. Tensors without dimensions, and
                 values that are no tensors, are given to every micro-batch. Without a ``loss_fn``
                 it is the argument ``target`` of the model.
-            scaler: its scale is multiplied into the gradients; unscale and step with it afterwards.
+            scaler: its scale is multiplied into the gradients. With an ``optimizer`` the step does
+                what the usual loop does: ``scaler.unscale_(optimizer)``, clipping,
+                ``scaler.step(optimizer)``, which skips an optimizer with a gradient that is inf or
+                NaN, and ``scaler.update()``. All gradients have to be there for that, so the
+                optimizer steps at the end. Without an ``optimizer`` do all this afterwards.
             optimizer: one optimizer, or several. The parameters of each stage are stepped as soon
                 as their gradients are complete, while other stages are still at work; parameters
                 that no stage has are stepped at the end. An optimizer of a class that is not in
@@ -139,9 +143,8 @@ class Pipeline(ModelProxy):
 
         Raises:
             ValueError: if the loss is no scalar, the target has another number of rows, the
-                schedule does not fit the number of micro-batches, an optimizer holds no parameter
-                that gets a gradient, or both a scaler and an optimizer are given, whose gradients
-                would be scaled.
+                schedule does not fit the number of micro-batches, or an optimizer holds no
+                parameter that gets a gradient.
             TypeError: for a target with arrays that are no tensors.
             RuntimeError: in inference mode and under ``torch.no_grad()``, where there are no
                 gradients.
@@ -151,28 +154,43 @@ class Pipeline(ModelProxy):
                 "a training step needs gradients, which are turned off here: call it outside of "
                 "no_grad; pipe(x) gives the outputs without them"
             )
+        optimizers = self._optimizers(optimizer, scaler, zero_grad, max_grad_norm)
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        unrolled, values = self._runner.ready_to_step(args, kwargs, target)
+        last = self._runner.options.devices[-1]
+        scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
+        stepping = None
+        if optimizers is not None:
+            stepping = Stepping(optimizers, self.module.parameters(), zero_grad)
+        with torch.no_grad():  # the forward of each stage switches gradients on itself
+            in_parts = stepping if max_grad_norm is None and scaler is None else None
+            total, losses = self._runner.run(unrolled, [*values, scale, in_parts])
+        if stepping is not None and scaler is not None:
+            self._runner.unscale(stepping, scaler)
+        if max_grad_norm is not None:
+            self.clip_grad_norm_(max_grad_norm)
+        if stepping is not None:
+            stepping.finish(scaler)
+        self.__dict__["losses"] = losses
+        return total  # type: ignore[no-any-return]
+
+    def _optimizers(
+        self, optimizer: Any, scaler: Any, zero_grad: bool, max_grad_norm: float | None
+    ) -> list[Any] | None:
+        """The optimizers that a step is given; None if it is given none.
+
+        Raises TypeError or ValueError for arguments of :meth:`step` that do not fit together.
+        """
         optimizers = _listed(optimizer)
-        _check(scaler, optimizers)
-        if zero_grad and not optimizers:
+        _check(scaler, optimizers or ())
+        if zero_grad and optimizers is None:
             raise ValueError("zero_grad=True needs an optimizer=, which takes the gradients first")
-        if max_grad_norm is not None and not optimizers:
+        if max_grad_norm is not None and optimizers is None:
             raise ValueError(
                 "max_grad_norm needs an optimizer=, which takes the clipped gradients; without one "
                 "call pipe.clip_grad_norm_(max_norm) after the step"
             )
-        unrolled, values = self._runner.ready_to_step(args, kwargs, target)
-        last = self._runner.options.devices[-1]
-        scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
-        stepping = Stepping(optimizers, self.module.parameters(), zero_grad) if optimizers else None
-        with torch.no_grad():  # the forward of each stage switches gradients on itself
-            in_parts = stepping if max_grad_norm is None else None
-            total, losses = self._runner.run(unrolled, [*values, scale, in_parts])
-        if max_grad_norm is not None:
-            self.clip_grad_norm_(max_grad_norm)
-        if stepping is not None:
-            stepping.finish()
-        self.__dict__["losses"] = losses
-        return total  # type: ignore[no-any-return]
+        return optimizers
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -467,9 +485,9 @@ class Pipeline(ModelProxy):
         return said
 
 
-def _listed(optimizer: Any) -> list[Any]:
+def _listed(optimizer: Any) -> list[Any] | None:
     if optimizer is None:
-        return []
+        return None
     return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
 
 
@@ -485,8 +503,3 @@ def _check(scaler: torch.amp.GradScaler | None, optimizers: Sequence[Any]) -> No
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS needs all gradients at once: call its step() afterwards")
-    if scaler is not None and optimizers:
-        raise ValueError(
-            "a scaler and an optimizer are given: gradients are unscaled after the step, so "
-            "call scaler.step(optimizer) then"
-        )

@@ -86,6 +86,11 @@ class RankPipeline(Pipeline):
         A rank that does not need the values of an input, such as the target on all ranks but the
         last, may be given None in its place, or a tensor on "meta".
 
+        Every rank gives an optimizer of its own parameters (None if it has none), and a scaler, all
+        in the same state. If a gradient is inf or NaN on one rank, the optimizer is skipped on all,
+        and the scale is the same on all. Of several optimizers the first ones of all ranks belong
+        together, and so on.
+
         Every rank gets the loss, and the gradients of its own parameters. The model draws its
         random numbers from rank 0's default generator; a loss function draws them from the last
         rank's.
@@ -93,17 +98,26 @@ class RankPipeline(Pipeline):
         Raises:
             ValueError: if this rank needs the values of an input that it has not been given; the
                 message says which ranks need which inputs.
-            NotImplementedError: for a scaler, since ranks would come to different scales.
-            RankError: if the step has failed on another rank. Afterwards the pipeline can be used
-                again, unless a process has died.
+                Also for a scaler without an optimizer, on a rank that has parameters.
+            RankError: if the step has failed on another rank, or scalers differ between ranks.
+                Afterwards the pipeline can be used again, unless a process has died.
         """
-        if scaler is not None:
-            raise NotImplementedError(
-                "a scaler would skip steps on one rank and not on another: train in bfloat16, "
-                "which needs none"
-            )
         how = {"optimizer": optimizer, "zero_grad": zero_grad, "max_grad_norm": max_grad_norm}
-        return super().step(*args, target=target, **how, **kwargs)
+        return super().step(*args, target=target, scaler=scaler, **how, **kwargs)
+
+    def _optimizers(
+        self, optimizer: Any, scaler: Any, zero_grad: bool, max_grad_norm: float | None
+    ) -> list[Any] | None:
+        compiler = self._runner.compiler
+        with compiler.agreement.together():
+            if optimizer is None and compiler.owners and not compiler.own_parameters():
+                optimizer = ()  # none can be made without parameters, and other ranks have some
+            if scaler is not None and optimizer is None:
+                raise ValueError(
+                    "a scaler is given without an optimizer: ranks that unscale their gradients "
+                    "by themselves would come to different scales; give step(optimizer=) as well"
+                )
+            return super()._optimizers(optimizer, scaler, zero_grad, max_grad_norm)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

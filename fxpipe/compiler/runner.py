@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
@@ -24,6 +25,7 @@ from fxpipe.runtime.ambient import is_intercepted, is_traced
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import Lanes, refuse_capture, run_inline
 from fxpipe.runtime.microbatch import ListOfRows, Parts
+from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.random import is_alone
 
 
@@ -165,6 +167,10 @@ class Runner:
         if unrolled.lanes is None or in_a_lane or is_intercepted() or is_alone():
             return run_inline(unrolled.inline, values, record)
         return self._lanes.run(unrolled.lanes, values, record)
+
+    def unscale(self, stepping: Stepping, scaler: GradScaler) -> None:
+        """Divide all gradients by a scaler's scale, ahead of the step of the optimizers."""
+        stepping.unscale(scaler)
 
     def close(self) -> None:
         """End the threads of the lanes. A call of the pipeline raises RuntimeError from now on."""

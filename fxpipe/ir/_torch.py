@@ -51,6 +51,7 @@ from torch._subclasses.fake_tensor import (
 
 # The tensors that torch.export traces with: a value of this type shows that it is being traced.
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.amp import GradScaler
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx._symbolic_trace import _Patcher, _wrapped_fns_to_patch
@@ -373,6 +374,15 @@ def step_hooks(optimizer: Optimizer) -> tuple[Collection[Any], ...]:
         _global_optimizer_pre_hooks,
         _global_optimizer_post_hooks,
     )
+
+
+def infs_found(scaler: GradScaler, optimizer: Optimizer | None) -> dict[torch.device, Tensor]:
+    """What a scaler has noted of an optimizer's gradients when it unscaled them: by device 1.0 if
+    some are inf or NaN, else 0.0. It reads this in ``step`` and, for all optimizers, in ``update``,
+    which needs an entry: a process without an optimizer (None) may make one."""
+    found: dict[torch.device, Tensor]
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return found
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

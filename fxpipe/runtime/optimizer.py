@@ -10,7 +10,8 @@ A lane steps the parameters of its stage as soon as their gradients are done, wh
 still at work. Together these parts compute the same as the optimizer's own step if that treats each
 parameter by itself, as optimizers of ``torch.optim`` do. For other optimizers this is not known;
 and hooks on a step are to be called once, with all gradients there before and all parameters
-stepped after. In these two cases the whole step is taken at the end, by the caller.
+stepped after. In these two cases the whole step is taken at the end, by the caller. So it is with a
+gradient scaler, which has to see all gradients of an optimizer before it lets the optimizer step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from fxpipe.ir._torch import mark_stepped, step_hooks
@@ -59,18 +61,42 @@ class Stepping:
                 if any(each.has_stepped(parameter) for each in self._each):
                     parameter.grad = None
 
-    def finish(self) -> None:
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers, in the order in which they were given."""
+        return [each.optimizer for each in self._each]
+
+    def unscale(self, scaler: GradScaler) -> None:
+        """Divide the gradients of all optimizers by a scaler's scale. The scaler notes whether some
+        of them are inf or NaN. No parameter must have been stepped yet.
+
+        Raises ValueError as :meth:`finish` does.
+        """
+        self._check()
+        for optimizer in self.optimizers:
+            scaler.unscale_(optimizer)
+
+    def finish(self, scaler: GradScaler | None = None) -> None:
         """Step all parameters that have not been stepped, one optimizer after the other.
+
+        Args:
+            scaler: the scaler whose scale :meth:`unscale` has divided the gradients by. It skips
+                optimizers with gradients that are inf or NaN, and then updates its scale.
 
         Raises ValueError, before any parameter is stepped, if an optimizer holds none of the
         model's parameters and none that has got a gradient in this step.
         """
-        for foreign in self._foreign:
-            foreign.check()
+        self._check()
         for each in self._each:
-            each.finish()
+            each.finish(scaler)
+        if scaler is not None:
+            scaler.update()
         for each in self._each if self._zero_grad else ():
             each.optimizer.zero_grad()
+
+    def _check(self) -> None:
+        for foreign in self._foreign:
+            foreign.check()
 
 
 class _Foreign:
@@ -125,7 +151,10 @@ class _StepInParts:
     def has_stepped(self, parameter: Tensor) -> bool:
         return id(parameter) in self._done
 
-    def finish(self) -> None:
+    def finish(self, scaler: GradScaler | None) -> None:
+        if scaler is not None:
+            scaler.step(self.optimizer)
+            return
         if not self._done:
             self.optimizer.step()
             return

@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.ranks.compiler import RankCompiler
 from fxpipe.compiler.ranks.lowering import RankProgram, RankUnrolled
 from fxpipe.compiler.runner import Runner
+from fxpipe.ir._torch import infs_found
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source, load, materialize
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import run_inline
+from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.ranks.agreement import apart
 from fxpipe.runtime.ranks.replicas import Gradients
 from fxpipe.runtime.ranks.transport import RankError, failure
@@ -158,6 +161,38 @@ class RankRunner(Runner):
             )
         nn.utils.clip_grads_with_norm_(own.values(), max_norm, total.to(ranks.device))
         return total.to(ranks.device)
+
+    def unscale(self, stepping: Stepping, scaler: GradScaler) -> None:
+        """Divide the gradients of this rank by a scaler's scale. If some of them are inf or NaN on
+        any rank, all ranks' scalers take note of it.
+
+        Raises RankError if the scalers are in different states, or ranks have different numbers of
+        optimizers, before any of them has stepped.
+        """
+        agreement, device = self.compiler.agreement, self.compiler.ranks.device
+        with agreement.together():
+            stepping.unscale(scaler)
+        noted = [infs_found(scaler, each) for each in stepping.optimizers]
+        own = [any(float(value) for value in each.values()) for each in noted]
+        answers = agreement.ask("unscale_", (scaler.state_dict(), own))
+        states = {
+            name: str(state) for name, (state, _) in zip(agreement.names, answers, strict=True)
+        }
+        if len(set(states.values())) > 1:
+            said = ", ".join(f"{name} has {state}" for name, state in states.items())
+            raise RankError(f"the scalers of the ranks are in different states: {said}")
+        numbers = {len(found) for _, found in answers if found}
+        if len(numbers) > 1:
+            raise RankError(
+                f"ranks have given {sorted(numbers)} optimizers: give the same number on all, of "
+                "which a scaler skips the first ones of all ranks together, and so on"
+            )
+        every = [any(each) for each in zip(*(found for _, found in answers if found), strict=True)]
+        if not noted:  # nothing is stepped on this rank, but its scaler counts this step, too
+            noted, every = [infs_found(scaler, None)], [any(every)]
+        for each, is_found in zip(noted, every, strict=True):
+            each.clear()
+            each[device] = torch.tensor(float(is_found), device=device)
 
     def load(self, checkpoint: Source, *, strict: bool, assign: bool, init: Init | None) -> Any:
         with self._given_values() as (model, homes):

@@ -334,6 +334,25 @@ def test_hooks_on_the_steps_of_an_optimizer_are_seen():
         handle.remove()
 
 
+def test_a_scaler_notes_by_device_whether_gradients_were_inf_and_reads_it_in_step_and_update():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), torch.amp.GradScaler("cpu")
+    for value in (1.0, 0.0):
+        parameter.grad = scaler.scale(torch.ones(2))
+        scaler.unscale_(optimizer)
+        found = _torch.infs_found(scaler, optimizer)
+        assert {str(device): float(each) for device, each in found.items()} == {"cpu": 0.0}
+        found[torch.device("cpu")] = torch.tensor(value)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(parameter, torch.full((2,), value))  # stepped only in the second round
+    assert scaler.get_scale() == 2.0**15
+    _torch.infs_found(scaler, None)[torch.device("cpu")] = torch.tensor(1.0)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**14
+    assert does_not_exist_in_public(torch.amp.GradScaler, "found_inf", "per_optimizer_states")
+
+
 def test_a_learning_rate_scheduler_does_not_warn_of_an_optimizer_marked_as_stepped(recwarn):
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

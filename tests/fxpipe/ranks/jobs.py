@@ -132,7 +132,6 @@ def refusals(group: Where, make: Make, x: Tensor) -> list[str]:
     said = []
     for call in (
         lambda: pipe(x),
-        lambda: pipe.step(x, target=x[:, 0], scaler=torch.amp.GradScaler("cpu")),
         lambda: pipe.measure(x),
         lambda: list(pipe.parameters()),
         lambda: pipe.__getstate__(),
@@ -197,6 +196,65 @@ def breaking(group: dist.ProcessGroup, where: str, call: Call, **options: Any) -
         BROKEN.clear()
         after = pipe.step(*call.args, target=call.target)
     return before, said, after
+
+
+class Overflowing(nn.Module):
+    """When it is told to, a gradient of the layer that is named is inf. One layer has no parameters
+    to train."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(3, 3),
+            nn.Linear(3, 3),
+            nn.Tanh(),
+            nn.Linear(3, 3),
+        )
+        weight = self.get_parameter(f"{where}.weight")
+        weight.register_hook(lambda grad: grad * float("inf") if BROKEN else grad)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+def scaled(
+    where: Where, layer: str, calls: Sequence[Call], max_grad_norm: float | None
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Train with a scaler, where the layer's gradient is inf in the second step. Returns the loss
+    and the scaler's state after each step, and the parameters after all of them."""
+    make = functools.partial(Overflowing, layer)
+    options = {"chunks": 3, "schedule": "1f1b", "example_inputs": calls[0].args}
+    size = where if isinstance(where, int) else dist.get_world_size(where)
+    options["partition"] = {4: ["b", "c", "d"], 2: ["c"]}[size]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    after: list[Any] = []
+    with compiled(where, make, mean_loss, **options) as pipe:
+        parameters = list(pipe.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=0.1) if parameters else None
+        for number, call in enumerate(calls):
+            BROKEN[:] = [True] * (number == 1)
+            how = {"scaler": scaler, "optimizer": optimizer, "max_grad_norm": max_grad_norm}
+            how["zero_grad"] = True
+            after.append((pipe.step(*call.args, target=call.target, **how), scaler.state_dict()))
+        BROKEN.clear()
+        return after, {n: p.detach().clone() for n, p in pipe.named_parameters()}
+
+
+def scalers_apart(group: dist.ProcessGroup, call: Call) -> list[str]:
+    """What a rank says to a scaler without an optimizer, and to scalers in different states."""
+    said = []
+    options = {"chunks": 2, "example_inputs": call.args, "partition": ["c"]}
+    with compiled(group, functools.partial(Overflowing, "a"), mean_loss, **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in pipe.parameters()]
+        for given in None, optimizer:
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (3 + dist.get_rank(group)))
+            try:
+                pipe.step(*call.args, target=call.target, scaler=scaler, optimizer=given)
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+        assert all(map(torch.equal, before, pipe.parameters()))
+    return said
 
 
 class Hanging(Breaking):

@@ -37,13 +37,20 @@ def test_the_output_is_on_the_last_rank_or_everywhere(pool):
 def test_what_ranks_do_not_do_is_refused(pool):
     said = pool.run(jobs.refusals, four, X)
     assert said[0] == said[3]
-    gradients, scaler, measure, parameters, pickle, backend = said[0]
+    gradients, measure, parameters, pickle, backend = said[0]
     assert "RuntimeError" in gradients and "train with pipe.step(x, target=y)" in gradients
-    assert "NotImplementedError: a scaler would skip steps on one rank" in scaler
     assert "NotImplementedError: steps are measured in one process only" in measure
     assert "NotYet" in parameters and "give example_inputs to compile()" in parameters
     assert "TypeError: a pipeline of several ranks cannot be pickled" in pickle
     assert "NotImplementedError: stage_backend is not supported for ranks" in backend
+
+
+def test_a_scaler_needs_an_optimizer_in_the_step_and_the_same_state_on_all_ranks(pool):
+    found = pool.run(jobs.scalers_apart, Call((X,), torch.randn(8)), ranks=2)
+    for alone, apart in found:
+        assert alone.startswith("ValueError: a scaler is given without an optimizer")
+        assert apart.startswith("RankError: the scalers of the ranks are in different states")
+        assert "rank 0 has {'scale': 8.0" in apart and "rank 1 has {'scale': 16.0" in apart
 
 
 def test_each_rank_loads_its_own_part_of_the_models_state(pool):

@@ -1,0 +1,36 @@
+"""A gradient scaler on ranks does what it does in one process, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.fxpipe.ranks.jobs import Call, scaled
+from tests.zoo import same
+
+pytestmark = pytest.mark.one_thread  # as each rank has
+
+
+def calls() -> list[Call]:
+    return [Call((torch.randn(7, 3),), torch.randn(7)) for _ in range(4)]
+
+
+@pytest.mark.parametrize("layer", ["a", "d"])
+def test_a_gradient_that_is_inf_on_one_rank_skips_the_step_on_all_and_scales_stay_equal(
+    pool, layer
+):
+    """The third of four stages has no parameters, so that its rank has no optimizer."""
+    batches = calls()
+    found = pool.run(scaled, layer, batches, None)
+    after, parameters = scaled(4, layer, batches, None)
+    assert [state["scale"] for _, state in after] == [8.0, 4.0, 4.0, 8.0]
+    assert all(same([loss for loss, _ in rank], [loss for loss, _ in after]) for rank, _ in found)
+    assert all([s for _, s in rank] == [s for _, s in after] for rank, _ in found)
+    assert same({n: p for _, own in found for n, p in own.items()}, parameters)
+
+
+def test_gradients_are_unscaled_on_all_ranks_before_they_are_clipped(pool):
+    batches = calls()
+    found = pool.run(scaled, "a", batches, 0.1, ranks=2)
+    _, parameters = scaled(2, "a", batches, 0.1)
+    assert same({n: p for _, own in found for n, p in own.items()}, parameters)
