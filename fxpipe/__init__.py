@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
     from fxpipe.planning import Plan, plan
     from fxpipe.runtime.checkpointing.checkpoint import CheckpointError, checkpoint
-    from fxpipe.runtime.ranks.transport import RankError
+    from fxpipe.runtime.ranks.errors import RankError
     from fxpipe.schedule import Schedule, ScheduleError, simulate
     from fxpipe.trace import TraceError
     from passes.chain import Chain, default_chain
@@ -71,7 +71,7 @@ _HOMES = {
     "backend": "fxpipe.dynamo",
     "BackendError": "fxpipe.dynamo",
     "Profile": "passes.cost.given",
-    "RankError": "fxpipe.runtime.ranks.transport",
+    "RankError": "fxpipe.runtime.ranks.errors",
     "Schedule": "fxpipe.schedule",
     "ScheduleError": "fxpipe.schedule",
     "simulate": "fxpipe.schedule",

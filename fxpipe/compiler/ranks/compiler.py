@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +25,6 @@ from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.weights import dim_of
 from fxpipe.runtime.microbatch import Dim
 from fxpipe.runtime.ranks.agreement import Agreement
-from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.replicas import ReplicaGroup
 from fxpipe.runtime.ranks.transport import GroupTransport
 from fxpipe.runtime.ranks.watch import Watch
@@ -44,15 +42,15 @@ class RankCompiler(Compiler):
         self.ranks = ranks
         whole = ranks.group if ranks.replicas is None else None
         self.agreement = Agreement(ranks.members, ranks.names, whole, ranks.timeout)
-        name = self.agreement.ask("name", uuid.uuid4().hex)[0]
+        self.alarm = self.agreement.alarm
         self.absent = Absent(self.agreement, ranks.device)
         self.replicas: ReplicaGroup | None = None
         if ranks.replicas is not None:
-            alarm = Alarm(name)
-            self.replicas = ReplicaGroup(ranks.replicas, ranks.device, ranks.timeout, alarm)
-        replica = ranks.this_replica.start
+            self.replicas = ReplicaGroup(ranks.replicas, ranks.device, ranks.timeout, self.alarm)
+        names = ranks.names[ranks.this_replica]
+        watch = Watch(f"{self.alarm.name}/{ranks.this_replica.start}", ranks.rank, names)
         self.transport = GroupTransport(
-            ranks.group, ranks.device, ranks.timeout, Watch(f"{name}/{replica}", ranks.rank)
+            ranks.group, ranks.device, ranks.timeout, names, watch, self.alarm
         )
         self.lowering = RankLowering(model, options, ranks, self.agreement, self.transport)
         self.owners: dict[str, list[int]] = {}

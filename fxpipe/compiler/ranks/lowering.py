@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,11 +20,12 @@ from fxpipe.compiler.layout import CutAlike
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.world import Ranks
-from fxpipe.ir.graph import STAGE, WRITTEN, stage_nodes
+from fxpipe.ir.graph import MICROBATCH, ORIGIN, STAGE, WRITTEN, stage_nodes
 from fxpipe.ir.printing import format_graph
 from fxpipe.runtime.program import Program, lower
 from fxpipe.runtime.ranks.agreement import Agreement
-from fxpipe.runtime.ranks.transport import Edge, GroupTransport, RankError
+from fxpipe.runtime.ranks.errors import RankError
+from fxpipe.runtime.ranks.transport import Edge, GroupTransport, Plan, Planned
 from passes import PartitionError, Project, Reduce
 from passes.chain import Level, ToPipeline
 from passes.to_rank.project import edge_of, transfers_of
@@ -31,11 +33,11 @@ from passes.to_rank.project import edge_of, transfers_of
 
 @dataclass
 class RankProgram:
-    """The program of this rank: its graph, and how many transfers each of its edges has."""
+    """The program of this rank: its graph, and the transfers of each of its edges."""
 
     graph_module: fx.GraphModule
     program: Program
-    edges: dict[Edge, int]
+    plan: Plan
 
 
 @dataclass
@@ -150,9 +152,7 @@ class RankLowering(Lowering):
             ]
             own = parts[self.ranks.rank]
             mode.bindings += bindings(own, self.model)
-            transfers = [edge_of(node)[0] for node in transfers_of(own)]
-            edges = {edge: transfers.count(edge) for edge in sorted(set(transfers))}
-            unrolled.programs[everywhere] = RankProgram(own, lower(own), edges)
+            unrolled.programs[everywhere] = RankProgram(own, lower(own), _plan(own, gm))
             if everywhere:  # the edges of the other program are among these
                 every = {edge_of(node)[0] for part in parts for node in transfers_of(part)}
                 unrolled.every_edge = sorted(every)
@@ -191,6 +191,25 @@ class RankLowering(Lowering):
             "stages": _digest(stages.replace(str(device), device.type)),
             "graphs": _digest(format_graph(gm).replace(str(device), device.type)),
         }
+
+
+def _plan(own: fx.GraphModule, gm: fx.GraphModule) -> Plan:
+    """The transfers of a rank's graph, by their edges; ``gm`` is the graph of all ranks."""
+    every = {node.name: (place, node) for place, node in enumerate(gm.graph.nodes)}
+    plan: dict[Edge, list[Planned]] = {}
+    for transfer in transfers_of(own):
+        place, node = every[transfer.meta[ORIGIN]]
+        plan.setdefault(edge_of(transfer)[0], []).append(Planned(place, _action(node)))
+    return dict(sorted(plan.items()))
+
+
+def _action(node: fx.Node) -> str:
+    """For messages, the action that a value comes from, with its stage and micro-batch."""
+    while node.target in (ops.wait, operator.getitem):
+        node = node.all_input_nodes[0]
+    keys = {"stage": STAGE, "micro-batch": MICROBATCH}
+    at = [f"{what} {node.meta[key]}" for what, key in keys.items() if key in node.meta]
+    return f"{node.name} ({', '.join(at)})" if at else node.name
 
 
 def _needs(gm: fx.GraphModule, parts: Sequence[fx.GraphModule]) -> dict[str, list[int]]:

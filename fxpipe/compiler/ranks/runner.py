@@ -21,8 +21,8 @@ from fxpipe.runtime.clock import Record
 from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.ranks.agreement import apart
+from fxpipe.runtime.ranks.errors import RankError, failure, is_final
 from fxpipe.runtime.ranks.replicas import Gradients
-from fxpipe.runtime.ranks.transport import RankError, failure
 
 
 class RankRunner(Runner):
@@ -33,19 +33,20 @@ class RankRunner(Runner):
     def __init__(self, compiler: RankCompiler) -> None:
         super().__init__(compiler)
         self.program: RankProgram | None = None  # the program that has run last
-        self._failed = ""  # how a step of replicas has failed
+        self._failed = ""  # how a run has failed after which the ranks cannot go on together
 
     def _check_open(self) -> None:
         super()._check_open()
         if self._failed:
             raise RankError(
-                f"a step of replicas has failed ({self._failed}), after which their sums are out "
-                "of step: start the processes again"
+                f"an earlier run has failed ({self._failed}), after which the ranks cannot go on "
+                "together: start the processes again"
             )
 
     def ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Mode, list[Any], Unrolled]:
+        self._check_open()
         with self.compiler.agreement.together():
             args, kwargs, _ = self._completed(args, kwargs, None)
             return super().ready(args, kwargs)
@@ -53,6 +54,7 @@ class RankRunner(Runner):
     def ready_to_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Unrolled, list[Any]]:
+        self._check_open()
         with self.compiler.agreement.together():
             args, kwargs, target = self._completed(args, kwargs, target)
             return super().ready_to_step(args, kwargs, target)
@@ -88,27 +90,38 @@ class RankRunner(Runner):
         self.program = mine
         absent = compiler.absent
         values = [value.to("meta") if absent.is_ghost(value) else value for value in values]
-        run = partial(run_inline, mine.program, [compiler.transport, *values])
+        given = [compiler.transport, *values]
         if unrolled.is_reduced and compiler.replicas is not None:
-            gradients = Gradients(compiler.replicas, compiler.own_parameters().values())
-            given = [compiler.transport, *values, gradients]
-            run = partial(self._run_replicated, partial(run_inline, mine.program, given))
-        return compiler.transport.run(run, mine.edges, key=0)
+            given.append(Gradients(compiler.replicas, compiler.own_parameters().values()))
+        program = partial(run_inline, mine.program, given)
+        return self._together(lambda: compiler.transport.run(program, mine.plan, key=0))
 
-    def _run_replicated(self, run: Callable[[], Any]) -> Any:
-        """Run a program that sums over replicas. If it fails, the alarm is rung, and the pipeline
-        cannot be used again: other replicas may have begun sums that this one has not."""
-        compiler = self.compiler
-        assert compiler.replicas is not None
-        compiler.replicas.alarm.begin()
+    def _together(self, run: Callable[[], Any]) -> Any:
+        """Run a program, and return when all ranks have run theirs, so that no rank goes on with a
+        step that another one has to do again. If the program fails on one rank, all ranks raise an
+        error.
+
+        The pipeline cannot be used again after a rank has been lost or interrupted, or after an
+        error of replicas, of which some may have begun sums that others have not.
+        """
+        compiler, agreement = self.compiler, self.compiler.agreement
+        compiler.alarm.begin()
         try:
-            return run()
+            result = run()
         except BaseException as error:
-            name = compiler.agreement.names[compiler.agreement.rank]
-            text = str(error) if isinstance(error, RankError) else failure(name, error)
-            compiler.replicas.alarm.ring(text)
-            self._failed = text
+            if compiler.replicas is None and not is_final(error):
+                agreement.fail(error)
+            else:
+                self._failed = failure(agreement.names[agreement.rank], error)
+                compiler.alarm.ring(self._failed, is_final=True)
             raise
+        try:
+            agreement.ask("end of a run")
+        except RankError as error:
+            if compiler.replicas is not None or is_final(error):
+                self._failed = str(error)
+            raise
+        return result
 
     def _agree(self, unrolled: RankUnrolled, values: list[Any], everywhere: bool) -> None:
         """Raise :class:`RankError` unless all ranks are about to run the same graph, and those of
@@ -213,6 +226,7 @@ class RankRunner(Runner):
     def close(self) -> None:
         super().close()
         self.compiler.transport.close()
+        self.compiler.agreement.close()
         if self.compiler.replicas is not None:
             self.compiler.replicas.close()
 

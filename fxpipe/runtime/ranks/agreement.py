@@ -13,6 +13,7 @@ next question with its error, so that no rank waits for another that does not co
 from __future__ import annotations
 
 import pickle
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,9 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.runtime.ranks.transport import RankError, failure, host_group, new_group
+from fxpipe.runtime.ranks.alarm import Alarm
+from fxpipe.runtime.ranks.errors import LostRank, RankError, failure, reason
+from fxpipe.runtime.ranks.transport import host_group, new_group
+from fxpipe.runtime.ranks.worker import Worker
 
 _SPOKEN, _FAILED = 0, 1
+_SHORT = 512  # bytes that travel at once; what is longer travels in a second message
+_HEAD = 16  # bytes that say the kind of an answer, and its length
 
 
 def apart(places: Mapping[str, str]) -> str:
@@ -62,6 +68,9 @@ class Agreement:
         )
         places = dist.get_process_group_ranks(self._group)
         self._order = [places.index(member) for member in members]
+        self._worker = Worker("fxpipe-agreement")
+        self.alarm = Alarm(self.rank, len(members))
+        self.alarm.name = self.ask("name", uuid.uuid4().hex)[0]
 
     def ask(self, question: str, answer: Any = None) -> list[Any]:
         """Answer a question, and get the answers of all ranks, in the order of the ranks.
@@ -69,6 +78,17 @@ class Agreement:
         Raises :class:`RankError` if a rank has failed, or is at another question.
         """
         return self._exchange(_SPOKEN, (question, answer))
+
+    def fail(self, error: BaseException) -> None:
+        """Answer the next question with an error of this rank, or one that it has been told of.
+        After it has lost another rank, it answers nothing."""
+        text = failure(self.names[self.rank], error)
+        try:
+            if not isinstance(error, LostRank):
+                self._exchange(_FAILED, text)
+        except RankError as theirs:
+            if (known := str(theirs)) != text:
+                error.add_note(f"meanwhile {known}")
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -79,37 +99,66 @@ class Agreement:
         except RankError:
             raise
         except BaseException as error:
-            try:
-                self._exchange(_FAILED, failure(self.names[self.rank], error))
-            except RankError as theirs:
-                if (known := str(theirs)) != failure(self.names[self.rank], error):
-                    error.add_note(f"meanwhile {known}")
+            self.fail(error)
             raise
 
     def _exchange(self, kind: int, value: Any) -> list[Any]:
         data = pickle.dumps(value)
-        heads = self._gathered(torch.tensor([kind, len(data)]))
-        longest = max(int(head[1]) for head in heads)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        texts = self._gathered(padded)
-        said = [
-            pickle.loads(bytes(text[: int(head[1])].tolist()))
-            for head, text in zip(heads, texts, strict=True)
-        ]
+        heads, said = self._gathered(kind, data)
         for head, what in zip(heads, said, strict=True):
-            if int(head[0]) == _FAILED:
+            if head == _FAILED:
                 raise RankError(what)
         questions = [question for question, _ in said]
         if len(set(questions)) > 1:
             raise RankError(apart(dict(zip(self.names, questions, strict=True))))
         return [answer for _, answer in said]
 
-    def _gathered(self, tensor: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in self._order]
+    def _gathered(self, kind: int, data: bytes) -> tuple[list[int], list[Any]]:
+        """The kinds of all ranks' answers, and the answers."""
         try:
-            dist.all_gather(found, tensor, group=self._group)
+            every = self.alarm.wait(self._worker.do(lambda: self._every(kind, data)))
+        except RankError:
+            raise
         except RuntimeError as error:
-            name = self.names[self.rank]
-            raise RankError(f"{name} has lost another rank: {error}") from error
+            raise LostRank(self._lost(error)) from error
+        return [head for head, _ in every], [pickle.loads(each) for _, each in every]
+
+    def _lost(self, error: RuntimeError) -> str:
+        """What to say when another rank does not answer."""
+        missing = [self.names[rank] for rank in self.alarm.missing()]
+        said = f"{self.names[self.rank]} has lost {' or '.join(missing) or 'another rank'}"
+        said = f"{said} between two transfers ({reason(error)})"
+        cause = self.alarm.heard()
+        return f"{cause}; {said}" if cause else said
+
+    def _every(self, kind: int, data: bytes) -> list[tuple[int, bytes]]:
+        head = torch.tensor([kind, len(data)]).view(torch.uint8)
+        short = torch.zeros(_HEAD + _SHORT, dtype=torch.uint8)
+        first = torch.cat([head, _bytes(data[:_SHORT])])
+        short[: len(first)] = first
+        found = self._gather(short)
+        heads = [each[:_HEAD].view(torch.int64).tolist() for each in found]
+        left = max(length for _, length in heads) - _SHORT
+        texts = [each[_HEAD:] for each in found]
+        if left > 0:
+            rest = torch.zeros(left, dtype=torch.uint8)
+            rest[: max(len(data) - _SHORT, 0)] = _bytes(data[_SHORT:])
+            texts = [torch.cat(both) for both in zip(texts, self._gather(rest), strict=True)]
+        return [
+            (kind, text[:length].numpy().tobytes())
+            for (kind, length), text in zip(heads, texts, strict=True)
+        ]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in self._order]
+        dist.all_gather(found, tensor, group=self._group)
         return [found[place] for place in self._order]
+
+    def close(self) -> None:
+        """End the threads that talk to other ranks."""
+        self._worker.end()
+        self.alarm.close()
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)

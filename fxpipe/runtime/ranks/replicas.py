@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.runtime.ranks.alarm import Alarm
-from fxpipe.runtime.ranks.transport import RankError, host_group
+from fxpipe.runtime.ranks.errors import LostRank, RankError
+from fxpipe.runtime.ranks.transport import host_group
 from fxpipe.runtime.ranks.worker import Worker
 from fxpipe.runtime.streams import current, has_streams, on
 
@@ -123,14 +124,14 @@ class ReplicaGroup:
 
     @contextmanager
     def _or_lost(self) -> Iterator[None]:
-        """A context that raises :class:`RankError` if the network fails."""
+        """A context that raises :class:`LostRank` if the network fails."""
         try:
             yield
         except RankError:
             raise
         except RuntimeError as error:
             text = f"replica {self.number} has lost another replica: {error}"
-            raise RankError(text) from error
+            raise LostRank(text) from error
 
     def close(self) -> None:
         """End the thread that exchanges gradients with other replicas."""

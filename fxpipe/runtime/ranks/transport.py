@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -40,6 +41,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpipe.runtime.ranks.alarm import Alarm
+from fxpipe.runtime.ranks.errors import LostRank, RankError, failure, is_final, reason
 from fxpipe.runtime.ranks.packing import Description, packed, unpacked
 from fxpipe.runtime.ranks.watch import Watch
 from fxpipe.runtime.ranks.worker import Worker
@@ -53,14 +56,21 @@ _FAILED, _ONCE = -1, -2  # in a header, in place of the number of a description
 _MANY = 4096  # descriptions that are remembered for an edge
 
 
-class RankError(RuntimeError):
-    """A run that failed on another rank, or that ranks do not agree about."""
+@dataclass(frozen=True)
+class Planned:
+    """A transfer in the plan of a run.
+
+    Args:
+        place: its place in the order of the step, which is the same on all ranks.
+        said: for messages, which value travels.
+    """
+
+    place: int
+    said: str
 
 
-def failure(name: str, error: BaseException) -> str:
-    """The text by which a rank of this name tells others of an error."""
-    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    return f"{name} failed: {type(error).__name__}: {error}{notes}"
+Plan = Mapping[Edge, Sequence[Planned]]
+"""The transfers of each edge of a rank in a run, in order."""
 
 
 class Arrival(Protocol):
@@ -125,14 +135,23 @@ class GroupTransport:
     Args:
         group: the ranks among which values travel.
         device: where values arrive on this rank.
-        timeout: how long a transfer waits for the other rank, before it raises :class:`RankError`.
+        timeout: how long a transfer waits for the other rank, before it raises :class:`LostRank`.
+        names: what messages call the ranks of the group.
         watch: where this rank notes for whom it waits.
+        alarm: tells the other ranks why a run has failed on this one, and this one why on others.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, watch: Watch
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta,
+        names: Sequence[str],
+        watch: Watch,
+        alarm: Alarm,
     ) -> None:
-        self.watch = watch
+        self.timeout, self.names = timeout, names
+        self.watch, self.alarm = watch, alarm
         self.device, self.rank = device, dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
         # The given group, if it can be: PyTorch names a new group of some of the processes by the
@@ -147,6 +166,8 @@ class GroupTransport:
         )
         self._payload = {True: up or self._control, False: down or self._control}
         self._edges: dict[Edge, _EdgeEnd] = {}
+        self._lost: dict[int, RuntimeError] = {}  # by the rank, how the network has failed
+        self._plan: Plan = {}
         self._is_rendezvous = False
         self._run = 0
         self._key = 0
@@ -155,7 +176,7 @@ class GroupTransport:
 
     def connect(self, edges: Iterable[Edge]) -> None:
         """Use each of these edges once. ``edges`` are given in one order on all ranks."""
-        self._begin(0)
+        self._begin(0, {})
         for edge in edges:
             if self.rank in edge and edge not in self._edges:
                 self._edge(edge)
@@ -165,11 +186,11 @@ class GroupTransport:
                     self.receive(edge, 0).wait()
         self.finish()
 
-    def run(self, program: Callable[[], Any], edges: Mapping[Edge, int], key: int) -> Any:
+    def run(self, program: Callable[[], Any], plan: Plan, key: int) -> Any:
         """Run a program that transmits and receives, and return what it returns.
 
         Args:
-            edges: the number of transfers of each edge in the program of this rank.
+            plan: the transfers in the program of this rank.
             key: a number that is the same on all ranks if their programs belong together.
 
         Raises what the program raises, on this rank. Raises :class:`RankError` if it has failed on
@@ -177,17 +198,19 @@ class GroupTransport:
         """
         self._run += 1
         self.watch.begin(self._run)
-        self._begin(hash((self._run, key)))
+        self._begin(hash((self._run, key)), plan)
         try:
             result = program()
             self.finish()
         except BaseException as error:
-            self._fail(error, edges)
+            text = failure(self.names[self.rank], error)
+            self.alarm.ring(text, is_final(error))
+            self._fail(text, plan, is_final(error))
             raise
         return result
 
-    def _begin(self, key: int) -> None:
-        self._key = key
+    def _begin(self, key: int, plan: Plan) -> None:
+        self._key, self._plan = key, plan
         self._is_rendezvous = os.environ.get("FXPIPE_RENDEZVOUS", "0") not in ("", "0")
         for edge in self._edges.values():
             edge.done = 0
@@ -198,21 +221,24 @@ class GroupTransport:
             if edge.ends[0] == self.rank:
                 edge.worker.rest()
 
-    def _fail(self, error: BaseException, edges: Mapping[Edge, int]) -> None:
+    def _fail(self, text: str, plan: Plan, is_final: bool) -> None:
         """End a failed run: receive what other ranks still send, and send them the failure in place
-        of the values that they wait for."""
-        text = str(error) if isinstance(error, RankError) else failure(f"rank {self.rank}", error)
-        for ends, count in edges.items():
+        of the values that they wait for.
+
+        ``is_final``: whether no other run follows, so that nothing has to be received.
+        """
+        for ends, transfers in plan.items():
             edge = self._edge(ends)
-            while ends[1] == self.rank and edge.done < count:
+            while not is_final and ends[1] == self.rank and edge.done < len(transfers):
                 self.receive(ends, edge.done)
-        for ends, count in edges.items():
+        for ends, transfers in plan.items():
             edge = self._edge(ends)
             with suppress(RankError):
-                while ends[0] == self.rank and edge.done < count:
+                while ends[0] == self.rank and edge.done < len(transfers):
                     self._send(edge, _FAILED, text.encode(), [])
-        for ends in edges:
-            self._edge(ends).worker.rest(is_quiet=True)
+        for ends in plan:
+            if not is_final:
+                self._edge(ends).worker.rest(is_quiet=True)
 
     # ------------------------------------------------------------------------------------ messages
 
@@ -226,54 +252,72 @@ class GroupTransport:
 
     def _send(self, edge: _EdgeEnd, number: int, text: bytes, parts: list[Tensor]) -> None:
         """Send a message on an edge. Once the network has failed there, nothing is sent."""
+        transfer = edge.done
         edge.done += 1
         peer = self.ranks[edge.ends[1]]
         header = torch.tensor([self._key, number, len(text)])
         sent = [header] + ([_bytes(text)] if text else [])
-        with self._or_lost(edge):
+        with self._or_lost(edge, transfer):
             works = [dist.isend(t, peer, self._control, tag=_CONTROL) for t in sent]
             for part in parts:
                 if part.numel():
                     part = part.cpu() if self._by_host else part
                     sent.append(part)
                     works.append(dist.isend(part, peer, self._group(edge), tag=_PAYLOAD))
-            edge.worker.do(partial(self._wait, edge, works, sent))
+            edge.worker.do(partial(self._wait, edge, transfer, works, sent))
             if self._is_rendezvous:
                 dist.recv(torch.empty(1), peer, self._control, tag=_MET)
 
-    def _wait(self, edge: _EdgeEnd, works: list[Any], sent: list[Tensor]) -> None:
+    def _wait(self, edge: _EdgeEnd, transfer: int, works: list[Any], sent: list[Tensor]) -> None:
         """Wait until a message is sent, and keep its tensors (``sent``) alive until then."""
-        with self._or_lost(edge):
+        with self._or_lost(edge, transfer):
             for work in works:
                 work.wait()
 
     @contextmanager
-    def _or_lost(self, edge: _EdgeEnd) -> Iterator[None]:
-        """A context that raises :class:`RankError`, with the other rank's number, if the network
-        fails on an edge or has failed there before."""
-        if edge.lost is None:
+    def _or_lost(self, edge: _EdgeEnd, transfer: int) -> Iterator[None]:
+        """A context that raises :class:`LostRank`, which says what has been waited for, if the
+        network fails or has failed before between this rank and the other one of an edge."""
+        other = next(rank for rank in edge.ends if rank != self.rank)
+        begun = time.monotonic()
+        if other not in self._lost:
             try:
                 yield
                 return
             except RankError:
                 raise
             except RuntimeError as error:
-                edge.lost = error
-        other = next(rank for rank in edge.ends if rank != self.rank)
-        hanging = self.watch.said(other)
-        said = f"rank {self.rank} has lost rank {other}: {edge.lost}"
-        raise RankError(f"{hanging}; {said}" if hanging else said) from edge.lost
+                self._lost[other] = error
+        planned = self._planned(edge.ends, transfer)
+        here, there = self.names[self.rank], self.names[other]
+        said = f"{here} has lost {there} at {planned.said} ({reason(self._lost[other])})"
+        is_hanging = time.monotonic() - begun > self.timeout.total_seconds() / 2
+        if is_hanging and (hanging := self.watch.said(other)):
+            said = f"{hanging}; {said}"
+        if cause := self.alarm.heard():
+            said = f"{cause}; {said}"
+        else:
+            said = self.alarm.report(planned.place, said, is_hanging)
+        raise LostRank(said) from self._lost[other]
+
+    def _planned(self, edge: Edge, number: int) -> Planned:
+        """A transfer of this run, as messages name it."""
+        planned = self._plan.get(edge, ())[number : number + 1]
+        value = f"{planned[0].said}, " if planned else ""
+        place = planned[0].place if planned else -1
+        return Planned(place, f"{value}transfer {number} of the edge {edge}")
 
     def receive(self, edge: Edge, number: int) -> _Receiving:
         """Let the edge's thread receive the next message. Returns at once."""
         there = self._edge(edge)
         there.check(number)
         there.done += 1
-        taken = there.worker.do(partial(self._take, there, self._key))
-        return _Receiving(taken, self.device, partial(self.watch.waiting, edge[0], number))
+        taken = there.worker.do(partial(self._take, there, number, self._key))
+        waiting = partial(self.watch.waiting, edge[0], self._planned(edge, number).said)
+        return _Receiving(taken, self.device, waiting)
 
-    def _take(self, edge: _EdgeEnd, key: int) -> Any:
-        with self._or_lost(edge):
+    def _take(self, edge: _EdgeEnd, number: int, key: int) -> Any:
+        with self._or_lost(edge, number):
             return self._taken(edge, key)
 
     def _taken(self, edge: _EdgeEnd, key: int) -> Any:
@@ -295,8 +339,9 @@ class GroupTransport:
             made(values, stream)
         if theirs != key:
             raise RankError(
-                f"rank {edge.ends[0]} is not at the same call as rank {self.rank}: every rank has "
-                "to make the same calls of the pipeline, with batches of the same shapes"
+                f"{self.names[edge.ends[0]]} is not at the same call as {self.names[self.rank]}: "
+                "every rank has to make the same calls of the pipeline, with batches of the same "
+                "shapes"
             )
         return values
 
@@ -333,7 +378,6 @@ class _EdgeEnd:
     def __init__(self, ends: Edge, device: torch.device) -> None:
         self.ends = ends
         self.done = 0  # how many transfers have begun in this run
-        self.lost: RuntimeError | None = None  # how the network has failed
         self.worker = Worker(f"fxpipe-edge-{ends[0]}-{ends[1]}")
         self.streams = (torch.Stream(device=device),) if has_streams(device) else ()
         self._numbers: dict[Description, int] = {}

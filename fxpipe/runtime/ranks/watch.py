@@ -5,15 +5,16 @@ it.
 
     rank 3  waits for ─> rank 2  waits for ─> rank 1  waits for nobody: it hangs
 
-A rank that has waited for a second notes for whom, in the store of the process group. Once it has
-waited for as long as the group allows, it follows the notes to the rank that has none.
+A rank that has waited for a second notes for which transfer of which rank, in the store of the
+process group. Once it has waited for as long as the group allows, it follows the notes to the rank
+that has none.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,12 +29,14 @@ class Watch:
     Args:
         name: a text that is the same on all its ranks, and another one for each pipeline.
         rank: the number of this rank.
+        names: what messages call the ranks.
     """
 
-    def __init__(self, name: str, rank: int) -> None:
+    def __init__(self, name: str, rank: int, names: Sequence[str]) -> None:
+        self._names = names
         self._name, self._rank, self._run = name, rank, 0
         self._store: Any = store_of_ranks()
-        self._wait: tuple[int, int, float] | None = None  # the other rank, the transfer, since when
+        self._wait: tuple[int, str, float] | None = None  # the other rank, the transfer, since when
         self._ended = threading.Event()
         thread = threading.Thread(target=self._note, name="fxpipe-watch", daemon=True)
         thread.start()
@@ -43,10 +46,9 @@ class Watch:
         self._run, self._wait = run, None
 
     @contextmanager
-    def waiting(self, other: int, number: int) -> Iterator[None]:
-        """A context in which this rank waits for a transfer of another rank, the ``number``-th of
-        this run."""
-        self._wait = other, number, time.monotonic()
+    def waiting(self, other: int, transfer: str) -> Iterator[None]:
+        """A context in which this rank waits for a transfer of another rank."""
+        self._wait = other, transfer, time.monotonic()
         try:
             yield
         finally:
@@ -67,19 +69,20 @@ class Watch:
         waits = []
         seen = {self._rank}
         while rank not in seen and (wait := self._noted(rank)) is not None:
-            waits.append(f"rank {rank} waits for transfer {wait[1]} of rank {wait[0]}")
+            waits.append(f"{self._names[rank]} waits for {wait[1]}")
             seen.add(rank)
             rank = wait[0]
         if rank in seen:
             return ""
-        return "; ".join([f"rank {rank} hangs or has ended, as it waits for no other rank", *waits])
+        hanging = f"{self._names[rank]} hangs or has ended, as it waits for no other rank"
+        return "; ".join([hanging, *waits])
 
-    def _noted(self, rank: int) -> tuple[int, int] | None:
+    def _noted(self, rank: int) -> tuple[int, str] | None:
         """For whom a rank has noted in this run that it waits, and for which transfer."""
         with suppress(RuntimeError):  # the store may have ended with its process
             if self._store.check([self._key(rank)]):
-                run, other, number = map(int, self._store.get(self._key(rank)).split())
-                return (other, number) if run == self._run else None
+                run, other, transfer = self._store.get(self._key(rank)).decode().split(" ", 2)
+                return (int(other), transfer) if int(run) == self._run else None
         return None
 
     def _key(self, rank: int) -> str:

@@ -1,7 +1,10 @@
 """A training script for torchrun, which saves a checkpoint after each step and goes on from the
-last one. In its first attempt the process of stage 1 is killed in the middle of a step.
+last one. In its first attempt the rank of stage 1 has a fault in the middle of the last step.
 
-    torchrun --nproc-per-node 3 --max-restarts 1 -m tests.fxpipe.ranks.restarted FOLDER
+    torchrun --nproc-per-node 3 --max-restarts 1 -m tests.fxpipe.ranks.restarted FOLDER KIND WHERE N
+
+KIND is what happens (see ``Fault``), WHERE is "forward", "backward" or "transfer", and N the number
+of the micro-batch.
 """
 
 from __future__ import annotations
@@ -9,6 +12,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +29,29 @@ import fxpipe
 from tests.fxpipe.ranks.checkpoints import FLAT
 from tests.zoo import Chain, mean_loss
 
-STEPS, CHUNKS, KILLED_IN = 3, 3, 2
+STEPS, CHUNKS, FAULTY_STEP, FAULTY_RANK = 3, 3, 2, 1
+TIMEOUT = timedelta(seconds=float(os.environ.get("FXPIPE_FAULTS_TIMEOUT", "10")))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens on a rank. ``kind``: it raises an error, exits, is killed (SIGKILL), is stopped
+    (SIGSTOP), or hangs."""
+
+    kind: str
+    where: str
+    microbatch: int
+
+    def happen(self, folder: Path) -> None:
+        """Let it happen, and note when."""
+        (folder / "fault").write_text(str(time.time()))
+        if self.kind == "raise":
+            raise ValueError("it is broken")
+        if self.kind == "exit":
+            os._exit(3)
+        if self.kind == "hang":
+            time.sleep(600)
+        os.kill(os.getpid(), {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}[self.kind])
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -32,26 +60,53 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(6, 3), torch.randn(6)) for _ in range(STEPS)]
 
 
-def model() -> Chain:
+def model(stages: int) -> Chain:
     """The model, with the same parameters in every process and attempt."""
     torch.manual_seed(5)
-    return Chain(3)
+    return Chain(stages)
 
 
-def train(folder: Path) -> None:
+class _Faulty:
+    """Counts what happens in a step, and lets the fault happen at its place."""
+
+    def __init__(self, fault: Fault, folder: Path) -> None:
+        self.fault, self.folder = fault, folder
+        self.is_due, self.count = False, 0
+
+    def begin(self, is_due: bool) -> None:
+        self.is_due, self.count = is_due, 0
+
+    def place(self, *_: Any) -> None:
+        self.count += 1
+        if self.is_due and self.count == self.fault.microbatch + 1:
+            self.fault.happen(self.folder)
+
+    def put(self, net: Chain, pipe: fxpipe.Pipeline) -> None:
+        """Put the fault into the layer of stage 1, or into this rank's transport."""
+        if self.fault.where == "forward":
+            net.b.register_forward_hook(self.place)
+        elif self.fault.where == "backward":
+            net.b.register_full_backward_hook(self.place)
+        else:
+            transport: Any = pipe._runner.compiler.transport  # type: ignore[attr-defined]
+            transmit = transport.transmit
+
+            def faulty(values: Any, edge: tuple[int, int], number: int) -> None:
+                if edge == (FAULTY_RANK, FAULTY_RANK + 1):
+                    self.place()
+                transmit(values, edge, number)
+
+            transport.transmit = faulty
+
+
+def train(folder: Path, fault: Fault, attempt: int) -> None:
     """Train from the last checkpoint in the folder, and write each loss there."""
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    net, calls, now = model(), [0], [0]
-
-    def kill(*_: Any) -> None:
-        calls[0] += 1
-        if attempt == 0 and now[0] == KILLED_IN and calls[0] == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    net.b.register_forward_hook(kill)
-    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("pp",))
-    how = {"chunks": CHUNKS, "schedule": "1f1b", "partition": ["b", "c"], "loss_fn": mean_loss}
-    pipe = fxpipe.compile(net, mesh, example_inputs=batches()[0][:1], **how)
+    stages = dist.get_world_size()
+    net, faulty = model(stages), _Faulty(fault, folder)
+    mesh = init_device_mesh("cpu", (stages,), mesh_dim_names=("pp",))
+    how = {"chunks": CHUNKS, "schedule": "1f1b", "partition": list("bcd"[: stages - 1])}
+    pipe = fxpipe.compile(net, mesh, example_inputs=batches()[0][:1], loss_fn=mean_loss, **how)
+    faulty.put(net, pipe)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
     saved = sorted(folder.glob("step_*/.metadata"))  # it is written when the checkpoint is whole
     if saved:
@@ -60,22 +115,22 @@ def train(folder: Path) -> None:
         set_state_dict(
             pipe, optimizer, model_state_dict=state, optim_state_dict=moments, options=FLAT
         )
-    for now[0], (x, y) in list(enumerate(batches()))[len(saved) :]:
-        calls[0] = 0
+    for now, (x, y) in list(enumerate(batches()))[len(saved) :]:
+        is_due = attempt == 0 and now == FAULTY_STEP and dist.get_rank() == FAULTY_RANK
+        faulty.begin(is_due)
         loss = pipe.step(x, target=y, optimizer=optimizer, zero_grad=True)
         state, moments = get_state_dict(pipe, optimizer, options=FLAT)
-        dcp.save({"model": state, "optimizer": moments}, checkpoint_id=folder / f"step_{now[0]}")
+        dcp.save({"model": state, "optimizer": moments}, checkpoint_id=folder / f"step_{now}")
         if dist.get_rank() == 0:
-            (folder / f"loss_{now[0]}").write_text(f"{attempt} {loss.item().hex()}")
+            (folder / f"loss_{now}").write_text(f"{attempt} {loss.item().hex()}")
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, fault: Fault, attempt: int) -> None:
     """Train, and write to the folder how this rank has failed, if it has."""
-    dist.init_process_group("gloo")
-    rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    rank = dist.get_rank()
     try:
-        train(folder)
-    except Exception as error:
+        train(folder, fault, attempt)
+    except BaseException as error:
         notes = "\n".join(getattr(error, "__notes__", ()))
         (folder / f"error_{attempt}_{rank}").write_text(f"{type(error).__name__}: {error}\n{notes}")
         raise
@@ -83,4 +138,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    given = Fault(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), given, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))

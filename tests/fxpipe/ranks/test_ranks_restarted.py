@@ -1,32 +1,71 @@
-"""A rank that is killed ends the others, and torchrun starts all again from the last checkpoint."""
+"""A rank that ends or hangs ends the others, and torchrun starts all again from the last
+checkpoint."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
-from tests.fxpipe.ranks.restarted import CHUNKS, KILLED_IN, STEPS, batches, model
+from tests.fxpipe.ranks.faults import ended
+from tests.fxpipe.ranks.restarted import (
+    CHUNKS,
+    FAULTY_STEP,
+    STEPS,
+    TIMEOUT,
+    Fault,
+    batches,
+    model,
+)
 from tests.zoo import mean_loss
 
 pytestmark = pytest.mark.one_thread  # as each rank has
 
 
-def test_training_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path):
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "3", "--standalone"]
-    command += ["--max-restarts", "1", "-m", "tests.fxpipe.ranks.restarted", str(tmp_path)]
+@pytest.mark.parametrize(
+    "kind, where, microbatch",
+    [
+        ("raise", "transfer", 1),
+        ("exit", "backward", 2),
+        ("SIGKILL", "forward", 0),
+        ("SIGSTOP", "forward", 1),
+    ],
+)
+def test_a_fault_of_a_rank_ends_all_others_soon_with_an_error_that_names_it(
+    kind, where, microbatch
+):
+    """python -m tests.fxpipe.ranks.faults prints all kinds, places and micro-batches."""
+    found = ended(Fault(kind, where, microbatch))
+    assert found.blamed == [1, 1, 1], found.said
+    assert found.seconds < (2 if kind == "SIGSTOP" else 1) * TIMEOUT.total_seconds()
+    assert any(f"stage 1, micro-batch {microbatch}" in text for text in found.said.values())
+    assert kind == "raise" or any("of the edge (1, " in text for text in found.said.values())
+
+
+def torchrun(*args: str) -> subprocess.Popen[str]:
+    """Start the training script on three ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    command += ["--standalone", "--max-restarts", "1", "-m", "tests.fxpipe.ranks.restarted", *args]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     # Otherwise torchrun keeps its store, in which gloo finds the addresses of ended processes.
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    done = subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=300
+    env["FXPIPE_FAULTS_TIMEOUT"] = "60"
+    return subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert done.returncode == 0, done.stderr
 
-    net = model()
+
+def test_training_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path):
+    process = torchrun(str(tmp_path), "SIGKILL", "forward", "1")
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+
+    net = model(3)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     for number, (x, y) in enumerate(batches()):
         optimizer.zero_grad()
@@ -36,11 +75,22 @@ def test_training_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path
             loss.backward(torch.full_like(loss, 1 / CHUNKS))
             total = total + loss.detach() * (1 / CHUNKS)
         optimizer.step()
-        attempt = int(number >= KILLED_IN)
+        attempt = int(number >= FAULTY_STEP)
         assert (tmp_path / f"loss_{number}").read_text() == f"{attempt} {total.item().hex()}"
     assert number == STEPS - 1
 
-    said = {rank: (tmp_path / f"error_0_{rank}").read_text() for rank in (0, 2)}
-    for text in said.values():
-        assert text.startswith("RankError: ") and "lost rank 1" in text
-    assert "stage 2, micro-batch" in said[2]
+
+def test_ctrl_c_ends_all_ranks_of_a_step_that_hangs(tmp_path):
+    """Rank 1 hangs in the last step, and two ranks wait for it, when the user interrupts."""
+    process = torchrun(str(tmp_path), "hang", "forward", "1")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "fault").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - started < 29  # torchrun kills what has not ended after 30 s
+    for rank in range(3):
+        assert "KeyboardInterrupt" in (tmp_path / f"error_0_{rank}").read_text()
