@@ -13,6 +13,7 @@ from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.inspect.dump import dump_of
+from fxpipe.ir._torch import sharded_modules
 from fxpipe.pipeline import Pipeline
 from fxpipe.ranks import RankPipeline
 from fxpipe.runtime.compiled.stage import Given, StageBackend
@@ -163,6 +164,12 @@ def compile(
         )
     has_example = example_inputs is not None or example_kwargs is not None
     ranks = Ranks.of(devices)
+    if ranks is None and sharded_modules(model):
+        raise ValueError(
+            f"{type(model).__name__} has modules that fully_shard has spread over ranks: compile "
+            'it for the ranks of a mesh of two dimensions, such as ("dp", "pp"), and not for a '
+            "list of devices"
+        )
     options = Options.of(
         devices if ranks is None else ranks.devices,  # type: ignore[arg-type]
         schedule,

@@ -28,6 +28,7 @@ from fxpipe.runtime.checkpointing.checkpoint import Handle
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.portal import Portal
 from fxpipe.runtime.ranks.replicas import Gradients
+from fxpipe.runtime.ranks.shards import Shards
 from fxpipe.runtime.ranks.transport import Arrival, Transport
 from fxpipe.runtime.step import Tape
 from fxpipe.runtime.streams import CALLER
@@ -587,6 +588,61 @@ def reduced(gradients: Gradients | None) -> None:
 
 
 @_op
+def unshard(shards: Shards | None, stage: int) -> None:
+    """Begin to gather those parameters of a stage of which each replica has a shard, without
+    waiting.
+
+    ::
+
+        shards of replica 0 ---+--- unshard --- unsharded --- forward
+        shards of replica 1 ---'
+    """
+    if shards is not None:
+        shards.unshard(stage)
+
+
+@_op
+def unsharded(shards: Shards | None, stage: int) -> None:
+    """Wait until the parameters of a stage are there, which :func:`unshard` has begun to gather."""
+    if shards is not None:
+        shards.wait(stage)
+
+
+@_op
+def reduce_scatter(shards: Shards | None, stage: int) -> None:
+    """Begin to sum the gradients of a stage's gathered parameters over all replicas, without
+    waiting. Each replica gets the sums for its own shards.
+
+    ::
+
+        replica 0, stage 0 --- gradients ---+--- reduce_scatter --- gradients of its shards
+        replica 1, stage 0 --- gradients ---+--- reduce_scatter --- gradients of its shards
+    """
+    if shards is not None:
+        shards.reduce(stage)
+
+
+@_op
+def reshard(shards: Shards | None, stage: int) -> None:
+    """Free a stage's gathered parameters, and keep the shards, without waiting. This is done once
+    all that has begun for the stage is done."""
+    if shards is not None:
+        shards.reshard(stage)
+
+
+@_op
+def resharded(shards: Shards | None, stage: int) -> None:
+    """Wait until a stage has shards only, which have their gradients.
+
+    ::
+
+        reduce_scatter (stage 0) --- reshard (stage 0) --- resharded (stage 0) --- optimize
+    """
+    if shards is not None:
+        shards.wait(stage)
+
+
+@_op
 def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The loss of the mini-batch: the sum of its micro-batches' losses, each times its weight."""
     return _step.average(losses, weights)
@@ -688,6 +744,11 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     total,
     reduce,
     reduced,
+    unshard,
+    unsharded,
+    reduce_scatter,
+    reshard,
+    resharded,
     average,
     defer,
     transmit,

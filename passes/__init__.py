@@ -15,6 +15,7 @@ from passes.to_pipeline.streams import Streams
 from passes.to_pipeline.verify import Verify, VerifyError
 from passes.to_rank.project import Project
 from passes.to_rank.reduce import Reduce
+from passes.to_rank.unshard import Unshard
 from passes.to_rank.verify import TransferError
 from passes.to_stages.alias import Alias
 from passes.to_stages.batch_norm import DeferredBatchNorm
@@ -59,6 +60,7 @@ __all__ = [
     "Streams",
     "Tied",
     "TransferError",
+    "Unshard",
     "Verify",
     "VerifyError",
     "WrittenInputs",

@@ -13,6 +13,7 @@ stands in graphs under this name.
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -502,6 +503,72 @@ def store_of_ranks() -> Any:
     """The store of the default process group, by which ranks can tell each other something while
     they wait for a collective. A store of our own would need a port of its own."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+# ------------------------------------------------------------------------------------- fully_shard
+
+
+def sharded_modules(model: torch.nn.Module) -> list[Any]:
+    """The modules of a model that have been given to ``torch.distributed.fsdp.fully_shard``, each
+    ahead of those within it. They have ``unshard()`` and ``reshard()``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody can have called it before its import
+    if fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def plain_class(kind: type) -> type:
+    """The class that a module had before it was given to ``fully_shard``, which makes a subclass of
+    ``FSDPModule`` and of that class. Other classes are returned as they are."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not issubclass(kind, fsdp.FSDPModule):
+        return kind
+    return kind.__mro__[2]
+
+
+SHARDED_STATE = "__composable_api_state_key"
+"""The beginning of the names of those attributes of a module in which ``fully_shard`` keeps what it
+knows of it: process groups and buffers, which a copy of the module must not have."""
+
+
+def _shard_groups(module: Any) -> list[Any]:
+    """The groups of parameters of a module that ``fully_shard`` gathers and reduces in one
+    collective each; a module has one, in releases of PyTorch after 2.11 sometimes several."""
+    state = module._get_fsdp_state()
+    many = getattr(state, "_fsdp_param_groups", None)
+    if many is None:
+        many = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(many)
+
+
+def shard_policies(module: Any) -> list[tuple[Any, Any]]:
+    """The policies for mixed precision and for offloading of a module's parameters in shards."""
+    return [(group.mp_policy, group.offload_policy) for group in _shard_groups(module)]
+
+
+def take_over_shards(module: Any) -> None:
+    """Let the module's own forward no longer gather its parameters, nor its backward reduce their
+    gradients: the caller does it from now on. Gradients become sums over the ranks, not means.
+
+    Modules have to be given in the order of :func:`sharded_modules`.
+    """
+    state = module._get_fsdp_state()
+    state._lazy_init()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    for group in _shard_groups(module):
+        group.reshard_after_backward = False
+
+
+def reduce_shards(module: Any) -> None:
+    """Add the gradients of a module's gathered parameters, summed over the ranks, to those of its
+    shards. ``fully_shard`` does this in its hooks, and the runtime of torch.distributed.pipelining
+    as it is done here."""
+    for group in _shard_groups(module):
+        group.post_backward()
+        group.finalize_backward()
 
 
 # ------------------------------------------------------------------------------------------ Dynamo

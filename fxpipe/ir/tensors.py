@@ -45,3 +45,14 @@ def memory_bytes(tensor: torch.Tensor) -> int:
     if tensor.layout == torch.strided:
         return tensor.untyped_storage().nbytes()
     return stored_values(tensor) * tensor.element_size()
+
+
+def is_in_parts(tensor: Any) -> bool:
+    """Whether a tensor is a ``DTensor``, of which each rank has a part."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Any) -> Any:
+    """All of a tensor that is in parts: its ranks have to call this together. Any other tensor is
+    returned as it is."""
+    return tensor.full_tensor() if is_in_parts(tensor) else tensor

@@ -16,7 +16,8 @@ gradient scaler, which has to see all gradients of an optimizer before it lets t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim.optimizer import Optimizer
 
-from fxpipe.ir._torch import mark_stepped, step_hooks
+from fxpipe.ir._torch import infs_found, mark_stepped, step_hooks
+from fxpipe.ir.tensors import is_in_parts
 
 
 class Stepping:
@@ -74,7 +76,7 @@ class Stepping:
         """
         self._check()
         for optimizer in self.optimizers:
-            scaler.unscale_(optimizer)
+            _unscale(scaler, optimizer)
 
     def finish(self, scaler: GradScaler | None = None) -> None:
         """Step all parameters that have not been stepped, one optimizer after the other.
@@ -119,6 +121,39 @@ class _Foreign:
                 "nothing: make it from pipe.parameters(); gradients have been computed, and no "
                 "optimizer has stepped"
             )
+
+
+def _unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """``scaler.unscale_(optimizer)``. Gradients in shards, which are of another class, are unscaled
+    by themselves: PyTorch's kernel for a list of gradients does not take both kinds in one list."""
+    held = [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
+    sharded = [parameter for parameter in held if is_in_parts(parameter)]
+    others = [parameter for parameter in held if not is_in_parts(parameter)]
+    if not sharded or not others:
+        scaler.unscale_(optimizer)
+        return
+    second = GradScaler(next(iter(others)).device.type, init_scale=scaler.get_scale())
+    second.scale(torch.ones((), device=others[0].device))  # makes its scale a tensor
+    with _without_gradients(sharded):
+        second.unscale_(optimizer)
+    with _without_gradients(others):
+        scaler.unscale_(optimizer)
+    noted = infs_found(scaler, optimizer)
+    for device, found in infs_found(second, optimizer).items():
+        noted[device] = torch.maximum(noted[device], found) if device in noted else found
+
+
+@contextmanager
+def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which these parameters have no gradients."""
+    grads = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in grads:
+            parameter.grad = grad
 
 
 def _version(grad: Tensor | None) -> int | None:

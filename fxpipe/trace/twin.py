@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.ir._torch import memory_number
+from fxpipe.ir._torch import SHARDED_STATE, memory_number, plain_class
 from fxpipe.ir.hooks import RECORDING
 from fxpipe.runtime.state import STATEFUL
 from fxpipe.trace.premises import Reads, state_of
@@ -234,7 +234,8 @@ class _CopiedObjects:
         """Give an object the attributes of another one, or the copies of these."""
         attributes = getattr(old, "__dict__", {})
         if attributes:
-            vars(new).update({key: self.of(value) for key, value in attributes.items()})
+            own = {k: v for k, v in attributes.items() if not str(k).startswith(SHARDED_STATE)}
+            vars(new).update({key: self.of(value) for key, value in own.items()})
         for key in _slots(old):
             object.__setattr__(new, key, self.of(getattr(old, key)))
 
@@ -343,7 +344,7 @@ def _can_be_copied(value: Any) -> bool:
 def _bare(value: Any) -> Any:
     """An object of the same class, without attributes."""
     # Not by ``__new__`` of the class: that of fx.GraphModule makes another class.
-    return object.__new__(type(value))
+    return object.__new__(plain_class(type(value)))
 
 
 # ------------------------------------------------------------------------------------------ tensors

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from fxpipe import ops
 from fxpipe.compiler.absent import Absent
 from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.compiled import Mode
@@ -19,6 +21,8 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.lowering import Agreed, RankLowering
 from fxpipe.compiler.ranks.tensors import owners, tensors_of_module
 from fxpipe.compiler.ranks.world import Ranks
+from fxpipe.ir._torch import sharded_modules
+from fxpipe.ir.graph import attribute
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.asked import Meaning
 from fxpipe.meaning.errors import BatchError, BatchWarning
@@ -26,6 +30,7 @@ from fxpipe.meaning.weights import dim_of
 from fxpipe.runtime.microbatch import Dim
 from fxpipe.runtime.ranks.agreement import Agreement
 from fxpipe.runtime.ranks.replicas import ReplicaGroup
+from fxpipe.runtime.ranks.shards import ShardError, Shards
 from fxpipe.runtime.ranks.transport import GroupTransport
 from fxpipe.runtime.ranks.watch import Watch
 from passes import PartitionError
@@ -47,12 +52,16 @@ class RankCompiler(Compiler):
         self.replicas: ReplicaGroup | None = None
         if ranks.replicas is not None:
             self.replicas = ReplicaGroup(ranks.replicas, ranks.device, ranks.timeout, self.alarm)
+        with self.agreement.together():
+            self.shards = _shards(model, self.replicas)
         names = ranks.names[ranks.this_replica]
         watch = Watch(f"{self.alarm.name}/{ranks.this_replica.start}", ranks.rank, names)
         self.transport = GroupTransport(
             ranks.group, ranks.device, ranks.timeout, names, watch, self.alarm
         )
-        self.lowering = RankLowering(model, options, ranks, self.agreement, self.transport)
+        self.lowering = RankLowering(
+            model, options, ranks, self.agreement, self.transport, self.shards
+        )
         self.owners: dict[str, list[int]] = {}
         """The ranks that have each tensor of the model which a compiled graph uses, by its name, as
         :func:`owners` gives them."""
@@ -121,13 +130,19 @@ class RankCompiler(Compiler):
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
         args, kwargs = self.absent.filled((args, kwargs), self.ranks.this_replica)
-        return super()._new(args, kwargs)
+        with self._whole():
+            return super()._new(args, kwargs)
+
+    def _whole(self) -> AbstractContextManager[None]:
+        """A context in which no parameter is in shards, so that the model can be run and traced."""
+        return nullcontext() if self.shards is None else self.shards.gathered()
 
     def _loss_dim(self, mode: Mode, readings: Sequence[Target], chunks: int) -> tuple[int, Dim]:
         readings = self.absent.filled_targets(readings, self.ranks.this_replica)
         options = self.options
         if not self.is_on_meta() or chunks == 1:
-            return super()._loss_dim(mode, readings, chunks)
+            with self._whole():
+                return super()._loss_dim(mode, readings, chunks)
         is_said = options.loss_weight is not None
         if not is_said and (options.loss_fn is not None or options.out_dims is None):
             raise BatchError(
@@ -151,6 +166,10 @@ class RankCompiler(Compiler):
                     "earlier one, which has its value: compile with a partition= that suits both"
                 )
             self.owners[name] = list(dict.fromkeys(known + ranks))
+        if self.shards is not None:
+            brings = mode.stage_graph.graph.find_nodes(op="call_function", target=ops.bring)
+            brought = [attribute(mode.stage_graph, str(node.args[0].target)) for node in brings]
+            self.shards.assign(stages_of(mode.stage_graph), brought)
         self.homes = {name: home for name, home in self.homes.items() if self.is_own(name)}
         self._spread()
         return mode
@@ -160,10 +179,30 @@ class RankCompiler(Compiler):
         one process. This is done once for each tensor."""
         if self.replicas is None:
             return
+        sharded = set() if self.shards is None else self.shards.ids
         tensors = {
             name: tensor
             for name, tensor in tensors_of_module(self.model)
-            if name in self.owners and self.is_own(name) and not tensor.is_meta
+            if name in self.owners
+            and self.is_own(name)
+            and not tensor.is_meta
+            and id(tensor) not in sharded
         }
         self.replicas.spread(tensors[name] for name in sorted(tensors.keys() - self._spread_names))
         self._spread_names |= tensors.keys()
+
+
+def _shards(model: nn.Module, replicas: ReplicaGroup | None) -> Shards | None:
+    """The parameters of a model that ``fully_shard`` has cut; None if there are none.
+
+    Raises :class:`ShardError` if there are no replicas on which the shards could be.
+    """
+    if not sharded_modules(model):
+        return None
+    if replicas is None:
+        raise ShardError(
+            "the model has been given to fully_shard, and there are no replicas whose shards could "
+            'be gathered: compile for a mesh of two dimensions, such as ("dp", "pp"), and shard '
+            'along mesh["dp"]'
+        )
+    return Shards(model, replicas)

@@ -25,10 +25,13 @@ from fxpipe.ir.printing import format_graph
 from fxpipe.runtime.program import Program, lower
 from fxpipe.runtime.ranks.agreement import Agreement
 from fxpipe.runtime.ranks.errors import RankError
+from fxpipe.runtime.ranks.shards import Shards
 from fxpipe.runtime.ranks.transport import Edge, GroupTransport, Plan, Planned
-from passes import PartitionError, Project, Reduce
+from passes import PartitionError, Project, Reduce, Unshard
 from passes.chain import Level, ToPipeline
 from passes.to_rank.project import edge_of, transfers_of
+from passes.to_rank.reduce import GRADIENTS
+from passes.to_rank.unshard import SHARDS
 
 
 @dataclass
@@ -52,6 +55,8 @@ class RankUnrolled(Unrolled):
     """The ranks that need the values of each input, by the input's name, in the graph's order."""
     is_reduced: bool = False
     """Whether losses and gradients are summed over replicas."""
+    is_sharded: bool = False
+    """Whether parameters are gathered that replicas have in shards."""
     programs: dict[bool, RankProgram] = field(default_factory=dict)
     """``programs[True]`` gives the output to every rank, ``programs[False]`` to the last only."""
 
@@ -100,7 +105,7 @@ class RankLowering(Lowering):
     """Lowers a graph of all stages to the programs of one rank, once all ranks have the same one.
 
     Args:
-        ranks, agreement, transport: those of the compiler.
+        ranks, agreement, transport, shards: those of the compiler.
     """
 
     def __init__(
@@ -110,9 +115,11 @@ class RankLowering(Lowering):
         ranks: Ranks,
         agreement: Agreement,
         transport: GroupTransport,
+        shards: Shards | None,
     ) -> None:
         super().__init__(model, options)
         self.ranks, self.agreement, self.transport = ranks, agreement, transport
+        self.shards = shards
 
     def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
         """The graph that a call without gradients runs: micro-batches and their stages only. It
@@ -139,10 +146,18 @@ class RankLowering(Lowering):
         if self.ranks.replicas is not None:
             gm = history(Reduce(), gm)
         is_reduced = len(gm.graph.find_nodes(op="placeholder")) > count
+        is_sharded = self.shards is not None and bool(self.shards.stages)
+        if self.shards is not None:
+            gm = history(Unshard(self.shards.stages), gm)
         whole = super().programs(mode, gm, chunks, history)
         self._compare(mode, gm)
         unrolled = RankUnrolled(
-            whole.graph_module, whole.inline, None, history, is_reduced=is_reduced
+            whole.graph_module,
+            whole.inline,
+            None,
+            history,
+            is_reduced=is_reduced,
+            is_sharded=is_sharded,
         )
         unrolled.digest = _digest(format_graph(gm))
         for everywhere in (True, False):
@@ -157,6 +172,8 @@ class RankLowering(Lowering):
                 every = {edge_of(node)[0] for part in parts for node in transfers_of(part)}
                 unrolled.every_edge = sorted(every)
                 unrolled.needs = _needs(gm, parts)
+        if self.shards is not None:
+            self.shards.watch(mode.bindings)
         self.transport.connect(unrolled.every_edge)
         return unrolled
 
@@ -227,6 +244,7 @@ def _needs(gm: fx.GraphModule, parts: Sequence[fx.GraphModule]) -> dict[str, lis
     return {
         node.name: [rank for rank, part in enumerate(parts) if has_values(part, node.name)]
         for node in gm.graph.find_nodes(op="placeholder")
+        if node.name not in (GRADIENTS, SHARDS)
     }
 
 

@@ -15,6 +15,7 @@ from fxpipe.compiler.ranks.compiler import RankCompiler
 from fxpipe.compiler.ranks.lowering import RankProgram, RankUnrolled
 from fxpipe.compiler.runner import Runner
 from fxpipe.ir._torch import infs_found
+from fxpipe.ir.tensors import is_in_parts, whole
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source, load, materialize
 from fxpipe.runtime.clock import Record
@@ -91,10 +92,23 @@ class RankRunner(Runner):
         absent = compiler.absent
         values = [value.to("meta") if absent.is_ghost(value) else value for value in values]
         given = [compiler.transport, *values]
-        if unrolled.is_reduced and compiler.replicas is not None:
-            given.append(Gradients(compiler.replicas, compiler.own_parameters().values()))
+        if unrolled.is_reduced:
+            given.append(self._gradients())
+        if unrolled.is_sharded:
+            given.append(compiler.shards)
         program = partial(run_inline, mine.program, given)
         return self._together(lambda: compiler.transport.run(program, mine.plan, key=0))
+
+    def _gradients(self) -> Gradients:
+        compiler = self.compiler
+        assert compiler.replicas is not None
+        own = compiler.own_parameters().values()
+        if compiler.shards is None:
+            return Gradients(compiler.replicas, own)
+        shards, ids = compiler.shards, compiler.shards.ids
+        return Gradients(
+            compiler.replicas, (p for p in own if id(p) not in ids), lambda: shards.ids
+        )
 
     def _together(self, run: Callable[[], Any]) -> Any:
         """Run a program, and return when all ranks have run theirs, so that no rank goes on with a
@@ -154,7 +168,7 @@ class RankRunner(Runner):
         compiler, ranks = self.compiler, self.compiler.ranks
         own = compiler.own_parameters()
         norms = {
-            name: torch.linalg.vector_norm(parameter.grad, norm_type).cpu()
+            name: whole(torch.linalg.vector_norm(parameter.grad, norm_type)).cpu()
             for name, parameter in own.items()
             if parameter.grad is not None
         }
@@ -172,7 +186,9 @@ class RankRunner(Runner):
                 f"the norm of the gradients of all ranks is {total.item()}: they are not clipped; "
                 "give error_if_nonfinite=False to scale them by it nevertheless"
             )
-        nn.utils.clip_grads_with_norm_(own.values(), max_norm, total.to(ranks.device))
+        for is_sharded in (True, False):  # a kernel for a list of gradients does not take both
+            kind = [p for p in own.values() if is_in_parts(p.grad) == is_sharded]
+            nn.utils.clip_grads_with_norm_(kind, max_norm, total.to(ranks.device))
         return total.to(ranks.device)
 
     def unscale(self, stepping: Stepping, scaler: GradScaler) -> None:

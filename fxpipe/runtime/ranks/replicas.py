@@ -17,7 +17,7 @@ a stage when the stage's backwards are done. A thread does the rest, while the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,9 +50,10 @@ class ReplicaGroup:
     ) -> None:
         self.alarm = alarm
         self.number, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
         self.device = device
         self._group, self._host = group, host_group(group, timeout)
-        self._first = dist.get_process_group_ranks(group)[0]
+        self._first = self.ranks[0]
         self._worker = Worker("fxpipe-replicas")
         self._streams = (torch.Stream(device=device),) if has_streams(device) else ()
 
@@ -96,23 +97,41 @@ class ReplicaGroup:
         begun = [stream.record_event() for stream in current([self.device])]
         return self._worker.do(lambda: self._summed(parameters, begun))
 
+    def do(self, job: Callable[[], None]) -> Future[None]:
+        """Let the thread that talks to other replicas run a job, after all that it has to do, on
+        the stream of the calling thread."""
+        streams = current([self.device])
+
+        def run() -> None:
+            with torch.no_grad(), self._or_lost(), on(*streams):
+                job()
+
+        return self._worker.do(run)
+
+    def have_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Give zeros as gradient to the parameters that have one in another replica only. Returns
+        those that have one now, which are the same in all replicas."""
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
+        if len(has):
+            dist.all_reduce(has, dist.ReduceOp.MAX, group=self._host)
+        found = [p for p, anywhere in zip(parameters, has.tolist(), strict=True) if anywhere]
+        for parameter in found:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return found
+
     def _summed(
         self, parameters: Sequence[Tensor], begun: Sequence[torch.Event]
     ) -> list[torch.Event]:
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
         with torch.no_grad(), self._or_lost():
-            if len(has):
-                dist.all_reduce(has, dist.ReduceOp.MAX, group=self._host)
             for stream in self._streams:
                 for event in begun:
                     stream.wait_event(event)
             with on(*self._streams):
                 kinds: dict[torch.dtype, list[Tensor]] = {}
-                for parameter, anywhere in zip(parameters, has.tolist(), strict=True):
-                    if anywhere and parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    if anywhere and parameter.grad is not None:
-                        kinds.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+                for parameter in self.have_gradients(parameters):
+                    assert parameter.grad is not None
+                    kinds.setdefault(parameter.grad.dtype, []).append(parameter.grad)
                 for grads in kinds.values():
                     flat = torch.cat([grad.reshape(-1) for grad in grads])
                     dist.all_reduce(flat, group=self._group)
@@ -145,11 +164,18 @@ class Gradients:
     and added to the sum.
 
     Args:
-        parameters: all parameters of this rank.
+        parameters: all parameters of this rank, but those that are in shards, see
+            :mod:`fxpipe.runtime.ranks.shards`.
+        are_sharded: gives the ids of those that are.
     """
 
-    def __init__(self, replicas: ReplicaGroup, parameters: Iterable[Tensor]) -> None:
-        self.replicas = replicas
+    def __init__(
+        self,
+        replicas: ReplicaGroup,
+        parameters: Iterable[Tensor],
+        are_sharded: Callable[[], Container[int]] = tuple,
+    ) -> None:
+        self.replicas, self._are_sharded = replicas, are_sharded
         self._before = {p: p.grad for p in parameters if p.grad is not None}
         for parameter in self._before:
             parameter.grad = None
@@ -157,7 +183,8 @@ class Gradients:
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin to sum the gradients of these parameters."""
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        sharded = self._are_sharded()
+        trained = [p for p in parameters if p.requires_grad and id(p) not in sharded]
         self._begun.append((trained, self.replicas.begin(trained)))
 
     def finish(self) -> None:

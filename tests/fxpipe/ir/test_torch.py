@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -666,6 +669,32 @@ def test_a_group_knows_how_long_its_ranks_wait_for_each_other(tmp_path):
     try:
         assert _torch.timeout_of(dist.group.WORLD, torch.device("cpu")) == timedelta(seconds=7)
         assert does_not_exist_in_public(dist.ProcessGroup, "timeout", "options")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_module_in_shards_is_gathered_and_reduced_by_its_caller(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole = nn.Linear(2, 2)
+        module = fully_shard(nn.Linear(2, 2), mesh=mesh)
+        module.load_state_dict({n: distribute_tensor(p, mesh) for n, p in whole.named_parameters()})
+        assert _torch.sharded_modules(nn.Sequential(whole, module)) == [module]
+        assert _torch.plain_class(type(module)) is nn.Linear is _torch.plain_class(nn.Linear)
+        assert any(key.startswith(_torch.SHARDED_STATE) for key in vars(module))
+        assert _torch.shard_policies(module) == [(MixedPrecisionPolicy(), OffloadPolicy())]
+        assert module._forward_pre_hooks and module._forward_hooks
+        _torch.take_over_shards(module)
+        assert not module._forward_pre_hooks and not module._forward_hooks
+        module.unshard()
+        for _ in range(2):
+            module(torch.ones(1, 2)).sum().backward()
+        _torch.reduce_shards(module)
+        module.reshard()
+        assert torch.equal(module.weight.grad.full_tensor(), torch.full((2, 2), 2.0))
+        assert does_not_exist_in_public(module, "reduce", "reduce_grads", "post_backward")
     finally:
         dist.destroy_process_group()
 

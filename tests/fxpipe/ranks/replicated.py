@@ -111,12 +111,12 @@ def expected(
         losses.append(totals[0] + totals[1])
         for name, parameter in model.named_parameters():
             own = [each[name] for each in sums if name in each]
-            parameter.grad = sum(own[1:], own[0])
+            parameter.grad = sum(own[1:], own[0]) if own else None
             if name in before:
                 parameter.grad = parameter.grad + before[name]
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         if is_stepped:
             optimizer.step()
     return Trained(losses, grads, model.state_dict(), None)

@@ -1,0 +1,68 @@
+"""Parameters in shards are gathered once for all micro-batches."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+
+from fxpipe import ops
+from fxpipe.runtime.lanes import run_inline
+from fxpipe.runtime.program import lower
+from passes import Reduce, Unshard
+from passes.to_rank.verify import verify
+from tests.passes.to_rank.test_project import X, projected, step, text
+from tests.zoo import Chain, gradients, same
+
+SHOWN = (
+    *(ops.unshard, ops.unsharded, ops.reduce_scatter, ops.reshard, ops.resharded),
+    *(ops.forward, ops.backward, ops.reduce, ops.reduced, ops.optimize),
+)
+
+
+def order(gm):
+    """The names of the nodes that use or gather parameters, in order."""
+    return "\n".join(node.name for node in gm.graph.nodes if node.target in SHOWN)
+
+
+def test_a_stage_has_whole_parameters_from_its_first_forward_to_its_last_backward():
+    gm = Unshard(frozenset({0}))(Reduce()(step(Chain(2), ["b"], microbatches=2)))
+    assert_expected_inline(
+        order(gm),
+        """\
+unshard_s0
+unsharded_s0
+forward_s0_mb0
+forward_s0_mb1
+forward_s1_mb0
+backward_s1_mb0
+backward_s0_mb0
+forward_s1_mb1
+backward_s1_mb1
+reduce_s1_mb1
+backward_s0_mb1
+reduce_s0_mb1
+reduce_scatter_s0
+reshard_s0
+reduced_s1_mb1
+reduced_s0_mb1
+resharded_s0
+optimize_s1_mb1
+optimize_s0_mb1""",
+    )
+    verify(projected(gm, (0, 1)))
+
+
+def test_without_shards_the_graph_computes_what_it_did():
+    model = Chain(3)
+    gm = Reduce()(step(model, ["b", "c"], microbatches=2))
+    before = text(gm)
+    assert text(Unshard(frozenset())(gm)) == before
+    found = []
+    for stages in (set(), {0, 2}):
+        model.zero_grad()
+        made = Unshard(frozenset(stages))(gm)
+        count = len(made.graph.find_nodes(op="placeholder"))
+        with torch.no_grad():
+            found.append(run_inline(lower(made), [X, *[None] * (count - 1)]))
+        found.append(gradients(model))
+    assert same(found[0], found[2]) and same(found[1], found[3])
