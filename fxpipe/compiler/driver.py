@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,12 +33,13 @@ from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.asked import Asked, Meaning
+from fxpipe.meaning.asking import Trace
 from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
 from fxpipe.meaning.loss_of_target import Targets, loss_dim
 from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.microbatch import Dim
-from fxpipe.trace import canonical
+from fxpipe.trace import canonical, to_be_compared
 from fxpipe.trace.patches import quiet
 from fxpipe.trace.twin import Twin
 
@@ -221,8 +223,13 @@ class Compiler(Staging):
         with phase("twin", quiet=True):
             twin = Twin(self.model)  # another thread may run the model while it is compiled
         if entry is None:
+            of_a_graph = None
+            if not self._any_size and not self._has_new_sizes(
+                GuardedCall(self.model, args, kwargs)
+            ):
+                of_a_graph = partial(to_be_compared, twin.model, some, named, self.options.tracer)
             with phase("check"), self._slot.hearing():
-                meaning = self._meaning(twin.model, some, named)
+                meaning = self._meaning(twin.model, some, named, of_a_graph)
         else:
             meaning = entry.meaning_for(Structure.of(inputs)[0])
             remember_dims(self.model, some, named, self.options.in_dims, meaning.in_dims)
@@ -232,8 +239,7 @@ class Compiler(Staging):
             return mode, ()
         guards = [each.guards for each in self.cache.modes]
         why = self.compilations.why(call, guards)
-        if self.options.dynamic is None:
-            self._any_size |= any(each.other_sizes(call) for each in guards)
+        self._any_size |= self._has_new_sizes(call)
         if entry is None:
             mode = self._compile(twin, some, named, meaning, call)
             self._slot.keep(meaning, mode.chunks, mode.guards.state.attributes())
@@ -244,6 +250,12 @@ class Compiler(Staging):
                 each.again()
         return mode, why
 
+    def _has_new_sizes(self, call: GuardedCall) -> bool:
+        """Whether a call differs from an earlier one by sizes, so that from now on programs are
+        compiled for all sizes."""
+        guards = (mode.guards for mode in self.cache.modes)
+        return self.options.dynamic is None and any(each.other_sizes(call) for each in guards)
+
     def _slot_of(
         self,
         args: tuple[Any, ...],
@@ -253,22 +265,24 @@ class Compiler(Staging):
         """The place of a call in the cache on disk."""
         if self._folder is None:
             return CacheSlot(self.model)
-        unknown, guards = (
-            GuardedCall(self.model, args, kwargs),
-            (m.guards for m in self.cache.modes),
-        )
-        is_new_size = self.options.dynamic is None and any(g.other_sizes(unknown) for g in guards)
+        has_new_sizes = self._has_new_sizes(GuardedCall(self.model, args, kwargs))
         settings = {
-            "any size": self._any_size or is_new_size,
+            "any size": self._any_size or has_new_sizes,
             "dims": known_dims(self.model, args, kwargs, self.options.in_dims),
             "checked": not self.is_on_meta(),
             "compiler": type(self).__name__,  # ranks refuse what cannot be checked
         }
         return CacheSlot.of(self._folder, self.model, inputs, self.options, settings)
 
-    def _meaning(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Meaning:
+    def _meaning(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        trace: Trace | None = None,
+    ) -> Meaning:
         """The batch dimensions of the inputs and outputs of this call, checked by running
-        ``model``, a twin of the compiler's model."""
+        ``model``, a twin of the compiler's model, and the graph that ``trace`` makes of it."""
         tensors, _ = Structure.of((args, kwargs))
         with self._where_it_runs(model, tensors):
-            return meaning_of(model, args, kwargs, self._asked)
+            return meaning_of(model, args, kwargs, self._asked, trace)

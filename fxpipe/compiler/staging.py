@@ -37,7 +37,7 @@ from fxpipe.compiler.placement import place
 from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_the_models
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
-from fxpipe.meaning.asked import Asked, Meaning, refuse_unclear
+from fxpipe.meaning.asked import Asked, Compared, Meaning, refuse_unclear
 from fxpipe.meaning.call import check_at_size
 from fxpipe.meaning.listed import Listed, in_parts, of_one_shape
 from fxpipe.meaning.outputs import output_dims
@@ -268,9 +268,12 @@ class Staging(ABC):
                 traced_with = with_rows((args, kwargs), dims, batch // chunks)
             varying = [None] * len(dims)
 
+        compared = meaning.graph if chunks is None and not self._any_size else None
         with self._where_it_runs(twin.model, tensors), attributes_read(twin.model) as reads:
+            if compared is not None:
+                reads.update(compared.reads)
             prepared = self._traced(
-                twin.model, traced_with, varying, meaning, chunks, options.tracer, entry
+                twin.model, traced_with, varying, meaning, chunks, options.tracer, entry, compared
             )
         premises = _but_for_states(twin.reads(reads)) if entry is None else entry.reads(self.model)
         prepared.traced.graph_module = prepared.run(since="partition", until="split")
@@ -324,11 +327,16 @@ class Staging(ABC):
         chunks: int | None,
         tracer: str | CustomTracer,
         entry: CacheEntry | None = None,
+        compared: Compared | None = None,
     ) -> _ModelGraph:
-        """Trace the model, and run the passes that come ahead of pass "partition"."""
+        """Trace the model, unless it has been traced for the check (``compared``), and run the
+        passes that come ahead of pass "partition"."""
         has_values = not self.is_on_meta()
         any_size = self._any_size and chunks is None
-        if entry is not None:
+        if compared is not None:
+            traced = compared.traced
+            self._slot.note(traced, model)
+        elif entry is not None:
             with phase("graph from the cache", quiet=True):
                 traced = entry.traced_on(
                     model, inputs, batch_dims=varying, any_size=any_size, check=has_values

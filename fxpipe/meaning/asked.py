@@ -11,6 +11,18 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.listed import Listed
 from fxpipe.runtime.microbatch import Dim, InDim
+from fxpipe.trace import Traced
+from fxpipe.trace.premises import Reads
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A graph of the model that the check has run on parts of samples, with what the model gives
+    for the whole samples: it does not have to be compared with the model any more."""
+
+    traced: Traced
+    reads: Reads
+    """The attributes of the model's modules that the trace and the runs have read."""
 
 
 @dataclass
@@ -32,6 +44,8 @@ class Meaning:
     refused_sizes: frozenset[int] = frozenset()
     """The sizes of micro-batches for which the model gives something else than for the same rows
     among others."""
+    graph: Compared | None = None
+    """The model's graph, if the check has been made with it."""
 
 
 @dataclass

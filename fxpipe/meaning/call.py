@@ -17,7 +17,7 @@ from torch import nn
 
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning, refuse
-from fxpipe.meaning.asking import Asking
+from fxpipe.meaning.asking import Asking, Trace
 from fxpipe.meaning.candidates import agree, candidates, rows_in
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.listed import Listed, any_row
@@ -60,9 +60,17 @@ def remember_dims(
 
 
 def meaning_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    asked: Asked,
+    trace: Trace | None = None,
 ) -> Meaning:
     """How a call is cut into micro-batches whose outputs, put together, are the model's outputs.
+
+    Args:
+        trace: traces the model. With it, a graph of the model may take the model's place on parts
+            of samples; it then has been compared with the model, too.
 
     Raises:
         BatchError: if there is no such way, or what the user has said does not fit.
@@ -92,7 +100,8 @@ def meaning_of(
     asking = Asking(model, args, kwargs, inputs, asked)
     if listed is not None:
         asking.otherwise = partial(_in_lists, model, args, kwargs, listed, asked, False)
-    found = asking.best(ways)
+    found = None if trace is None or not asked.check else asking.by_graph(ways, trace)
+    found = found or asking.best(ways)
     _FOUND.setdefault(model_of(model), {})[_key(inputs)] = found.in_dims
     return found
 

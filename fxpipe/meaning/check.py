@@ -17,11 +17,14 @@ errors may tip the balance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import functools
+import operator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.ir.errors import is_the_models
@@ -30,11 +33,13 @@ from fxpipe.meaning.compare import MEAN, Difference, Reading, difference, growin
 from fxpipe.meaning.listed import is_a_row, rows_of
 from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
+from fxpipe.trace import checks
 
 # The sizes of the parts: as few rows as show what goes by halves, thirds and fourths of a batch;
 # more for a model that gives something else for a single row, which it squeezes, say; and even
 # numbers for a model that takes rows in pairs only.
 SIZES = (1, 3), (3, 2), (4, 2)
+FEWEST = (1, 2)  # where all rows are known to be treated alike, see fxpipe.meaning.alike
 TRIALS = 3
 # An output that differs in some samples only is a problem if it differs in two of them or more, and
 # in a SMALL share of its elements at least; or if it differs in a LARGE share in one sample. Less
@@ -52,6 +57,7 @@ class Question:
             autograd graph behind the output (:func:`fxpipe.trace.gradients.history_of`); None where
             none has been recorded.
         tensors, dims: the tensors of the example, and the batch dimension of each.
+        run_parts: what is run on the parts of a sample, if that is not the model but its graph.
         sizes: the sizes of the parts of a sample, for each sample in the order in which they are
             tried.
         in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
@@ -63,14 +69,17 @@ class Question:
     dims: Sequence[int | None]
     sizes: Sequence[tuple[int, ...]] = SIZES
     in_lists: bool = False
+    run_parts: Callable[[list[Tensor]], tuple[Any, Hashable]] | None = None
 
     def outputs(
-        self, tensors: list[Tensor], rows: int, start: int = 0
+        self, tensors: list[Tensor], rows: int, start: int | None = None
     ) -> tuple[dict[str, Any], Hashable]:
-        """The outputs for ``rows`` rows of a sample, of which the first is row ``start``, by the
-        outputs' paths; and the autograd graph behind them."""
-        output, history = self.run(tensors)
-        found = rows_of(output, rows, start) if self.in_lists else leaves(output, "output")
+        """The outputs for the ``rows`` rows of a part of a sample, of which the first is row
+        ``start``, by the outputs' paths; and the autograd graph behind them. ``start`` is None for
+        the whole sample."""
+        run = self.run if start is None or self.run_parts is None else self.run_parts
+        output, history = run(tensors)
+        found = rows_of(output, rows, start or 0) if self.in_lists else leaves(output, "output")
         return dict(found), history
 
 
@@ -172,6 +181,14 @@ def check(
     return larger
 
 
+def check_graph(question: Question) -> Verdict:
+    """The verdict where a graph of the model is run on the parts of samples, of the first sizes
+    only: where it is no clear one, it does not tell whether the graph or the rows are the reason.
+    """
+    few, *_ = question.sizes
+    return _checked(replace(question, sizes=(few,)), lambda path: False, True, LEVELS)
+
+
 def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likely: bool) -> Verdict:
     """The verdict of samples of these sizes. If the parts do not give the whole for a sample whose
     integers are mixed, this counts only if they do not for whole rows either: the model may not be
@@ -235,6 +252,29 @@ def ran(run: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | N
     whole = dict(leaves(run(part(trial.tensors, [None] * len(dims), 0, 0)), "output"))
     parts = [dict(leaves(run(tensors), "output")) for tensors in trial.each(dims)]
     return Trial(trial.sizes, trial.level, trial.tensors, whole, parts)
+
+
+def is_joined(trial: Trial, outputs: Mapping[str, Dim]) -> bool:
+    """Whether the parts, put together, are the whole as nearly as a graph has to be the model."""
+    for path, whole in trial.whole.items():
+        parts = [output[path] for output in trial.parts]
+        if isinstance(whole, Tensor):
+            if whole.layout != torch.strided:
+                return False
+            joined = _joined(outputs[path], parts, trial.sizes)
+            if checks.difference(whole, joined.to(whole.dtype), checks.EXPORT_TOLERANCE):
+                return False
+    return True
+
+
+def _joined(dim: Dim, parts: list[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The parts of an output, put together."""
+    if isinstance(dim, int):
+        return torch.cat(parts, dim)
+    if dim == SUM:
+        return functools.reduce(operator.add, parts)
+    is_real = parts[0].is_floating_point() or parts[0].is_complex()
+    return mean(parts, sizes) if dim == MEAN and is_real else parts[0]
 
 
 def _by_shape(trial: Trial, path: str) -> tuple[Dim, ...]:
@@ -323,6 +363,8 @@ def _trial(
             if not is_the_models(error):
                 raise
             verdict.failure, verdict.takes_parts = error, False
+            if question.run_parts is not None:
+                return None
             continue
         if level != GIVEN and _is_empty(trial.whole) and before is None:
             continue

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.errors import is_the_models
-from fxpipe.ir.structure import leaves, map_tensors
+from fxpipe.ir.progress import phase
+from fxpipe.ir.structure import Structure, leaves, map_tensors
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.backward import differentiable, with_history
 from fxpipe.meaning.loss import own_loss
@@ -19,7 +20,7 @@ from fxpipe.meaning.said import INFER, broadcast
 from fxpipe.meaning.stilled import still
 from fxpipe.meaning.stirred import Values, in_place_of_zeros, stirred
 from fxpipe.runtime.random import seed_host
-from fxpipe.trace import called, parameters_put_back, untouched
+from fxpipe.trace import Traced, called, parameters_put_back, untouched
 from fxpipe.trace.gradients import without_saved_tensors
 from fxpipe.trace.isolation import Since
 from fxpipe.trace.patches import tensor_hooks
@@ -57,6 +58,29 @@ class ModelRuns:
         # The names of the buffers, parameters and attributes that the forward changes, once known.
         self.changed: list[str] | None = None
         self._values: Values | None = None  # for parameters of zeros, see ``stirred``
+        self._call: Callable[[Any, Any], Any] = partial(called, model)
+        self.structure: Structure | None = None  # that of the output of the last run
+
+    def of_graph(self, traced: Traced) -> ModelRuns:
+        """Runs of a graph of the model in place of the model itself, in the way in which the model
+        has been run. What they meet is noted by itself."""
+        found = ModelRuns(self.model, lambda tensors: (tensors, {}), self.real, self.asked)
+        found.modes, found._values = self.modes[:1], self._values
+
+        def call(tensors: Any, _: Any) -> Any:
+            with phase("graph", quiet=True):
+                return traced.rebuild(traced.graph_module.forward(*tensors))
+
+        found._call = call
+        return found
+
+    @property
+    def have_effects(self) -> bool:
+        """Whether a run has had other effects than its output, or has been run otherwise than the
+        model is: it has changed the model, or drawn random numbers, or something has been put in
+        the place of random numbers or of statistics of the batch."""
+        met = self.met_batch_norm or self.met_random_numbers
+        return bool(self.drew or met or self.changed)
 
     def output_of(self, tensors: Sequence[Tensor], seed: int | None = None) -> Any:
         """The model's output for these tensors, from a run without side effects."""
@@ -113,7 +137,8 @@ class ModelRuns:
         then: Callable[[Any], Any] = lambda output: output,
     ) -> Any:
         def call() -> tuple[Any, Any]:
-            output = called(self.model, args, kwargs)
+            output = self._call(args, kwargs)
+            _, self.structure = Structure.of(output)
             return output, then(output)
 
         output, made = self._quietly(call, seed)

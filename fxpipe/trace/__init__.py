@@ -69,6 +69,7 @@ __all__ = [
     "called",
     "canonical",
     "parameters_put_back",
+    "to_be_compared",
     "trace",
     "traced_before",
     "untouched",
@@ -114,6 +115,57 @@ def trace(
             model, args, kwargs or {}, batch_dims, any_size=any_size, is_compared=check
         )
         return _trace(example, tracer, check)
+
+
+def to_be_compared(
+    model: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    tracer: str | CustomTracer,
+    batch_dims: BatchDims,
+) -> Traced | None:
+    """The graph of a model by ``torch.export``, which the caller has to compare with the model
+    before it is used. It takes one trace, and no run of the model.
+
+    None where :func:`trace` has to do more: where another front end comes first; where the model
+    has hooks, or parts that are kept whole, of which runs of the model tell more; or where the
+    model cannot be traced.
+    """
+    if tracer not in ("auto", "export") or recorders.has_hooks(model):
+        return None
+    with LOCK:
+        example = Example.of(model, args, kwargs, batch_dims)
+        try:
+            _refuse_what_has_no_values(model, example)
+            _refuse_what_cannot_be_traced(model, example)
+            if tracer == "auto" and _is_symbolic(example):
+                return None
+            with phase("export", quiet=True):
+                traced = export.front_end(example)
+        except Exception as error:  # trace() says what is wrong
+            if not isinstance(error, TraceError | Unsupported) and not may_be_the_models(error):
+                raise
+            return None
+        traced.otherwise = None  # it is not needed, and refers to modules
+        return traced if all(map(_is_of_operators, traced.graph_module.modules())) else None
+
+
+def _is_of_operators(module: nn.Module) -> bool:
+    """Whether a module within a graph is a graph itself, or only leads to tensors: it is no module
+    that is kept whole, and no checkpoint."""
+    return isinstance(module, fx.GraphModule) or type(module) is nn.Module
+
+
+def _is_symbolic(example: Example) -> bool:
+    """Whether symbolic tracing gives a graph."""
+    try:
+        with phase("symbolic", quiet=True):
+            symbolic.front_end(example)
+    except Exception as error:
+        if not may_be_the_models(error):
+            raise
+        return False
+    return True
 
 
 def traced_before(

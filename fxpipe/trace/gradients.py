@@ -126,7 +126,10 @@ def history_of(
 
     def described(node: Node) -> Hashable:
         held.append(node)
-        return _kind(node), _leaf(node, places), tuple(map(followed, next_edges(node)))
+        edges = next_edges(node)
+        if _is_attention(node):
+            edges = [_without_repeated_heads(edge, held) for edge in edges]
+        return _kind(node), _leaf(node, places), tuple(map(followed, edges))
 
     history = starts, tuple(map(described, nodes))  # the list grows while it is walked
     then(history)
@@ -166,6 +169,52 @@ def _hands_on(node: Node) -> bool:
         return False
     ((following, place),) = node.next_functions
     return following is not None and gradient_kinds(node)[0] == gradient_kinds(following)[place]
+
+
+def _is_attention(node: Node) -> bool:
+    is_users = isinstance(node, BackwardCFunction)
+    return not is_users and node.name().startswith("ScaledDotProduct")
+
+
+def _without_repeated_heads(edge: Edge, held: list[Node]) -> Edge:
+    """An edge from an attention to its keys or values. Where the edge leads to heads that are
+    repeated for the groups of queries, the edge from there to the heads themselves is returned.
+
+    ::
+
+        attention ─ View (b, 8, t, d) ─ Expand (b, 2, 4, t, d) ─ Unsqueeze (b, 2, 1, t, d) ─ keys
+        attention ────────────────────────────────────────────────────────────────────────── keys
+
+    The attention of PyTorch does the same to heads that it is given once (``enable_gqa``): its
+    backward adds up the gradients of the repeated heads, as that of ``expand`` does. torch.export
+    gets the first way from transformers, where a model has the second. The shapes say what the
+    three nodes do: each of the reshapes and the expansion is the only one between its two shapes.
+    """
+    passed: list[Node] = []
+    shapes = []
+    node, place = edge
+    for kinds in (_RESHAPES, ("ExpandBackward0",), ("UnsqueezeBackward0",)):
+        while node is not None and _hands_on(node):
+            passed.append(node)
+            ((node, place),) = node.next_functions
+        if node is None or isinstance(node, BackwardCFunction) or node.name() not in kinds:
+            return edge
+        shapes.append(gradient_kinds(node)[0][0])
+        passed.append(node)
+        ((node, place),) = node.next_functions
+    if node is None:
+        return edge
+    joined, repeated, apart = shapes
+    heads = gradient_kinds(node)[place][0]
+    if len(heads) != 4 or len(repeated) != 5:
+        return edge
+    rows, count, *each = heads
+    times = repeated[2]
+    are_alike = joined == (rows, count * times, *each) and apart == (rows, count, 1, *each)
+    if not are_alike or repeated != (rows, count, times, *each):
+        return edge
+    held += passed
+    return node, place
 
 
 def without_repetitions(leaves: Mapping[str, Tensor], histories: Sequence[Any]) -> list[str]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.errors import is_the_models
-from fxpipe.ir.hooks import RECORDING, code_of, is_torchs
+from fxpipe.ir.hooks import RECORDING, code_of, hooks_of, is_torchs
 from fxpipe.runtime.state import State
 from fxpipe.trace.checks import difference
 from fxpipe.trace.example import Example
@@ -50,6 +50,12 @@ def learn(example: Example) -> None:
         found = frozenset(kinds)  # the model needs several kinds to run at all
     if found:
         RECORDING[model] = found
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether there are hooks on forwards of the model or of its submodules, other than PyTorch's
+    own."""
+    return any(not is_torchs(h) for m in model.modules() for d in hooks_of(m) for h in d.values())
 
 
 @contextmanager

@@ -54,6 +54,38 @@ def test_whatever_changes_a_gradient_or_its_shape_is_a_part_of_the_history(other
     assert history_of([other(layer(batch))]) != history_of([layer(batch)])
 
 
+def _attention(repeated=None):
+    """The history of an attention of four heads over the keys and values of two."""
+    queries, *pairs = (layer(batch).view(3, -1, heads, 4).transpose(1, 2) for layer, heads in USES)
+    if repeated is None:
+        return history_of([attention(queries, *pairs, enable_gqa=True)])
+    return history_of([attention(queries, *map(repeated, pairs))])
+
+
+attention = nn.functional.scaled_dot_product_attention
+batch = torch.randn(3, 5, 8)
+USES = (nn.Linear(8, 16), 4), (nn.Linear(8, 8), 2), (nn.Linear(8, 8), 2)
+
+
+def test_heads_that_are_repeated_for_an_attention_are_what_the_attention_does_itself() -> None:
+    def repeated(heads: Tensor) -> Tensor:
+        return heads[:, :, None].expand(3, 2, 2, 5, 4).reshape(3, 4, 5, 4)
+
+    assert _attention(repeated) == _attention()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda heads: heads[:, None].expand(3, 2, 2, 5, 4).reshape(3, 4, 5, 4),
+        lambda heads: heads[:, :, None].expand(3, 2, 2, 5, 4).flip(2).reshape(3, 4, 5, 4),
+        lambda heads: heads[:, :1, None].expand(3, 1, 4, 5, 4).reshape(3, 4, 5, 4),
+    ],
+)
+def test_heads_that_are_repeated_otherwise_are_a_part_of_the_history(other) -> None:
+    assert _attention(other) != _attention()
+
+
 def test_a_long_history_is_freed_without_a_recursion() -> None:
     y = torch.ones(1, requires_grad=True)
     for _ in range(100_000):

@@ -1,0 +1,118 @@
+"""Whether the operators of a graph treat all rows alike, whatever their number and their places.
+
+::
+
+    h.softmax(-1)         the same for the first row and for the last one, of three rows and of four
+    h[: len(h) // 4]      of three rows it is none: a sample of four rows shows what it does
+    h * (arange(n) < 3)   of three rows it is all of them
+
+Where all operators treat rows alike, a sample of three rows shows whether they mix rows. It is not
+assumed that they do not: an attention may well go over the rows, and shows it.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+_ELEMENTS = {
+    *(aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.pow, aten.rsqrt, aten.sqrt, aten.exp),
+    *(aten.relu, aten.gelu, aten.silu, aten.tanh, aten.sigmoid, aten.hardswish, aten.leaky_relu),
+    *(aten.to, aten.clone, aten.contiguous, aten.detach, aten.alias, aten.dropout),
+}
+"""Operators that compute each element by itself. A sum of two tensors has elements of both at the
+same place; a tensor that is no input has no dimension of the batch, so that all rows get the same
+numbers of it."""
+
+_ROWS = {
+    *(aten.linear, aten.matmul, aten.layer_norm, aten.rms_norm, aten.embedding),
+    *(aten.scaled_dot_product_attention, aten.group_norm),
+}
+"""Operators that make vectors of vectors, by products, norms and tables. A dimension of the batch
+may be among those that they go over, which then shows."""
+
+_SHAPES = {
+    *(aten.view, aten.reshape, aten.flatten, aten.unsqueeze, aten.squeeze, aten.expand),
+    *(aten.transpose, aten.permute, aten.t),
+}
+"""Operators that give the same elements in another shape."""
+
+_ALONG = {
+    aten.softmax: (1, "dim"),
+    aten.mean: (1, "dim"),
+    aten.slice: (1, "dim"),
+    aten.select: (1, "dim"),
+    aten.cat: (1, "dim"),
+    aten.chunk: (2, "dim"),
+    aten.split: (2, "dim"),
+}
+"""Operators that go along dimensions, with the place and the name of the argument that says which.
+That of the batch must not be among them."""
+
+_PICTURES = {
+    *(aten.conv1d, aten.conv2d, aten.conv3d),
+    *(aten.max_pool2d, aten.avg_pool2d, aten.adaptive_avg_pool2d),
+}
+"""Operators that go over places in a picture. Only the first dimension may be that of the batch."""
+
+
+def treats_rows_alike(graph: fx.Graph) -> bool:
+    """Whether all operators of an exported graph treat all rows alike, and each of its outputs has
+    rows.
+
+    Args:
+        graph: a graph of ATen's operators, whose values have a symbol for the number of rows.
+    """
+    return all(_is_alike(node) for node in graph.nodes)
+
+
+def _is_alike(node: fx.Node) -> bool:
+    if node.op == "output":
+        return all(any(_dims(value)) for value in _values(node.args))
+    if node.op in ("placeholder", "get_attr"):
+        return node.op == "placeholder" or isinstance(node.meta.get("val"), Tensor)
+    if node.op != "call_function":
+        return False
+    values = [node.meta.get("val"), *_values((node.args, node.kwargs))]
+    if all(isinstance(value, Tensor) and not any(_dims(value)) for value in values):
+        return True  # it is computed without rows
+    if node.target is operator.getitem:
+        return isinstance(node.meta.get("val"), Tensor)
+    if node.target is aten.sym_size.int:
+        return all(getattr(user.target, "overloadpacket", None) in _SHAPES for user in node.users)
+    kind = getattr(node.target, "overloadpacket", None)
+    if kind in _ELEMENTS or kind in _ROWS or kind in _SHAPES:
+        return True
+    if kind in _PICTURES:
+        return not any(any(_dims(value)[1:]) for value in _values(node.args))
+    if kind is aten.slice and node.args[2:] == (0, sys.maxsize):  # x[:]
+        return True
+    if kind in _ALONG:
+        place, name = _ALONG[kind]
+        along = node.args[place] if len(node.args) > place else node.kwargs.get(name, 0)
+        dims = along if isinstance(along, list | tuple) else [along]
+        return not any(
+            not isinstance(dim, int) or _dims(value)[dim]
+            for value in _values(node.args)
+            for dim in dims
+        )
+    return False
+
+
+def _values(args: Any) -> Iterator[Any]:
+    """The values of the nodes among some arguments."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(args, found.append)
+    return (node.meta.get("val") for node in found)
+
+
+def _dims(value: Any) -> list[bool]:
+    """For each dimension of a tensor, whether its size depends on the number of rows."""
+    return [not isinstance(size, int) for size in value.shape] if isinstance(value, Tensor) else []

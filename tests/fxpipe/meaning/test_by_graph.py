@@ -1,0 +1,220 @@
+"""A model that torch.export traces is run on one sample as a whole, its graph on the parts: this
+shows at once that the graph is the model's, and that rows are independent. Where it does not, what
+is wrong is found out as for any other model."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.meaning.alike import treats_rows_alike
+from fxpipe.trace import export, to_be_compared
+
+TWO = ["cpu", "cpu"]
+
+
+class Stateless(nn.Module):
+    """Two layers, and between them what the case is about."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.between = between
+
+    def forward(self, x):
+        return self.b(self.between(self.a(x)))
+
+
+def runs_of(between, x=None):
+    """The numbers of rows of the runs of a model, while it is compiled."""
+    rows = []
+
+    def noted(h):
+        if type(h) is torch.Tensor and not h.is_meta:
+            rows.append(len(h))
+        return between(h)
+
+    x = torch.randn(8, 8) if x is None else x
+    model = Stateless(noted)
+    with fxpipe.compile(model, TWO, chunks=2, tracer="export") as pipe:
+        parts = torch.cat([copy.deepcopy(model)(part) for part in x.chunk(2)])
+        del rows[:]
+        pipe.prepare(x)
+        seen = list(rows)
+        torch.testing.assert_close(pipe(x), parts)
+    return seen
+
+
+def test_the_model_is_run_once_on_three_rows():
+    assert runs_of(torch.tanh) == [3]
+
+
+def test_it_is_run_on_four_rows_if_operators_may_tell_rows_apart():
+    assert runs_of(lambda h: h + 0 * torch.arange(h.shape[0])[:, None]) == [4]
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param(lambda h: F.dropout(h, 0.5) * 0 + h, id="dropout"),
+        pytest.param(lambda h: F.batch_norm(h, None, None, training=True) * 0 + h, id="batch norm"),
+    ],
+)
+def test_what_is_replaced_while_rows_are_checked_is_compared_without_that(between):
+    assert len(runs_of(between)) > 1
+
+
+MIXING = {
+    "the first fourth last": lambda h: torch.cat([h[h.shape[0] // 4 :], h[: h.shape[0] // 4]]),
+    "the first half last": lambda h: torch.cat([h[h.shape[0] // 2 :], h[: h.shape[0] // 2]]),
+    "another row": lambda h: h + h.roll(1, 0),
+    "the fourth row": lambda h: h * (1 + (torch.arange(h.shape[0]) == 3))[:, None],
+    "a mean": lambda h: h - h.mean(0),
+    "softmax": lambda h: h.softmax(0),
+    "attention": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
+    "a division by their number": lambda h: h / h.shape[0],
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_rows_that_are_mixed_are_refused_with_what_the_model_does(name):
+    with (
+        fxpipe.compile(Stateless(MIXING[name]), TWO, chunks=2, tracer="export") as pipe,
+        pytest.raises(fxpipe.BatchError, match="depends on which other rows there are"),
+    ):
+        pipe(torch.randn(8, 8))
+
+
+def test_a_loss_that_is_no_mean_is_warned_of():
+    with (
+        fxpipe.compile(Stateless(lambda h: h.norm()[None].expand(8)), TWO, tracer="export") as pipe,
+        pytest.raises(fxpipe.BatchError, match="whatever the batch size"),
+    ):
+        pipe(torch.randn(8, 8))
+
+
+def changed(change):
+    """torch.export's front end, with a change of its graphs."""
+    original = export.front_end
+
+    def front_end(example, strategy=None):
+        traced = original(example, strategy)
+        change(traced.graph_module.graph)
+        traced.graph_module.recompile()
+        return traced
+
+    return front_end
+
+
+def with_another_number(graph):
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    node.args = node.args[0], node.args[1] * 1.0001
+
+
+def without_a_gradient(graph):
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    with graph.inserting_after(node):
+        detached = graph.call_function(torch.ops.aten.detach.default, (node,))
+    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+
+
+def with_a_write(graph):
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    with graph.inserting_after(node):
+        count = graph.get_attr("count")
+    with graph.inserting_after(count):
+        graph.call_function(torch.ops.aten.add_.Tensor, (count, 1))
+
+
+def for_one_row_only(graph):
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    with graph.inserting_after(node):
+        some = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, 0, 1))
+    node.replace_all_uses_with(some, delete_user_cb=lambda user: user is not some)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_another_number, "its graph differs on the example: output"),
+        (without_a_gradient, "its graph has no gradient for a.weight, a.bias"),
+        (with_a_write, "its graph differs on the example: buffers"),
+        (for_one_row_only, "its graph differs on the example: output"),
+    ],
+)
+def test_a_graph_that_is_not_the_models_is_refused(change, message, monkeypatch):
+    class Counts(Stateless):
+        def __init__(self):
+            super().__init__(lambda h: torch.tanh(h) * 3.0)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            return super().forward(x) + 0 * self.count
+
+    monkeypatch.setattr(export, "front_end", changed(change))
+    with (
+        fxpipe.compile(Counts(), TWO, chunks=2, tracer="export") as pipe,
+        pytest.raises(fxpipe.TraceError) as error,
+    ):
+        pipe(torch.randn(8, 8))
+    assert re.search(message, str(error.value)), error.value
+
+
+def test_the_gradients_are_those_of_the_micro_batches():
+    model, x = Stateless(torch.tanh), torch.randn(8, 8, requires_grad=True)
+    with fxpipe.compile(model, TWO, chunks=4, tracer="export") as pipe:
+        pipe(x).square().sum().backward()
+    found = [p.grad.clone() for p in model.parameters()] + [x.grad.clone()]
+    model.zero_grad()
+    x.grad = None
+    for part in reversed(x.chunk(4)):
+        model(part).square().sum().backward()
+    for one, other in zip(found, [*(p.grad for p in model.parameters()), x.grad], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_the_model_reads_is_a_guard():
+    class Scaled(Stateless):
+        def __init__(self):
+            super().__init__(torch.tanh)
+            self.scale = 2.0
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    model, x = Scaled(), torch.randn(8, 8)
+    with fxpipe.compile(model, TWO, chunks=2, tracer="export") as pipe:
+        pipe(x)
+        model.scale = 3.0
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+ALIKE = {
+    "elements": (lambda h: torch.tanh(h) * 2 + 1, True),
+    "a norm of each row": (lambda h: F.layer_norm(h, (8,)), True),
+    "softmax of each row": (lambda h: h.softmax(-1), True),
+    "all rows": (lambda h: h[:] + 1, True),
+    "a table of columns": (lambda h: h + torch.arange(8), True),
+    "heads": (lambda h: h.view(h.shape[0], 2, 4).transpose(1, 2).reshape(h.shape[0], 8), True),
+    "rows by their number": (lambda h: h * torch.arange(h.shape[0])[:, None], False),
+    "some rows": (lambda h: torch.cat([h[:1], h[1:] * 2]), False),
+    "softmax of columns": (lambda h: h.softmax(0), False),
+    "the number of rows": (lambda h: h / h.shape[0], False),
+    "a mean over rows": (lambda h: h - h.mean(0), False),
+    "an order": (lambda h: h.sort(0).values, False),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_operators_are_known_that_treat_all_rows_alike(name):
+    between, expected = ALIKE[name]
+    model, x = Stateless(between), torch.randn(6, 8)
+    traced = to_be_compared(model, (x,), {}, "export", [0])
+    assert traced is not None
+    assert treats_rows_alike(traced.graph_module.graph) == expected
