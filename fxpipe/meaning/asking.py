@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,20 +13,17 @@ from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning import messages
-from fxpipe.meaning.alike import treats_rows_alike
 from fxpipe.meaning.asked import Asked, Compared, Meaning, refuse
 from fxpipe.meaning.backward import backward_problem
+from fxpipe.meaning.by_graph import ByGraph
 from fxpipe.meaning.candidates import InDims, agree, rows_in
 from fxpipe.meaning.check import (
-    FEWEST,
     SIZES,
     Problem,
     Question,
     Trial,
     Verdict,
     check,
-    check_graph,
-    is_joined,
     ran,
 )
 from fxpipe.meaning.compare import difference
@@ -98,14 +95,8 @@ class Asking:
         return weigh
 
     def by_graph(self, ways: Sequence[InDims], trace: Trace) -> Meaning | None:
-        """The meaning by the likeliest candidate, checked with a graph of the model on the parts of
-        samples; None where this does not tell.
-
-        If the graph gives, on parts, what the model gives on the whole, then it is the model's, and
-        rows are independent. If not, either may be the reason: then the model is checked by itself,
-        and its graph is compared with it. So it is where a run has other effects than its output,
-        or draws random numbers, or takes statistics of the batch, which this check would not see.
-        """
+        """The meaning by the likeliest candidate, checked together with a graph of the model; None
+        where that does not tell, or where dropout or batch norms would not be compared."""
         dims, runs = ways[0], self.runs
         is_plain = self.listed is None and self.asked.loss_weight is None
         if not is_plain or batch_norms(runs.model) or dropouts(runs.model):
@@ -116,24 +107,8 @@ class Asking:
             traced = trace(dims)
             if traced is None:
                 return None
-            graphs: list[ModelRuns] = []
-
-            def of_graph(tensors: list[Tensor]) -> tuple[Any, Hashable]:
-                if not graphs:
-                    graphs.append(runs.of_graph(traced))
-                return graphs[0].ran(tensors)
-
-            has_branches = traced.sizes is None or bool(traced.sizes.conditions)
-            are_alike = not has_branches and treats_rows_alike(traced.graph_module.graph)
-            sizes = (FEWEST,) if are_alike else SIZES
-            verdict = check_graph(Question(runs.ran, self.tensors, dims, sizes, False, of_graph))
-        if verdict.trial is None or not verdict.is_exact or verdict.slight or verdict.unclear:
-            return None
-        (graph,), one = graphs, runs.structure
-        is_one = one is not None and graph.structure is not None and one.fits(graph.structure)
-        if not is_one or runs.have_effects or graph.have_effects or runs.said:
-            return None
-        if not verdict.trial.has_one_history or not is_joined(verdict.trial, verdict.outputs):
+            verdict = ByGraph(runs, traced, self.tensors, dims).verdict()
+        if verdict is None:
             return None
         found = self.meaning(dims, verdict, ways)
         found.graph = Compared(traced, reads)

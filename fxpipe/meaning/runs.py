@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.progress import phase
-from fxpipe.ir.structure import Structure, leaves, map_tensors
+from fxpipe.ir.structure import leaves, map_tensors
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.backward import differentiable, with_history
 from fxpipe.meaning.loss import own_loss
@@ -59,7 +59,6 @@ class ModelRuns:
         self.changed: list[str] | None = None
         self._values: Values | None = None  # for parameters of zeros, see ``stirred``
         self._call: Callable[[Any, Any], Any] = partial(called, model)
-        self.structure: Structure | None = None  # that of the output of the last run
 
     def of_graph(self, traced: Traced) -> ModelRuns:
         """Runs of a graph of the model in place of the model itself, in the way in which the model
@@ -138,7 +137,6 @@ class ModelRuns:
     ) -> Any:
         def call() -> tuple[Any, Any]:
             output = self._call(args, kwargs)
-            _, self.structure = Structure.of(output)
             return output, then(output)
 
         output, made = self._quietly(call, seed)

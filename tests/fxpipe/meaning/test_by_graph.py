@@ -51,12 +51,33 @@ def runs_of(between, x=None):
     return seen
 
 
-def test_the_model_is_run_once_on_three_rows():
-    assert runs_of(torch.tanh) == [3]
+def test_the_model_is_run_on_three_rows_and_on_one():
+    assert runs_of(torch.tanh) == [3, 1]
 
 
 def test_it_is_run_on_four_rows_if_operators_may_tell_rows_apart():
-    assert runs_of(lambda h: h + 0 * torch.arange(h.shape[0])[:, None]) == [4]
+    assert runs_of(lambda h: h + 0 * torch.arange(h.shape[0])[:, None]) == [4, 1]
+
+
+def test_a_branch_for_a_single_row_is_seen_though_torch_export_does_not_ask_for_it():
+    model = Stateless(lambda h: h * 2 if h.shape[0] == 1 else h)
+    with (
+        fxpipe.compile(model, TWO, chunks=6, tracer="export") as pipe,
+        pytest.raises((fxpipe.BatchError, fxpipe.TraceError)),
+    ):
+        pipe(torch.randn(6, 8))
+
+
+def test_no_micro_batch_has_one_row_if_the_model_takes_none():
+    def several(h):
+        if h.shape[0] < 2:
+            raise ValueError("at least two rows")
+        return h
+
+    model, x = Stateless(several), torch.randn(6, 8)
+    with fxpipe.compile(model, TWO, chunks=6, example_inputs=(x,), tracer="export") as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        assert "of 1 row" in pipe.report()
 
 
 @pytest.mark.parametrize(
@@ -113,19 +134,19 @@ def changed(change):
 
 
 def with_another_number(graph):
-    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    node, *_ = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
     node.args = node.args[0], node.args[1] * 1.0001
 
 
 def without_a_gradient(graph):
-    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    node, *_ = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
     with graph.inserting_after(node):
         detached = graph.call_function(torch.ops.aten.detach.default, (node,))
     node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
 
 
 def with_a_write(graph):
-    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    node, *_ = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
     with graph.inserting_after(node):
         count = graph.get_attr("count")
     with graph.inserting_after(count):
@@ -133,7 +154,7 @@ def with_a_write(graph):
 
 
 def for_one_row_only(graph):
-    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    node, *_ = graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
     with graph.inserting_after(node):
         some = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, 0, 1))
     node.replace_all_uses_with(some, delete_user_cb=lambda user: user is not some)

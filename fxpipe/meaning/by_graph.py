@@ -1,0 +1,98 @@
+"""The check of a model together with its graph.
+
+::
+
+    sample: 3 rows ─┬─ model ───────────────────────── whole ┐
+                    ├─ model on row 0 ───────┐               ├─ alike?
+                    └─ graph on rows 1 and 2 ┴─ put together ┘
+
+If the graph gives on parts what the model gives on the whole, then it is the model's graph, and
+rows are independent: the check need not run the model on all parts, nor the comparison of the graph
+with the model both of them once more. If it does not, either may be the reason. Then nothing is
+said here, and both are found out by themselves.
+
+A single row is given to the model itself, which may have code of its own for one row: torch.export
+takes it for granted that there are several. Where operators of the graph do not treat all rows
+alike (:mod:`fxpipe.meaning.alike`), the graph is run on the single row as well, and the sample has
+four rows, as in other checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fxpipe.ir.structure import Structure
+from fxpipe.meaning.alike import treats_rows_alike
+from fxpipe.meaning.check import FEWEST, SIZES, Question, Verdict, check_graph, is_joined
+from fxpipe.meaning.runs import ModelRuns
+from fxpipe.meaning.sample import batch_size
+from fxpipe.trace import Traced
+from fxpipe.trace.checks import EXPORT_TOLERANCE
+from fxpipe.trace.checks import difference as difference_of_graph
+
+
+class ByGraph:
+    """Checks a graph of a model, and the independence of rows, in the same runs.
+
+    Args:
+        runs: runs of the model.
+        traced: the graph.
+        tensors, dims: the tensors of the example, and the batch dimension of each.
+    """
+
+    def __init__(
+        self,
+        runs: ModelRuns,
+        traced: Traced,
+        tensors: Sequence[Tensor],
+        dims: Sequence[int | None],
+    ) -> None:
+        self.runs, self.traced, self.tensors, self.dims = runs, traced, tensors, dims
+        self._graph: ModelRuns | None = None
+        has_branches = traced.sizes is None or bool(traced.sizes.conditions)
+        self._is_alike = not has_branches and treats_rows_alike(traced.graph_module.graph)
+        self._differs = False
+
+    def verdict(self) -> Verdict | None:
+        """The verdict if the graph is the model's, and rows are independent; None if one of both
+        is not so, or has not been seen."""
+        sizes = FEWEST if self._is_alike else SIZES[0]
+        question = Question(
+            self._of_the_whole, self.tensors, self.dims, [sizes], run_parts=self._of_a_part
+        )
+        found = check_graph(question)
+        if found.trial is None or not found.is_exact or found.slight or found.unclear:
+            return None
+        if self._differs or not found.trial.has_one_history:
+            return None
+        # Other effects than outputs are compared with those of the graph where they are found.
+        runs = self.runs, self._graph
+        if self.runs.said or any(each is None or each.have_effects for each in runs):
+            return None
+        return found if is_joined(found.trial, found.outputs) else None
+
+    def _of_the_whole(self, tensors: list[Tensor]) -> tuple[Any, Hashable]:
+        found = self.runs.ran(tensors)
+        self._structure = Structure.of(found[0])[1]
+        return found
+
+    def _of_a_part(self, tensors: list[Tensor]) -> tuple[Any, Hashable]:
+        """What the graph gives for a part; for a single row, what the model gives."""
+        if batch_size(tensors, self.dims) != 1:
+            return self._of_graph(tensors)
+        found = self.runs.ran(tensors)
+        if not self._is_alike:
+            output, history = self._of_graph(tensors)
+            apart = difference_of_graph(found[0], output, EXPORT_TOLERANCE)
+            self._differs |= apart is not None or history != found[1]
+        return found
+
+    def _of_graph(self, tensors: list[Tensor]) -> tuple[Any, Hashable]:
+        if self._graph is None:
+            self._graph = self.runs.of_graph(self.traced)
+        found = self._graph.ran(tensors)
+        self._differs |= not self._structure.fits(Structure.of(found[0])[1])
+        return found
