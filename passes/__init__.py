@@ -13,6 +13,7 @@ from passes.to_pipeline.microbatch import Microbatch
 from passes.to_pipeline.portals import Portals
 from passes.to_pipeline.streams import Streams
 from passes.to_pipeline.verify import Verify, VerifyError
+from passes.to_rank.early import PostEarly
 from passes.to_rank.project import Project
 from passes.to_rank.reduce import Reduce
 from passes.to_rank.unshard import Unshard
@@ -48,6 +49,7 @@ __all__ = [
     "PartitionError",
     "Pass",
     "Portals",
+    "PostEarly",
     "Project",
     "Random",
     "Reduce",

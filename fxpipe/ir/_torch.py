@@ -571,6 +571,15 @@ def reduce_shards(module: Any) -> None:
         group.finalize_backward()
 
 
+def number_of_groups() -> int:
+    """How many process groups this process is in.
+
+    PyTorch makes the name of a group that only its own ranks make from this number, which therefore
+    has to be the same on all of them.
+    """
+    return len(torch.distributed.distributed_c10d._world.pg_names)
+
+
 # ------------------------------------------------------------------------------------------ Dynamo
 
 

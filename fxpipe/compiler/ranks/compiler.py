@@ -45,8 +45,8 @@ class RankCompiler(Compiler):
     ) -> None:
         super().__init__(model, options, layout)
         self.ranks = ranks
-        whole = ranks.group if ranks.replicas is None else None
-        self.agreement = Agreement(ranks.members, ranks.names, whole, ranks.timeout)
+        known = [ranks.group, *([] if ranks.replicas is None else [ranks.replicas])]
+        self.agreement = Agreement(ranks.members, ranks.names, known, ranks.device, ranks.timeout)
         self.alarm = self.agreement.alarm
         self.absent = Absent(self.agreement, ranks.device)
         self.replicas: ReplicaGroup | None = None

@@ -27,7 +27,7 @@ from fxpipe.runtime.ranks.agreement import Agreement
 from fxpipe.runtime.ranks.errors import RankError
 from fxpipe.runtime.ranks.shards import Shards
 from fxpipe.runtime.ranks.transport import Edge, GroupTransport, Plan, Planned
-from passes import PartitionError, Project, Reduce, Unshard
+from passes import PartitionError, PostEarly, Project, Reduce, Unshard
 from passes.chain import Level, ToPipeline
 from passes.to_rank.project import edge_of, transfers_of
 from passes.to_rank.reduce import GRADIENTS
@@ -165,16 +165,17 @@ class RankLowering(Lowering):
                 Project(self.options.placement, rank, everywhere)(gm)
                 for rank in range(len(self.options.lanes))
             ]
-            own = parts[self.ranks.rank]
-            mode.bindings += bindings(own, self.model)
-            unrolled.programs[everywhere] = RankProgram(own, lower(own), _plan(own, gm))
             if everywhere:  # the edges of the other program are among these
                 every = {edge_of(node)[0] for part in parts for node in transfers_of(part)}
                 unrolled.every_edge = sorted(every)
                 unrolled.needs = _needs(gm, parts)
+                self.transport.connect(unrolled.every_edge)
+            shared = frozenset(filter(self.transport.is_shared, unrolled.every_edge))
+            own = PostEarly(shared)(parts[self.ranks.rank])
+            mode.bindings += bindings(own, self.model)
+            unrolled.programs[everywhere] = RankProgram(own, lower(own), _plan(own, gm))
         if self.shards is not None:
             self.shards.watch(mode.bindings)
-        self.transport.connect(unrolled.every_edge)
         return unrolled
 
     def _compare(self, mode: Mode, gm: fx.GraphModule) -> None:
@@ -203,7 +204,8 @@ class RankLowering(Lowering):
         return {
             "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
             "schedules": str(options.schedule),
-            "options": f"{options.placement}, {options.checkpoint}, {options.checkpoint_segments}",
+            "options": f"{options.placement}, {options.checkpoint}, {options.checkpoint_segments}, "
+            f"{self.transport.communicators} communicators",
             "parameters and buffers": _digest("\n".join(tensors)),
             "stages": _digest(stages.replace(str(device), device.type)),
             "graphs": _digest(format_graph(gm).replace(str(device), device.type)),

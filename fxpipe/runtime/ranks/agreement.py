@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.errors import LostRank, RankError, failure, reason
-from fxpipe.runtime.ranks.transport import host_group, new_group
+from fxpipe.runtime.ranks.groups import new_group
 from fxpipe.runtime.ranks.worker import Worker
 
 _SPOKEN, _FAILED = 0, 1
@@ -51,7 +51,9 @@ class Agreement:
         members: the ranks that have to agree, by their numbers in the default group, in the order
             in which answers are given.
         names: what messages call them.
-        group: the group of these ranks; None: one is made.
+        known: groups that connect these ranks: the group of them all, or those of the dimensions of
+            a mesh of them, one after the other.
+        device: where this rank computes.
         timeout: as for :class:`fxpipe.runtime.ranks.transport.GroupTransport`.
     """
 
@@ -59,12 +61,15 @@ class Agreement:
         self,
         members: Sequence[int],
         names: Sequence[str],
-        group: dist.ProcessGroup | None,
+        known: Sequence[dist.ProcessGroup],
+        device: torch.device,
         timeout: timedelta,
     ) -> None:
         self.rank, self.names = members.index(dist.get_rank()), names
         self._group = (
-            host_group(group, timeout) if group is not None else new_group(members, "gloo", timeout)
+            known[0]
+            if len(known) == 1 and dist.get_backend(known[0]) == "gloo"
+            else new_group(members, "gloo", timeout, known, device)
         )
         places = dist.get_process_group_ranks(self._group)
         self._order = [places.index(member) for member in members]

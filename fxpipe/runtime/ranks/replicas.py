@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.errors import LostRank, RankError
-from fxpipe.runtime.ranks.transport import host_group
+from fxpipe.runtime.ranks.groups import host_group
 from fxpipe.runtime.ranks.worker import Worker
 from fxpipe.runtime.streams import current, has_streams, on
 
@@ -52,7 +52,7 @@ class ReplicaGroup:
         self.number, self.count = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self.device = device
-        self._group, self._host = group, host_group(group, timeout)
+        self._group, self._host = group, host_group(group, device, timeout)
         self._first = self.ranks[0]
         self._worker = Worker("fxpipe-replicas")
         self._streams = (torch.Stream(device=device),) if has_streams(device) else ()

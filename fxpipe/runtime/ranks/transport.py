@@ -11,6 +11,11 @@ So edges to higher ranks have one process group and edges to lower ranks another
 pair talks in one direction only; and :meth:`GroupTransport.connect` uses each edge once ahead of
 the first run, in one order on all ranks.
 
+A communicator takes memory of the device. ``FXPIPE_COMMUNICATORS`` in the environment of all ranks
+says how many a rank may have for single edges, 16 if it is not given. All other edges share one, on
+which transfers wait for each other, in the order of the step. As this order is the same on all
+ranks, they cannot wait for each other in a circle.
+
 The header says which run the message belongs to, and a rank that gets a message of another run
 raises an error. The description (see :mod:`fxpipe.runtime.ranks.packing`) is sent only at its first
 use on an edge; later headers refer to it by number. Headers travel by gloo, from host to host.
@@ -29,12 +34,13 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +49,7 @@ from torch import Tensor
 
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.errors import LostRank, RankError, failure, is_final, reason
+from fxpipe.runtime.ranks.groups import host_group, new_group
 from fxpipe.runtime.ranks.packing import Description, packed, unpacked
 from fxpipe.runtime.ranks.watch import Watch
 from fxpipe.runtime.ranks.worker import Worker
@@ -51,6 +58,7 @@ from fxpipe.runtime.streams import await_made, current, has_streams, made, on
 Edge = tuple[int, int]
 """The rank that transmits, and the rank that receives."""
 
+COMMUNICATORS = "FXPIPE_COMMUNICATORS"  # an environment variable
 _CONTROL, _PAYLOAD, _MET = 7101, 7102, 7103  # tags, which gloo keeps apart
 _FAILED, _ONCE = -1, -2  # in a header, in place of the number of a description
 _MANY = 4096  # descriptions that are remembered for an edge
@@ -106,27 +114,6 @@ class _Receiving:
         return values
 
 
-def host_group(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A group of the same ranks that talks by gloo: the given group, or else a new one.
-
-    All ranks of the group have to call this at the same time. ``timeout`` is for the new group.
-    """
-    if dist.get_backend(group) == "gloo":
-        return group
-    made: dist.ProcessGroup = new_group(dist.get_process_group_ranks(group), "gloo", timeout)
-    return made
-
-
-def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta) -> Any:
-    """A new process group of these ranks, which no other process takes part in making. Without a
-    ``backend`` (None) it has the default group's."""
-    # With local synchronization only the group's ranks take part in making it.
-    local = len(ranks) != dist.get_world_size()
-    return dist.new_group(
-        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=local
-    )
-
-
 class GroupTransport:
     """The transport among the ranks of a process group.
 
@@ -156,15 +143,17 @@ class GroupTransport:
         self.ranks = dist.get_process_group_ranks(group)
         # The given group, if it can be: PyTorch names a new group of some of the processes by the
         # number of groups that a process is in. Where that differs, they would never meet.
-        self._control = host_group(group, timeout)
+        self._control = host_group(group, device, timeout)
         # Gloo sends only from the host's memory, and has a separate channel for each direction.
         self._by_host = device.type == "cpu" or dist.get_backend(group) == "gloo"
-        up, down = (
-            (None, None)
+        up, down, shared = (
+            (self._control,) * 3
             if self._by_host
-            else (new_group(self.ranks, None, timeout), new_group(self.ranks, None, timeout))
+            else (new_group(self.ranks, None, timeout, [group], device) for _ in range(3))
         )
-        self._payload = {True: up or self._control, False: down or self._control}
+        self._payload = {True: up, False: down}
+        self.communicators = _limit()
+        self._channels = Channels(self.communicators, shared)
         self._edges: dict[Edge, _EdgeEnd] = {}
         self._lost: dict[int, RuntimeError] = {}  # by the rank, how the network has failed
         self._plan: Plan = {}
@@ -174,9 +163,13 @@ class GroupTransport:
 
     # ------------------------------------------------------------------------------------- a run
 
-    def connect(self, edges: Iterable[Edge]) -> None:
-        """Use each of these edges once. ``edges`` are given in one order on all ranks."""
+    def connect(self, edges: Sequence[Edge]) -> None:
+        """Make the communicators of these edges, and use each edge once. ``edges`` are those
+        between all ranks, in one order on all ranks."""
         self._begin(0, {})
+        shares = [self._channels.add(edge) for edge in edges]
+        if any(shares) and not self._by_host:
+            dist.barrier(self._channels.shared)  # it makes the communicator, on all ranks at once
         for edge in edges:
             if self.rank in edge and edge not in self._edges:
                 self._edge(edge)
@@ -185,6 +178,11 @@ class GroupTransport:
                 else:
                     self.receive(edge, 0).wait()
         self.finish()
+
+    def is_shared(self, edge: Edge) -> bool:
+        """Whether an edge shares its communicator with others, so that transfers keep their order
+        among all of them."""
+        return edge in self._channels.sharing
 
     def run(self, program: Callable[[], Any], plan: Plan, key: int) -> Any:
         """Run a program that transmits and receives, and return what it returns.
@@ -254,19 +252,46 @@ class GroupTransport:
         """Send a message on an edge. Once the network has failed there, nothing is sent."""
         transfer = edge.done
         edge.done += 1
-        peer = self.ranks[edge.ends[1]]
         header = torch.tensor([self._key, number, len(text)])
         sent = [header] + ([_bytes(text)] if text else [])
+        if not self.is_shared(edge.ends):
+            works = self._issue(edge, transfer, sent, parts)
+            edge.worker.do(partial(self._wait, edge, transfer, works, [*sent, *parts]))
+            return
+        ready = [stream.record_event() for stream in current([self.device])]
+
+        def send() -> None:
+            for stream, event in zip(edge.streams, ready, strict=True):
+                stream.wait_event(event)
+            with on(*edge.streams):
+                works = self._issue(edge, transfer, sent, parts)
+                self._wait(edge, transfer, works, [*sent, *parts])
+
+        edge.worker.do(send)
+
+    def _issue(
+        self, edge: _EdgeEnd, transfer: int, sent: list[Tensor], parts: list[Tensor]
+    ) -> list[Any]:
+        """Begin to send the header of a message and its parts."""
+        peer = self.ranks[edge.ends[1]]
         with self._or_lost(edge, transfer):
             works = [dist.isend(t, peer, self._control, tag=_CONTROL) for t in sent]
             for part in parts:
                 if part.numel():
                     part = part.cpu() if self._by_host else part
                     sent.append(part)
-                    works.append(dist.isend(part, peer, self._group(edge), tag=_PAYLOAD))
-            edge.worker.do(partial(self._wait, edge, transfer, works, sent))
+                    works += self._exchange(dist.isend, part, peer, edge)
             if self._is_rendezvous:
                 dist.recv(torch.empty(1), peer, self._control, tag=_MET)
+        return works
+
+    def _exchange(self, how: Any, part: Tensor, peer: int, edge: _EdgeEnd) -> list[Any]:
+        """Begin to send or to receive a part. With NCCL a pair of ranks has a communicator, except
+        for what is sent in a batch, which uses the one of the whole group."""
+        if not self.is_shared(edge.ends) or self._by_host:
+            source, target = edge.ends
+            return [how(part, peer, self._payload[source < target], tag=_PAYLOAD)]
+        return dist.batch_isend_irecv([dist.P2POp(how, part, peer, self._channels.shared)])
 
     def _wait(self, edge: _EdgeEnd, transfer: int, works: list[Any], sent: list[Tensor]) -> None:
         """Wait until a message is sent, and keep its tensors (``sent``) alive until then."""
@@ -350,18 +375,14 @@ class GroupTransport:
         part = torch.empty(size, dtype=torch.uint8, device=device)
         if size:
             peer = self.ranks[edge.ends[0]]
-            work = dist.irecv(part, peer, self._group(edge), tag=_PAYLOAD)
-            assert work is not None
-            work.wait()
+            for work in self._exchange(dist.irecv, part, peer, edge):
+                work.wait()
         return part.to(self.device)
-
-    def _group(self, edge: _EdgeEnd) -> Any:
-        source, target = edge.ends
-        return self._payload[source < target]
 
     def _edge(self, edge: Edge) -> _EdgeEnd:
         if edge not in self._edges:
-            self._edges[edge] = _EdgeEnd(edge, self.device)
+            worker = self._channels.worker if self.is_shared(edge) else None
+            self._edges[edge] = _EdgeEnd(edge, self.device, worker)
         return self._edges[edge]
 
     def close(self) -> None:
@@ -372,13 +393,59 @@ class GroupTransport:
         self._edges.clear()
 
 
+class Channels:
+    """Which edges have a communicator of their own, and which share one.
+
+    An edge gets its own if both of its ranks have fewer than ``limit`` yet. Every rank decides this
+    for the edges of all ranks, in the same order, so that both ends of an edge decide alike.
+
+    Args:
+        shared: the group whose communicator the others share.
+    """
+
+    def __init__(self, limit: int, shared: Any) -> None:
+        self._limit, self.shared = limit, shared
+        self._owned: Counter[int] = Counter()
+        self._known: set[Edge] = set()
+        self.sharing: set[Edge] = set()
+
+    def add(self, edge: Edge) -> bool:
+        """Decide about an edge. Returns whether it is new, and shares the communicator."""
+        if edge in self._known:
+            return False
+        self._known.add(edge)
+        if max(self._owned[rank] for rank in edge) >= self._limit:
+            self.sharing.add(edge)
+        else:
+            self._owned.update(edge)
+        return edge in self.sharing
+
+    @cached_property
+    def worker(self) -> Worker:
+        """The thread of this rank for all edges that share: their transfers keep one order."""
+        return Worker("fxpipe-edges-shared")
+
+
+def _limit() -> int:
+    """How many communicators a rank has at most for single edges.
+
+    Raises ValueError for an environment that does not say a number.
+    """
+    given = os.environ.get(COMMUNICATORS, "16")
+    if not given.isdecimal():
+        raise ValueError(
+            f"{COMMUNICATORS} is {given!r}: give the number of communicators of a rank"
+        )
+    return int(given)
+
+
 class _EdgeEnd:
     """One end of an edge: its thread, and the descriptions that both ends know by number."""
 
-    def __init__(self, ends: Edge, device: torch.device) -> None:
+    def __init__(self, ends: Edge, device: torch.device, worker: Worker | None) -> None:
         self.ends = ends
         self.done = 0  # how many transfers have begun in this run
-        self.worker = Worker(f"fxpipe-edge-{ends[0]}-{ends[1]}")
+        self.worker = worker or Worker(f"fxpipe-edge-{ends[0]}-{ends[1]}")
         self.streams = (torch.Stream(device=device),) if has_streams(device) else ()
         self._numbers: dict[Description, int] = {}
         self._known: list[Description] = []

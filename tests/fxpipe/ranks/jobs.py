@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.runtime.ranks.transport import COMMUNICATORS
 from fxpipe.schedule import placement_of
 from passes import Tied, default_chain
 from tests.zoo import mean_loss
@@ -61,6 +62,16 @@ def compiled(where: Where, make: Make, loss_fn: Any, **options: Any) -> fxpipe.P
     tied = Tied(("cpu",) * len(places), places)
     chain = default_chain().replace("tied", tied)
     return fxpipe.compile(model, ["cpu"] * where, loss_fn=loss_fn, passes=chain, **options)
+
+
+def train_all_sharing(*args: Any) -> list[Trained]:
+    """:func:`train_all`, where a rank has one communicator for a single edge, and all other edges
+    share one."""
+    os.environ[COMMUNICATORS] = "1"
+    try:
+        return train_all(*args)
+    finally:
+        del os.environ[COMMUNICATORS]
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.fxpipe.ranks.jobs import BROKEN, Breaking, Call, Trained, compiled, made
-from tests.zoo import mean_loss
+from tests.zoo import Chain, mean_loss
 
 Make = Callable[[], nn.Module]
 CHUNKS = 3
@@ -120,6 +120,24 @@ def expected(
         if is_stepped:
             optimizer.step()
     return Trained(losses, grads, model.state_dict(), None)
+
+
+def four() -> Chain:
+    """Four layers."""
+    return Chain(4)
+
+
+def of_two(group: dist.ProcessGroup, call: Call) -> list[Tensor] | None:
+    """The losses of a step of a mesh of two of the four processes, where one of the two has been in
+    a group of its own; None in the other two processes."""
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "pp"))  # all processes make it
+    if rank > 1:
+        return None
+    with compiled_of(made(four), mesh, mean_loss, call) as pipe:
+        return [pipe.step(*call.args, target=call.target)]
 
 
 def clipped(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir.structure import Structure
 from fxpipe.schedule import NAMES
-from tests.fxpipe.ranks.jobs import Call, Trained, train, train_all
+from tests.fxpipe.ranks.jobs import Call, Trained, train, train_all, train_all_sharing
 from tests.models.registry import ENTRIES
 from tests.zoo import Chain, Tied, UNet, same
 
@@ -80,6 +80,22 @@ def test_every_schedule_on_four_ranks_also_where_the_network_keeps_nothing(pool)
     calls = rows(11) + rows(11)
     found = pool.run(train_all, Skipping, calls, EVERY_SCHEDULE)
     lanes = train_all(4, Skipping, calls, EVERY_SCHEDULE)
+    for ranks, expected in zip(zip(*found, strict=True), lanes, strict=True):
+        assert_same(ranks, expected)
+
+
+SHARING = [
+    {"schedule": name, "chunks": 4, "is_meeting": True, "is_evaluated": False}
+    for name in ("1f1b", "zbv")
+]
+
+
+def test_edges_that_share_a_communicator_carry_the_same_values(pool):
+    """A rank with more edges than communicators does all their transfers in the order of the step,
+    also where every transmit waits for its receive."""
+    calls = rows(7) + rows(7)
+    found = pool.run(train_all_sharing, Skipping, calls, SHARING)
+    lanes = train_all(4, Skipping, calls, SHARING)
     for ranks, expected in zip(zip(*found, strict=True), lanes, strict=True):
         assert_same(ranks, expected)
 

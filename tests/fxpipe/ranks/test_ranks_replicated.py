@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.fxpipe.ranks import replicated
-from tests.fxpipe.ranks.jobs import Call
+from tests.fxpipe.ranks.jobs import Call, made
 from tests.fxpipe.ranks.replicated import expected, mean_of_positives, positives
-from tests.zoo import Chain, Tied, UNet, same
+from tests.zoo import Chain, Tied, UNet, mean_loss, same
 
 pytestmark = pytest.mark.one_thread  # as each rank has
 
@@ -67,6 +67,15 @@ def test_a_loss_weight_counts_what_all_replicas_have(pool):
     found = pool.run(replicated.train, six, ("dp", "pp"), batches, **options)
     wanted = {"loss_fn": mean_of_positives, "weigh": positives, "is_stepped": False}
     assert_same(found, expected(six, batches, **wanted))
+
+
+def test_ranks_that_are_in_different_numbers_of_groups_meet_in_a_new_one(pool):
+    call = Call((torch.randn(6, 3),), torch.randn(6))
+    first, second, *others = pool.run(replicated.of_two, call)
+    assert others == [None, None]
+    with replicated.compiled_of(made(replicated.four), 2, mean_loss, call) as pipe:
+        expected = [pipe.step(*call.args, target=call.target)]
+    assert same(first, expected) and same(second, expected)
 
 
 def test_the_norm_of_all_gradients_counts_a_tied_weight_once(pool):
