@@ -50,7 +50,7 @@ class PostEarly:
         for node in gm.graph.find_nodes(op="call_function", target=ops.receive):
             edges.setdefault(edge_of(node)[0], []).append(node)
         first = gm.graph.find_nodes(op="placeholder")[-1]
-        for edge, receives in edges.items():
+        for edge, receives in reversed(edges.items()):  # what moves last to a place is first there
             if edge not in self.kept:
                 _move(receives, nodes, ends, first)
         gm.recompile()
