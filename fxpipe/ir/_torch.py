@@ -215,6 +215,17 @@ def has_dispatch_modes() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def is_intercepting() -> bool:
+    """Whether a torch function mode, a torch dispatch mode, a functorch transform or a level of
+    forward mode is active in this thread. This takes less time than to list any of them."""
+    return bool(
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
 DisableTorchFunction = torch._C.DisableTorchFunction
 """A context in which functions of torch call neither ``__torch_function__`` of tensor subclasses,
 nor torch function modes."""

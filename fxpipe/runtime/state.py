@@ -31,6 +31,7 @@ class State:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._attributes = [(m, _own(m)) for m in modules]
+        self._counts = {id(m): len(vars(m)) for m, _ in self._attributes}
         self._contents: dict[int, tuple[Any, Any]] = {}  # by ids: containers, and copies
         for _, own in self._attributes:
             for value in own.values():
@@ -57,6 +58,8 @@ class State:
         state was recorded: each with its module."""
         found = []
         for module, before in self._attributes:
+            if self._is_as_it_was(module, before):
+                continue
             now = _own(module)
             found += [
                 (module, name)
@@ -67,6 +70,17 @@ class State:
                 or self._differs(before[name], DEPTH)
             ]
         return found
+
+    def _is_as_it_was(self, module: nn.Module, before: dict[str, Any]) -> bool:
+        """Whether a module is seen, in little time, to have the attributes that it had: the very
+        same objects, none of which has contents that may change."""
+        now = vars(module)
+        if len(now) != self._counts[id(module)]:
+            return False
+        for name, value in before.items():
+            if now.get(name, _MISSING) is not value or id(value) in self._contents:
+                return False
+        return True
 
     def _differs(self, value: Any, depth: int) -> bool:
         """Whether a container has other contents than it had."""

@@ -38,7 +38,7 @@ from fxpipe.runtime.microbatch import weighted_sum
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.penalty import Penalty, homes_of, leaves_of, penalties
 from fxpipe.runtime.shared import share
-from fxpipe.runtime.streams import CALLER, await_made, device_of, pass_on, stream
+from fxpipe.runtime.streams import CALLER, await_made, device_of, is_of_cpu, pass_on, stream
 
 Deferred = tuple[GradientEdge | Tensor, Tensor, list[Tensor]]
 """A backward that is put off to the second half: the tensor, or edge of the graph, at which it
@@ -381,14 +381,17 @@ def replay(tape: Tape, halved: bool = False) -> None:
 def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
     """The values, moved to the target stream's device and without their autograd history. A tensor
     still says, by ``requires_grad``, whether a gradient is wanted for it."""
-    device = device_of(target)
+    device, is_host = device_of(target), is_of_cpu(target)
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        arrived = moved(value, device, source)
-        result = arrived.detach()
-        pass_on(arrived, result)
+        if is_host and value.is_cpu:  # it is there, and no stream makes it
+            result = value.detach()
+        else:
+            arrived = moved(value, device, source)
+            result = arrived.detach()
+            pass_on(arrived, result)
         return result.requires_grad_() if value.requires_grad else result
 
     return tuple([mapped(move, value) for value in values])

@@ -3,23 +3,25 @@
 ::
 
     python -m tests.benchmarks.compiled
-    python -m tests.benchmarks.compiled --few
+    python -m tests.benchmarks.compiled --few --size small
     python -m tests.benchmarks.compiled --models gpt2 --schedules zb_h1 --backend aot_eager
 
 All combinations are many, and each is compiled anew. With ``--few``, every model trains with the
 first schedule, every further schedule trains one of the models, and checkpoint modes take turns.
 
-GPT-2, Llama, a U-Net and a ViT of small sizes train one step of four micro-batches: in a loop over
-the micro-batches with ``torch.compile(model)``, as a pipeline on two CPU lanes with
-``stage_backend``, and as an uncompiled pipeline, which shows what compiling gains.
+GPT-2, Llama, a U-Net and a ViT train one step of four micro-batches: in a loop over the
+micro-batches with ``torch.compile(model)``, as a pipeline on CPU lanes with ``stage_backend``, and
+as an uncompiled pipeline, which shows what compiling gains. ``--size`` says how large the models
+are: the micro-batches of "toy" take a thread 10 to 20 ms, those of "small" 100 to 400 ms.
 
 Times are CPU seconds of the process, which depend little on what else the machine does: medians of
 steps that take turns, with one intra-op thread. "ratio" is the time of the compiled pipeline
 divided by that of the compiled model in the loop, where one thread runs all stages, as it runs the
-loop. "lanes" is the same where each lane has a thread: that two of them compute at the same time,
-and so share caches and, on many machines, a core, makes each take more CPU time. "as it is" is the
-time of the uncompiled pipeline, in lanes, divided by that of the loop. With checkpoints a stage
-runs forward twice, which the loop does not.
+loop; "more" is their difference, for each stage and micro-batch. "in lanes" is the ratio where each
+lane has a thread: that two of them compute at the same time, and so share caches and, on many
+machines, a core, makes each take more CPU time. "as it is" is the time of the uncompiled pipeline,
+in lanes, divided by that of the loop. With checkpoints a stage runs forward twice, which the loop
+does not.
 
 A difference is the largest of any gradient, divided by the largest number in that gradient: of the
 compiled pipeline from the compiled model in the loop and, as "eager", of that from the uncompiled
@@ -37,6 +39,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -50,66 +53,97 @@ from fxpipe.schedule import NAMES
 from tests.benchmarks.nets import UNet
 from tests.benchmarks.timing import keep_memory, show
 
-CHUNKS, ROWS = 4, 12
-LANES = ["cpu"] * 2
+CHUNKS, ROWS, VOCABULARY = 4, 12, 1024
 Made = tuple[nn.Module, Tensor, Tensor]
 COLUMNS = (
     *("model", "schedule", "checkpoint", "difference", "eager", "loop", "pipeline", "ratio"),
-    *("lanes", "as it is", "anew", "refused"),
+    *("more", "in lanes", "as it is", "anew", "refused"),
 )
 
 
-def gpt2() -> Made:
+@dataclass(frozen=True)
+class Size:
+    """How large the models are.
+
+    Args:
+        width, heads, layers: of the transformers.
+        tokens: how many each row of the language models has.
+        pixels: the height and width of the images for the ViT, which it cuts into patches of 8.
+        channels, depth, image: of the U-Net, and the height and width of its images.
+    """
+
+    width: int
+    heads: int
+    layers: int
+    tokens: int
+    pixels: int
+    channels: int
+    depth: int
+    image: int
+
+
+SIZES = {
+    "toy": Size(128, 4, 2, 64, 64, 16, 2, 32),
+    "small": Size(768, 12, 4, 32, 48, 48, 4, 64),
+}
+"""One micro-batch takes one thread of a CPU 10 to 20 ms for "toy", and 100 to 400 ms for "small",
+whose transformers have the width of GPT-2 and ViT-B and a third of their layers."""
+
+
+def gpt2(size: Size) -> Made:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=1024,
-        n_positions=128,
-        n_embd=128,
-        n_layer=2,
-        n_head=4,
+        vocab_size=VOCABULARY,
+        n_positions=2 * size.tokens,
+        n_embd=size.width,
+        n_layer=size.layers,
+        n_head=size.heads,
+        bos_token_id=0,
+        eos_token_id=0,
         use_cache=False,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    ids = torch.randint(1024, (ROWS, 64))
+    ids = torch.randint(VOCABULARY, (ROWS, size.tokens))
     return GPT2LMHeadModel(config), ids, ids
 
 
-def llama() -> Made:
+def llama(size: Size) -> Made:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        hidden_size=size.width,
+        intermediate_size=3 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 2,
         use_cache=False,
     )
-    ids = torch.randint(1024, (ROWS, 64))
+    ids = torch.randint(VOCABULARY, (ROWS, size.tokens))
     return LlamaForCausalLM(config), ids, ids
 
 
-def unet() -> Made:
-    net = UNet(convs=1, channels=16, depth=2)
+def unet(size: Size) -> Made:
+    net = UNet(convs=1, channels=size.channels, depth=size.depth)
     for module in net.modules():
         if isinstance(module, nn.Dropout2d):
             module.p = 0.0
-    return net, torch.randn(ROWS, 3, 32, 32), torch.randn(ROWS, 1, 32, 32)
+    image = size.image
+    return net, torch.randn(ROWS, 3, image, image), torch.randn(ROWS, 1, image, image)
 
 
-def vit() -> Made:
+def vit(size: Size) -> Made:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=512,
-        image_size=64,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=4 * size.width,
+        image_size=size.pixels,
         patch_size=8,
         num_labels=10,
         hidden_dropout_prob=0.0,
@@ -117,12 +151,12 @@ def vit() -> Made:
     )
     return (
         ViTForImageClassification(config),
-        torch.randn(ROWS, 3, 64, 64),
+        torch.randn(ROWS, 3, size.pixels, size.pixels),
         torch.randint(10, (ROWS,)),
     )
 
 
-MODELS: dict[str, Callable[[], Made]] = {"gpt2": gpt2, "llama": llama, "unet": unet, "vit": vit}
+MODELS: dict[str, Callable[[Size], Made]] = {"gpt2": gpt2, "llama": llama, "unet": unet, "vit": vit}
 
 
 def loss_of(output: Any, target: Tensor) -> Tensor:
@@ -148,14 +182,17 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-8)) for a, b in pairs)
 
 
-def medians(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+def measure(sides: dict[str, Callable[[], object]], rounds: int) -> list[dict[str, float]]:
+    """The CPU seconds of each side in each round."""
+    found = []
     for _ in range(rounds):
+        seconds = {}
         for name, run in sides.items():
             start = time.process_time()
             run()
-            seconds[name].append(time.process_time() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+            seconds[name] = time.process_time() - start
+        found.append(seconds)
+    return found
 
 
 Row = tuple[str, str, str]
@@ -171,11 +208,12 @@ def few(models: list[str], schedules: list[str], checkpoints: list[str]) -> list
 
 
 def measured(
-    name: str, ways: Sequence[tuple[str, str]], backend: str, rounds: int
+    name: str, size: str, lanes: int, ways: Sequence[tuple[str, str]], backend: str, rounds: int
 ) -> Iterator[dict[str, Any]]:
     """Train a model in each of the ways: with this schedule, and this checkpoint mode."""
     torch.manual_seed(0)
-    model, x, y = MODELS[name]()
+    model, x, y = MODELS[name](SIZES[size])
+    devices = ["cpu"] * lanes
     model.train()
     compiled_model = torch.compile(model, backend=backend)
     loop(model, x, y)
@@ -187,8 +225,8 @@ def measured(
         own, plain = copy.deepcopy(model), copy.deepcopy(model)
         with (
             warnings.catch_warnings(record=True) as said,
-            fxpipe.compile(own, LANES, loss_fn=loss_of, stage_backend=backend, **told) as pipe,
-            fxpipe.compile(plain, LANES, loss_fn=loss_of, **told) as as_it_is,
+            fxpipe.compile(own, devices, loss_fn=loss_of, stage_backend=backend, **told) as pipe,
+            fxpipe.compile(plain, devices, loss_fn=loss_of, **told) as as_it_is,
         ):
             warnings.simplefilter("always")
             pipe.step(x, target=y)
@@ -200,7 +238,7 @@ def measured(
                 "pipe": lambda pipe=pipe: in_one_thread(pipe, x, y),
                 "as it is": lambda pipe=as_it_is: pipe.step(x, target=y),
             }
-            seconds = medians(sides, rounds) if rounds else dict.fromkeys(sides, 1.0)
+            by_rounds = measure(sides, rounds) or [dict.fromkeys(sides, 1.0)]
             stages = len(pipe.stages)
             known = count(pipe)
             for rows in (ROWS - 1, ROWS - 2, ROWS - 3):
@@ -209,16 +247,20 @@ def measured(
             report = str(pipe.report())
         yield {
             "model": name,
+            "size": size,
+            "lanes": lanes,
             "schedule": schedule,
             "checkpoint": checkpoint,
             "stages": stages,
             "difference": difference(grads, expected),
             "eager": difference(expected, eager),
-            "loop_ms": seconds["loop"] * 1e3,
-            "pipe_ms": seconds["pipe"] * 1e3,
-            "ratio": seconds["pipe"] / seconds["loop"],
-            "lanes": seconds["lanes"] / seconds["loop"],
-            "as_it_is": seconds["as it is"] / seconds["loop"],
+            "loop_ms": statistics.median(each["loop"] * 1e3 for each in by_rounds),
+            "pipe_ms": statistics.median(each["pipe"] * 1e3 for each in by_rounds),
+            "ratio": statistics.median(each["pipe"] / each["loop"] for each in by_rounds),
+            "more_us": statistics.median(each["pipe"] - each["loop"] for each in by_rounds)
+            * (1e6 / (stages * CHUNKS)),
+            "in_lanes": statistics.median(each["lanes"] / each["loop"] for each in by_rounds),
+            "as_it_is": statistics.median(each["as it is"] / each["loop"] for each in by_rounds),
             "anew": anew,
             "refused": [line for line in report.splitlines() if "runs as it is" in line],
             "warnings": sorted({str(each.message) for each in said}),
@@ -241,10 +283,19 @@ def count(pipe: fxpipe.Pipeline) -> int:
 @click.option("--schedules", default=",".join(NAMES))
 @click.option("--checkpoints", default="never,except_last,always")
 @click.option("--few", "is_few", is_flag=True, help="each of them at least once")
+@click.option("--size", default="toy", type=click.Choice(list(SIZES)), help="of the models")
+@click.option("--lanes", default=2, help="of the pipeline")
 @click.option("--backend", default="inductor")
 @click.option("--rounds", default=7, help="steps of each side; 0 for none, differences only")
 def main(
-    models: str, schedules: str, checkpoints: str, is_few: bool, backend: str, rounds: int
+    models: str,
+    schedules: str,
+    checkpoints: str,
+    is_few: bool,
+    size: str,
+    lanes: int,
+    backend: str,
+    rounds: int,
 ) -> None:
     torch.set_num_threads(1)
     keep_memory()
@@ -253,18 +304,19 @@ def main(
     results = []
     for name, group in itertools.groupby(rows, key=lambda row: row[0]):
         ways = [(schedule, checkpoint) for _, schedule, checkpoint in group]
-        for result in measured(name, ways, backend, rounds):
+        for result in measured(name, size, lanes, ways, backend, rounds):
             print(json.dumps(result), flush=True)
             results.append(result)
     show(
-        f"{CHUNKS} micro-batches of {ROWS // CHUNKS} rows, CPU time of a step, {backend}",
+        f"{size}, {lanes} lanes, {CHUNKS} micro-batches of {ROWS // CHUNKS} rows, {backend}",
         list(COLUMNS),
         [
             [
                 *(each["model"], each["schedule"], each["checkpoint"]),
                 *(f"{each['difference']:.1e}", f"{each['eager']:.1e}"),
                 *(f"{each['loop_ms']:.0f} ms", f"{each['pipe_ms']:.0f} ms"),
-                *(f"{each[name]:.2f}" for name in ("ratio", "lanes", "as_it_is")),
+                *(f"{each['ratio']:.2f}", f"{each['more_us']:.0f} µs"),
+                *(f"{each['in_lanes']:.2f}", f"{each['as_it_is']:.2f}"),
                 str(each["anew"]),
                 "; ".join(each["refused"]),
             ]

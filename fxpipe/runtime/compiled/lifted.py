@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,17 +48,18 @@ class NotLifted(RuntimeError):
     """A stage cannot be lifted, for the reason that the message gives."""
 
 
-def obstacle(stage: fx.GraphModule) -> str | None:
-    """Why a stage must not be compiled; None if it may be. Such a stage has code that must run in
-    each call, and would run only once, when the stage is compiled."""
-    for name, module in stage.named_modules():
+def obstacle(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
+    """Why a stage with these modules, each with its name, must not be compiled; None if it may be.
+    Such a stage has code that must run in each call, and would run only once, when the stage is
+    compiled. The stage itself is the module without a name."""
+    for name, module in modules:
         if isinstance(module, Region):
             return f"the model checkpoints {name} itself"
         if module in STATEFUL:
             return f"the forward of {name} changes attributes of the module"
         if isinstance(module, torch.jit.ScriptModule):
             return f"{name} is compiled by TorchScript"
-        if module is not stage and has_hooks(module):
+        if name and has_hooks(module):
             return f"{name} has hooks"
     return None
 
@@ -78,10 +79,12 @@ class Tensors:
                 if known[id(tensor)] == len(self.homes):
                     self.names.append(path)
                     self.homes.append((home, key))
+        self._tables = [table for table, _ in self.homes]
+        self._keys = [key for _, key in self.homes]
 
     def now(self) -> list[Tensor]:
         """The tensors that the stage has now."""
-        return [home[key] for home, key in self.homes]
+        return list(map(operator.getitem, self._tables, self._keys))
 
     def index(self, home: Mapping[str, Any], key: str) -> int:
         """The position in :meth:`now` of the tensor that a dictionary has under a key."""
@@ -245,11 +248,19 @@ class Lifted:
                 self._add(node)
         results = fx.map_arg(stage.graph.output_node().args[0], self._lifted.__getitem__)
         self._spec, self._leaves, self._where = self._structure(results, fakes, mode)
+        all_vary = len(self._where) == len(self._leaves)
+        self._is_one = all_vary and self._spec.is_leaf()
+        flat = pytree.tree_structure((0,) * len(self._leaves))
+        self._is_tuple = all_vary and self._spec == flat
         self._add_output(results)
         self.graph_module = fx.GraphModule(nn.Module(), self._graph, type(stage).__name__)
 
     def results(self, outputs: Sequence[Any]) -> Any:
         """Put the outputs of the lifted graph into the structure of the stage's results."""
+        if self._is_tuple:  # by far the most frequent cases, where a pytree takes longer
+            return tuple(outputs)
+        if self._is_one:
+            return outputs[0]
         leaves = self._leaves.copy()
         for i, value in zip(self._where, outputs, strict=True):
             leaves[i] = value

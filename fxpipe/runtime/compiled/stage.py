@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import reprlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -34,6 +34,7 @@ from fxpipe.ir._torch import (
     function_modes,
     graph_compiler,
     is_forward_mode,
+    is_intercepting,
     pytree,
     transforms,
 )
@@ -140,6 +141,7 @@ class CompiledStage:
     ) -> None:
         self.stage, self.name, self.backend, self.in_halves = stage, name, backend, in_halves
         self.tensors = Tensors(stage)
+        self._modules = list(stage.named_modules())  # other modules would be another stage
         self.module = _like(stage, self)
         self.obstacle: str | None = None
         self.times = 0  # how often it has been compiled
@@ -147,35 +149,37 @@ class CompiledStage:
         self._state: State | None = None
         self._looks: Any = None
         placeholders = stage.graph.find_nodes(op="placeholder")
-        self._seeds = [i for i, node in enumerate(placeholders) if SEED in node.meta]
+        self._seeds = {i for i, node in enumerate(placeholders) if SEED in node.meta}
         self._grows: list[Any] = [node.meta.get(GROWS) for node in placeholders]
         self._forget()
         self.refresh()
 
     def _forget(self) -> None:
-        self._known: dict[Any, _Variant | None] = {}  # by kinds and sizes of inputs; None: refused
+        self._known: dict[Any, _Variant | None] = {}  # by looks of inputs; None: refused
         self._variants: dict[Any, list[_Variant]] = {}  # by kinds of inputs
 
     def refresh(self) -> None:
         """Ahead of a run, drop the compiled code if something that it depends on has changed since
         the last run: what parameters look like, or attributes and hooks of modules in the stage."""
-        self.obstacle = obstacle(self.stage)
+        self.obstacle = obstacle(self._modules)
+        accelerator = torch.accelerator.current_accelerator()
+        self._kinds_of_devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         looks = self.tensors.looks()
         if self._state is None or looks != self._looks or self._state.changed():
             self._forget()
-            modules = [m for m in self.stage.modules() if not isinstance(m, fx.GraphModule)]
+            modules = [m for _, m in self._modules if not isinstance(m, fx.GraphModule)]
             self._state, self._looks = State(modules), looks
 
     def __call__(self, *args: Any) -> Any:
         """Run the stage on these arguments: its compiled code, or the stage itself if it cannot be
         compiled, or if a hook, mode or transform has to see each of its operators."""
-        variant = None if self._is_observed() else self._variant(args)
+        leaves: list[Any] = []
+        variant = None if self._is_observed() else self._variant(args, leaves)
         if variant is None:
             if self.obstacle is not None:
                 self._warn(self.obstacle)
             return type(self.stage).forward(self.stage, *args)
-        leaves = filter(varies, pytree.tree_leaves(self._with_seeds(args)))
-        given = [*self.tensors.now(), *leaves]
+        given = self.tensors.now() + leaves
         outputs = variant.function(*given)
         if variant.later and torch.is_grad_enabled():
             defer_to_tape(outputs, {i: given[i] for i in variant.later})
@@ -187,64 +191,61 @@ class CompiledStage:
         return bool(
             self.obstacle is not None
             or all_are_watched()
-            or transforms()
-            or is_forward_mode()
-            or any(type(mode) is not DeviceContext for mode in function_modes())
-            or any(type(mode) is not Writes for mode in dispatch_modes())
+            or (is_intercepting() and _operators_are_seen())
         )
 
-    def _with_seeds(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments, with each seed as a tensor: a compiler would take a number for a size."""
-        if not self._seeds:
-            return args
-        return tuple(
-            torch.tensor(arg, device="cpu") if i in self._seeds and arg is not None else arg
-            for i, arg in enumerate(args)
-        )
-
-    def _variant(self, args: tuple[Any, ...]) -> _Variant | None:
+    def _variant(self, args: tuple[Any, ...], leaves: list[Any]) -> _Variant | None:
         """The compiled code for a call with these arguments; it is compiled now if need be. None if
-        that is impossible."""
-        if any(args[i] is None for i in self._seeds):
-            return None
-        kinds, sizes = [_ambient()], []
+        that is impossible.
+
+        ``leaves`` gets the inputs of that code, other than the stage's own tensors. This goes
+        through the arguments once, since it is done in each call, and each Python function that a
+        call runs has been driven from the CPU's caches by the kernels of the call before.
+        """
+        looks: list[Any] = [_ambient(self._kinds_of_devices)]
         for i, arg in enumerate(args):
-            if i in self._seeds:
-                continue
-            for leaf in (arg,) if isinstance(arg, Tensor) else _flat(arg):
-                kind, size = _looks(leaf)
-                kinds.append(kind)
-                sizes.append(size)
-        static, shapes = tuple(kinds), tuple(sizes)
+            if type(arg) is Tensor and arg.layout is torch.strided:
+                leaves.append(arg)
+                looks.append((arg.dtype, arg.device, arg.requires_grad, arg.shape, arg.stride()))
+            elif i in self._seeds:  # as a tensor: a compiler would take a number for a size
+                if arg is None:
+                    return None
+                leaves.append(torch.tensor(arg, device="cpu"))
+            else:
+                leaves += filter(varies, pytree.tree_leaves(arg))
+                looks += map(_looks, _flat(arg))
+        key = tuple(looks)
         try:
-            return self._known[static, shapes]
+            return self._known[key]
         except (KeyError, TypeError):
             pass
         with alone():  # the compiler changes the default generators for a while
             if len(self._known) > MANY:
                 self._known.clear()
             try:
-                found = self._find(static, shapes, args)
-                self._known[static, shapes] = found
+                if key not in self._known:
+                    self._known[key] = self._find(args, leaves)
+                return self._known[key]
             except TypeError as error:  # a value without a hash
                 self._warn(str(error))
                 return None
-            return found
 
-    def _find(self, static: Any, shapes: Any, args: tuple[Any, ...]) -> _Variant | None:
-        if (static, shapes) in self._known:
-            return self._known[static, shapes]
-        args = self._with_seeds(args)
-        leaves = [leaf for leaf in pytree.tree_leaves(args) if varies(leaf)]
-        alike = self._variants.setdefault(static, [])
+    def _find(self, args: tuple[Any, ...], leaves: list[Any]) -> _Variant | None:
+        """The compiled code for arguments that look as none before. It is compiled now, unless the
+        code for arguments of other sizes will do."""
+        others = (arg for i, arg in enumerate(args) if i not in self._seeds)
+        looks = (_looks(leaf) for arg in others for leaf in _flat(arg))
+        kinds = _ambient(self._kinds_of_devices), *(kind for kind, _ in looks)
+        alike = self._variants.setdefault(kinds, [])
+        stand_ins = list(map(_stand_in, leaves))
         for variant in alike:
-            if variant.inputs.admit([_stand_in(leaf) for leaf in leaves]):
+            if variant.inputs.admit(stand_ins):
                 return variant
         if len(alike) == OFTEN:
             self._warn(f"it has been compiled for {OFTEN} sizes of its inputs already")
             return None
         try:
-            alike.append(self._compiled(args, leaves, shapes, alike))
+            alike.append(self._compiled(args, leaves, alike))
         except NotLifted as refusal:
             self._warn(str(refusal))
             return None
@@ -257,7 +258,7 @@ class CompiledStage:
         return alike[-1]
 
     def _compiled(
-        self, args: tuple[Any, ...], leaves: list[Any], shapes: Any, alike: list[_Variant]
+        self, args: tuple[Any, ...], leaves: list[Any], alike: list[_Variant]
     ) -> _Variant:
         """Compile the stage for arguments like these.
 
@@ -344,19 +345,30 @@ def _like(stage: fx.GraphModule, compiled: CompiledStage) -> fx.GraphModule:
     return module
 
 
-def _ambient() -> tuple[Any, ...]:
+def _operators_are_seen() -> bool:
+    """Whether a mode or a function transform of this thread sees each operator."""
+    return bool(
+        transforms()
+        or is_forward_mode()
+        or any(type(mode) is not DeviceContext for mode in function_modes())
+        or any(type(mode) is not Writes for mode in dispatch_modes())
+    )
+
+
+def _ambient(kinds_of_devices: Iterable[str]) -> tuple[Any, ...]:
     """The settings of the running thread that compiled code depends on: a change of one leads to a
-    recompilation."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return (
+    recompilation. Those of autocast are asked for these kinds of devices."""
+    settings: list[Any] = [
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *((torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k)) for k in kinds),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
-        *(mode.device for mode in function_modes() if isinstance(mode, DeviceContext)),
-    )
+    ]
+    for kind in kinds_of_devices:
+        settings.append(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
+    if is_intercepting():
+        settings += (mode.device for mode in function_modes() if isinstance(mode, DeviceContext))
+    return tuple(settings)
 
 
 def _flat(value: Any) -> tuple[Any, ...]:

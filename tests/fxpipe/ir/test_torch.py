@@ -154,6 +154,17 @@ def test_dispatch_modes_of_the_running_thread_are_noticed():
     assert does_not_exist_in_public(torch.overrides, *names)
 
 
+def test_modes_of_all_kinds_transforms_and_dual_levels_are_noticed_at_once():
+    assert not _torch.is_intercepting()
+    contexts = torch.device("meta"), _torch.FakeTensorMode(), torch.autograd.forward_ad.dual_level()
+    for context in contexts:
+        with context:
+            assert _torch.is_intercepting()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(_torch.is_intercepting()) or x)(torch.ones(2))
+    assert seen == [True] and not _torch.is_intercepting()
+
+
 def test_whether_functions_ask_subclasses_is_switched_off_and_on_again():
     assert _torch.asks_torch_function()
     with _torch.DisableTorchFunction():
