@@ -668,6 +668,18 @@ def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return call
 
 
+class _Sizes(ShapeEnv):
+    """A ShapeEnv that gives the strides of a compiled forward's results as expressions of symbols.
+
+    AOTAutograd compiles the backward for saved tensors of the strides that the compiled forward
+    gives them, and inductor tells it these strides as numbers, of the sizes at hand. Comparing such
+    a number with the symbols of other strides would make constants of symbols.
+    """
+
+    def evaluate_symexpr(self, code: str) -> Any:
+        return self.deserialize_symexpr(code)
+
+
 class SymbolicInputs:
     """Makes fake tensors of a graph's inputs, with symbols for sizes, in a new fake tensor mode.
 
@@ -675,7 +687,7 @@ class SymbolicInputs:
     """
 
     def __init__(self) -> None:
-        self.sizes = ShapeEnv()  # sizes that are equal have one symbol, and a guard says so
+        self.sizes = _Sizes()  # sizes that are equal have one symbol, and a guard says so
         self.mode = FakeTensorMode(shape_env=self.sizes, allow_non_fake_inputs=True)
         self.fakes: list[Any] = []  # of inputs whose sizes may differ in another call
 

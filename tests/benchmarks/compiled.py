@@ -33,6 +33,7 @@ recompiled after the first step, in three steps with smaller batches.
 from __future__ import annotations
 
 import copy
+import csv
 import itertools
 import json
 import statistics
@@ -40,7 +41,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import click
 import torch
@@ -287,6 +288,7 @@ def count(pipe: fxpipe.Pipeline) -> int:
 @click.option("--lanes", default=2, help="of the pipeline")
 @click.option("--backend", default="inductor")
 @click.option("--rounds", default=7, help="steps of each side; 0 for none, differences only")
+@click.option("--csv", "file", type=click.File("w"), help="the table is written to this file, too")
 def main(
     models: str,
     schedules: str,
@@ -296,6 +298,7 @@ def main(
     lanes: int,
     backend: str,
     rounds: int,
+    file: TextIO | None,
 ) -> None:
     torch.set_num_threads(1)
     keep_memory()
@@ -307,22 +310,23 @@ def main(
         for result in measured(name, size, lanes, ways, backend, rounds):
             print(json.dumps(result), flush=True)
             results.append(result)
-    show(
-        f"{size}, {lanes} lanes, {CHUNKS} micro-batches of {ROWS // CHUNKS} rows, {backend}",
-        list(COLUMNS),
+    table = [
         [
-            [
-                *(each["model"], each["schedule"], each["checkpoint"]),
-                *(f"{each['difference']:.1e}", f"{each['eager']:.1e}"),
-                *(f"{each['loop_ms']:.0f} ms", f"{each['pipe_ms']:.0f} ms"),
-                *(f"{each['ratio']:.2f}", f"{each['more_us']:.0f} µs"),
-                *(f"{each['in_lanes']:.2f}", f"{each['as_it_is']:.2f}"),
-                str(each["anew"]),
-                "; ".join(each["refused"]),
-            ]
-            for each in results
-        ],
-    )
+            *(each["model"], each["schedule"], each["checkpoint"]),
+            *(f"{each['difference']:.1e}", f"{each['eager']:.1e}"),
+            *(f"{each['loop_ms']:.0f} ms", f"{each['pipe_ms']:.0f} ms"),
+            *(f"{each['ratio']:.2f}", f"{each['more_us']:.0f} µs"),
+            *(f"{each['in_lanes']:.2f}", f"{each['as_it_is']:.2f}"),
+            str(each["anew"]),
+            "; ".join(each["refused"]),
+        ]
+        for each in results
+    ]
+    title = f"{size}, {lanes} lanes, {CHUNKS} micro-batches of {ROWS // CHUNKS} rows, {backend}"
+    show(title, list(COLUMNS), table)
+    if file is not None:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([COLUMNS, *table])
 
 
 if __name__ == "__main__":

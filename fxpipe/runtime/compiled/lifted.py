@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import (
     FakeTensorMode,
+    enable_python_dispatcher,
     pytree,
     version_of,
     wrap_with_autocast,
@@ -351,7 +352,8 @@ class Lifted:
         graph.output(fx.map_arg(results, copies.__getitem__))
         tensors = [fake for fake in fakes[: len(self._given)] if isinstance(fake, nn.Parameter)]
         before = [version_of(tensor) for tensor in tensors]
-        with mode, torch.no_grad():
+        # Kernels in Python leave sizes symbols of which those in C++ take the numbers.
+        with mode, torch.no_grad(), enable_python_dispatcher():
             given = fx.GraphModule(nn.Module(), graph).forward(*fakes)
         for tensor, version in zip(tensors, before, strict=True):
             if version_of(tensor) != version:

@@ -297,6 +297,70 @@ def test_other_batch_sizes_take_the_same_code():
     assert len(backend.graphs) == 2
 
 
+class Resized(nn.Module):
+    """The operators by which U-Nets change the sizes of images."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 3, 3)
+        self.norm = nn.InstanceNorm2d(4)
+
+    def forward(self, x):
+        h = F.max_pool2d(self.norm(self.first(x)), 2)
+        return self.last(F.interpolate(h, scale_factor=2, mode="bilinear", align_corners=True))
+
+
+def test_operators_whose_kernels_look_at_sizes_are_compiled_for_all_of_them():
+    """The kernel that puts F.interpolate together asks for the numbers of a tensor's sizes, also
+    for that of its rows, where an implementation in Python asks for those that it needs."""
+    backend = Counting()
+    model = seeded(Resized)
+    with compiled(model, backend) as pipe:
+        for rows in (12, 11, 9, 40):
+            x = torch.randn(rows, 3, 8, 8)
+            parts = [model(part) for part in torch.tensor_split(x, 4)]
+            assert torch.equal(pipe(x), torch.cat(parts))
+    assert len(backend.graphs) == 2
+
+
+class Normed(nn.Module):
+    """A U-Net with two levels, whose instance norms are batch norms of one image with rows times
+    channels: the strides of what they save for the backward depend on the number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.last = self.cell(3, 8), self.cell(16, 3)
+        self.bottom = self.cell(8, 8)
+
+    @staticmethod
+    def cell(inner, outer):
+        conv = nn.Conv2d(inner, outer, 3, padding=1)
+        return nn.Sequential(conv, nn.InstanceNorm2d(outer), nn.LeakyReLU())
+
+    def forward(self, x):
+        skip = self.down(x)
+        h = F.interpolate(self.bottom(F.max_pool2d(skip, 2)), scale_factor=2)
+        return self.last(torch.cat([h, skip], 1))
+
+
+def test_inductor_compiles_the_backward_of_a_unet_for_all_batch_sizes():
+    inductor, graphs = StageBackend("inductor"), []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return inductor(gm, inputs)
+
+    model = seeded(Normed)
+    with compiled(model, backend) as pipe:
+        for rows in (12, 11, 9):
+            x, y = torch.randn(rows, 3, 8, 8), torch.randn(rows, 3, 8, 8)
+            found = pipe.step(x, target=y)
+            parts = zip(torch.tensor_split(x, 4), torch.tensor_split(y, 4), strict=True)
+            losses = [F.mse_loss(model(one), other) * len(one) / rows for one, other in parts]
+            torch.testing.assert_close(found, sum(losses).detach())
+    assert len(graphs) == 2
+
+
 def test_sizes_of_aot_graphs_are_symbols():
     model = seeded(Mixed)
     seen = []

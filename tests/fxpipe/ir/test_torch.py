@@ -617,6 +617,15 @@ def test_a_backend_compiles_a_graph_for_symbolic_sizes_without_dynamo():
     assert does_not_exist_in_public(torch.compiler, "lookup_backend", "compile_graph")
 
 
+def test_the_strides_of_a_compiled_forward_are_told_as_expressions_of_symbols():
+    inputs = _torch.SymbolicInputs()
+    rows = inputs.tensor(torch.ones(5, 2), varying=[0]).shape[0]
+    (stride,) = (inputs.sizes.evaluate_symexpr(text) for text in [str(rows * 4)])
+    assert isinstance(stride, torch.SymInt) and str(stride) == str(rows * 4)
+    assert inputs.sizes.evaluate_symexpr("32") == 32
+    assert not inputs.sizes.guards
+
+
 def test_a_backend_takes_a_mode_and_options_as_torch_compile_does():
     _torch.graph_compiler("inductor", "reduce-overhead", None, None)
     with pytest.raises(RuntimeError, match="Unexpected optimization option"):
