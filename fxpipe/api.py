@@ -11,6 +11,7 @@ from torch import nn
 
 from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.compiler.options import Options
+from fxpipe.compiler.ranks.tensors import parameters_in_parts
 from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.inspect.dump import dump_of
 from fxpipe.ir._torch import sharded_modules
@@ -68,7 +69,8 @@ def compile(
             stage, or as many as ``schedule`` and ``stages`` say. For a ``DeviceMesh`` of one
             dimension, or a ``ProcessGroup``, each of its processes is a lane, and all of them
             compile the same model; see :class:`fxpipe.ranks.RankPipeline`. A mesh of two dimensions
-            has its stages along the one that is called "pp", and replicas along the other.
+            has its stages along the one that is called "pp". Along the other one it has parts of
+            the same parameters, if it is called "tp", and otherwise replicas.
         example_inputs, example_kwargs: the arguments of one mini-batch, as a tuple and a dict. If
             either is given, the pipeline is compiled now, otherwise at its first call.
         chunks: the number of micro-batches in a mini-batch. None: the number that ``schedule`` has,
@@ -170,6 +172,20 @@ def compile(
             'it for the ranks of a mesh of two dimensions, such as ("dp", "pp"), and not for a '
             "list of devices"
         )
+    if parameters_in_parts(model):
+        if ranks is None:
+            raise ValueError(
+                f"{type(model).__name__} has parameters of which several ranks have parts, as by "
+                "parallelize_module. The lanes of a list of devices, at work at the same time, "
+                "would mix up the collectives of such modules: compile it for the ranks of a mesh "
+                'of two dimensions, "pp" for the stages and "tp" for the parts'
+            )
+        if costs == "measured":
+            raise ValueError(
+                "costs cannot be measured where several ranks have parts of the same parameters: "
+                'each rank would measure for another number of rounds; give costs="analytic"'
+            )
+        costs = "analytic" if costs == "auto" else costs
     options = Options.of(
         devices if ranks is None else ranks.devices,  # type: ignore[arg-type]
         schedule,

@@ -52,6 +52,11 @@ def is_in_parts(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def own_part(tensor: Any) -> Any:
+    """This rank's part of a tensor that is in parts. Any other tensor is returned as it is."""
+    return tensor.to_local() if is_in_parts(tensor) else tensor
+
+
 def whole(tensor: Any) -> Any:
     """All of a tensor that is in parts: its ranks have to call this together. Any other tensor is
     returned as it is."""

@@ -24,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from fxpipe.ir._torch import gradient_kinds
 from fxpipe.ir.autograd import Edge, Node, next_edges, reached
 from fxpipe.ir.progress import phase
+from fxpipe.ir.tensors import own_part
 
 Result = TypeVar("Result")
 
@@ -353,7 +354,9 @@ def irregular(shape: Sequence[int], seed: int) -> Tensor:
 
 def _projected(grad: Tensor) -> Projection:
     """The projection of a gradient. The fixed tensors of its inner products are outer products of
-    two vectors each, so that they need not be built in memory."""
+    two vectors each, so that they need not be built in memory. Of a gradient that is in parts on
+    several ranks, it is the projection of this rank's part."""
+    grad = own_part(grad)
     grad = torch.view_as_real(grad) if grad.is_complex() else grad
     grad = grad.to_dense() if grad.layout != torch.strided else grad
     rows = grad.shape[0] if grad.ndim > 1 else 1

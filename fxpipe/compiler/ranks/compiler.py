@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpipe import ops
@@ -19,7 +20,7 @@ from fxpipe.compiler.layout import CutAlike, Layout
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.lowering import Agreed, RankLowering
-from fxpipe.compiler.ranks.tensors import owners, tensors_of_module
+from fxpipe.compiler.ranks.tensors import owners, parameters_in_parts, tensors_of_module
 from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.ir._torch import sharded_modules
 from fxpipe.ir.graph import attribute
@@ -45,7 +46,8 @@ class RankCompiler(Compiler):
     ) -> None:
         super().__init__(model, options, layout)
         self.ranks = ranks
-        known = [ranks.group, *([] if ranks.replicas is None else [ranks.replicas])]
+        beside = (group for group in (ranks.replicas, ranks.parts) if group is not None)
+        known = [ranks.group, *beside]
         self.agreement = Agreement(ranks.members, ranks.names, known, ranks.device, ranks.timeout)
         self.alarm = self.agreement.alarm
         self.absent = Absent(self.agreement, ranks.device)
@@ -53,6 +55,7 @@ class RankCompiler(Compiler):
         if ranks.replicas is not None:
             self.replicas = ReplicaGroup(ranks.replicas, ranks.device, ranks.timeout, self.alarm)
         with self.agreement.together():
+            _check_parts(model, ranks)
             self.shards = _shards(model, self.replicas)
         names = ranks.names[ranks.this_replica]
         watch = Watch(f"{self.alarm.name}/{ranks.this_replica.start}", ranks.rank, names)
@@ -206,3 +209,17 @@ def _shards(model: nn.Module, replicas: ReplicaGroup | None) -> Shards | None:
             'along mesh["dp"]'
         )
     return Shards(model, replicas)
+
+
+def _check_parts(model: nn.Module, ranks: Ranks) -> None:
+    """Raise ValueError if parameters are in parts on other ranks than the mesh says."""
+    expected = [] if ranks.parts is None else dist.get_process_group_ranks(ranks.parts)
+    for name, parameter in parameters_in_parts(model).items():
+        found = parameter.device_mesh.mesh.tolist()
+        if found != expected:
+            raise ValueError(
+                f"{name} is in parts on the ranks {found}, as by parallelize_module, and the mesh "
+                f"that compile() was given has such parts on the ranks {expected}: give compile() "
+                'a mesh of two dimensions, "pp" for the stages and "tp" for the parts, and '
+                'parallelize_module() mesh["tp"]'
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from fxpipe import ops
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.ranks.compiler import RankCompiler
 from fxpipe.compiler.ranks.lowering import RankProgram, RankUnrolled
@@ -116,14 +118,14 @@ class RankRunner(Runner):
         error.
 
         The pipeline cannot be used again after a rank has been lost or interrupted, or after an
-        error of replicas, of which some may have begun sums that others have not.
+        error of replicas or parts, of which some may have begun sums that others have not.
         """
         compiler, agreement = self.compiler, self.compiler.agreement
         compiler.alarm.begin()
         try:
             result = run()
         except BaseException as error:
-            if compiler.replicas is None and not is_final(error):
+            if compiler.ranks.is_alone and not is_final(error):
                 agreement.fail(error)
             else:
                 self._failed = failure(agreement.names[agreement.rank], error)
@@ -132,21 +134,38 @@ class RankRunner(Runner):
         try:
             agreement.ask("end of a run")
         except RankError as error:
-            if compiler.replicas is not None or is_final(error):
+            if not compiler.ranks.is_alone or is_final(error):
                 self._failed = str(error)
             raise
         return result
 
     def _agree(self, unrolled: RankUnrolled, values: list[Any], everywhere: bool) -> None:
-        """Raise :class:`RankError` unless all ranks are about to run the same graph, and those of
-        this replica with values of the same shapes."""
-        agreement, members = self.compiler.agreement, self.compiler.ranks.this_replica
+        """Raise :class:`RankError` unless all ranks are about to run the same graph, those of this
+        replica with values of the same shapes, and all parts with the same random numbers."""
+        agreement, ranks = self.compiler.agreement, self.compiler.ranks
+        members = ranks.this_replica if ranks.parts is None else slice(None)
         run = f"run of {unrolled.digest}, {everywhere}"
         with agreement.together():
             self._refuse_absent(unrolled, values)
-            answers = agreement.ask(run, f"{run}, with {_shapes(values)}")[members]
-        if len(set(answers)) > 1:
-            raise RankError(apart(dict(zip(agreement.names[members], answers, strict=True))))
+            answer = f"{run}, with {_shapes(values)}", self._drawn_from(unrolled)
+            answers = agreement.ask(run, answer)[members]
+        texts = [text for text, _ in answers]
+        if len(set(texts)) > 1:
+            raise RankError(apart(dict(zip(agreement.names[members], texts, strict=True))))
+        if len({state for _, state in answers if state}) > 1:
+            raise RankError(
+                "the ranks that have parts of the same parameters would draw different random "
+                "numbers, for dropout say: call torch.manual_seed with the same number on all ranks"
+            )
+
+    def _drawn_from(self, unrolled: RankUnrolled) -> str:
+        """Where other parts draw seeds, too: what those of this run depend on, which is the state
+        of the default generator. Empty on ranks that draw none."""
+        ranks = self.compiler.ranks
+        seeds = unrolled.graph_module.graph.find_nodes(op="call_function", target=ops.seeds)
+        if ranks.parts is None or ranks.rank or not seeds:
+            return ""
+        return hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()
 
     def _refuse_absent(self, unrolled: RankUnrolled, values: list[Any]) -> None:
         """Raise ValueError if this rank needs the values of an input that it has not been given."""

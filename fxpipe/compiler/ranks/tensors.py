@@ -9,7 +9,9 @@ from torch import Tensor, fx, nn
 
 from fxpipe import ops
 from fxpipe.compiler.bindings import stages_of
+from fxpipe.ir._torch import sharded_modules
 from fxpipe.ir.graph import STAGE, attribute
+from fxpipe.ir.tensors import is_in_parts
 from fxpipe.loading.storage import tensors_of
 
 
@@ -53,3 +55,12 @@ def tensors_of_module(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, each in module.named_modules(remove_duplicate=False):
         for name, tensor in tensors_of(each):
             yield f"{path}.{name}".removeprefix("."), tensor
+
+
+def parameters_in_parts(model: nn.Module) -> dict[str, Any]:
+    """The parameters of which each of several ranks has a part, as ``parallelize_module`` leaves
+    them: ``DTensor``s that the forward itself computes with. What ``fully_shard`` has cut is whole
+    while the forward runs, and is not among them."""
+    sharded = {id(p) for module in sharded_modules(model) for p in module.parameters()}
+    named = model.named_parameters()
+    return {name: p for name, p in named if is_in_parts(p) and id(p) not in sharded}

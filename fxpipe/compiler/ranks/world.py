@@ -21,15 +21,18 @@ class Ranks:
         group: the ranks that have the stages.
         device: this process's.
         replicas: the group of the ranks that have the same stages in other replicas of the
-            pipeline; None if there is one replica.
-        members: the ranks of all replicas, replica by replica, by their numbers in the default
-            group.
+            pipeline, which train on other rows; None if there is one replica.
+        parts: the group of the ranks that have the same stages, and other parts of their
+            parameters; None if parameters are not in parts (tensor parallelism).
+        members: the ranks of all replicas, or parts, one after the other, by their numbers in the
+            default group.
     """
 
     group: dist.ProcessGroup
     device: torch.device
     replicas: dist.ProcessGroup | None = None
     members: tuple[int, ...] = ()
+    parts: dist.ProcessGroup | None = None
 
     @property
     def timeout(self) -> timedelta:
@@ -46,12 +49,14 @@ class Ranks:
         """
         if not dist.is_available():
             return None
-        replicas, members = None, list[int]()
+        replicas, parts, members = None, None, list[int]()
         if isinstance(given, DeviceMesh):
-            stages, others = _dimensions(given)
+            stages, other = _dimensions(given)
             group, kind = given.get_group(stages), given.device_type
-            if others:
-                replicas = given.get_group(others[0])
+            if other is not None:
+                beside = given.get_group(other)
+                is_in_parts = (given.mesh_dim_names or ())[other] == "tp"
+                replicas, parts = (None, beside) if is_in_parts else (beside, None)
                 members = given.mesh.movedim(stages, -1).flatten().tolist()
         elif isinstance(given, dist.ProcessGroup):
             group, kind = given, _device_type(given)
@@ -63,7 +68,7 @@ class Ranks:
         if kind != "cpu":
             device = torch.device(kind, torch.accelerator.current_device_index())
         members = members or dist.get_process_group_ranks(group)
-        return Ranks(group, device, replicas, tuple(members))
+        return Ranks(group, device, replicas, tuple(members), parts)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -77,36 +82,44 @@ class Ranks:
         return dist.get_rank(self.group)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there are neither replicas nor parts: no collective has to do with any rank
+        beside those that have the stages."""
+        return self.replicas is None and self.parts is None
+
+    @property
     def names(self) -> list[str]:
-        """For messages, how each rank of the group is called: "rank 1 of replica 0", say."""
+        """For messages, how each member is called: "rank 1 of replica 0", say."""
         size = dist.get_world_size(self.group)
-        if self.replicas is None:
+        if self.is_alone:
             return [f"rank {rank}" for rank in range(size)]
-        return [f"rank {i % size} of replica {i // size}" for i in range(len(self.members))]
+        what = "replica" if self.parts is None else "part"
+        return [f"rank {i % size} of {what} {i // size}" for i in range(len(self.members))]
 
     @property
     def this_replica(self) -> slice:
-        """The ranks of this replica among all members."""
+        """The ranks of this replica, or of this part, among all members."""
         size = dist.get_world_size(self.group)
         first = self.members.index(dist.get_rank()) // size * size
         return slice(first, first + size)
 
 
-def _dimensions(mesh: DeviceMesh) -> tuple[int, list[int]]:
+def _dimensions(mesh: DeviceMesh) -> tuple[int, int | None]:
     """The dimension of a mesh along which the stages are, and the other one, if there is one.
 
     Raises ValueError if that is not clear.
     """
     if mesh.ndim == 1:
-        return 0, []
+        return 0, None
     names = list(mesh.mesh_dim_names or ())
     if mesh.ndim == 2 and names.count("pp") == 1:
         stages = names.index("pp")
-        return stages, [1 - stages]
+        return stages, 1 - stages
     raise ValueError(
         f"the mesh has the dimensions {tuple(names) or mesh.ndim}: give the one along which the "
-        'stages are, such as mesh["pp"]; or two, of which one is called "pp", and the other one is '
-        "for replicas, which train on other rows"
+        'stages are, such as mesh["pp"]; or two, of which one is called "pp", and the other one '
+        '"tp", for parts of the same parameters, or otherwise, for replicas that train on other '
+        "rows"
     )
 
 
