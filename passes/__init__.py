@@ -16,6 +16,7 @@ from passes.to_pipeline.verify import Verify, VerifyError
 from passes.to_rank.early import PostEarly
 from passes.to_rank.project import Project
 from passes.to_rank.reduce import Reduce
+from passes.to_rank.relay import Relay
 from passes.to_rank.unshard import Unshard
 from passes.to_rank.verify import TransferError
 from passes.to_stages.alias import Alias
@@ -53,6 +54,7 @@ __all__ = [
     "Project",
     "Random",
     "Reduce",
+    "Relay",
     "Rows",
     "Shared",
     "Split",
