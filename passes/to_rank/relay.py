@@ -63,7 +63,7 @@ class Relay:
             elif not is_last:
                 for place, node in enumerate(leaving):
                     values[node] = graph.call_function(operator.getitem, (result, place))
-                    values[node].meta = dict(node.meta)
+                    values[node].meta = {**node.meta, STAGE: number}
             arriving = leaving
         graph.output(result).meta = dict(output.meta)
         return OuterModule(modules, graph)

@@ -35,10 +35,10 @@ def test_a_skip_goes_through_the_stages_between():
 x: input
 stage_0 = stage_0(x)  # stage 0
 stage_1 = stage_1(stage_0)  # stage 1
-getitem = stage_1[0]  # stage 0
+getitem = stage_1[0]  # stage 1
 getitem_1 = stage_1[1]  # stage 1
 stage_2 = stage_2(getitem, getitem_1)  # stage 2
-getitem_2 = stage_2[0]  # stage 0
+getitem_2 = stage_2[0]  # stage 2
 getitem_3 = stage_2[1]  # stage 2
 stage_3 = stage_3(getitem_2, getitem_3)  # stage 3
 return stage_3
