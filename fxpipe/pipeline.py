@@ -419,7 +419,9 @@ class Pipeline(ModelProxy):
     def draw(
         self, level: str = "pipeline", *, stage: int | None = None, microbatch: int | None = None
     ) -> graphviz.Source:
-        """A drawing of the "pipeline", "stage", "model" or "step" graph; ``str`` of it is DOT.
+        """A drawing of the "pipeline", "stage", "model" or "step" graph; ``str`` of it is DOT. Of a
+        pipeline of several ranks also of "rank", the program of this one, and of "ranks", those of
+        all with their transfers.
 
         :func:`fxpipe.inspect.draw.render_svg` makes SVG of it, with Graphviz's ``dot`` or with
         ``graphviz-pure``; notebooks show that.

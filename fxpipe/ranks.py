@@ -25,6 +25,7 @@ from fxpipe.compiler.ranks.runner import RankRunner
 from fxpipe.compiler.ranks.tensors import tensors_of_module
 from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.compiler.runner import NotYet
+from fxpipe.inspect.views import RankViews
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source
 from fxpipe.pipeline import Pipeline
@@ -43,6 +44,7 @@ class RankPipeline(Pipeline):
     """
 
     _runner: RankRunner
+    _views: RankViews
 
     def __init__(self, model: nn.Module, options: Options, ranks: Ranks) -> None:
         if options.stage_backend is not None:
@@ -50,7 +52,9 @@ class RankPipeline(Pipeline):
                 "stage_backend is not supported for ranks: leave it out, or give a list of devices"
             )
         ModelProxy.__init__(self, model)
-        self._set_up(RankRunner(RankCompiler(model, options, ranks)))
+        runner = RankRunner(RankCompiler(model, options, ranks))
+        self._set_up(runner)
+        self.__dict__["_views"] = RankViews(runner)
 
     def forward(self, *args: Any, broadcast: bool = False, **kwargs: Any) -> Any:
         """Run the model's forward. The rank of the last stage gets the output, others get None.
@@ -134,6 +138,13 @@ class RankPipeline(Pipeline):
         raise NotImplementedError(
             "steps are measured in one process only: compile the model for a list of devices"
         )
+
+    def report(self) -> str:
+        """See :meth:`fxpipe.Pipeline.report`. After a step it also says how many transfers a step
+        has between ranks."""
+        said = [f"{here} to {there}: {n}" for (here, there), n in self._views.transfers().items()]
+        transfers = f"\ntransfers of a step, from rank to rank: {', '.join(said)}" if said else ""
+        return super().report() + transfers
 
     @property
     def rank(self) -> int:

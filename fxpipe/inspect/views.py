@@ -16,11 +16,15 @@ from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Target
+from fxpipe.compiler.ranks.lowering import RankUnrolled
+from fxpipe.compiler.ranks.runner import RankRunner
 from fxpipe.compiler.runner import NotYet, Runner
 from fxpipe.inspect.draw import (
     NoLayout,
     draw_model,
     draw_pipeline,
+    draw_rank,
+    draw_ranks,
     draw_stages,
     draw_step,
     render_svg,
@@ -40,7 +44,9 @@ from fxpipe.planning.estimates import (
     step_memory,
 )
 from fxpipe.schedule import AUTO, StageCost, Timeline
+from passes import Project
 from passes.common.skips import SkipLayout, skip_layout
+from passes.to_rank.project import Crossings
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,14 +161,16 @@ class Views:
     def draw(
         self, level: str = "pipeline", *, stage: int | None = None, microbatch: int | None = None
     ) -> graphviz.Source:
-        """A drawing of the graph of a level: "model", "stage", "pipeline" or "step". With ``stage``
-        or ``microbatch`` only this part of the graph is drawn, node by node.
+        """A drawing of the graph of a level: "model", "stage", "pipeline" or "step"; of several
+        ranks also "rank", the program of this one, and "ranks", those of all. With ``stage`` or
+        ``microbatch`` only this part of the graph is drawn, node by node.
 
         Raises ValueError for another level, or for a micro-batch at a level that has none.
         """
         drawn = self._drawings.get(level)
         if drawn is None:
-            raise ValueError(f'level is {level!r}: give "model", "stage", "pipeline" or "step"')
+            *levels, last = (f'"{each}"' for each in self._drawings)
+            raise ValueError(f"level is {level!r}: give {', '.join(levels)} or {last}")
         if stage is None and microbatch is None:
             return drawn()
         if level in ("model", "stage"):
@@ -171,8 +179,11 @@ class Views:
                     f'there are no micro-batches at level {level!r}: give "pipeline" or "step"'
                 )
             return draw_model(self.model_graph, stage=stage)
-        gm = self.graph_module if level == "pipeline" else self._drawn_step
-        return draw_model(gm, stage=stage, microbatch=microbatch)
+        return draw_model(self._graph_of(level), stage=stage, microbatch=microbatch)
+
+    def _graph_of(self, level: str) -> fx.GraphModule:
+        """The graph of a level at which there are micro-batches."""
+        return self.graph_module if level == "pipeline" else self._drawn_step
 
     @property
     def _drawings(self) -> dict[str, Callable[[], graphviz.Source]]:
@@ -299,3 +310,43 @@ class Views:
     def lane_names(self) -> list[str]:
         """The names of the lanes: their numbers and devices."""
         return [f"lane {i} · {device}" for i, device in enumerate(self._options.lanes)]
+
+
+class RankViews(Views):
+    """Views of the programs that the ranks of a group have run last. Each rank can make them by
+    itself."""
+
+    _runner: RankRunner
+
+    def __init__(self, runner: RankRunner) -> None:
+        super().__init__(runner)
+
+    @property
+    def _drawings(self) -> dict[str, Callable[[], graphviz.Source]]:
+        rank, placement = self._runner.compiler.ranks.rank, self._options.placement
+        return {
+            **super()._drawings,
+            "rank": lambda: draw_rank(self._graph_of("rank"), rank),
+            "ranks": lambda: draw_ranks(
+                [Project(placement, each)(self.step_graph) for each in range(1 + max(placement))]
+            ),
+        }
+
+    def _graph_of(self, level: str) -> fx.GraphModule:
+        if level != "rank":
+            return super()._graph_of(level)
+        step = self._runner.last_step()
+        if step is None:
+            raise NotYet("there has been no training step yet: call step()")
+        assert isinstance(step, RankUnrolled)
+        return step.programs[True].graph_module
+
+    @property
+    def _drawn_step(self) -> fx.GraphModule:
+        return self.step_graph  # another one would have to be compiled by all ranks together
+
+    def transfers(self) -> dict[tuple[int, int], int]:
+        """How many transfers a step has from one rank to another; empty before the first step."""
+        if self._runner.last_step() is None:
+            return {}
+        return Crossings(self.step_graph.graph, self._options.placement, everywhere=True).edges

@@ -7,6 +7,8 @@ and a training step.
     draw_stages     a box for each stage                      the values sent between stages
     draw_pipeline   a box for each cell (micro-batch, stage)  the cells and their dependencies
     draw_step       a box for each action (lane, time)        the order of a training step
+    draw_ranks      a box for each action (rank, time)        the transfers between all ranks
+    draw_rank       a box for each action (order)             what one rank does, gets and sends
 
 :func:`draw_model` also draws one stage, micro-batch or cell of any of these graphs node by node.
 
@@ -20,6 +22,7 @@ from torch import fx
 from fxpipe.inspect.draw.model import draw_model
 from fxpipe.inspect.draw.picture import SKIP_COLOURS
 from fxpipe.inspect.draw.pipeline import draw_pipeline
+from fxpipe.inspect.draw.ranks import draw_rank, draw_ranks
 from fxpipe.inspect.draw.stages import draw_stages
 from fxpipe.inspect.draw.step import draw_step
 from fxpipe.inspect.draw.svg import NoLayout, render_svg
@@ -31,6 +34,8 @@ __all__ = [
     "draw_graph",
     "draw_model",
     "draw_pipeline",
+    "draw_rank",
+    "draw_ranks",
     "draw_stages",
     "draw_step",
     "render_svg",

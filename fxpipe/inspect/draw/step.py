@@ -32,13 +32,13 @@ from fxpipe.ir.graph import ACTION, MICROBATCH, STAGE
 from fxpipe.schedule import Action, Kind
 
 # The colours of the timeline (fxpipe.schedule.gantt), lighter.
-_FILL = {
+FILL = {
     Kind.FORWARD: "#CCE3F0",
     Kind.BACKWARD: "#F7DFCC",
     Kind.BACKWARD_INPUT: "#FBEBCC",
     Kind.WEIGHT_GRAD: "#CCECE3",
 }
-_MEANING = {
+MEANING = {
     Kind.FORWARD: "F: forward",
     Kind.BACKWARD: "B: backward",
     Kind.BACKWARD_INPUT: "I: gradients of the inputs",
@@ -76,7 +76,7 @@ def draw_step(
             str(link.tail), str(link.head), line, pos=polyline(grid.path(link)), arrowsize="0.6"
         )
     kinds = dict.fromkeys(action.kind for action in grid.slots)
-    said = [meaning for kind, meaning in _MEANING.items() if kind in kinds]
+    said = [meaning for kind, meaning in MEANING.items() if kind in kinds]
     picture.notes += [f"1F0: stage 1's forward of micro-batch 0; {', '.join(said)}", _LOSS]
     if grid.recomputed:
         picture.notes.append(_RECOMPUTED)
@@ -231,7 +231,7 @@ def _needs(graph: fx.Graph) -> dict[Action, tuple[Action, ...]]:
     the graph."""
     made: dict[fx.Node, dict[Action, None]] = {}
     needs: dict[Action, dict[Action, None]] = {}
-    actions = _actions(graph)
+    actions = actions_of(graph)
     for node in graph.nodes:
         before = {a: None for source in sources_of(node) for a in made[source]}
         action = actions.get(node)
@@ -242,7 +242,7 @@ def _needs(graph: fx.Graph) -> dict[Action, tuple[Action, ...]]:
     return {action: tuple(n for n in found if n != action) for action, found in needs.items()}
 
 
-def _actions(graph: fx.Graph) -> dict[fx.Node, Action]:
+def actions_of(graph: fx.Graph) -> dict[fx.Node, Action]:
     """The action that each node is part of. The loss is part of the last stage's forward, and the
     loss's backward is part of the last stage's backward."""
     found = {node: node.meta[ACTION] for node in graph.nodes if ACTION in node.meta}
@@ -284,7 +284,7 @@ def _draw_action(dot: graphviz.Digraph, grid: _StepGrid, action: Action) -> None
         str(action),
         str(action),
         style="filled,dashed" if is_recomputed else "filled",
-        fillcolor=_FILL[action.kind],
+        fillcolor=FILL[action.kind],
         pos=numbers(grid.x(action), grid.y(grid.lane(action))),
         width=f"{grid.width / 72:.3f}",
         height=f"{grid.height / 72:.3f}",

@@ -137,6 +137,18 @@ def outputs(group: Where, make: Make, x: Tensor, **options: Any) -> list[Any]:
         return [pipe(x), pipe(x, broadcast=True)]
 
 
+def drawn(group: Where, make: Make, call: Call, **options: Any) -> tuple[str, str, str, str]:
+    """The pictures of this rank's program and of all, and the report, after a step; and what is
+    said to the first of them before any step."""
+    with compiled(group, make, mean_loss, example_inputs=call.args, **options) as pipe:
+        try:
+            said = pipe.draw("rank").source
+        except RuntimeError as error:
+            said = str(error)
+        pipe.step(*call.args, target=call.target)
+        return pipe.draw("rank").source, pipe.draw("ranks").source, str(pipe.report()), said
+
+
 def refusals(group: Where, make: Make, x: Tensor) -> list[str]:
     """What a rank says to calls that ranks do not take."""
     pipe = compiled(group, make, mean_loss)
