@@ -51,6 +51,7 @@ from fxpipe.trace import (
     NeedsValues,
     Traced,
     TraceError,
+    runs_alike,
     trace,
     untouched,
 )
@@ -333,7 +334,9 @@ class Staging(ABC):
         passes that come ahead of pass "partition"."""
         has_values = not self.is_on_meta()
         any_size = self._any_size and chunks is None
-        if compared is not None:
+        if compared is not None and (
+            compared.as_it_runs or runs_alike(model, *inputs, compared.traced, varying)
+        ):
             traced = compared.traced
             self._slot.note(traced, model)
         elif entry is not None:

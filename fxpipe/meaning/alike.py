@@ -33,7 +33,7 @@ numbers of it."""
 
 _ROWS = {
     *(aten.linear, aten.matmul, aten.layer_norm, aten.rms_norm, aten.embedding),
-    *(aten.scaled_dot_product_attention, aten.group_norm),
+    *(aten.scaled_dot_product_attention, aten.group_norm, aten.batch_norm),
 }
 """Operators that make vectors of vectors, by products, norms and tables. A dimension of the batch
 may be among those that they go over, which then shows."""

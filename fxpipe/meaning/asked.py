@@ -17,12 +17,15 @@ from fxpipe.trace.premises import Reads
 
 @dataclass(frozen=True)
 class Compared:
-    """A graph of the model that the check has run on parts of samples, with what the model gives
-    for the whole samples: it does not have to be compared with the model any more."""
+    """A graph of the model that the check has run on parts of samples, and compared with what the
+    model gives for the whole samples."""
 
     traced: Traced
     reads: Reads
-    """The attributes of the model's modules that the trace and the runs have read."""
+    """The attributes of the model's modules that have been read."""
+    as_it_runs: bool
+    """Whether model and graph have run as they always do, so that there is nothing left to compare.
+    If not, random numbers and statistics of the batch have been replaced."""
 
 
 @dataclass

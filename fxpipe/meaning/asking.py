@@ -96,10 +96,9 @@ class Asking:
 
     def by_graph(self, ways: Sequence[InDims], trace: Trace) -> Meaning | None:
         """The meaning by the likeliest candidate, checked together with a graph of the model; None
-        where that does not tell, or where dropout or batch norms would not be compared."""
+        where that does not tell."""
         dims, runs = ways[0], self.runs
-        is_plain = self.listed is None and self.asked.loss_weight is None
-        if not is_plain or batch_norms(runs.model) or dropouts(runs.model):
+        if self.listed is not None or self.asked.loss_weight is not None:
             return None
         if not agree(self.inputs, dims) or any(t.is_meta for t in self.tensors):
             return None
@@ -107,11 +106,15 @@ class Asking:
             traced = trace(dims)
             if traced is None:
                 return None
-            verdict = ByGraph(runs, traced, self.tensors, dims).verdict()
+            by_the_trace = dict(reads)
+            check = ByGraph(runs, traced, self.tensors, dims)
+            verdict = check.verdict()
         if verdict is None:
             return None
         found = self.meaning(dims, verdict, ways)
-        found.graph = Compared(traced, reads)
+        # What has been replaced for the check on the model's modules are no premises.
+        as_it_runs = not (check.has_effects or batch_norms(runs.model) or dropouts(runs.model))
+        found.graph = Compared(traced, reads if as_it_runs else by_the_trace, as_it_runs)
         return found
 
     def best(self, ways: Sequence[InDims]) -> Meaning:

@@ -12,7 +12,9 @@ with the model both of them once more. If it does not, either may be the reason.
 said here, and both are found out by themselves.
 
 A single row is given to the model itself, which may have code of its own for one row: torch.export
-takes it for granted that there are several. Where operators of the graph do not treat all rows
+takes it for granted that there are several. Random numbers and statistics of the batch are replaced
+in these runs, as in other checks, so that a model that has them is compared once more with the
+graph, as both really run. Where operators of the graph do not treat all rows
 alike (:mod:`fxpipe.meaning.alike`), the graph is run on the single row as well, and the sample has
 four rows, as in other checks.
 """
@@ -68,11 +70,18 @@ class ByGraph:
             return None
         if self._differs or not found.trial.has_one_history:
             return None
-        # Other effects than outputs are compared with those of the graph where they are found.
-        runs = self.runs, self._graph
-        if self.runs.said or any(each is None or each.have_effects for each in runs):
+        runs, graph = self.runs, self._graph
+        if runs.said or runs.changed or runs.drew or graph is None or graph.drew:
             return None
         return found if is_joined(found.trial, found.outputs) else None
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether there is more to compare than outputs: random numbers and statistics of the
+        batch, which have been replaced, or buffers to which the graph writes."""
+        graph = self._graph
+        is_still = graph is not None and not graph.changed and not graph.are_stilled
+        return self.runs.are_stilled or not is_still
 
     def _of_the_whole(self, tensors: list[Tensor]) -> tuple[Any, Hashable]:
         found = self.runs.ran(tensors)

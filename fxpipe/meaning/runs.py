@@ -74,12 +74,9 @@ class ModelRuns:
         return found
 
     @property
-    def have_effects(self) -> bool:
-        """Whether a run has had other effects than its output, or has been run otherwise than the
-        model is: it has changed the model, or drawn random numbers, or something has been put in
-        the place of random numbers or of statistics of the batch."""
-        met = self.met_batch_norm or self.met_random_numbers
-        return bool(self.drew or met or self.changed)
+    def are_stilled(self) -> bool:
+        """Whether something has been put in the place of random numbers or batch statistics."""
+        return self.met_batch_norm or self.met_random_numbers
 
     def output_of(self, tensors: Sequence[Tensor], seed: int | None = None) -> Any:
         """The model's output for these tensors, from a run without side effects."""

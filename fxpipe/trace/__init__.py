@@ -44,7 +44,7 @@ from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported, is_the_models
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.trace import checks, export, recorders, state, symbolic
-from fxpipe.trace.errors import Refused, first_line, may_be_the_models, sentence
+from fxpipe.trace.errors import Refused, first_line, may_be_the_models, sentence, suppressed
 from fxpipe.trace.example import (
     BatchDims,
     Example,
@@ -69,6 +69,7 @@ __all__ = [
     "called",
     "canonical",
     "parameters_put_back",
+    "runs_alike",
     "to_be_compared",
     "trace",
     "traced_before",
@@ -148,6 +149,29 @@ def to_be_compared(
             return None
         traced.otherwise = None  # it is not needed, and refers to modules
         return traced if all(map(_is_of_operators, traced.graph_module.modules())) else None
+
+
+def runs_alike(
+    model: nn.Module, args: Args, kwargs: Kwargs, traced: Traced, batch_dims: BatchDims
+) -> bool:
+    """Whether a graph does what the model does in a real run, with random numbers and statistics of
+    the batch, on as few rows as the model takes. What these are is noted in ``refused_sizes``.
+
+    False also where the model writes to parameters, changes attributes, or draws random numbers on
+    the host, about which :func:`trace` finds out more.
+    """
+    with LOCK:
+        example = Example.of(model, args, kwargs, batch_dims)
+        with phase("references", quiet=True), suppressed():
+            reference = checks.smallest_reference(example, recorded=True)
+            seen = reference.result
+            if seen.changed or seen.written or seen.draws:
+                return False
+            with phase("comparison", quiet=True):
+                checks.compare(example, [reference], traced, checks.EXPORT_TOLERANCE)
+            traced.refused_sizes = checks.refused_sizes(example, [reference])
+            return True
+        return False
 
 
 def _is_of_operators(module: nn.Module) -> bool:

@@ -60,13 +60,16 @@ def references(example: Example) -> list[Reference]:
     return found
 
 
-def smallest_reference(example: Example) -> Reference:
-    """One run of the model, without gradients, on as few rows as it takes; what the model raises
-    on the example itself is passed on."""
+def smallest_reference(example: Example, *, recorded: bool = False) -> Reference:
+    """One run of the model on as few rows as it takes; what the model raises on the example itself
+    is passed on.
+
+    ``recorded``: whether gradients are recorded.
+    """
     for size in _few_rows(example.batch):
-        if smaller := _at_size(example, size, watched=True):
+        if smaller := _at_size(example, size, recorded=recorded, watched=True):
             return smaller[0]
-    return _on_the_example(example)
+    return _on_the_example(example, recorded=recorded)
 
 
 def _few_rows(batch: int | None) -> list[int]:

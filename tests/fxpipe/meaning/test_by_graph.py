@@ -80,15 +80,69 @@ def test_no_micro_batch_has_one_row_if_the_model_takes_none():
         assert "of 1 row" in pipe.report()
 
 
+def test_dropout_which_is_replaced_while_rows_are_checked_is_compared_as_it_really_runs():
+    assert runs_of(lambda h: F.dropout(h, 0.5) * 0 + h) == [3, 1, 1]
+
+
+class Normed(Stateless):
+    """Has dropout and a batch norm, with the parts that a check replaces."""
+
+    def __init__(self):
+        super().__init__(torch.tanh)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.b(self.drop(self.norm(self.a(x))))
+
+
+def without_dropout(graph):
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.dropout.default)
+    node.args = (*node.args[:1], 0.1, True)
+
+
+def without_statistics(graph):
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
+    node.args = (*node.args[:5], False, *node.args[6:])
+
+
+def with_another_momentum(graph):
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default)
+    node.args = (*node.args[:6], 0.2, *node.args[7:])
+
+
 @pytest.mark.parametrize(
-    "between",
+    ("change", "message"),
     [
-        pytest.param(lambda h: F.dropout(h, 0.5) * 0 + h, id="dropout"),
-        pytest.param(lambda h: F.batch_norm(h, None, None, training=True) * 0 + h, id="batch norm"),
+        (without_dropout, "its graph differs on the example: output"),
+        (without_statistics, "its graph differs on the example: output"),
+        (with_another_momentum, "its graph differs on the example: buffers: .*"),
     ],
 )
-def test_what_is_replaced_while_rows_are_checked_is_compared_without_that(between):
-    assert len(runs_of(between)) > 1
+def test_a_graph_that_differs_in_what_is_replaced_is_refused(change, message, monkeypatch):
+    monkeypatch.setattr(export, "front_end", changed(change))
+    with (
+        fxpipe.compile(Normed(), TWO, chunks=2, tracer="export") as pipe,
+        pytest.raises(fxpipe.TraceError, match=message),
+    ):
+        pipe(torch.randn(8, 8))
+
+
+def test_a_batch_norm_takes_no_single_row():
+    with fxpipe.compile(Normed(), TWO, chunks=8, tracer="export") as pipe:
+        pipe(torch.randn(8, 8))
+        assert "of 1 row" in pipe.report()
+
+
+def test_a_batch_norm_trains_as_in_the_loop_over_micro_batches():
+    model, x = Normed(), torch.randn(8, 8)
+    model.drop.p = 0.0
+    twin = copy.deepcopy(model)
+    with fxpipe.compile(model, TWO, chunks=2, tracer="export") as pipe:
+        torch.testing.assert_close(pipe(x), torch.cat([twin(part) for part in x.chunk(2)]))
+        torch.testing.assert_close(dict(model.named_buffers()), dict(twin.named_buffers()))
+        assert len(pipe.compilations) == 1
+        pipe(x)
+        assert len(pipe.compilations) == 1, "what the check has replaced is no premise"
 
 
 MIXING = {
