@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from fxpipe.ir._torch import DisableTorchFunction, memory_number, pytree, stored_values
@@ -61,3 +63,25 @@ def whole(tensor: Any) -> Any:
     """All of a tensor that is in parts: its ranks have to call this together. Any other tensor is
     returned as it is."""
     return tensor.full_tensor() if is_in_parts(tensor) else tensor
+
+
+PIECE = 2**20
+"""How many elements are compared at a time: what that needs beside the tensors is no larger."""
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The elements of tensors of one shape, some at a time, in the same order of all of them."""
+    flat = (tensor.detach().reshape(-1) for tensor in tensors)
+    yield from zip(*(torch.split(each, PIECE) for each in flat), strict=True)
+
+
+def largest_of(tensor: Tensor) -> float:
+    """The largest absolute value of the elements that are finite; 0.0 if there are none."""
+    largest = 0.0
+    for (piece,) in pieces(tensor):
+        if not (piece.is_floating_point() or piece.is_complex()):
+            piece = piece.double()
+        if piece.numel():
+            sizes = torch.where(piece.isfinite(), piece.abs(), 0)
+            largest = max(largest, sizes.max().item())
+    return largest

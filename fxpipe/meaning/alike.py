@@ -25,6 +25,7 @@ aten = torch.ops.aten
 _ELEMENTS = {
     *(aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.pow, aten.rsqrt, aten.sqrt, aten.exp),
     *(aten.relu, aten.gelu, aten.silu, aten.tanh, aten.sigmoid, aten.hardswish, aten.leaky_relu),
+    *(aten.add_, aten.sub_, aten.mul_, aten.div_, aten.relu_, aten.silu_),
     *(aten.to, aten.clone, aten.contiguous, aten.detach, aten.alias, aten.dropout),
 }
 """Operators that compute each element by itself. A sum of two tensors has elements of both at the

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.ir.tensors import largest_of, pieces
 from fxpipe.runtime.microbatch import ANY, SUM, Dim
 
 MEAN = None
@@ -59,22 +60,19 @@ def difference(whole: Tensor, other: Tensor, scale: float = 0.0) -> Difference:
     if not whole.numel():
         return Difference(0.0, 0.0, 0.0)
     if not (whole.is_floating_point() or whole.is_complex()):
-        moved = whole != other
-        largest = (whole.double() - other.double()).abs().max().item()
-        return Difference(largest, whole.double().abs().max().item(), _share(moved))
-    same = (whole == other) | (whole.isnan() & other.isnan())
-    scale = max([scale, *(t.abs()[t.isfinite()].max().item() for t in (whole, other) if _any(t))])
-    apart = torch.where(same, torch.zeros_like(whole), whole - other).abs()
-    moved = ~same & ~(apart <= tolerance(whole) * scale)
-    return Difference(apart.max().item(), scale, _share(moved))
-
-
-def _any(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().any())
-
-
-def _share(moved: Tensor) -> float:
-    return moved.float().mean().item()
+        moved, largest = 0, 0.0
+        for one, two in pieces(whole, other):
+            moved += int((one != two).sum())
+            largest = max(largest, (one.double() - two.double()).abs().max().item())
+        return Difference(largest, largest_of(whole), moved / whole.numel())
+    scale = max(scale, largest_of(whole), largest_of(other))
+    allowed, moved, farthest = tolerance(whole) * scale, 0, []
+    for one, two in pieces(whole, other):
+        same = (one == two) | (one.isnan() & two.isnan())
+        apart = torch.where(same, torch.zeros_like(one), one - two).abs()
+        moved += int((~same & ~(apart <= allowed)).sum())
+        farthest.append(apart.max())
+    return Difference(torch.stack(farthest).max().item(), scale, moved / whole.numel())
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def reading(
     first = parts[0]
     ways[ANY] = max((difference(whole, p) for p in parts), key=lambda d: d.share)
     is_exact = not (first.is_floating_point() or first.is_complex())
-    scale = 0.0 if is_exact else max(_largest(p) for p in parts)
+    scale = 0.0 if is_exact else max(map(largest_of, parts))
     if first.dtype != torch.bool:
         ways[SUM] = difference(whole, functools.reduce(operator.add, parts), scale)
     if not is_exact:
@@ -139,8 +137,3 @@ def growing(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     if others or sum(p.shape[dim] for p in parts) != whole.shape[dim]:
         raise ValueError(differing)
     return dim
-
-
-def _largest(tensor: Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0

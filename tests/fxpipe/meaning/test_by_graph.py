@@ -270,6 +270,11 @@ def test_what_the_model_reads_is_a_guard():
         torch.testing.assert_close(pipe(x), model(x))
 
 
+def added_to(h, rows):
+    h[rows].add_(1)
+    return h
+
+
 ALIKE = {
     "elements": (lambda h: torch.tanh(h) * 2 + 1, True),
     "a norm of each row": (lambda h: F.layer_norm(h, (8,)), True),
@@ -278,6 +283,9 @@ ALIKE = {
     "a table of columns": (lambda h: h + torch.arange(8), True),
     "heads": (lambda h: h.view(h.shape[0], 2, 4).transpose(1, 2).reshape(h.shape[0], 8), True),
     "rows by their number": (lambda h: h * torch.arange(h.shape[0])[:, None], False),
+    "some rows, in place": (lambda h: h.mul(1).index_fill_(0, torch.tensor(0), 0.0), False),
+    "some rows, by a view": (lambda h: added_to(h.mul(1), slice(1)), False),
+    "all rows, in place": (lambda h: added_to(h.mul(1), slice(None)), True),
     "some rows": (lambda h: torch.cat([h[:1], h[1:] * 2]), False),
     "softmax of columns": (lambda h: h.softmax(0), False),
     "the number of rows": (lambda h: h / h.shape[0], False),
