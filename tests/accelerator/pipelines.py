@@ -574,3 +574,22 @@ def test_compiled_stages_give_the_bits_of_the_stages_as_they_are(schedule, check
             assert "runs as it is" not in str(pipe.report())
         found[backend] = here([loss, *gradients(model)])
     assert same(found["aot_eager"], found[None])
+
+
+@pytest.mark.filterwarnings("ignore:stage_. is not compiled")
+def test_stages_run_as_they_are_where_the_backend_does_not_know_the_kind_of_device():
+    """Inductor has no code for this accelerator, nor graphs of it (of which CUDA's are one kind);
+    the report says so for each stage, and the bits are those of the stages as they are."""
+    x, target = torch.randn(BATCH, 12), torch.randn(BATCH)
+    found = []
+    for backend in (None, {"backend": "inductor", "mode": "reduce-overhead"}):
+        torch.manual_seed(0)
+        model = MLP().to("sim")
+        told = {"chunks": 3, "loss_fn": mean_loss, "stage_backend": backend}
+        with fxpipe.compile(model, FOUR[:2], **told) as pipe:
+            loss = pipe.step(x.to("sim"), target=target.to("sim:1"))
+            report = str(pipe.report())
+        found.append(here([loss, *gradients(model)]))
+    assert same(*found)
+    assert "stages are compiled by inductor (reduce-overhead)" in report
+    assert all(f"stage_{i} runs as it is: " in report for i in range(2))

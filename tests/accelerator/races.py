@@ -399,3 +399,18 @@ def test_each_device_has_a_thread_of_the_autograd_engine():
         y.grad_fn.register_hook(lambda *_, name=name: threads.update({name: threading.get_ident()}))
         y.backward()
     assert len({threading.get_ident(), *threads.values()}) == 3
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"),
+    reason="this PyTorch does not warn",
+)
+def test_pytorch_warns_of_a_gradient_that_is_made_on_another_stream_than_it_is_accumulated_on():
+    """The plugin makes an error of this warning, in the tests of pipelines as well."""
+    weight = torch.ones(2, device=HERE, requires_grad=True)
+    with other():
+        kept = weight * 1  # and with it the node that accumulates, which belongs to this stream
+    with pytest.raises(UserWarning, match="The AccumulateGrad node's stream does not match"):
+        (weight * 2).sum().backward()
+    del kept
+    assert found()  # the weight was made on the stream of this thread

@@ -1,6 +1,7 @@
 """Stages that a backend of ``torch.compile`` compiles, each by itself."""
 
 import copy
+import importlib
 import pickle
 import warnings
 
@@ -43,6 +44,14 @@ class Plain(nn.Module):
 
     def forward(self, x):
         return self.last(self.first(x).relu())
+
+
+class Plain16(Plain):
+    """The same with 16 results, as many as Mixed has."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(16, 16)
 
 
 def seeded(make):
@@ -444,6 +453,23 @@ def test_an_attribute_of_a_module_counts_that_has_changed():
     with compiled(copy.deepcopy(model), None) as other, torch.no_grad():
         torch.manual_seed(3)
         assert torch.equal(found, other(x))
+
+
+def test_a_mode_is_handed_to_inductor_which_has_graphs_of_devices_on_devices_only(monkeypatch):
+    """On the CPU "reduce-overhead" changes nothing: the bits are those of inductor without it."""
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    compiling, asked = compile_fx.compile_fx, []
+
+    def noting(*args, config_patches=None, **kwargs):
+        asked.extend([config_patches] if config_patches else [])  # it calls itself without any
+        return compiling(*args, config_patches=config_patches, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", noting)
+    plain = trained("inductor", "gpipe", make=Plain16)
+    assert asked == []
+    found = trained({"backend": "inductor", "mode": "reduce-overhead"}, "gpipe", make=Plain16)
+    assert [patches["triton.cudagraphs"] for patches in asked] == [True] * 2  # of two stages
+    assert all(map(torch.equal, found, plain))
 
 
 # ------------------------------------------------------------------------------- what is refused
