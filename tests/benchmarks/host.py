@@ -17,6 +17,7 @@ torchgpipe==0.0.7).
 from __future__ import annotations
 
 import cProfile
+import itertools
 import pstats
 import tempfile
 import time
@@ -59,7 +60,7 @@ def fxpipes(stages: int, x: Tensor, target: Tensor) -> dict[str, Run]:
     """``step`` in the order of each schedule, and ``pipe(x)``."""
     runs: dict[str, Run] = {}
     cut = [str(i) for i in range(1, stages)]
-    for schedule in SCHEDULES:
+    for schedule, checkpoint in itertools.product(SCHEDULES, ("never", "always")):
         pipe = fxpipe.compile(
             net(stages),
             ["cpu"] * stages,
@@ -67,9 +68,12 @@ def fxpipes(stages: int, x: Tensor, target: Tensor) -> dict[str, Run]:
             schedule=schedule,
             loss_fn=loss_fn,
             partition=cut,
+            checkpoint=checkpoint,
         )
-        runs[f"step, {schedule}"] = partial(pipe.step, x, target=target)
-    runs["pipe(x) and backward()"] = partial(backward, pipe, x, target)
+        also = "" if checkpoint == "never" else f', checkpoint="{checkpoint}"'
+        runs[f"step, {schedule}{also}"] = partial(pipe.step, x, target=target)
+        if schedule == "gpipe":
+            runs[f"pipe(x) and backward(){also}"] = partial(backward, pipe, x, target)
     return runs
 
 
