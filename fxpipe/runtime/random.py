@@ -5,6 +5,11 @@ other lanes happen to have drawn. Therefore the caller gives every micro-batch a
 function that draws random numbers first seeds the default generator from it. Meanwhile it holds a
 lock, and at its end it gives the generator its former state. So only functions that draw wait for
 each other, and for the loss, which may draw from the default generator without a seed.
+
+There is one lock for all lanes because there is one generator for all of them: ``F.dropout`` takes
+no generator, and PyTorch has a default generator for each device, and not for each thread. The lock
+is held while the function that draws runs, and not while the rest of its stage computes; on an
+accelerator the function only launches kernels meanwhile.
 """
 
 from __future__ import annotations
