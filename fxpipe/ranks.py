@@ -134,10 +134,21 @@ class RankPipeline(Pipeline):
         return self._runner.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
 
     def measure(self, *args: Any, **kwargs: Any) -> Timeline:
-        """Raises NotImplementedError, since steps are measured in one process only."""
-        raise NotImplementedError(
-            "steps are measured in one process only: compile the model for a list of devices"
-        )
+        """Run a few training steps on all ranks, and return the timeline of one of them, with a
+        lane for each rank; see :meth:`fxpipe.Pipeline.measure`. All ranks call it, and each gets
+        the timeline.
+
+        The time in which a rank waits for a transfer is idle time in the timeline. The clocks of
+        ranks are as far apart as a message between them takes.
+
+        Raises NotImplementedError on an accelerator, as the times are those of the host.
+        """
+        if self._runner.compiler.ranks.device.type != "cpu":
+            raise NotImplementedError(
+                "steps of ranks are measured on the CPU only: compile the model for a list of "
+                "devices"
+            )
+        return super().measure(*args, **kwargs)
 
     def report(self) -> str:
         """See :meth:`fxpipe.Pipeline.report`. After a step it also says how many transfers a step

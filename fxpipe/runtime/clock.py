@@ -86,6 +86,7 @@ class Record:
 
     def __init__(self) -> None:
         self._stopwatches: list[Stopwatch] = []
+        self._added: list[Mark] = []
         self._events: dict[torch.device, torch.Event] = {}
         self._begin = time.perf_counter()
 
@@ -105,7 +106,12 @@ class Record:
         self._stopwatches.append(stopwatch)
         return stopwatch
 
+    def add(self, marks: Iterable[Mark]) -> None:
+        """Add marks that other processes have taken."""
+        self._added += marks
+
     @property
     def marks(self) -> list[Mark]:
         """When each lane started and ended each node. Waits until the devices are done."""
-        return [mark for stopwatch in self._stopwatches for mark in stopwatch.marks()]
+        own = [mark for stopwatch in self._stopwatches for mark in stopwatch.marks()]
+        return [*self._added, *own]

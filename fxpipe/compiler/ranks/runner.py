@@ -20,7 +20,7 @@ from fxpipe.ir._torch import infs_found
 from fxpipe.ir.tensors import is_in_parts, whole
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source, load, materialize
-from fxpipe.runtime.clock import Record
+from fxpipe.runtime.clock import Mark, Record
 from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.ranks.agreement import apart
@@ -78,12 +78,33 @@ class RankRunner(Runner):
         )
 
     def run(self, unrolled: Unrolled, values: list[Any], record: Record | None = None) -> Any:
-        """Run this rank's program, in which every rank gets the output."""
-        return self.run_for(unrolled, values, everywhere=True)
+        """Run this rank's program, in which every rank gets the output.
 
-    def run_for(self, unrolled: Unrolled, values: list[Any], everywhere: bool) -> Any:
+        ``record`` gets the times of all ranks. They count from when the ranks have agreed to run,
+        which is the same moment on all of them, give or take the time of a message.
+        """
+        if record is None:
+            return self.run_for(unrolled, values, everywhere=True)
+        own = Record()
+        result = self.run_for(unrolled, values, everywhere=True, record=own)
+        taken = [(mark.node.name, mark.start, mark.end) for mark in own.marks]
+        answers = self.compiler.agreement.ask("times of a run", taken)
+        nodes = {node.name: node for node in unrolled.graph_module.graph.nodes}
+        for rank, every in enumerate(answers[self.compiler.ranks.this_replica]):
+            record.add(
+                Mark(rank, nodes[name], start, end) for name, start, end in every if name in nodes
+            )
+        return result
+
+    def run_for(
+        self,
+        unrolled: Unrolled,
+        values: list[Any],
+        everywhere: bool,
+        record: Record | None = None,
+    ) -> Any:
         """Run this rank's program. Unless the output is for all ranks, it is None on all but the
-        last."""
+        last. ``record`` gets the times of this rank."""
         assert isinstance(unrolled, RankUnrolled)
         compiler = self.compiler
         if compiler.homes:
@@ -98,7 +119,9 @@ class RankRunner(Runner):
             given.append(self._gradients())
         if unrolled.is_sharded:
             given.append(compiler.shards)
-        program = partial(run_inline, mine.program, given)
+        program = partial(run_inline, mine.program, given, record)
+        if record is not None:
+            record.begin([])
         return self._together(lambda: compiler.transport.run(program, mine.plan, key=0))
 
     def _gradients(self) -> Gradients:

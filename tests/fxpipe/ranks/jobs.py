@@ -19,7 +19,7 @@ import fxpipe
 from fxpipe.runtime.ranks.transport import COMMUNICATORS
 from fxpipe.schedule import placement_of
 from passes import Tied, default_chain
-from tests.zoo import mean_loss
+from tests.zoo import mean_loss, same
 
 Make = Callable[[], nn.Module]
 Where = dist.ProcessGroup | int
@@ -155,7 +155,6 @@ def refusals(group: Where, make: Make, x: Tensor) -> list[str]:
     said = []
     for call in (
         lambda: pipe(x),
-        lambda: pipe.measure(x),
         lambda: list(pipe.parameters()),
         lambda: pipe.__getstate__(),
         lambda: compiled(group, make, mean_loss, stage_backend="inductor"),
@@ -309,6 +308,16 @@ def hanging(group: dist.ProcessGroup, where: str, call: Call, timeout: float) ->
         ended_first = time.monotonic() - start < HANGS
         BROKEN.clear()
     return said if ended_first else f"after the hang: {said}"
+
+
+def timelines(group: dist.ProcessGroup, make: Make, call: Call) -> Any:
+    """The timeline of a step, and whether gradients are as they were before it was measured."""
+    options = {"chunks": 3, "schedule": "1f1b", "example_inputs": call.args}
+    with compiled(group, make, mean_loss, **options) as pipe:
+        pipe.step(*call.args, target=call.target)
+        before = [p.grad.clone() for p in pipe.parameters()]
+        found = pipe.measure(*call.args, target=call.target, rounds=1)
+        return found, same([p.grad for p in pipe.parameters()], before)
 
 
 def apart(group: dist.ProcessGroup, kind: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
+from fxpipe.schedule import named
 from tests.fxpipe.ranks import jobs
 from tests.fxpipe.ranks.jobs import Call
 from tests.zoo import Chain, mean_loss, same
@@ -37,9 +40,8 @@ def test_the_output_is_on_the_last_rank_or_everywhere(pool):
 def test_what_ranks_do_not_do_is_refused(pool):
     said = pool.run(jobs.refusals, four, X)
     assert said[0] == said[3]
-    gradients, measure, parameters, pickle, backend = said[0]
+    gradients, parameters, pickle, backend = said[0]
     assert "RuntimeError" in gradients and "train with pipe.step(x, target=y)" in gradients
-    assert "NotImplementedError: steps are measured in one process only" in measure
     assert "NotYet" in parameters and "give example_inputs to compile()" in parameters
     assert "TypeError: a pipeline of several ranks cannot be pickled" in pickle
     assert "NotImplementedError: stage_backend is not supported for ranks" in backend
@@ -51,6 +53,20 @@ def test_a_scaler_needs_an_optimizer_in_the_step_and_the_same_state_on_all_ranks
         assert alone.startswith("ValueError: a scaler is given without an optimizer")
         assert apart.startswith("RankError: the scalers of the ranks are in different states")
         assert "rank 0 has {'scale': 8.0" in apart and "rank 1 has {'scale': 16.0" in apart
+
+
+def test_a_step_of_ranks_is_measured_with_a_lane_for_each(pool):
+    call = Call((X,), torch.randn(8))
+    found = pool.run(jobs.timelines, four, call)
+    assert all(is_same for _, is_same in found)
+    timelines = [timeline for timeline, _ in found]
+    assert all(timeline == timelines[0] for timeline in timelines)
+    assert timelines[0].lanes == tuple(f"lane {rank} · cpu" for rank in range(4))
+    for lane in range(4):
+        spans = [span for span in timelines[0].of_lane(lane) if span.action is not None]
+        order = [str(span.action) for span in spans]
+        assert order == list(map(str, named("1f1b", lanes=4, microbatches=3).actions(lane)))
+        assert all(a.end <= b.start for a, b in pairwise(spans))
 
 
 def test_each_rank_loads_its_own_part_of_the_models_state(pool):
