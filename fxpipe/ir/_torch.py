@@ -557,6 +557,15 @@ def shard_policies(module: Any) -> list[tuple[Any, Any]]:
     return [(group.mp_policy, group.offload_policy) for group in _shard_groups(module)]
 
 
+def is_told_to_reshard(module: Any) -> bool:
+    """Whether ``fully_shard`` was given ``reshard_after_forward=True`` for a module, and does not
+    free its parameters only because that is the default."""
+    state = module._get_fsdp_state()
+    is_default = getattr(state, "_auto_reshard_after_forward", True)
+    groups = _shard_groups(module)
+    return not is_default and any(group.post_forward_mesh_info is not None for group in groups)
+
+
 def take_over_shards(module: Any) -> None:
     """Let the module's own forward no longer gather its parameters, nor its backward reduce their
     gradients: the caller does it from now on. Gradients become sums over the ranks, not means.

@@ -35,10 +35,13 @@ class Unshard:
 
     Args:
         stages: the stages with parameters in shards. If there are none, the graph stays as it is.
+        briefly: those of them whose parameters are gathered anew for each action, and are let go
+            behind it, which takes less memory and more time.
     """
 
     name: ClassVar[str] = "unshard"
     stages: frozenset[int]
+    briefly: frozenset[int] = frozenset()
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if not self.stages:
@@ -46,39 +49,55 @@ class Unshard:
         graph = gm.graph
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
             shards = add_input(graph, SHARDS, None)
-        is_step = bool(graph.find_nodes(op="call_function", target=ops.average))
         steps = graph.find_nodes(op="call_function", target=ops.optimize)
-        behind_all = steps[0] if steps else graph.output_node()
-        front = shards
+        front, behind_all = shards, steps[0] if steps else graph.output_node()
         for stage in sorted(self.stages):
             own = [node for node in graph.nodes if node.meta.get(STAGE) == stage]
-            first, last = _uses(own)
-
-            def call(function: Callable[..., Any], at: fx.Node, stage: int = stage) -> fx.Node:
-                name = f"{function.__name__}_s{stage}"
-                made = graph.create_node("call_function", function, (shards, stage), name=name)
-                keys = STAGE, MICROBATCH, DEVICE, STREAM
-                made.meta = {key: at.meta[key] for key in keys if key in at.meta}
-                return made
-
-            with graph.inserting_after(front):
-                front = call(ops.unshard, first)
-            with graph.inserting_before(first):
-                call(ops.unsharded, first)
-            if is_step:
-                with graph.inserting_after(last):
-                    last = call(ops.reduce_scatter, last)
-            with graph.inserting_after(last):
-                call(ops.reshard, last)
-            with graph.inserting_before(behind_all):
-                call(ops.resharded, last)
+            runs = _runs(own, stage in self.briefly)
+            reduced = [node for node in own if node.target is ops.reduce]
+            for first, last in runs:
+                is_last = last is runs[-1][1]
+                before = front if stage not in self.briefly else first.prev
+                begun = _call(ops.unshard, shards, stage, behind=before, like=first)
+                front = begun if stage not in self.briefly else front
+                _call(ops.unsharded, shards, stage, behind=first.prev, like=first)
+                if is_last and reduced:
+                    last = _call(ops.reduce_scatter, shards, stage, behind=reduced[-1], like=last)
+                last = _call(ops.reshard, shards, stage, behind=last, like=last)
+                if is_last:
+                    _call(ops.resharded, shards, stage, behind=behind_all.prev, like=last)
         gm.recompile()
         return gm
 
 
-def _uses(nodes: list[fx.Node]) -> tuple[fx.Node, fx.Node]:
-    """Of the nodes of a stage the first that needs its parameters, and the one behind which nothing
-    needs them: the node that begins to sum its gradients, or its last forward."""
-    forwards = [n for n in nodes if n.op == "call_module" or n.target is ops.forward]
-    reduced = [node for node in nodes if node.target is ops.reduce]
-    return forwards[0], (reduced or forwards)[-1]
+_USES = ops.forward, ops.replay, ops.backward, ops.backward_input, ops.weight_grad
+
+
+def _runs(nodes: list[fx.Node], briefly: bool) -> list[tuple[fx.Node, fx.Node]]:
+    """The first and the last node of each run of a stage's nodes through which its parameters stay
+    whole: one run, or ``briefly`` one for each action."""
+    uses = [node for node in nodes if node.op == "call_module" or node.target in _USES]
+    if not briefly:
+        return [(uses[0], uses[-1])]
+    runs: list[list[fx.Node]] = []
+    for node in uses:
+        before = runs[-1][-1] if runs else None
+        is_replayed = before is not None and before.target is ops.replay
+        if is_replayed and before.meta[MICROBATCH] == node.meta[MICROBATCH]:  # type: ignore[union-attr]
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+    return [(run[0], run[-1]) for run in runs]
+
+
+def _call(
+    function: Callable[..., Any], shards: fx.Node, stage: int, behind: fx.Node, like: fx.Node
+) -> fx.Node:
+    """Add a call behind a node, with the stage, micro-batch, device and stream of another one."""
+    graph = shards.graph
+    with graph.inserting_after(behind):
+        name = f"{function.__name__}_s{stage}"
+        made = graph.create_node("call_function", function, (shards, stage), name=name)
+    keys = STAGE, MICROBATCH, DEVICE, STREAM
+    made.meta = {key: like.meta[key] for key in keys if key in like.meta}
+    return made

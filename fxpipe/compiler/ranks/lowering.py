@@ -148,7 +148,7 @@ class RankLowering(Lowering):
         is_reduced = len(gm.graph.find_nodes(op="placeholder")) > count
         is_sharded = self.shards is not None and bool(self.shards.stages)
         if self.shards is not None:
-            gm = history(Unshard(self.shards.stages), gm)
+            gm = history(Unshard(self.shards.stages, self.shards.brief_stages), gm)
         whole = super().programs(mode, gm, chunks, history)
         self._compare(mode, gm)
         unrolled = RankUnrolled(

@@ -22,7 +22,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir._torch import reduce_shards, shard_policies, sharded_modules, take_over_shards
+from fxpipe.ir._torch import (
+    is_told_to_reshard,
+    reduce_shards,
+    shard_policies,
+    sharded_modules,
+    take_over_shards,
+)
 from fxpipe.runtime.ranks.replicas import ReplicaGroup
 
 
@@ -52,6 +58,7 @@ class ShardedTogether:
 
     def __init__(self, name: str, module: Any, places: list[tuple[nn.Module, str]]) -> None:
         self.name, self._module, self._places = name, module, places
+        self.is_brief = is_told_to_reshard(module)
         self.stage: int | None = None
         self.links: dict[tuple[int, str], ParameterLink] = {}
 
@@ -174,6 +181,11 @@ class Shards:
     def stages(self) -> frozenset[int]:
         """The stages that have parameters in shards."""
         return frozenset(unit.stage for unit in self.units if unit.stage is not None)
+
+    @property
+    def brief_stages(self) -> frozenset[int]:
+        """The stages of which ``fully_shard`` was told to free parameters after each forward."""
+        return frozenset(u.stage for u in self.units if u.stage is not None and u.is_brief)
 
     @property
     def ids(self) -> set[int]:

@@ -705,6 +705,10 @@ def test_a_module_in_shards_is_gathered_and_reduced_by_its_caller(tmp_path):
         assert _torch.plain_class(type(module)) is nn.Linear is _torch.plain_class(nn.Linear)
         assert any(key.startswith(_torch.SHARDED_STATE) for key in vars(module))
         assert _torch.shard_policies(module) == [(MixedPrecisionPolicy(), OffloadPolicy())]
+        assert not _torch.is_told_to_reshard(module)
+        assert _torch.is_told_to_reshard(
+            fully_shard(nn.Linear(2, 2), mesh=mesh, reshard_after_forward=True)
+        )
         assert module._forward_pre_hooks and module._forward_hooks
         _torch.take_over_shards(module)
         assert not module._forward_pre_hooks and not module._forward_hooks

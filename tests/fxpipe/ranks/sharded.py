@@ -64,6 +64,7 @@ def train(
     group: dist.ProcessGroup,
     batches: Sequence[tuple[Call, Call]],
     how: dict[str, Any] | None,
+    sharding: dict[str, Any] | None = None,
     written: str | None = None,
     is_accumulated: bool = False,
     **options: Any,
@@ -72,11 +73,12 @@ def train(
     and the names of the parameters that are in shards.
 
     ``how``: arguments of the step beside the optimizer; without any there is no optimizer.
+    ``sharding``: arguments of ``fully_shard``.
     ``written``: the folder for a checkpoint of the model and the optimizer.
     """
     mesh = mesh_of(("dp", "pp"))
     replica = mesh["dp"].get_local_rank()
-    model = sharded(Blocks, mesh)
+    model = sharded(Blocks, mesh, **(sharding or {}))
     first = batches[0][replica]
     with compiled_of(model, mesh, mean_loss, first, **{**CUT, **options}) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)

@@ -51,6 +51,14 @@ def test_replicas_with_shards_train_as_one_process_with_all_rows(pool, schedule)
     assert_same(found, expected(Blocks, calls), calls)
 
 
+def test_where_fully_shard_is_told_to_reshard_parameters_are_gathered_for_each_action(pool):
+    calls = batches(6, 6)
+    options = {"schedule": "1f1b", "checkpoint": "except_last"}
+    sharding = {"reshard_after_forward": True}
+    found = pool.run(sharded.train, calls, {}, sharding=sharding, **options)
+    assert_same(found, expected(Blocks, calls), calls)
+
+
 def test_checkpoints_and_gradients_of_earlier_steps(pool):
     """Two stages on each rank, in two segments, which are run again; gradients add up."""
     calls = batches(6, 6)

@@ -15,7 +15,7 @@ from tests.zoo import Chain, gradients, same
 
 SHOWN = (
     *(ops.unshard, ops.unsharded, ops.reduce_scatter, ops.reshard, ops.resharded),
-    *(ops.forward, ops.backward, ops.reduce, ops.reduced, ops.optimize),
+    *(ops.forward, ops.replay, ops.backward, ops.reduce, ops.reduced, ops.optimize),
 )
 
 
@@ -50,6 +50,39 @@ optimize_s1_mb1
 optimize_s0_mb1""",
     )
     verify(projected(gm, (0, 1)))
+
+
+def test_a_stage_may_have_whole_parameters_for_each_action_only():
+    gm = step(Chain(2), ["b"], microbatches=2, checkpoint="always")
+    gm = Unshard(frozenset({0}), briefly=frozenset({0}))(Reduce()(gm))
+    (first, _) = projected(gm, (0, 1))
+    assert_expected_inline(
+        order(first),
+        """\
+unshard_s0
+unsharded_s0
+forward_s0_mb0
+reshard_s0
+unshard_s0_1
+unsharded_s0_1
+forward_s0_mb1
+reshard_s0_1
+unshard_s0_2
+unsharded_s0_2
+replay_s0_mb0
+backward_s0_mb0
+reshard_s0_2
+unshard_s0_3
+unsharded_s0_3
+replay_s0_mb1
+backward_s0_mb1
+reduce_s0_mb1
+reduce_scatter_s0
+reshard_s0_3
+reduced_s0_mb1
+resharded_s0
+optimize_s0_mb1""",
+    )
 
 
 def test_without_shards_the_graph_computes_what_it_did():
