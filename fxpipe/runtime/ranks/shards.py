@@ -245,7 +245,7 @@ def _check(name: str, module: nn.Module, replicas: ReplicaGroup) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.tensor import DTensor
 
-    what = f"{name!r} has been given to fully_shard" if name else "the model has been fully_shard"
+    what = f"{repr(name) if name else 'the model'} has been given to fully_shard"
     for mixed, offload in shard_policies(module):
         if mixed != MixedPrecisionPolicy() or type(offload) is not OffloadPolicy:
             raise ShardError(
