@@ -36,6 +36,7 @@ class Report:
     Args:
         model_graph: the traced model, its nodes labelled with their stages.
         devices, costs: the name of the device, and the cost, of each stage.
+        contain: what is in each stage, in words.
         layout: the values that travel between stages.
         chunks: the number of micro-batches.
         was_chosen: whether the compiler has chosen the number of micro-batches, and not the user.
@@ -52,6 +53,7 @@ class Report:
     model_graph: fx.GraphModule
     devices: Sequence[str]
     costs: Sequence[Cost]
+    contain: Sequence[str]
     layout: SkipLayout
     chunks: int
     was_chosen: bool
@@ -112,7 +114,8 @@ class Report:
         if self.timeline is not None:
             said = f"bubble {self.timeline.bubble:.0%} of all lanes' time (predicted, "
             said += f"{self.timeline.name})"
-        lines = [f"{self.chunks} micro-batches{chosen}, {said}"]
+        lines = [f"stage {i}: {contains}" for i, contains in enumerate(self.contain)]
+        lines.append(f"{self.chunks} micro-batches{chosen}, {said}")
         if self.refused_sizes:
             rows = " or ".join(map(str, sorted(self.refused_sizes)))
             lines.append(

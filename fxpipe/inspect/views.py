@@ -32,6 +32,7 @@ from fxpipe.inspect.draw import (
 from fxpipe.inspect.page import Page
 from fxpipe.inspect.report import Report
 from fxpipe.ir.cost import Cost
+from fxpipe.ir.graph import CONTAINS
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import human_bytes, human_time
@@ -52,7 +53,8 @@ from passes.to_rank.project import Crossings
 @dataclass(frozen=True, repr=False)
 class Stage:
     """A stage: a part of the model, as a graph module, and the lane and device on which it runs.
-    ``cost`` is an estimate for one mini-batch: times in seconds, sizes in bytes."""
+    ``contains`` says what is in it, such as "layers.0 to 7"; ``cost`` is an estimate for one
+    mini-batch: times in seconds, sizes in bytes."""
 
     index: int
     module: fx.GraphModule
@@ -60,11 +62,18 @@ class Stage:
     cost: Cost
     lane: int = 0
 
+    @property
+    def contains(self) -> str:
+        """What is in the stage, in words: the modules, such as "layers.0 to 7"."""
+        return str(self.module.meta.get(CONTAINS, ""))
+
     def __repr__(self) -> str:
+        cost = self.cost
         return (
-            f"Stage({self.index} on {self.device}: {len(self.module.graph.nodes)} nodes, "
-            f"parameters {human_bytes(self.cost.param_bytes)}, forward "
-            f"{human_time(self.cost.forward_s)}, backward {human_time(self.cost.backward_s)})"
+            f"Stage({self.index} on {self.device}: {self.contains}; "
+            f"{len(self.module.graph.nodes)} nodes, "
+            f"parameters {human_bytes(cost.param_bytes)}, "
+            f"forward {human_time(cost.forward_s)}, backward {human_time(cost.backward_s)})"
         )
 
     def _repr_svg_(self) -> str | None:
@@ -191,11 +200,16 @@ class Views:
         return {
             "model": lambda: draw_model(self.model_graph),
             "stage": lambda: draw_stages(
-                self.stage_graph, names, [stage.cost for stage in self.stages]
+                self.stage_graph, names, [stage.cost for stage in self.stages], self._contain
             ),
             "pipeline": lambda: draw_pipeline(self.graph_module, names),
             "step": lambda: draw_step(self._drawn_step, names, placement),
         }
+
+    @property
+    def _contain(self) -> list[str]:
+        """What is in each stage, in words."""
+        return [stage.contains for stage in self.stages]
 
     @property
     def _drawn_step(self) -> fx.GraphModule:
@@ -255,6 +269,7 @@ class Views:
             self.model_graph,
             self._options.names,
             [stage.cost for stage in self.stages],
+            self._contain,
             self.skip_layout,
             chunks,
             was_chosen=self._options.chooses_chunks,

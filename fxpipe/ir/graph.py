@@ -18,6 +18,7 @@ MICROBATCH = "microbatch"  #: int
 DEVICE = "device"  #: torch.device
 STREAM = "stream"  #: str such as ``"cuda:1/copy"``
 GAP = "gap"  #: float, of a graph module: how far its cut is from optimal at most; 0.1 is 10 %
+CONTAINS = "contains"  #: str, of a stage's module: what is in it, for people
 COST = "cost"  #: Cost
 WORKSPACE = "workspace"  #: NodeWorkspace: the memory that it needs only while it runs
 SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes

@@ -32,6 +32,7 @@ from fxpipe.schedule.choice import AUTO
 from passes.chain import Chain, ToStages, run
 from passes.common.modes import recomputed
 from passes.common.skips import Hop, SkipLayout, skip_layout
+from passes.common.stage_names import stage_names
 from passes.cost.analytic import relative_time
 from passes.partition.cut.bounds import gap, lower_bound
 from passes.partition.cut.dag import prices
@@ -86,6 +87,7 @@ class PlannedLanes:
         stage = [node.meta[STAGE] for node in found.work]
         gm = run(rest, gm)
         costs = stage_costs(gm.graph)
+        contains = stage_names(gm.graph)
         layout = skip_layout(run(self.chain.passes(cut, since="split"), gm))
         sent = _Sent(found, layout)
         kept = stage_memory(costs, layout, gm.graph)
@@ -108,6 +110,7 @@ class PlannedLanes:
                     i,
                     self.placement[i],
                     devices[i],
+                    contains[i],
                     tuple(n.name for n, s in zip(found.work, stage, strict=True) if s == i),
                     float(priced.compute[i]),
                     float(priced.link[i]),

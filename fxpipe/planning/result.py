@@ -27,6 +27,7 @@ class PlannedStage:
         index: the number of the stage.
         lane: the number of the lane, and of its device, on which the stage is.
         device: the description of the device.
+        contains: what is in the stage, in words: the modules, such as "layers.0 to 7".
         nodes: the names of the nodes of the model graph that the stage runs.
         compute_s: the seconds of computing, forward and backward.
         link_s: the seconds that the stage's links are busy with what it sends and receives.
@@ -40,6 +41,7 @@ class PlannedStage:
     index: int
     lane: int
     device: DeviceSpec
+    contains: str
     nodes: tuple[str, ...]
     compute_s: float
     link_s: float
@@ -131,7 +133,7 @@ class Plan:
 
     def __rich__(self) -> Group:
         table = Table(title="plan", title_justify="left")
-        for column in ("stage", "device", "first node"):
+        for column in ("stage", "device"):
             table.add_column(column)
         for column in ("time", "links", "state", "activations", "memory left"):
             table.add_column(column, justify="right")
@@ -141,7 +143,6 @@ class Plan:
             table.add_row(
                 str(stage.index),
                 f"{stage.lane} {stage.device.name}" if has_several else stage.device.name,
-                stage.nodes[0],
                 human_time(stage.seconds),
                 human_time(stage.link_s),
                 human_bytes(stage.state_bytes),
@@ -151,7 +152,8 @@ class Plan:
         return Group(table, *self._lines())
 
     def _lines(self) -> list[str]:
-        lines = [
+        lines = [f"stage {stage.index}: {stage.contains}" for stage in self.stages]
+        lines += [
             f"a step of {self.chunks} micro-batches takes {human_time(self.seconds)} "
             f"({self.schedule.name}), bubble {self.bubble:.0%} of all lanes' time",
             optimality(self.gap),

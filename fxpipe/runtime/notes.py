@@ -8,34 +8,41 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fxpipe.ir.graph import MICROBATCH, STAGE
+from fxpipe.ir.graph import CONTAINS, MICROBATCH, STAGE
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.source import model_frame
 
 
 def where(node: fx.Node, error: BaseException) -> str:
-    """The note for an exception that a node of a pipeline graph has raised: the node's stage and
-    micro-batch, the node within the stage's graph, and its line of the model."""
+    """The note for an exception that a node of a pipeline graph has raised: the node's stage, its
+    micro-batch and what the stage contains, the node within the stage's graph, and its line of the
+    model."""
     if STAGE not in node.meta:
         return f"in fxpipe: {format_node(node)}"
+    stage = _stage_module(node)
+    contains = "" if stage is None else stage.meta.get(CONTAINS, "")
+    said = f" (the stage contains {contains})" * bool(contains)
     text = f"in fxpipe: stage {node.meta[STAGE]}, micro-batch {node.meta.get(MICROBATCH)}"
-    inner = _inner_node(node, error)
+    inner = None if stage is None else _inner_node(stage, error)
     if inner is None:
-        return f"{text}, node {node.name!r}"
-    text += f", node {inner.name!r}"
+        return f"{text}, node {node.name!r}{said}"
+    text += f", node {inner.name!r}{said}"
     line = _model_line(inner)
     return f"{text}, from\n{line}" if line else text
 
 
-def _inner_node(node: fx.Node, error: BaseException) -> fx.Node | None:
-    """The node of the stage's own graph that was running, found by its line of generated code."""
+def _stage_module(node: fx.Node) -> fx.GraphModule | None:
+    """The graph of the stage that a node runs; None if it runs none, or one that is compiled."""
     module = node.graph.owning_module
     target = node.target if node.op == "call_module" else None
     if node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         target = node.args[0].target if node.args[0].op == "get_attr" else None
     stage = module.get_submodule(str(target)) if module is not None and target else None
-    if not isinstance(stage, fx.GraphModule):
-        return None
+    return stage if isinstance(stage, fx.GraphModule) else None
+
+
+def _inner_node(stage: fx.GraphModule, error: BaseException) -> fx.Node | None:
+    """The node of a stage's graph that was running, found by its line of generated code."""
     for filename, line_number in _frames(error):
         line = linecache.getline(filename, line_number)
         if filename.startswith("<eval_with_key>") and (m := re.match(r"\s*(\w+)\b.*?=", line)):

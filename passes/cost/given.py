@@ -22,7 +22,7 @@ from torch import fx
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.graph import COST, stage_nodes
-from passes.common.names import is_within, nothing_named
+from passes.common.names import named_nodes, nothing_named
 from passes.cost.analytic import ADAM, AnalyticCost
 
 FORMAT = 1
@@ -140,7 +140,7 @@ def _named(name: str, work: Mapping[str, fx.Node]) -> list[fx.Node]:
     that several calls of one module can be given different costs."""
     if name in work:
         return [work[name]]
-    found = [node for node in work.values() if is_within(node, name)]
+    found = named_nodes([*work.values()], name)
     if not found:
         raise ProfileError(f"costs names {name!r}, but {nothing_named([*work.values()], name)}")
     return found

@@ -5,10 +5,17 @@
     a ─ b ─ c ─ d ─ e ─ f          costs 1 1 2 1 3 1, two stages
     0   0   0   0   1   1          slowest stage 5; also 1 1 2 | 1 3 1: the one that sends less
 
-Of all cuts in which no stage needs a later one, the search takes one whose slowest stage is as fast
-as possible, and of these the one that sends the fewest bytes (:mod:`passes.partition.cut`). Cuts
-whose slowest stage is within ``slack`` of the fastest count as equally fast. A cut that is
-contiguous in the program is easier to read: it is taken if it is as good in time and in bytes.
+The objective, in this order, over all cuts in which no stage needs a later one:
+
+1. The slowest stage takes at most ``1 + slack`` times as long as that of the fastest cut; cuts
+   within this limit count as equally fast, since costs are estimates.
+2. The cut divides no module below a depth of nesting that is as small as possible: a cut between
+   layers comes ahead of one between the parts of a layer, and this ahead of any other.
+3. It divides as few modules as possible.
+4. It sends the fewest bytes.
+5. It is contiguous in the program, which is easier to read, if that costs nothing of the above.
+
+The search (:mod:`passes.partition.cut`) is exact for graphs that are small or narrow enough.
 """
 
 from __future__ import annotations
@@ -22,11 +29,16 @@ from torch import fx
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import stage_nodes
 from passes.partition.by_name import check_names, check_stage, named
-from passes.partition.cut.dag import Machine, prices
+from passes.partition.cut.bounds import lower_bound
+from passes.partition.cut.dag import Dag, Machine, prices
 from passes.partition.cut.search import EQUAL
 from passes.partition.cut.solve import Cut, solve, solve_in_order, tightest
+from passes.partition.modules import at_boundaries, between_modules
 from passes.partition.pieces import heaviest
 from passes.partition.problem import OBJECTIVES, CutProblem, PartitionError, problem
+
+SLACK = 0.02
+"""Cuts whose slowest stages differ by less than this fraction count as equally fast."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +49,9 @@ class Auto:
         objective: the quantity that the cut balances among the stages: "time", "memory" (all bytes
             held for a mini-batch), "activations" (bytes saved for the backward), "params" or
             "flops".
-        slack: by which fraction a cut may be slower than the fastest if it sends fewer bytes. Costs
-            are estimates, and a slack of 0.02 may halve the traffic; but most copies overlap with
-            computation anyway.
+        slack: by which fraction a cut may be slower than the fastest one if it divides fewer
+            modules, or sends fewer bytes. Costs are estimates, and a slack of 0.02 may halve the
+            traffic. With 0 it is the fastest cut.
         pins: stages by the names of modules or nodes that have to be in them.
         together: groups of names of modules or nodes; each group stays in one stage.
         devices: for each stage the description of its device, or the name of a known one ("h100").
@@ -47,17 +59,21 @@ class Auto:
             are alike, and links cost nothing.
         in_order: whether only cuts are allowed that are contiguous in the model's order. These are
             easier to read, and never faster.
+        boundaries: where cuts are allowed: at the begin and at the end of each module whose path,
+            or the end of it, is one of these. A ``*`` stands for one name: ``["layers.*"]`` allows
+            cuts between layers only. None: cuts are allowed everywhere.
 
     Raises:
         PartitionError: for a value that a setting cannot have.
     """
 
     objective: str = "time"
-    slack: float = 0.0
+    slack: float = SLACK
     pins: Mapping[str, int] = field(default_factory=dict)
     together: Sequence[Sequence[str]] = ()
     devices: Sequence[DeviceSpec | str] | None = None
     in_order: bool = False
+    boundaries: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -73,6 +89,12 @@ class Auto:
             raise PartitionError(
                 f"together is {self.together!r}: give a list of lists of names, a list for each "
                 "group that stays in one stage"
+            )
+        names = self.boundaries
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
+            raise PartitionError(
+                f"boundaries is {names!r}: give a list of paths of modules, such as "
+                '["model.layers.*"]'
             )
 
     @property
@@ -105,7 +127,40 @@ def automatic(
     best = solve(found.dag, target, slack=spec.slack, pins=pins)
     if best is None:
         raise DoesNotFit("the model does not fit into the devices' memory")
-    return found, _easier(found, target, spec.slack, pins, best)
+    limit = _limit(best, spec.slack)
+    for small, home in between_modules(found):
+        cut = _within(small, target, _moved(pins, home), limit)
+        if cut is not None:
+            stage = tuple(cut.stage[h] for h in home)
+            return found, replace(best, stage=stage, prices=prices(found.dag, target, stage))
+    return found, _easier(found.dag, target, spec.slack, pins, best)
+
+
+def _limit(best: Cut, slack: float) -> float:
+    """The seconds that the slowest stage of a cut may take, to count as equally fast: so many more
+    than for the fastest cut that is known."""
+    within = best.bound * (1 + slack)
+    return within if best.prices.slowest <= within else best.prices.slowest * (1 + slack)
+
+
+def _within(dag: Dag, target: Machine, pins: Mapping[int, int] | None, limit: float) -> Cut | None:
+    """The cut that is liked best of those whose slowest stage takes at most ``limit`` seconds; None
+    if there is none, or if the pins contradict each other."""
+    if pins is None:
+        return None
+    bound = lower_bound(dag, target)
+    slack = max(0.0, limit / bound - 1) if bound > 0 else 0.0
+    best = solve(dag, target, slack=slack, pins=pins, limit=limit * (1 + EQUAL))
+    return None if best is None else _easier(dag, target, slack, pins, best, limit)
+
+
+def _moved(pins: Mapping[int, int], home: Sequence[int]) -> dict[int, int] | None:
+    """The pins of a contracted DAG; None if one of its nodes would be in two stages."""
+    moved: dict[int, int] = {}
+    for node, stage in pins.items():
+        if moved.setdefault(home[node], stage) != stage:
+            return None
+    return moved
 
 
 def cut_around(
@@ -143,6 +198,8 @@ def posed(
     """
     work = list(stage_nodes(graph))
     groups = [[node for name in names for node in named(work, name)] for names in spec.together]
+    if spec.boundaries is not None:
+        groups += at_boundaries(work, spec.boundaries)
     found = problem(
         graph,
         spec.objective,
@@ -164,18 +221,25 @@ def posed(
 
 
 def _easier(
-    found: CutProblem, target: Machine, slack: float, pins: Mapping[int, int], best: Cut
+    dag: Dag,
+    target: Machine,
+    slack: float,
+    pins: Mapping[int, int],
+    best: Cut,
+    limit: float = math.inf,
 ) -> Cut:
     """The best cut that is contiguous in the program, if it is as good as ``best``; else ``best``.
     A contiguous cut is easier to read."""
-    limit = max(best.bound * (1 + slack), best.prices.slowest) * (1 + EQUAL)
-    stage = solve_in_order(found.dag, target, slack=slack, pins=pins, enough=limit)
+    limit = min(limit, _limit(best, slack)) * (1 + EQUAL)
+    stage = solve_in_order(dag, target, slack=slack, pins=pins, enough=limit, limit=limit)
     if stage is None:
         return best
-    contiguous = Cut(stage, prices(found.dag, target, stage), best.bound, best.is_exact)
+    contiguous = Cut(stage, prices(dag, target, stage), best.bound, best.is_exact)
     is_as_fast = contiguous.prices.slowest <= limit
-    is_as_small = contiguous.prices.sent <= best.prices.sent * (1 + slack)
-    return contiguous if is_as_fast and is_as_small else best
+    is_as_good = contiguous.prices.penalty <= best.prices.penalty * (
+        1 + EQUAL
+    ) and contiguous.prices.sent <= best.prices.sent * (1 + EQUAL)
+    return contiguous if is_as_fast and is_as_good else best
 
 
 def _pins(

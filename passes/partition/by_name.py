@@ -18,7 +18,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.counts import integer
 from fxpipe.ir.graph import stage_nodes
-from passes.common.names import is_within, nothing_named
+from passes.common.names import named_nodes, nothing_named
 from passes.partition.problem import PartitionError, reads_before_writes, together
 
 
@@ -115,11 +115,11 @@ def _bring_home(labels: dict[fx.Node, int], nodes: list[fx.Node]) -> None:
 
 def named(work: Sequence[fx.Node], name: str) -> list[fx.Node]:
     """The nodes that a name stands for: the node of that name, or all nodes of the module of that
-    path and of its submodules.
+    path and of its submodules, or of the only module whose path ends so.
 
     Raises PartitionError if there are none.
     """
-    found = [node for node in work if node.name == name or is_within(node, name)]
+    found = named_nodes(work, name)
     if not found:
         raise PartitionError(f"partition names {name!r}, but {nothing_named(work, name)}")
     return found

@@ -23,6 +23,7 @@ from torch import fx
 
 from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.graph import (
+    CONTAINS,
     COPIES,
     FIRST,
     GROWS,
@@ -37,6 +38,7 @@ from fxpipe.ir.graph import (
     rename_in_meta,
     stage_nodes,
 )
+from passes.common.stage_names import stage_names
 
 
 class SplitError(ValueError):
@@ -49,7 +51,8 @@ class Split:
 
     A parameter or buffer (``get_attr``) needs no label: it lives in every stage that uses it, as
     the same object under the same name. A stage that writes to what it receives writes to a
-    clone: the memory may be another stage's, or the caller's.
+    clone: the memory may be another stage's, or the caller's. ``meta["contains"]`` of a stage's
+    module says what is in it.
 
     Raises :class:`SplitError` where a node has no label, a stage number is left out, or a value
     flows from a later stage to an earlier one.
@@ -60,6 +63,7 @@ class Split:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         members = _members(gm.graph)
+        contains = stage_names(gm.graph)
         once = [node for node in gm.graph.nodes if ONCE in node.meta]
         attributes: dict[str, Any] = {}  # of the stage graph, by name
         top = fx.Graph()
@@ -76,6 +80,7 @@ class Split:
             takes, gives = _boundary(nodes)
             name = f"{self.part}_{stage}"
             attributes[name] = _stage_module(gm, name, nodes, takes, gives)
+            attributes[name].meta[CONTAINS] = contains[stage]
             call = top.call_module(name, tuple(at_top[n] for n in takes))
             call.meta[STAGE] = stage
             if len(gives) == 1:

@@ -34,17 +34,19 @@ _NEXT = Line("value for the next stage")
 
 
 def draw_stages(
-    gm: fx.GraphModule, devices: Sequence[str], costs: Sequence[Cost]
+    gm: fx.GraphModule, devices: Sequence[str], costs: Sequence[Cost], contain: Sequence[str] = ()
 ) -> graphviz.Source:
     """Draw the stage graph: a box for each stage, and a line for each value between two stages.
 
     Args:
         devices: the name of each stage's device.
         costs: the cost of each stage, for a whole mini-batch.
+        contain: what is in each stage, in words.
     """
     picture = Picture("stages", nodesep="0.6", ranksep="0.5")
     for stage, cost in enumerate(costs):
-        _draw_stage(picture.dot, stage, devices[stage], cost)
+        said = contain[stage] if contain else ""
+        _draw_stage(picture.dot, stage, devices[stage], cost, said)
     for node in gm.graph.find_nodes(op="placeholder"):
         picture.oval(node.name, node.name)
     _draw_hops(picture, gm.graph)
@@ -58,9 +60,10 @@ def _stage(index: int) -> str:
     return f"stage {index}"
 
 
-def _draw_stage(dot: graphviz.Digraph, stage: int, device: str, cost: Cost) -> None:
+def _draw_stage(dot: graphviz.Digraph, stage: int, device: str, cost: Cost, contains: str) -> None:
     text = label(
         f"stage {stage} · {device}",
+        *([contains] if contains else []),
         f"parameters {human_bytes(cost.param_bytes)}, "
         f"activations {human_bytes(cost.activation_bytes)}",
         f"forward {human_time(cost.forward_s)}, backward {human_time(cost.backward_s)}",

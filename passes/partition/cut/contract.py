@@ -15,7 +15,7 @@ from itertools import pairwise
 import networkx as nx
 import numpy as np
 
-from passes.partition.cut.dag import OUTSIDE, Dag, Floats, Kept, Value
+from passes.partition.cut.dag import OUTSIDE, Dag, Floats, Kept, Unit, Value
 
 
 def contracted(dag: Dag, cluster: Sequence[int]) -> tuple[Dag, list[int]]:
@@ -71,6 +71,11 @@ def _renumbered(dag: Dag, home: list[int], size: int) -> tuple[Dag, list[int]]:
             saved[nodes[0]] += kept.size
         else:
             several[nodes] = several.get(nodes, 0.0) + kept.size
+    units: dict[tuple[int, ...], float] = {}
+    for unit in dag.units:
+        nodes = tuple(sorted({home[node] for node in unit.nodes}))
+        if len(nodes) > 1:
+            units[nodes] = units.get(nodes, 0.0) + unit.penalty
     order = dict.fromkeys((home[u], home[v]) for u, v in dag.order if home[u] != home[v])
     small = Dag(
         seconds=np.stack([summed(row) for row in dag.seconds]),
@@ -79,6 +84,7 @@ def _renumbered(dag: Dag, home: list[int], size: int) -> tuple[Dag, list[int]]:
         fixed=summed(dag.fixed),
         saved=saved,
         kept=tuple(Kept(*item) for item in several.items()),
+        units=tuple(Unit(*item) for item in units.items()),
     )
     return small, home
 

@@ -52,6 +52,15 @@ class Kept:
     size: float
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Nodes that belong together, such as those of a module. Where cuts are compared that are
+    equally fast, each stage with any of them counts as ``penalty`` bytes more that are sent."""
+
+    nodes: tuple[int, ...]
+    penalty: float
+
+
 @dataclass(frozen=True, eq=False)
 class Dag:
     """Nodes ``0 .. n - 1`` in a topological order, that of the program.
@@ -63,6 +72,7 @@ class Dag:
         fixed: ``[n]``: bytes that a node occupies, whatever the schedule (parameters and such).
         saved: ``[n]``: bytes that a node keeps for the backward of one mini-batch.
         kept: memory that several nodes keep together, which is not in ``saved``.
+        units: nodes that are rather not divided among stages.
     """
 
     seconds: Floats
@@ -71,6 +81,7 @@ class Dag:
     fixed: Floats = field(default_factory=lambda: np.zeros(0))
     saved: Floats = field(default_factory=lambda: np.zeros(0))
     kept: tuple[Kept, ...] = ()
+    units: tuple[Unit, ...] = ()
 
     def __post_init__(self) -> None:
         for name in "fixed", "saved":
@@ -169,6 +180,12 @@ class Prices:
     times: Floats  # the longer of the two: copies run beside computation
     memory: Floats  # bytes
     sent: float  # bytes of all hops in the forward
+    penalty: float = 0.0  # of all units, for each stage that has a part of them
+
+    @property
+    def dislike(self) -> float:
+        """By what cuts are compared that are equally fast: the less, the better."""
+        return self.sent + self.penalty
 
     @property
     def slowest(self) -> float:
@@ -221,4 +238,7 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
             else:
                 taken_in[target] += value.size
     memory = fixed + machine.held * saved + machine.received * taken_in
-    return Prices(compute, link, np.maximum(compute, link), memory, sent)
+    penalty = 0.0
+    for unit in dag.units:
+        penalty += unit.penalty * len({labels[node] for node in unit.nodes} - {OUTSIDE})
+    return Prices(compute, link, np.maximum(compute, link), memory, sent, penalty)

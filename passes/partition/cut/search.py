@@ -107,6 +107,7 @@ class Search:
         # An input of the model goes straight to its first user, so that this way costs nothing.
         self.moves = np.where(self.given[self.column] & (self.level == 0), 0.0, 1.0)
         self._kept()
+        self._units()
         inputs = [v for v in self.dag.values if v.source == OUTSIDE]
         self.inputs = np.array([v.size for v in inputs])
         self.begun = np.zeros((len(self.family), len(inputs)), dtype=np.float64)
@@ -123,6 +124,16 @@ class Search:
         self.keeper = np.array([i for i, k in enumerate(kept) for _ in k.nodes], dtype=np.int64)
         self.rank = np.array([c for k in kept for c in range(len(k.nodes))], dtype=np.int64)
         self.kept_size = np.array([k.size for k in kept for _ in k.nodes])
+
+    def _units(self) -> None:
+        """Make the columns for units, as :meth:`_kept` does for memory."""
+        units = self.dag.units
+        self.parts = np.zeros((len(self.family), len(units)), dtype=np.int32)
+        for i, unit in enumerate(units):
+            self.parts[:, i] = self.family[:, list(unit.nodes)].sum(axis=1)
+        self.unit = np.array([i for i, u in enumerate(units) for _ in u.nodes], dtype=np.int64)
+        self.part = np.array([c for u in units for c in range(len(u.nodes))], dtype=np.int64)
+        self.penalty = np.array([u.penalty for u in units for _ in u.nodes])
 
     def _best_links(self, stage: int) -> tuple[Floats, Floats]:
         """The seconds of one hop of each value into a stage, and out of it, over the best links."""
@@ -229,6 +240,17 @@ class Search:
         total: Floats = waits @ (self._comes(then, columns) * each).T
         return total
 
+    def _disliked(self, first: Ints, then: Ints) -> Floats:
+        """By what cuts are compared that are equally fast: the bytes that a stage between two
+        downsets receives, and the penalties of the units of which it has a part."""
+        total = self._sent(first, then)
+        if len(self.part):
+            waits = self.parts[first][:, self.unit] == self.part
+            begun = np.flatnonzero(waits.any(axis=0))
+            comes = self.parts[np.ix_(then, self.unit[begun])] > self.part[begun]
+            total = total + waits[:, begun].astype(np.float64) @ (comes * self.penalty[begun]).T
+        return total
+
     def _fits(self, stage: int, first: Ints, then: Ints) -> NDArray[np.bool_]:
         m = self.machine
         assert m.memory is not None and m.held is not None and m.received is not None
@@ -278,8 +300,8 @@ class Search:
 
     def _backwards(self, limit: float, by_bytes: bool) -> list[Floats]:
         """For each boundary and downset, a lower bound for the stages after it: on the time of the
-        slowest of them or, with ``by_bytes``, on the bytes that they receive. No stage may take
-        longer than ``limit``.
+        slowest of them or, with ``by_bytes``, on the bytes that they receive, and on their
+        penalties. No stage may take longer than ``limit``.
         """
         k = self.machine.stages
         best = [np.full(len(b), np.inf) for b in self.boundaries]
@@ -292,7 +314,7 @@ class Search:
                 if by_bytes:
                     value = np.where(can, after, np.inf)
                     if can.any():
-                        value = value + self._sent(first[rows], then[columns])
+                        value = value + self._disliked(first[rows], then[columns])
                 else:
                     value = np.where(can, np.maximum(times, after), np.inf)
                 best[stage][rows] = np.minimum(best[stage][rows], value.min(axis=1))
@@ -354,7 +376,7 @@ class _Descent:
         times, can = search._between(s, first, then, self.limit)
         after = self.to_go[s + 1]
         if self.by_bytes:
-            value = so_far + search._sent(first, then)[0] + after
+            value = so_far + search._disliked(first, then)[0] + after
         else:
             value = np.maximum(np.maximum(times[0], after), so_far)
         value = np.where(can[0], value, np.inf)
@@ -382,7 +404,7 @@ class _Descent:
 
     def _key(self, stage: tuple[int, ...]) -> float:
         found = prices(self.search.dag, self.search.machine, stage)
-        return found.sent if self.by_bytes else found.slowest
+        return found.dislike if self.by_bytes else found.slowest
 
     def _slowest(self, path: list[int]) -> float:
         return prices(self.search.dag, self.search.machine, self._labels(path)).slowest

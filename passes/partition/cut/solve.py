@@ -89,6 +89,7 @@ class Task:
     pins: Mapping[int, int] = field(default_factory=dict)
     effort: Effort = Effort()
     enough: float = np.inf  # seconds, as for :class:`Search`
+    limit: float = np.inf  # seconds; slower cuts are not considered
 
 
 def solve(
@@ -98,32 +99,54 @@ def solve(
     slack: float = 0.0,
     pins: Mapping[int, int] | None = None,
     effort: Effort | None = None,
+    limit: float = np.inf,
 ) -> Cut | None:
-    """The cut whose slowest stage is fastest.
+    """The cut whose slowest stage is fastest or, with a slack, a cut that is nearly as fast.
 
-    Among all cuts that are slower by at most the fraction ``slack`` it is one that sends the fewest
-    bytes. ``pins`` gives the stages of some nodes. The result is None if no cut fits the memory and
-    the pins or, for a graph that is not solved exactly, if the search has found none that does.
+    The objective is lexicographic. First, the slowest stage takes at most ``1 + slack`` times as
+    long as that of the fastest cut. Second, the bytes that are sent, plus the penalties of the
+    DAG's units, are as few as possible. Both are exact if the result says ``is_exact``.
+
+    Args:
+        pins: the stages of some nodes.
+        limit: seconds; cuts whose slowest stage takes longer are not considered.
+
+    The result is None if no cut fits the memory, the pins and the limit or, for a graph that is not
+    solved exactly, if the search has found none that does.
     """
     if dag.size < machine.stages or not _may_fit(dag, machine):
         return None
-    task = Task(machine, slack, pins or {}, effort or Effort())
     bound = lower_bound(dag, machine)
-    task = replace(task, enough=bound * (1 + slack))
-    is_large = dag.size > task.effort.large
+    if bound > limit * (1 + EQUAL):
+        return None
+    enough = min(bound * (1 + slack), limit)
+    task = Task(machine, slack, pins or {}, effort or Effort(), enough, limit)
     found = _in_order(dag, task)
     answer = _exact(dag, task, found)
     if answer is not None:
         return answer.cut
-    if is_large:
-        if found is None or not _is_enough(dag, task, found):
-            found = _better(dag, task, _multilevel(dag, task), found)
-    else:
-        found = _improved(dag, task, _lines(dag, task, found))
+    found = _searched_for(dag, task, found)
+    if dag.size <= task.effort.large:
         answer = _exact(dag, task, found)  # a better cut leaves fewer downsets to search
         if answer is not None:
             return answer.cut
-    return None if found is None else Cut(found, prices(dag, machine, found), bound, False)
+    if slack and found is not None and not _is_enough(dag, task, found):
+        # The bound cannot be reached: the slack is one of the fastest cut that has been found.
+        slowest = prices(dag, machine, found).slowest
+        task = replace(task, enough=min(slowest * (1 + slack), limit))
+        found = _better(dag, task, _searched_for(dag, task, found), found)
+    if found is None or not (priced := prices(dag, machine, found)).slowest <= limit * (1 + EQUAL):
+        return None
+    return Cut(found, priced, bound, False)
+
+
+def _searched_for(dag: Dag, task: Task, found: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The best cut that the inexact search finds; ``found`` is the best one so far."""
+    if dag.size <= task.effort.large:
+        return _improved(dag, task, _lines(dag, task, found))
+    if found is not None and _is_enough(dag, task, found):
+        return found
+    return _better(dag, task, _multilevel(dag, task), found)
 
 
 def solve_in_order(
@@ -133,6 +156,7 @@ def solve_in_order(
     slack: float = 0.0,
     pins: Mapping[int, int] | None = None,
     enough: float = np.inf,
+    limit: float = np.inf,
 ) -> tuple[int, ...] | None:
     """The cut whose slowest stage is fastest, among those that are contiguous in the order of the
     nodes; see :func:`solve`.
@@ -142,7 +166,7 @@ def solve_in_order(
     """
     if dag.size < machine.stages:
         return None
-    return _in_order(dag, Task(machine, slack, pins or {}, enough=enough))
+    return _in_order(dag, Task(machine, slack, pins or {}, enough=enough, limit=limit))
 
 
 def can_fit(dag: Dag, machine: Machine, pins: Mapping[int, int] | None = None) -> bool:
@@ -160,9 +184,14 @@ def can_fit(dag: Dag, machine: Machine, pins: Mapping[int, int] | None = None) -
 
 
 def _in_order(dag: Dag, task: Task) -> tuple[int, ...] | None:
-    if dag.size <= task.effort.large:
-        return _searched(dag, task, prefixes(range(dag.size)))
-    return _multilevel(dag, task, in_order=True)
+    everywhere = prefixes(range(dag.size)) if dag.size <= 10 * task.effort.large else None
+    if dag.size <= task.effort.large and everywhere is not None:
+        return _searched(dag, task, everywhere)
+    found = _multilevel(dag, task, in_order=True)
+    if found is None or everywhere is None:
+        return found
+    # Cuts that are about as fast have their boundaries near those of this one: there are few.
+    return _searched(dag, task, everywhere, found) or found
 
 
 def _multilevel(dag: Dag, task: Task, in_order: bool = False) -> tuple[int, ...] | None:
@@ -276,8 +305,9 @@ def _over_all(dag: Dag, task: Task, found: Sequence[int] | None) -> _Answer | No
 
 def _limit(dag: Dag, task: Task, found: Sequence[int] | None) -> float:
     if found is None:
-        return np.inf
-    return prices(dag, task.machine, found).slowest * (1 + task.slack) * (1 + EQUAL)
+        return task.limit
+    slowest = prices(dag, task.machine, found).slowest
+    return min(slowest * (1 + task.slack), task.limit) * (1 + EQUAL)
 
 
 def _lines(dag: Dag, task: Task, found: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -389,7 +419,9 @@ def _is_enough(dag: Dag, task: Task, stage: Sequence[int]) -> bool:
 
 
 def _is_better(dag: Dag, task: Task, one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether the first of two cuts is faster or, if both are as fast as is wanted, sends less."""
     a, b = prices(dag, task.machine, one), prices(dag, task.machine, other)
-    if a.slowest < b.slowest * (1 - EQUAL):
+    fast, other_fast = (max(p.slowest, task.enough) for p in (a, b))
+    if fast < other_fast * (1 - EQUAL):
         return True
-    return a.slowest <= b.slowest * (1 + EQUAL) and a.sent < b.sent
+    return fast <= other_fast * (1 + EQUAL) and a.dislike < b.dislike

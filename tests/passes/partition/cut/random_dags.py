@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from passes.partition.cut.dag import OUTSIDE, Dag, Kept, Machine, Value
+from passes.partition.cut.dag import OUTSIDE, Dag, Kept, Machine, Unit, Value
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,15 @@ def random_dag(rng: random.Random, n: int, *, edges: float = 1.5, rows: int = 1)
         )
         for _ in range(rng.choice([0, 0, 1, 2]))
     ]
+    units = [
+        Unit(
+            tuple(sorted(rng.sample(range(n), rng.randint(2, min(n, 4))))), rng.choice([1.0, 50.0])
+        )
+        for _ in range(rng.choice([0, 0, 1, 3]))
+    ]
     return Dag(
         kept=tuple(kept),
+        units=tuple(units),
         seconds=base * np.array(speeds),
         values=tuple(values),
         order=tuple(order),
@@ -95,7 +102,8 @@ def labellings(case: Case) -> Iterator[tuple[int, ...]]:
 
 
 def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
-    """Slowest stage, bytes sent, and whether it fits, straight from the definition."""
+    """Slowest stage, bytes sent and penalties, and whether it fits, straight from the
+    definition."""
     dag, m = case.dag, case.machine
     k = m.stages
     compute, link, memory, sent = [0.0] * k, [0.0] * k, [0.0] * k, 0.0
@@ -117,6 +125,8 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
                 link[target] += time
                 sent += value.size
             at = target
+    for unit in dag.units:
+        sent += unit.penalty * len({labels[node] for node in unit.nodes})
     times = [max(c, x) for c, x in zip(compute, link, strict=True)]
     fits = all(a <= b * (1 + 1e-9) for a, b in zip(memory, m.memory, strict=True))
     return max(times), sent, fits

@@ -65,7 +65,7 @@ def test_prices_are_as_defined(seed):
         found = prices(case.dag, case.machine, labels)
         slowest, sent, fits = costs(case, labels)
         assert found.slowest == pytest.approx(slowest)
-        assert found.sent == pytest.approx(sent)
+        assert found.dislike == pytest.approx(sent)
         assert found.fits(case.machine) == fits
 
 

@@ -33,7 +33,7 @@ def test_the_exact_path_finds_what_trying_all_labellings_finds(seed):
     assert slowest <= best * (1 + slack) * (1 + NEAR)
     assert sent == least
     assert cut.prices.slowest == pytest.approx(slowest)
-    assert cut.prices.sent == sent
+    assert cut.prices.dislike == sent
     assert cut.bound == pytest.approx(best)
     assert cut.gap <= slack + NEAR
 
