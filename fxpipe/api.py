@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.compiler.options import Options
@@ -16,6 +17,7 @@ from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.inspect.dump import dump_of
 from fxpipe.ir._torch import sharded_modules
 from fxpipe.pipeline import Pipeline
+from fxpipe.planning.limits import Memory
 from fxpipe.ranks import RankPipeline
 from fxpipe.runtime.compiled.stage import Given, StageBackend
 from fxpipe.schedule import Schedule
@@ -56,6 +58,8 @@ def compile(
     check: bool | str = True,
     stage_backend: Given | None = None,
     dynamic: bool | None = None,
+    memory: Memory = None,
+    optimizer: str | float | Optimizer | None = None,
     dump: str | os.PathLike[str] | None = None,
     verbose: bool = False,
     cache: str | os.PathLike[str] | None = None,
@@ -136,6 +140,14 @@ def compile(
             that most models are compiled twice at most. True: already the first one is, which takes
             longer to compile. False: each shape has a program of its own. (The batch size may
             always vary, and so may all sizes where symbolic tracing can trace the model.)
+        memory: the memory that the cut may take on each lane for a training step: bytes, text such
+            as "20GiB" or "400MiB", the name of a known device, or a list with one of these for each
+            lane. It counts parameters, gradients, states of the optimizer and buffers; activations
+            of all micro-batches under way; what operators need while they run; and values that wait
+            to be sent. None: what is free on an accelerator, and no limit on the CPU.
+        optimizer: the optimizer whose states count as memory: the name of one in ``torch.optim``
+            ("adamw"), an optimizer, or the number of tensors that it keeps for each parameter.
+            None: Adam's, which are two.
         dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
             code and, if it is small, drawn, after every pass. None: the folder that the environment
             variable ``FXPIPE_DUMP`` names, if it is set.
@@ -156,6 +168,8 @@ def compile(
         TraceError, BatchError, PartitionError: at compilation, if the model cannot be traced, if
             its batch dimensions or the meaning of its outputs cannot be settled, or if the model
             cannot be cut.
+        DoesNotFit: at compilation, if no cut is found that fits into the memory of the lanes; the
+            message says how many bytes are missing, and which other calls would fit.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes an nn.Module, got a {type(model).__name__}")
@@ -195,6 +209,8 @@ def compile(
         check=check,
         stage_backend=None if stage_backend is None else StageBackend(stage_backend),
         dynamic=dynamic,
+        memory=memory,
+        optimizer=optimizer,
         chunks=chunks,
         partition=partition,
         costs=costs,

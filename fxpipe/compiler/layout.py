@@ -12,7 +12,7 @@ from torch import fx, nn
 from fxpipe import ops
 from fxpipe.ir.graph import STAGE, attribute, stage_nodes
 from fxpipe.runtime.checkpointing.regions import WITHIN
-from passes import Partition
+from passes import Pass
 from passes.partition.automatic import cut_around
 from passes.partition.pieces import warn_of_the_heaviest
 from passes.partition.problem import order_of_sums, reads_before_writes, together
@@ -94,7 +94,7 @@ class CutAlike:
 
     name: ClassVar[str] = "partition"
     layout: Layout
-    partition: Partition
+    partition: Pass
     before_moving: Callable[[], None]
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:

@@ -10,18 +10,23 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.optim.optimizer import Optimizer
 
 from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.counts import count
+from fxpipe.ir.devices import DeviceSpec, spec_of
 from fxpipe.meaning.loss import ROWS
 from fxpipe.planning.estimates import estimated_costs
+from fxpipe.planning.limits import Memory, limits_of
+from fxpipe.planning.optimizer import optimizer_states
 from fxpipe.runtime.compiled.stage import StageBackend
 from fxpipe.runtime.microbatch import SUM
 from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
 from fxpipe.trace import CustomTracer
 from passes import Chain, Checkpoint, Pass
 from passes.chain import chain_of
+from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec
 
@@ -56,6 +61,9 @@ class Options:
     dynamic: bool | None = None
     verbose: bool = False
     cache: str | os.PathLike[str] | None = None
+    memory: tuple[float | None, ...] | None = None  # of each lane; None: what a device has
+    optimizer_states: float = ADAM
+    optimizer: str = ""  # whose states these are, in words
 
     @staticmethod
     def of(
@@ -66,6 +74,8 @@ class Options:
         chunks: int | None,
         costs: Costs,
         can_measure: bool,
+        memory: Memory = None,
+        optimizer: str | float | Optimizer | None = None,
         **others: Any,
     ) -> Options:
         """Make the options from what has been given to :func:`fxpipe.compile`.
@@ -84,6 +94,9 @@ class Options:
             schedule=schedule,
             chunks=chunks,
             costs=costs,
+            memory=None if memory is None else limits_of(memory, len(lanes)),
+            optimizer_states=optimizer_states(optimizer, ADAM),
+            optimizer=_named(optimizer),
             **others,
         )
 
@@ -139,6 +152,11 @@ class Options:
         """The device of each lane."""
         return tuple(self.devices[self.placement.index(i)] for i in range(1 + max(self.placement)))
 
+    @property
+    def specs(self) -> tuple[DeviceSpec, ...]:
+        """The description of each lane's device, without a limit of memory."""
+        return tuple(map(spec_of, self.lanes))
+
     def schedule_for(self, chunks: int, costs: Sequence[Cost]) -> Schedule:
         """The schedule of a training step with ``chunks`` micro-batches. ``costs`` has each stage's
         cost for a mini-batch."""
@@ -178,6 +196,17 @@ class Options:
         """The largest number of micro-batches, up to the wanted one, that divides ``batch`` rows
         evenly."""
         return next(n for n in range(self.chunks_for(batch), 0, -1) if batch % n == 0)
+
+
+def _named(optimizer: str | float | Optimizer | None) -> str:
+    """What the report calls an optimizer."""
+    if isinstance(optimizer, Optimizer):
+        return type(optimizer).__name__
+    if optimizer is None:
+        return "Adam (give optimizer= for another one)"
+    if isinstance(optimizer, str):
+        return optimizer
+    return f"an optimizer that keeps {optimizer:g} tensors for each parameter"
 
 
 def _devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:

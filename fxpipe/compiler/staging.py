@@ -26,6 +26,7 @@ from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.disk.entry import CacheEntry
 from fxpipe.compiler.disk.slot import CacheSlot
+from fxpipe.compiler.fitting import Fitting
 from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.guards.on_call import ANY_SHAPES, ANY_SIZE, ONE_SIZE
 from fxpipe.compiler.guards.program import Guards
@@ -43,6 +44,8 @@ from fxpipe.meaning.listed import Listed, in_parts, of_one_shape
 from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, with_rows
 from fxpipe.meaning.weights import named_arguments
+from fxpipe.planning.limits import free_memory
+from fxpipe.planning.question import CostedModel, PlanQuestion, sketch
 from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.state import STATEFUL
@@ -60,6 +63,7 @@ from fxpipe.trace.premises import Premises, Reads, attributes_read
 from fxpipe.trace.twin import Twin
 from passes.chain import ToStages
 from passes.common.fakes import forget_history
+from passes.partition.automatic import Auto
 
 
 @dataclass
@@ -420,15 +424,10 @@ class Staging(ABC):
             out_dims, rebuild = options.out_dims, traced.rebuild
             return output_dims(gm, values, dims, out_dims, rebuild, found, said, unclear)
 
-        return ToStages(
+        context = ToStages(
             inputs=tuple(values),
             in_dims=tuple(dim if isinstance(dim, int) else None for dim in dims),
             devices=options.names,
-            partition=CutAlike(
-                self.layout,
-                passes.Partition(len(options.devices), options.partition),
-                self.forget,  # parameters are about to move, which makes compiled programs wrong
-            ),
             outputs=OutputDims(output),
             chunks=1 if chunks else several,
             chunks_asked_for=options.chunks,
@@ -437,7 +436,50 @@ class Staging(ABC):
             costs="analytic" if self.layout.labels or self.is_on_meta() else options.costs,
             measured_on=options.devices[0],
             deferred_batch_norm=options.deferred_batch_norm,
+            optimizer_states=options.optimizer_states,
+            spec=options.specs[0],
         )
+        # Where the cut moves parameters, programs that have been compiled before are wrong.
+        cut = CutAlike(self.layout, self._partition(context, inputs), self.forget)
+        return replace(context, partition=cut)
+
+    def _partition(
+        self, context: ToStages, inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> passes.Pass:
+        """The pass that cuts the model for the first time, so that it fits where the memory of a
+        lane is known."""
+        options = self.options
+        limits = options.memory or free_memory(options.lanes, self.model)
+        if any(limit is not None for limit in limits):
+            return Fitting(options, limits, context, partial(self._ways_out, context, inputs))
+        cut = passes.Partition(len(options.devices), options.partition)
+        has_own = isinstance(options.partition, Auto) and options.partition.devices is not None
+        if len(set(options.names)) == 1 or has_own:
+            return cut  # nothing has to travel, or the user says how it does
+        return replace(
+            cut,
+            devices=tuple(options.specs[lane] for lane in options.placement),
+            chunks=context.traced_chunks or context.chunks,
+            placement=tuple(options.names.index(name) for name in options.names),
+        )
+
+    def _ways_out(
+        self,
+        context: ToStages,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        question: PlanQuestion,
+    ) -> str:
+        """A sentence that says with which other options the model would fit."""
+        options = self.options
+        if context.traced_chunks is not None:
+            return question.ways_out(None)
+        dims = list(context.in_dims)
+        gm, known = sketch(
+            self.model, *inputs, dims, options.tracer, options.chunks, options.passes
+        )
+        known = replace(known, spec=context.spec, optimizer_states=context.optimizer_states)
+        prices = CostedModel(self.model, gm, known, options.passes)
+        return replace(question, prices=prices).ways_out(batch_size(context.inputs, dims))
 
     def _where_it_runs(
         self, model: nn.Module, inputs: Sequence[Tensor]

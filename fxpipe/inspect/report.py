@@ -46,6 +46,8 @@ class Report:
         rows_given: the number of rows in the mini-batch; None if it is not known.
         notes: what the check whether micro-batches change any result has to say, in sentences.
         refused_sizes: the sizes of micro-batches, in rows, that the model does not take.
+        memory: the bytes that each lane may take; None: no limit that is known.
+        optimizer: the optimizer whose states are counted as memory, in words.
         compiled: the backend that compiles the stages and the stages that it leaves as they are, in
             lines of text.
     """
@@ -63,6 +65,8 @@ class Report:
     notes: Sequence[str] = ()
     refused_sizes: Collection[int] = ()
     compiled: Sequence[str] = ()
+    memory: Sequence[float | None] = ()
+    optimizer: str = ""
 
     columns = (
         *("stage", "device", "time", "share", "idle"),
@@ -116,6 +120,7 @@ class Report:
             said += f"{self.timeline.name})"
         lines = [f"stage {i}: {contains}" for i, contains in enumerate(self.contain)]
         lines.append(f"{self.chunks} micro-batches{chosen}, {said}")
+        lines += self._memory
         if self.refused_sizes:
             rows = " or ".join(map(str, sorted(self.refused_sizes)))
             lines.append(
@@ -133,6 +138,19 @@ class Report:
         ]
         lines += [f"advice: {line}" for line in self._advice]
         return lines
+
+    @property
+    def _memory(self) -> list[str]:
+        """A line that says how much memory each lane needs in the predicted step, and has."""
+        if self.timeline is None or not self.timeline.peak_memory:
+            return []
+        limits = self.memory or (None,) * len(self.timeline.peak_memory)
+        held = [
+            human_bytes(round(most)) + ("" if limit is None else f" of {human_bytes(round(limit))}")
+            for most, limit in zip(self.timeline.peak_memory, limits, strict=True)
+        ]
+        said = f", with the states of {self.optimizer}" * bool(self.optimizer)
+        return [f"memory of the lanes (predicted{said}): {', '.join(held)}"]
 
     def _more_chunks(self, wanted: int) -> int:
         """The wanted number of micro-batches, or the largest number below it that the rows of the

@@ -278,6 +278,8 @@ class Views:
             step=self._predicted,
             rows_given=None if example is None else example.batch,
             notes=mode.notes,
+            memory=self._options.memory or (),
+            optimizer=self._options.optimizer,
             compiled=[] if mode.compiled is None else mode.compiled.lines,
         )
 

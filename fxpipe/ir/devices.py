@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import torch
+
 GB = 10**9
 GIB = 2**30
 
@@ -80,6 +82,8 @@ class DeviceSpec:
 
 
 CPU_CORE = DeviceSpec()
+ACCELERATOR = DeviceSpec("accelerator", 1e13, None, 5e11, None, 1.6e10, 1e-5, 5e-6)
+"""An accelerator that is not known by its name, with links as fast as PCI Express 3.0."""
 
 # Peaks of the vendors' data sheets: dense, without sparsity; TF32 where float32 may use it.
 KNOWN: Mapping[str, DeviceSpec] = MappingProxyType(
@@ -95,3 +99,14 @@ KNOWN: Mapping[str, DeviceSpec] = MappingProxyType(
         )
     }
 )
+
+
+def spec_of(device: torch.device) -> DeviceSpec:
+    """The description of a device that is here, without a limit of memory: that of the known device
+    whose name is part of its name."""
+    if device.type == "cpu":
+        return CPU_CORE
+    module = torch.get_device_module(device)
+    name = str(getattr(module, "get_device_name", str)(device)).lower()
+    known = (spec for spec in KNOWN.values() if spec.name in name)
+    return next(known, ACCELERATOR).with_memory(None)

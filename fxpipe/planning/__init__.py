@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec
@@ -15,6 +16,8 @@ from fxpipe.ir.progress import report_progress
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
+from fxpipe.planning.limits import Memory, limits_of
+from fxpipe.planning.optimizer import optimizer_states as count_states
 from fxpipe.planning.question import CostedModel, PlanQuestion, sketch
 from fxpipe.planning.result import Plan, PlannedStage
 from fxpipe.runtime.ambient import compiling
@@ -44,6 +47,8 @@ def plan(
     stages: int | None = None,
     costs: Costs = "analytic",
     optimizer_states: float = ADAM,
+    memory: Memory = None,
+    optimizer: str | Optimizer | None = None,
     in_dims: Any = None,
     tracer: str | CustomTracer = "auto",
     passes: Chain | None = None,
@@ -64,6 +69,9 @@ def plan(
             which is taken to be ``devices[0]``. Or a :class:`Profile`, the path of a saved profile,
             or a dictionary from names of nodes or modules to seconds.
         optimizer_states: how many tensors the optimizer keeps for each parameter: 2 for Adam.
+        memory: the bytes that may be taken on each device, in place of those of its description, as
+            for :func:`fxpipe.compile`.
+        optimizer: the optimizer, or its name, from which ``optimizer_states`` follows.
 
     The other arguments mean what they do for :func:`fxpipe.compile`. Of the chain in ``passes``,
     only the passes up to the stage graph run. Pass "outputs" does not: no prediction needs it.
@@ -88,6 +96,10 @@ def plan(
     Checkpoint(checkpoint)  # raises ValueError for any other word
     chain = chain_of(passes)
     specs = _specs(devices)
+    limits = limits_of(memory, len(specs))
+    if memory is not None:
+        specs = tuple(s.with_memory(m) for s, m in zip(specs, limits, strict=True))
+    optimizer_states = count_states(optimizer, optimizer_states)
     placement = placement_of(schedule, len(specs), stages)
     whole = microbatches_of(schedule, chunks, len(placement))
     args, kwargs = canonical(model, example_inputs, example_kwargs or {})
@@ -116,10 +128,9 @@ def plan(
         )
         try:
             return question.answer()
-        except DoesNotFit:
+        except DoesNotFit as error:
             report_progress("what would fit")
-            short = question.shortage()
-            raise DoesNotFit(f"{short}; {question.ways_out(batch)}") from None
+            raise DoesNotFit(f"{error}; {question.ways_out(batch)}") from None
 
 
 def _specs(devices: Sequence[DeviceSpec | str]) -> tuple[DeviceSpec, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 from torch import fx
@@ -13,7 +13,13 @@ from fxpipe.ir.cost import Cost, batch_bytes, stage_costs
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import COST, GAP, STAGE
 from fxpipe.ir.progress import report_progress
-from fxpipe.planning.estimates import estimated_costs, stage_memory, step_memory, traffic
+from fxpipe.planning.estimates import (
+    estimated_costs,
+    in_segments,
+    stage_memory,
+    step_memory,
+    traffic,
+)
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
 from fxpipe.schedule import (
     Link,
@@ -61,8 +67,13 @@ class _Sent:
 class PlannedLanes:
     """The lanes of a planned pipeline: their devices, the stages on each, and the order of a step.
 
-    ``specs`` has the device of each lane, ``placement`` the lane of each stage, and ``chain`` the
-    passes, of which those from "partition" to "split" run here.
+    Args:
+        specs: the description of each lane's device.
+        placement: the lane of each stage.
+        chain: the passes, of which those from "partition" to "split" run here.
+        checkpoint_segments: as for :func:`fxpipe.compile`.
+        names: the name of each lane's device, where several lanes may be on one device, between
+            which nothing has to travel. None: each lane has a device of its own.
     """
 
     specs: tuple[DeviceSpec, ...]
@@ -71,15 +82,28 @@ class PlannedLanes:
     chunks: int
     checkpoint: str
     chain: Chain
+    checkpoint_segments: int = 1
+    names: tuple[str, ...] | None = None
 
-    def planned(self, gm: fx.GraphModule, partition: Spec, part: int) -> Plan:
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.names or tuple(f"lane {lane}" for lane in range(len(self.specs)))
+
+    @property
+    def _places(self) -> tuple[int, ...]:
+        """The number of each stage's device."""
+        return tuple(self._names.index(self._names[lane]) for lane in self.placement)
+
+    def planned(
+        self, gm: fx.GraphModule, partition: Spec, part: int, reserve: Sequence[float] = ()
+    ) -> Plan:
         """The plan for a model graph that has costs. A stage may take ``1 / part`` of the memory of
-        its device."""
-        devices = self._devices(part)
+        its device, less the bytes that are in ``reserve`` for it."""
+        devices = self._devices(part, reserve)
         stages = len(devices)
         report_progress("partition")
-        lanes = tuple(f"lane {lane}" for lane in self.placement)
-        cut = ToStages((), (), devices=lanes, partition=self.cut(partition, part))
+        lanes = tuple(self._names[lane] for lane in self.placement)
+        cut = ToStages((), (), devices=lanes, partition=self.cut(partition, part, reserve))
         rest = self.chain.passes(cut, since="partition", until="split")
         gm = next(rest)(gm)  # runs pass "partition"
         again = recomputed(self.checkpoint, self.chunks)
@@ -88,11 +112,15 @@ class PlannedLanes:
         gm = run(rest, gm)
         costs = stage_costs(gm.graph)
         contains = stage_names(gm.graph)
-        layout = skip_layout(run(self.chain.passes(cut, since="split"), gm))
+        kept_graph = gm.graph
+        stage_graph = run(self.chain.passes(cut, since="split"), gm)
+        layout = skip_layout(stage_graph)
         sent = _Sent(found, layout)
-        kept = stage_memory(costs, layout, gm.graph)
+        kept = stage_memory(costs, layout, kept_graph)
+        if self.checkpoint != "never" and self.checkpoint_segments > 1:
+            modules = [stage_graph.get_submodule(f"stage_{i}") for i in range(stages)]
+            kept = in_segments(kept, modules, self.checkpoint_segments)  # type: ignore[arg-type]
         memory = step_memory(kept, self.placement, self.chunks, self.checkpoint)
-        memory = replace(memory, running=None)  # the cut knows only of what is kept
         report_progress("schedule")
         order, timeline = self._played(self._costs(found, stage, devices), sent, memory)
         target = machine(
@@ -100,9 +128,13 @@ class PlannedLanes:
             chunks=self.chunks,
             checkpoint=self.checkpoint,
             order=order,
-            placement=self.placement,
+            placement=self._places,
+            segments=self.checkpoint_segments,
         )
         priced = prices(found.whole, target, stage)
+        held = [round(n) for n in peaks(order, memory).stages]
+        known = [sum(round(kept[i].fixed) + held[i] for i in own) for own in self._stages_on]
+        running = [max(0, round(n - k)) for n, k in zip(timeline.peak_memory, known, strict=True)]
         return Plan(
             self.specs,
             tuple(
@@ -116,7 +148,9 @@ class PlannedLanes:
                     float(priced.link[i]),
                     float(priced.times[i]),
                     round(kept[i].fixed),
-                    round(peaks(order, memory).stages[i]),
+                    held[i],
+                    running[self.placement[i]] // len(self._stages_on[self.placement[i]]),
+                    float(priced.memory[i]),
                 )
                 for i in range(stages)
             ),
@@ -127,24 +161,34 @@ class PlannedLanes:
             gm.meta.get(GAP, gap(priced.slowest, lower_bound(found.dag, target))),
         )
 
-    def _devices(self, part: int) -> tuple[DeviceSpec, ...]:
-        """The device of each stage, with ``1 / part`` of its memory."""
+    @property
+    def _stages_on(self) -> list[list[int]]:
+        """The stages on each lane."""
+        lanes = range(len(self.specs))
+        return [[i for i, own in enumerate(self.placement) if own == lane] for lane in lanes]
+
+    def _devices(self, part: int, reserve: Sequence[float] = ()) -> tuple[DeviceSpec, ...]:
+        """The device of each stage, with ``1 / part`` of its memory, less the stage's reserve."""
+        specs = [self.specs[lane] for lane in self.placement]
         return tuple(
-            spec if spec.memory is None else spec.with_memory(spec.memory / part)
-            for spec in (self.specs[lane] for lane in self.placement)
+            spec
+            if spec.memory is None
+            else spec.with_memory(max(1.0, spec.memory / part - (reserve[i] if reserve else 0.0)))
+            for i, spec in enumerate(specs)
         )
 
-    def cut(self, partition: Spec, part: int) -> Partition:
-        """The pass that cuts the model. A stage may take ``1 / part`` of its device's memory."""
+    def cut(self, partition: Spec, part: int, reserve: Sequence[float] = ()) -> Partition:
+        """The pass that cuts the model, for stages with so much memory as :meth:`planned` says."""
         return Partition(
             len(self.placement),
             partition,
-            self._devices(part),
+            self._devices(part, reserve),
             self.chunks,
             self.checkpoint,
             order=self._order,
-            placement=self.placement,
+            placement=self._places,
             explains=False,
+            segments=self.checkpoint_segments,
         )
 
     def _order(self, stages: int) -> Schedule | None:
@@ -211,5 +255,5 @@ class PlannedLanes:
             )
             for a, one in enumerate(self.specs)
             for b, other in enumerate(self.specs)
-            if a != b
+            if self._names[a] != self._names[b]
         }

@@ -4,6 +4,7 @@ make a model fit that does not fit."""
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -90,6 +91,22 @@ class CostedModel:
         return copied(self.known[chunks])
 
 
+ROUNDS = 6
+"""How often a model is cut again because its stages need more memory than the search has known."""
+
+
+def _shortage(plan: Plan) -> str:
+    """A sentence that says how many bytes are missing on which device for a plan."""
+    limits = [spec.memory or 0.0 for spec in plan.devices]
+    short = [
+        f"device {lane} needs {math.ceil(needed):,} bytes and has {limit:,.0f}, "
+        f"{math.ceil(needed - limit):,} short"
+        for lane, (needed, limit) in enumerate(zip(plan.memory, limits, strict=True))
+        if limit and needed > limit
+    ]
+    return f"the model does not fit into the devices' memory; {'; '.join(short)}"
+
+
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of the graph, with the same tensors and metadata."""
     return fx.GraphModule(gm, copy.deepcopy(gm.graph))
@@ -106,12 +123,21 @@ class PlanQuestion:
     stages: int | None
     chunks: int
     checkpoint: str
+    checkpoint_segments: int = 1
+    names: tuple[str, ...] | None = None
 
     @cached_property
     def _lanes(self) -> PlannedLanes:
         placement = placement_of(self.schedule, len(self.specs), self.stages)
         return PlannedLanes(
-            self.specs, placement, self.schedule, self.chunks, self.checkpoint, self.prices.chain
+            self.specs,
+            placement,
+            self.schedule,
+            self.chunks,
+            self.checkpoint,
+            self.prices.chain,
+            self.checkpoint_segments,
+            self.names,
         )
 
     @property
@@ -120,22 +146,56 @@ class PlanQuestion:
         return len(self._lanes.placement) // len(self.specs)
 
     def answer(self) -> Plan:
-        """The plan. Raises :class:`DoesNotFit`, without advice, if no cut fits.
+        """The plan.
 
-        If a device has several stages and a cut does not fit its memory, a second cut gives each of
-        them an equal part of the memory.
+        The search of a cut knows what stages keep, but not what they need while they run, which
+        depends on the order of the step. So if a device has too little memory for its part of a
+        predicted step, the bytes by which the search was wrong are held in reserve, and the model
+        is cut again. If a device has several stages, each may first take all of its memory; if that
+        does not fit, an equal part of it.
+
+        Raises :class:`DoesNotFit`, without advice, if no cut is found that fits.
         """
-        try:
-            found = self._lanes.planned(self.prices.of(self.chunks), self.partition, 1)
-        except DoesNotFit:
-            if self._several == 1:
-                raise
-            found = None
-        if self._several > 1 and (found is None or not found.fits):
-            found = self._lanes.planned(self.prices.of(self.chunks), self.partition, self._several)
-        assert found is not None
+        short: Plan | None = None
+        for part in (1,) if self._several == 1 else (1, self._several):
+            reserve = (0.0,) * len(self._lanes.placement)
+            for _ in range(ROUNDS):
+                try:
+                    found = self._planned(part, reserve)
+                except DoesNotFit:
+                    break
+                if found.fits or not self.is_automatic:
+                    return found
+                short = found
+                more = self._missing(found, reserve)
+                if more == reserve:
+                    break
+                reserve = more
+        raise DoesNotFit(self.shortage() if short is None else _shortage(short))
+
+    def _planned(self, part: int, reserve: tuple[float, ...]) -> Plan:
+        found = self._lanes.planned(self.prices.of(self.chunks), self.partition, part, reserve)
         planned = (replace(s, device=self.specs[s.lane]) for s in found.stages)
         return replace(found, stages=tuple(planned))
+
+    def _missing(self, found: Plan, reserve: tuple[float, ...]) -> tuple[float, ...]:
+        """The reserve of each stage with which the search would have known that a plan does not
+        fit: by how much its lane needs more than the search has counted, for an equal part."""
+        held = list(reserve)
+        for lane, (spec, needed) in enumerate(zip(found.devices, found.memory, strict=True)):
+            own = [s.index for s in found.stages if s.lane == lane]
+            counted = sum(found.stages[i].cut_bytes for i in own)
+            if spec.memory is not None and needed > spec.memory:
+                for i in own:
+                    held[i] = max(held[i], (needed - counted) / len(own))
+        return tuple(held)
+
+    @cached_property
+    def is_automatic(self) -> bool:
+        """Whether the cut is searched for, and not given by the user."""
+        spec = self.partition
+        spec = spec(self.prices.of(self.chunks)) if callable(spec) else spec
+        return isinstance(spec, Auto) or (isinstance(spec, str) and spec == "auto")
 
     def shortage(self) -> str:
         """A sentence that says how many bytes are missing on which device."""
@@ -172,11 +232,19 @@ class PlanQuestion:
     def _fits(self, change: Change) -> bool:
         count = len(self.specs) if change.devices is None else change.devices
         specs = (*self.specs, *self.specs[-1:] * (count - len(self.specs)))
-        other = replace(self, specs=specs, **change.settings)
+        names = self.names
+        if names is not None and count > len(names):
+            more = range(len(names), count)
+            is_one = len(set(names)) == 1  # such as the CPU, which has all lanes
+            names = (*names, *(names[0] if is_one else f"device {i}" for i in more))
+        other = replace(self, specs=specs, names=names, **change.settings)
         gm = other.prices.of(other.chunks)
         try:
             spec = other._automatic(gm)
-            return other._lanes.cut(spec, other._several).can_fit(gm.graph, spec)
+            # This takes less time than a plan, and most of what does not fit does not fit here.
+            if not other._lanes.cut(spec, 1).can_fit(gm.graph, spec):
+                return False
+            return other.answer().fits
         except ValueError:  # there is no such schedule, or no room for the pins
             return False
 

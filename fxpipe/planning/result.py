@@ -36,6 +36,11 @@ class PlannedStage:
             of parameters that the stage shares with others.
         activation_bytes: the most bytes of saved tensors that are alive at once, for all
             micro-batches whose backward is still to come.
+        running_bytes: the bytes that are needed beside those while the step runs: for results,
+            gradients and temporary values of the operators that are running, and for values that
+            wait to be sent. If a device has several stages, each has an equal part of its bytes.
+        cut_bytes: the bytes by which the cut has compared the stage with its device's memory. The
+            search of a cut leaves out what is needed while the step runs.
     """
 
     index: int
@@ -48,11 +53,13 @@ class PlannedStage:
     seconds: float
     state_bytes: int
     activation_bytes: int
+    running_bytes: int = 0
+    cut_bytes: float = 0.0
 
     @property
     def memory(self) -> int:
-        """The bytes that the stage takes on its device: state and activations."""
-        return self.state_bytes + self.activation_bytes
+        """The bytes that the stage takes on its device, at most."""
+        return self.state_bytes + self.activation_bytes + self.running_bytes
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ class Plan:
         table = Table(title="plan", title_justify="left")
         for column in ("stage", "device"):
             table.add_column(column)
-        for column in ("time", "links", "state", "activations", "memory left"):
+        for column in ("time", "links", "state", "activations", "running", "memory left"):
             table.add_column(column, justify="right")
         has_several = len(self.stages) > len(self.devices)
         for stage in self.stages:
@@ -147,6 +154,7 @@ class Plan:
                 human_time(stage.link_s),
                 human_bytes(stage.state_bytes),
                 human_bytes(stage.activation_bytes),
+                human_bytes(stage.running_bytes),
                 "" if left == float("inf") else _signed_bytes(left),
             )
         return Group(table, *self._lines())

@@ -40,17 +40,23 @@ def checkpointed(mode: str, chunks: int) -> int:
 
 
 def alive(
-    mode: str, chunks: int, stages: int, order: Schedule | None = None
+    mode: str, chunks: int, stages: int, order: Schedule | None = None, segments: int = 1
 ) -> tuple[list[float], list[float]]:
     """For each stage, the number of micro-batches whose activations it holds at the same time, at
     most, and the number of checkpointed ones of which it holds the inputs only.
 
-    ``order``: the schedule of the step; None: all forwards may come before the first backward.
+    Args:
+        order: the schedule of the step; None: all forwards may come before the first backward.
+        segments: in how many segments a checkpointed stage is recomputed, one at a time. They are
+            taken to be equal, and the inputs of all but the first are not counted.
     """
     again = checkpointed(mode, chunks)
+    if again == chunks and segments > 1:
+        activations, inputs = alive(mode, chunks, stages, order)
+        return [number / segments for number in activations], inputs
     if order is None:
         return [float(chunks - again + (again > 0))] * stages, [float(again)] * stages
     ones, zeros = [1.0] * stages, [0.0] * stages
-    activations = peaks(order, Memory(ones, checkpointed=again))
-    inputs = peaks(order, Memory(zeros, checkpointed=again, inputs=1.0))
-    return list(activations.stages), list(inputs.stages)
+    of_activations = peaks(order, Memory(ones, checkpointed=again))
+    of_inputs = peaks(order, Memory(zeros, checkpointed=again, inputs=1.0))
+    return list(of_activations.stages), list(of_inputs.stages)

@@ -80,8 +80,10 @@ def _tree(work: Iterable[fx.Node]) -> _Call:
         call = root
         call.nodes.append(node)
         for key, path in calls_of(node):
-            number = key.rpartition("@")[2]  # fx numbers the calls of a module but for the first
-            label = f"{path}@{number}" if number.isdigit() else path
+            # fx numbers the calls of a module, but for the first. Where a trace of one layer stands
+            # for all that are alike, keys end with "@" and the path.
+            number = key.rpartition("@")[2]
+            label = f"{path}@{number}" if number.isdigit() and number != path else path
             call = call.parts.setdefault(key, _Call(label))
             call.nodes.append(node)
         if call.path == "" or node.op != "call_module":

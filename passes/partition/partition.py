@@ -53,6 +53,7 @@ class Partition:
             micro-batches are under way at the same time, and so what fits into memory. None: all of
             them may be.
         placement: the number of each stage's device, if one device has several stages.
+        segments: in how many segments a checkpointed stage is recomputed.
         explains: whether the error for a model that does not fit says how much memory is missing
             and what would help; to find that takes further cuts.
 
@@ -69,6 +70,7 @@ class Partition:
     order: Callable[[int], Schedule | None] | None = None
     placement: tuple[int, ...] | None = None
     explains: bool = True
+    segments: int = 1
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
@@ -127,6 +129,7 @@ class Partition:
             checkpoint=self.checkpoint,
             order=self.order and self.order(self.stages),
             placement=self.placement,
+            segments=self.segments,
         )
 
     @property

@@ -133,6 +133,7 @@ def machine(
     checkpoint: str = "never",
     order: Schedule | None = None,
     placement: Sequence[int] | None = None,
+    segments: int = 1,
 ) -> Machine:
     """The machine on which the stages run, with its links and limits of memory.
 
@@ -148,6 +149,7 @@ def machine(
             once at each stage; None: it may be all of them.
         placement: for each stage the number of its device. Between stages on one device nothing has
             to travel. None: each stage has a device of its own.
+        segments: in how many segments a checkpointed stage is recomputed.
     """
     if isinstance(devices, int):
         return Machine(devices)
@@ -161,7 +163,7 @@ def machine(
         [[max(a.link_latency_s, b.link_latency_s) for b in devices] for a in devices]
     )
     limits = [np.inf if device.memory is None else device.memory for device in devices]
-    held, received = (np.asarray(n) / chunks for n in alive(checkpoint, chunks, k, order))
+    held, received = (np.asarray(n) / chunks for n in alive(checkpoint, chunks, k, order, segments))
     return Machine(
         k,
         bandwidth=np.where(is_here, np.inf, bandwidth),

@@ -22,7 +22,17 @@ FORMAT = 1
 Attributes = Sequence[tuple[str, str]]
 """Attributes of modules: the path of each module in the model, and the name."""
 
-_DECIDED_LATER = {"verbose", "observer", "passes", "stage_backend", "cache", "loss_fn"}
+_DECIDED_LATER = {
+    "verbose",
+    "observer",
+    "passes",
+    "stage_backend",
+    "cache",
+    "loss_fn",
+    "memory",
+    "optimizer",
+    "optimizer_states",
+}
 """Options on which neither the model graph nor its meaning depends."""
 
 

@@ -25,7 +25,7 @@ def test_a_schedule_decides_what_is_alive_at_once():
 
 
 def test_a_model_that_only_fits_in_another_order_is_planned_in_that():
-    short = FREE_LINKS.with_memory(0.7 * even().memory[0])
+    short = FREE_LINKS.with_memory(0.75 * even().memory[0])
     with pytest.raises(fxpipe.DoesNotFit):
         even(devices=[short] * 4)
     assert even(devices=[short] * 4, schedule="1f1b").fits
@@ -43,7 +43,9 @@ def test_a_device_with_several_stages_holds_all_of_them():
     ]
     alive = live(plan.schedule, of_one).lanes
     state = [sum(s.state_bytes for s in plan.stages if s.lane == lane) for lane in (0, 1)]
-    assert plan.memory == pytest.approx([a + b for a, b in zip(alive, state, strict=True)])
+    value = 512 * 32 * 4 / 8  # of a micro-batch
+    running = [m - a - b for m, a, b in zip(plan.memory, alive, state, strict=True)]
+    assert running == pytest.approx([3 * value, 2 * value]), "results and gradients of a layer"
     assert plan.bubble < even(devices=[FREE_LINKS] * 2).bubble
     assert "1 cpu core" in str(plan)
 

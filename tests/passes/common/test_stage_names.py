@@ -137,3 +137,10 @@ def test_an_error_within_a_stage_says_what_the_stage_contains():
         "stage 1, micro-batch 0, node 'index_select' (the stage contains fails)"
         in (error.value.__notes__[0])
     )
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+def test_layers_that_are_alike_have_names_of_their_own(tracer):
+    model, x = nn.Sequential(*(nn.Linear(3, 3) for _ in range(8))), torch.randn(8, 3)
+    with fxpipe.compile(model, ["cpu"] * 2, example_inputs=(x,), tracer=tracer) as pipe:
+        assert [stage.contains for stage in pipe.stages] == ["0 to 3", "4 to 7"]

@@ -1,0 +1,95 @@
+"""The automatic cut of a model that has to fit into the memory of its lanes: the pass "partition"
+of a compilation where that memory is known.
+
+It cuts the model as :func:`fxpipe.plan` does, so that there is one model of memory: parameters,
+gradients, states of the optimizer and buffers; activations of all micro-batches that the schedule
+has under way; what operators need while they run; and values that wait to be sent.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from fxpipe.compiler.options import Options
+from fxpipe.ir.graph import GAP, STAGE, stage_nodes
+from fxpipe.ir.text import human_bytes
+from fxpipe.planning.question import CostedModel, PlanQuestion, copied
+from fxpipe.planning.result import Plan
+from passes.chain import ToStages
+from passes.partition.automatic import DoesNotFit
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Model graph with costs → the same, with ``meta["stage"]``, so that a training step fits.
+
+    A cut that the user gives is taken as it is, with a warning if it is predicted not to fit.
+
+    Args:
+        options: the options of the compilation.
+        memory: the bytes that each lane may take; None: no limit.
+        context: what is known of the compilation from the model graph to the stage graph.
+        ways_out: returns a sentence that says with which other options the model would fit.
+
+    Raises :class:`DoesNotFit` if no cut fits.
+    """
+
+    name: ClassVar[str] = "partition"
+    options: Options
+    memory: tuple[float | None, ...]
+    context: ToStages
+    ways_out: Callable[[PlanQuestion], str]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        gm.meta.pop(GAP, None)
+        question = self._question(gm)
+        try:
+            plan = question.answer()
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{error}; {self.ways_out(question)}") from None
+        if not plan.fits:
+            self._warn(plan)
+        stages = plan.partition
+        for node in stage_nodes(gm.graph):
+            node.meta[STAGE] = stages[node.name]
+        if question.is_automatic and math.isfinite(plan.gap):
+            gm.meta[GAP] = plan.gap
+        return gm
+
+    def _question(self, gm: fx.GraphModule) -> PlanQuestion:
+        options, context = self.options, self.context
+        lanes = options.lanes
+        chunks = context.traced_chunks or context.chunks
+        known = CostedModel(gm, gm, context, options.passes, {chunks: copied(gm)})
+        return PlanQuestion(
+            known,
+            options.partition,
+            tuple(
+                spec.with_memory(limit)
+                for spec, limit in zip(options.specs, self.memory, strict=True)
+            ),
+            options.schedule,
+            len(options.devices) if len(options.devices) != len(lanes) else None,
+            chunks,
+            options.checkpoint,
+            options.checkpoint_segments,
+            tuple(map(str, lanes)),
+        )
+
+    def _warn(self, plan: Plan) -> None:
+        short = ", ".join(
+            f"lane {lane} needs {human_bytes(round(held))} and has {human_bytes(round(limit))}"
+            for lane, (held, limit) in enumerate(zip(plan.memory, self.memory, strict=True))
+            if limit is not None and held > limit
+        )
+        warnings.warn(
+            f"the partition that has been given is predicted not to fit: {short}; give "
+            'partition="auto" for a cut that fits, or more memory',
+            stacklevel=2,
+        )

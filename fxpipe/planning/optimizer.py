@@ -1,0 +1,94 @@
+"""How much an optimizer keeps for each parameter, found by letting it take a step.
+
+No table of optimizers has to be right: one of the same kind steps a small parameter, and the bytes
+of its state are counted. So optimizers that are not PyTorch's are counted as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+SIDE = 64  # of the square parameter that is stepped
+_IN_ONE_WAY = {"foreach": False, "fused": False, "capturable": False}  # as any device can
+
+
+def optimizer_states(given: str | float | Optimizer | None, usual: float) -> float:
+    """How many bytes an optimizer keeps for each byte of a parameter: 2 for Adam.
+
+    Args:
+        given: the name of a class of ``torch.optim``, in any case; an optimizer, whose settings
+            decide (SGD keeps nothing without momentum); or that number itself. None: ``usual``.
+
+    Raises:
+        ValueError: for a name that is no optimizer's, or a number below zero.
+        TypeError: for anything else, and for an optimizer that cannot be made or stepped for a
+            parameter alone.
+    """
+    if given is None:
+        return usual
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        if not 0 <= given < float("inf"):
+            raise ValueError(f"optimizer is {given!r}: give how many tensors it keeps, 0 or more")
+        return float(given)
+    if isinstance(given, str):
+        return _counted(_named(given), {})
+    if isinstance(given, Optimizer):
+        kind = type(given)
+        return max(_counted(kind, _settings(kind, group)) for group in given.param_groups)
+    raise TypeError(
+        f"optimizer is a {type(given).__name__}: give the name of a class of torch.optim, such as "
+        '"adamw", an optimizer, or how many tensors it keeps for each parameter'
+    )
+
+
+def _named(name: str) -> type[Optimizer]:
+    kinds = {
+        key.lower(): kind
+        for key, kind in vars(torch.optim).items()
+        if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    if name.lower() not in kinds:
+        raise ValueError(
+            f"optimizer is {name!r}: give one of {', '.join(map(repr, sorted(kinds)))}, an "
+            "optimizer, or how many tensors it keeps for each parameter"
+        )
+    return kinds[name.lower()]
+
+
+def _settings(kind: type[Optimizer], group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a group of parameters that the class of its optimizer takes."""
+    taken = inspect.signature(kind).parameters
+    return {key: value for key, value in group.items() if key in taken and key != "params"}
+
+
+def _counted(kind: type[Optimizer], settings: dict[str, Any]) -> float:
+    """The bytes that an optimizer of this kind keeps for each byte of a parameter."""
+    taken = inspect.signature(kind).parameters
+    settings = {**settings, **{k: v for k, v in _IN_ONE_WAY.items() if k in taken}}
+    if "lr" in taken:
+        settings["lr"] = 1e-3
+    parameter = nn.Parameter(torch.zeros(SIDE, SIDE, device="cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        with torch.enable_grad():
+            optimizer = kind([parameter], **settings)
+            optimizer.step(lambda: 0.0)
+    except Exception as error:
+        raise TypeError(
+            f"{kind.__name__} cannot be made and stepped to count what it keeps ({error}): give "
+            "optimizer= the number of tensors that it keeps for each parameter"
+        ) from error
+    kept = [t for t in _tensors(optimizer.state[parameter]) if t.ndim]
+    return sum(t.nbytes for t in kept) / parameter.nbytes
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value
+    return [t for part in parts for t in _tensors(part)] if isinstance(value, dict | list) else []
