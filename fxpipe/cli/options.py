@@ -54,6 +54,12 @@ def devices_of(
     return names
 
 
+def memory_of(value: str) -> str | list[str]:
+    """One size for all lanes, or a list with one for each."""
+    sizes = [size.strip() for size in value.split(",")]
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
 devices_option = click.option(
     "--devices",
     callback=devices_of,
@@ -95,6 +101,18 @@ _PIPELINE = (
         default="never",
         show_default=True,
         help="Which micro-batches keep no activations, but recompute them in the backward.",
+    ),
+    click.option(
+        "--memory",
+        callback=lambda ctx, param, value: value and memory_of(value),
+        metavar="SIZE|SIZE,SIZE",
+        help="The memory that a training step may take on each lane, such as 20GiB, or one size "
+        "for each lane. Default: what the devices have.",
+    ),
+    click.option(
+        "--optimizer",
+        help="The optimizer whose states count as memory: one of torch.optim, such as sgd. "
+        "Default: adam.",
     ),
     click.option(
         "--passes",

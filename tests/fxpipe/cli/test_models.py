@@ -106,6 +106,17 @@ def test_compile_cuts_where_it_is_told(models):
     assert "576 B" in rows[0] and "288 B" in rows[1]
 
 
+def test_memory_and_the_optimizer_can_be_given(models):
+    for command, devices in (("compile", TWO), ("plan", ["--devices", "h100,h100"])):
+        text = succeeded(
+            *(command, "own_models:build", *devices),
+            *("--memory", "1GiB, 2GiB", "--optimizer", "sgd", "--chunks", "2"),
+        )
+        assert ("of 1.0 GiB, " if command == "compile" else "1024.0 MiB") in text
+        said = refused(command, "own_models:build", *devices, "--memory", "1KiB")
+        assert "the model does not fit into the devices' memory" in said
+
+
 def test_keyword_inputs_and_sizes_will_do(models):
     for args in (["own_models:by_name"], ["own_models:Named", "--input", "8,8"]):
         assert "4 micro-batches" in succeeded("compile", *args, *TWO)
