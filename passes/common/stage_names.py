@@ -29,7 +29,7 @@ SMALL_OPERATOR = 0.1  # the same for an operator that is in no module but the mo
 
 
 @dataclass(eq=False)
-class _Call:
+class _Part:
     """A call of a module, or a node that belongs to a module itself; ``parts`` has what is in it,
     in the order of the program. ``path`` is empty for the model itself, and for a node the name of
     its operator; ``outer`` is then the path of the module."""
@@ -37,7 +37,7 @@ class _Call:
     path: str
     outer: str = ""
     nodes: list[fx.Node] = field(default_factory=list)
-    parts: dict[str | fx.Node, _Call] = field(default_factory=dict)
+    parts: dict[str | fx.Node, _Part] = field(default_factory=dict)
     is_operator: bool = False
 
     @property
@@ -45,7 +45,7 @@ class _Call:
         """What it is called in the name of a stage."""
         return f"{self.path} of {self.outer}" if self.outer else self.path
 
-    def within(self, outer: _Call) -> str:
+    def within(self, outer: _Part) -> str:
         """Its path within a call that contains it."""
         return self.path.removeprefix(f"{outer.path}.")
 
@@ -57,7 +57,7 @@ class _Item:
 
     text: str
     nodes: Sequence[fx.Node]
-    call: _Call | None = None
+    call: _Part | None = None
 
     @property
     def is_operator(self) -> bool:
@@ -74,8 +74,8 @@ def stage_names(graph: fx.Graph) -> list[str]:
     return [_name(list(_items(root, stage))) for stage in stages]
 
 
-def _tree(work: Iterable[fx.Node]) -> _Call:
-    root = _Call("")
+def _tree(work: Iterable[fx.Node]) -> _Part:
+    root = _Part("")
     for node in work:
         call = root
         call.nodes.append(node)
@@ -84,10 +84,10 @@ def _tree(work: Iterable[fx.Node]) -> _Call:
             # for all that are alike, keys end with "@" and the path.
             number = key.rpartition("@")[2]
             label = f"{path}@{number}" if number.isdigit() and number != path else path
-            call = call.parts.setdefault(key, _Call(label))
+            call = call.parts.setdefault(key, _Part(label))
             call.nodes.append(node)
         if call.path == "" or node.op != "call_module":
-            call.parts[node] = _Call(_operator(node), call.path, [node], is_operator=True)
+            call.parts[node] = _Part(_operator(node), call.path, [node], is_operator=True)
     return root
 
 
@@ -97,7 +97,7 @@ def _operator(node: fx.Node) -> str:
     return name.removeprefix("aten.").partition(".")[0] if name.startswith("aten.") else name
 
 
-def _items(call: _Call, stage: int) -> Iterator[_Item]:
+def _items(call: _Part, stage: int) -> Iterator[_Item]:
     """What of a call is in a stage."""
     inside = [node for node in call.nodes if node.meta[STAGE] == stage]
     if not inside:
@@ -114,7 +114,7 @@ def _items(call: _Call, stage: int) -> Iterator[_Item]:
         yield _Item(divided, inside)
 
 
-def _divided(call: _Call, stage: int) -> str | None:
+def _divided(call: _Part, stage: int) -> str | None:
     """The words for a part of a call that is divided at one place; None if it is divided at
     several."""
     parts = list(call.parts.values())
