@@ -29,7 +29,7 @@ SMALL_OPERATOR = 0.1  # the same for an operator that is in no module but the mo
 
 
 @dataclass(eq=False)
-class _Part:
+class _Contained:
     """A call of a module, or a node that belongs to a module itself; ``parts`` has what is in it,
     in the order of the program. ``path`` is empty for the model itself, and for a node the name of
     its operator; ``outer`` is then the path of the module."""
@@ -37,7 +37,7 @@ class _Part:
     path: str
     outer: str = ""
     nodes: list[fx.Node] = field(default_factory=list)
-    parts: dict[str | fx.Node, _Part] = field(default_factory=dict)
+    parts: dict[str | fx.Node, _Contained] = field(default_factory=dict)
     is_operator: bool = False
 
     @property
@@ -45,19 +45,19 @@ class _Part:
         """What it is called in the name of a stage."""
         return f"{self.path} of {self.outer}" if self.outer else self.path
 
-    def within(self, outer: _Part) -> str:
+    def within(self, outer: _Contained) -> str:
         """Its path within a call that contains it."""
         return self.path.removeprefix(f"{outer.path}.")
 
 
 @dataclass(frozen=True)
-class _Item:
+class _NamedPart:
     """A part of a stage's name: what it is called, the nodes that it stands for, and the call that
     it is, if that is wholly in the stage."""
 
     text: str
     nodes: Sequence[fx.Node]
-    call: _Part | None = None
+    call: _Contained | None = None
 
     @property
     def is_operator(self) -> bool:
@@ -74,8 +74,8 @@ def stage_names(graph: fx.Graph) -> list[str]:
     return [_name(list(_items(root, stage))) for stage in stages]
 
 
-def _tree(work: Iterable[fx.Node]) -> _Part:
-    root = _Part("")
+def _tree(work: Iterable[fx.Node]) -> _Contained:
+    root = _Contained("")
     for node in work:
         call = root
         call.nodes.append(node)
@@ -84,10 +84,10 @@ def _tree(work: Iterable[fx.Node]) -> _Part:
             # for all that are alike, keys end with "@" and the path.
             number = key.rpartition("@")[2]
             label = f"{path}@{number}" if number.isdigit() and number != path else path
-            call = call.parts.setdefault(key, _Part(label))
+            call = call.parts.setdefault(key, _Contained(label))
             call.nodes.append(node)
         if call.path == "" or node.op != "call_module":
-            call.parts[node] = _Part(_operator(node), call.path, [node], is_operator=True)
+            call.parts[node] = _Contained(_operator(node), call.path, [node], is_operator=True)
     return root
 
 
@@ -97,13 +97,13 @@ def _operator(node: fx.Node) -> str:
     return name.removeprefix("aten.").partition(".")[0] if name.startswith("aten.") else name
 
 
-def _items(call: _Part, stage: int) -> Iterator[_Item]:
+def _items(call: _Contained, stage: int) -> Iterator[_NamedPart]:
     """What of a call is in a stage."""
     inside = [node for node in call.nodes if node.meta[STAGE] == stage]
     if not inside:
         return
     if len(inside) == len(call.nodes) and call.path:
-        yield _Item(call.text, inside, call)
+        yield _NamedPart(call.text, inside, call)
         return
     found = _runs([item for part in call.parts.values() for item in _items(part, stage)])
     is_row = any(item.call is None and " to " in item.text for item in found)
@@ -111,10 +111,10 @@ def _items(call: _Part, stage: int) -> Iterator[_Item]:
     if divided is None:
         yield from found
     else:
-        yield _Item(divided, inside)
+        yield _NamedPart(divided, inside)
 
 
-def _divided(call: _Part, stage: int) -> str | None:
+def _divided(call: _Contained, stage: int) -> str | None:
     """The words for a part of a call that is divided at one place; None if it is divided at
     several."""
     parts = list(call.parts.values())
@@ -140,9 +140,9 @@ def _divided(call: _Part, stage: int) -> str | None:
     return f"{call.path} from {last[0].within(call)} on"
 
 
-def _runs(items: list[_Item]) -> list[_Item]:
+def _runs(items: list[_NamedPart]) -> list[_NamedPart]:
     """The items, in which neighbours whose last names are consecutive numbers are one."""
-    found: list[list[_Item]] = []
+    found: list[list[_NamedPart]] = []
     for item in items:
         if found and _follows(found[-1][-1], item):
             found[-1].append(item)
@@ -151,21 +151,21 @@ def _runs(items: list[_Item]) -> list[_Item]:
     return [_joined(run) for run in found]
 
 
-def _follows(one: _Item, other: _Item) -> bool:
+def _follows(one: _NamedPart, other: _NamedPart) -> bool:
     if one.call is None or other.call is None:
         return False
     (a, _, i), (b, _, j) = (item.text.rpartition(".") for item in (one, other))
     return a == b and i.isdigit() and j.isdigit() and int(j) == int(i) + 1
 
 
-def _joined(run: Sequence[_Item]) -> _Item:
+def _joined(run: Sequence[_NamedPart]) -> _NamedPart:
     if len(run) == 1:
         return run[0]
     last = run[-1].text.rpartition(".")[2]
-    return _Item(f"{run[0].text} to {last}", [node for item in run for node in item.nodes])
+    return _NamedPart(f"{run[0].text} to {last}", [node for item in run for node in item.nodes])
 
 
-def _name(items: Sequence[_Item]) -> str:
+def _name(items: Sequence[_NamedPart]) -> str:
     times = [sum(map(_seconds, item.nodes)) for item in items]
     whole = sum(times)
     kept = [
