@@ -279,6 +279,19 @@ def count(pipe: fxpipe.Pipeline) -> int:
     return pipe._runner.last()[0].compiled.times
 
 
+def cells(result: dict[str, Any]) -> list[str]:
+    """The row of the table for one result."""
+    return [
+        *(result["model"], result["schedule"], result["checkpoint"]),
+        *(f"{result['difference']:.1e}", f"{result['eager']:.1e}"),
+        *(f"{result['loop_ms']:.0f} ms", f"{result['pipe_ms']:.0f} ms"),
+        *(f"{result['ratio']:.2f}", f"{result['more_us']:.0f} µs"),
+        *(f"{result['in_lanes']:.2f}", f"{result['as_it_is']:.2f}"),
+        str(result["anew"]),
+        "; ".join(result["refused"]),
+    ]
+
+
 @click.command(help=__doc__)
 @click.option("--models", default=",".join(MODELS))
 @click.option("--schedules", default=",".join(NAMES))
@@ -310,18 +323,7 @@ def main(
         for result in measured(name, size, lanes, ways, backend, rounds):
             print(json.dumps(result), flush=True)
             results.append(result)
-    table = [
-        [
-            *(each["model"], each["schedule"], each["checkpoint"]),
-            *(f"{each['difference']:.1e}", f"{each['eager']:.1e}"),
-            *(f"{each['loop_ms']:.0f} ms", f"{each['pipe_ms']:.0f} ms"),
-            *(f"{each['ratio']:.2f}", f"{each['more_us']:.0f} µs"),
-            *(f"{each['in_lanes']:.2f}", f"{each['as_it_is']:.2f}"),
-            str(each["anew"]),
-            "; ".join(each["refused"]),
-        ]
-        for each in results
-    ]
+    table = list(map(cells, results))
     title = f"{size}, {lanes} lanes, {CHUNKS} micro-batches of {ROWS // CHUNKS} rows, {backend}"
     show(title, list(COLUMNS), table)
     if file is not None:
