@@ -7,16 +7,16 @@
                     └─ graph on rows 1 and 2 ┴─ put together ┘
 
 If the graph gives on parts what the model gives on the whole, then it is the model's graph, and
-rows are independent: the check need not run the model on all parts, nor the comparison of the graph
-with the model both of them once more. If it does not, either may be the reason. Then nothing is
-said here, and both are found out by themselves.
+rows are independent: the model need not run on all parts for the check, nor model and graph once
+more for their comparison. If it does not, either may be the reason. Then nothing is said here, and
+both are found out by themselves.
 
-A single row is given to the model itself, which may have code of its own for one row: torch.export
-takes it for granted that there are several. Random numbers and statistics of the batch are replaced
-in these runs, as in other checks, so that a model that has them is compared once more with the
-graph, as both really run. Where operators of the graph do not treat all rows
-alike (:mod:`fxpipe.meaning.alike`), the graph is run on the single row as well, and the sample has
-four rows, as in other checks.
+The model itself gets the single row, for which it may have code of its own: torch.export takes for
+granted that there are several rows. Random numbers and statistics of the batch are replaced in
+these runs, as in other checks, so that a model that has them is compared with its graph once more,
+as both really run. Where operators of the graph do not treat all rows alike
+(:mod:`fxpipe.meaning.alike`), the graph runs on the single row as well, and the sample has four
+rows, as in other checks.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ Two front ends are tried in turn. ``torch.fx``'s symbolic tracing comes first: i
 own modules and leaves every size symbolic. Models that it cannot trace are traced by
 ``torch.export``. Neither is trusted: each graph is run beside the model, at several batch sizes,
 since micro-batches are smaller than the example's batch, and a graph whose results differ is
-dropped. Tracing leaves the model, its buffers and the random number generators as they were.
+dropped. Where the check of what a pipeline means runs the graph of torch.export beside the model
+(:mod:`fxpipe.meaning.by_graph`), that is the comparison. Tracing leaves the model, its buffers and
+the random number generators as they were.
 
 ::
 
