@@ -6,7 +6,7 @@
 The models are those of the zoo that come nearest to the fifteen well-known ones: small, with random
 weights and no dropout. Each of four gloo processes compiles the model and does one step of 1F1B
 with four micro-batches of two rows. ``torch.distributed.pipelining.pipeline`` gets split points at
-even distances in the model's longest list of modules, and fxpipe nothing. "trains" means that every
+even distances in the model's lists of modules, and fxpipe nothing. "trains" means that every
 gradient is apart from those of a loop over the micro-batches by 1e-4 of its largest value at most.
 """
 
@@ -107,16 +107,16 @@ def with_fxpipe(name: str) -> dict[str, Tensor]:
 
 
 def split_points(model: nn.Module) -> list[str]:
-    """The names of modules at even distances in the longest list of modules."""
+    """The names of modules at even distances among the innermost elements of lists of modules."""
     lists = [
-        [f"{path}.{name}" for name, _ in module.named_children()]
+        f"{path}.{name}"
         for path, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
+        for name, _ in module.named_children()
     ]
-    longest = max(lists, key=len)
-    if len(longest) < RANKS:
-        raise ValueError(f"its longest list has {len(longest)} modules, for {RANKS} stages")
-    return [longest[i * len(longest) // RANKS] for i in range(1, RANKS)]
+    outer = {path for path in lists if any(other.startswith(f"{path}.") for other in lists)}
+    found = [path for path in lists if path not in outer]
+    return [found[i * len(found) // RANKS] for i in range(1, RANKS)]
 
 
 def with_torch(name: str) -> dict[str, Tensor]:

@@ -82,13 +82,17 @@ class Alarm:
 
     def missing(self) -> list[int]:
         """The ranks that do not say within half a second that they too miss a rank."""
-        self._asked(lambda: self._store.set(self._key(f"{self._rank}/here"), "1"))
+        self._asked(self._be_here)
         time.sleep(_TOGETHER)
         keys = [self._key(f"{rank}/here") for rank in range(self._size)]
         is_here: list[str] = self._asked(lambda: [self._read(key) for key in keys], ["1"])
         return [rank for rank, here in enumerate(is_here) if not here]
 
+    def _be_here(self) -> None:
+        self._store.set(self._key(f"{self._rank}/here"), "1")
+
     def _note(self, place: int, text: str) -> None:
+        self._be_here()
         key = self._key(str(self._rank))
         earlier = self._read(key)
         if not earlier or place < int(earlier.split(" ", 1)[0]):

@@ -5,7 +5,7 @@
 
 Rank 1 raises an error, exits, is killed or is stopped, in the forward or backward of its stage or
 ahead of its transfer to rank 2, for the first, middle or last micro-batch. The process group waits
-for 10 seconds, which is how long it takes to find a rank that is stopped.
+for 15 seconds, which is how long it takes to find a rank that is stopped.
 """
 
 from __future__ import annotations

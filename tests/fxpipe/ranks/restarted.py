@@ -30,7 +30,7 @@ from tests.fxpipe.ranks.checkpoints import FLAT
 from tests.zoo import Chain, mean_loss
 
 STEPS, CHUNKS, FAULTY_STEP, FAULTY_RANK = 3, 3, 2, 1
-TIMEOUT = timedelta(seconds=float(os.environ.get("FXPIPE_FAULTS_TIMEOUT", "10")))
+TIMEOUT = timedelta(seconds=float(os.environ.get("FXPIPE_FAULTS_TIMEOUT", "15")))
 
 
 @dataclass(frozen=True)
