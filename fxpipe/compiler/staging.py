@@ -449,7 +449,7 @@ class Staging(ABC):
         """The pass that cuts the model for the first time, so that it fits where the memory of a
         lane is known."""
         options = self.options
-        limits = options.memory or free_memory(options.lanes, self.model)
+        limits = options.memory or self._free_memory()
         if any(limit is not None for limit in limits):
             return Fitting(options, limits, context, partial(self._ways_out, context, inputs))
         cut = passes.Partition(len(options.devices), options.partition)
@@ -462,6 +462,11 @@ class Staging(ABC):
             chunks=context.traced_chunks or context.chunks,
             placement=tuple(options.names.index(name) for name in options.names),
         )
+
+    def _free_memory(self) -> tuple[float | None, ...]:
+        """The bytes that the model may take on each lane, if the user does not say it; None where
+        that is not known."""
+        return free_memory(self.options.lanes, self.model)
 
     def _ways_out(
         self,

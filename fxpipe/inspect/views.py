@@ -70,10 +70,9 @@ class Stage:
     def __repr__(self) -> str:
         cost = self.cost
         return (
-            f"Stage({self.index} on {self.device}: {self.contains}; "
-            f"{len(self.module.graph.nodes)} nodes, "
-            f"parameters {human_bytes(cost.param_bytes)}, "
-            f"forward {human_time(cost.forward_s)}, backward {human_time(cost.backward_s)})"
+            f"Stage({self.index} on {self.device}: {len(self.module.graph.nodes)} nodes, "
+            f"parameters {human_bytes(cost.param_bytes)}, forward {human_time(cost.forward_s)}, "
+            f"backward {human_time(cost.backward_s)}, contains {self.contains})"
         )
 
     def _repr_svg_(self) -> str | None:

@@ -106,7 +106,9 @@ def spec_of(device: torch.device) -> DeviceSpec:
     whose name is part of its name."""
     if device.type == "cpu":
         return CPU_CORE
-    module = torch.get_device_module(device)
-    name = str(getattr(module, "get_device_name", str)(device)).lower()
+    try:
+        name = str(torch.get_device_module(device).get_device_name(device)).lower()
+    except Exception:  # another process's device, or a kind of device that has no such function
+        return ACCELERATOR
     known = (spec for spec in KNOWN.values() if spec.name in name)
     return next(known, ACCELERATOR).with_memory(None)

@@ -188,4 +188,5 @@ def test_a_stage_says_what_it_is_in_a_line():
     # A node for the input, the layer and the output; 4 * 4 + 4 floats, and 4 * 2 + 2.
     assert first.startswith("Stage(0 on cpu: 3 nodes, parameters 80 B, forward ")
     assert second.startswith("Stage(1 on cpu: 3 nodes, parameters 40 B, forward ")
+    assert first.endswith(", contains 0)") and second.endswith(", contains 1)")
     assert "\n" not in first + second

@@ -77,6 +77,10 @@ class RankCompiler(Compiler):
         cut = Agreed(context.partition, self.agreement)
         return replace(context, partition=cut, places=self.options.placement)
 
+    def _free_memory(self) -> tuple[float | None, ...]:
+        """No limits: rank 0, which cuts the model, does not see the devices of other ranks."""
+        return (None,) * len(self.options.lanes)
+
     def _of_lists(self, *args: Any) -> Mode:
         raise BatchError(
             "lists with one element for each row are not cut where each rank is a process: stack "
