@@ -12,13 +12,11 @@ from passes.to_pipeline.dependencies import Dependencies
 from passes.to_pipeline.microbatch import Microbatch
 from passes.to_pipeline.portals import Portals
 from passes.to_pipeline.streams import Streams
-from passes.to_pipeline.verify import Verify, VerifyError
 from passes.to_rank.early import PostEarly
 from passes.to_rank.project import Project
 from passes.to_rank.reduce import Reduce
 from passes.to_rank.relay import Relay
 from passes.to_rank.unshard import Unshard
-from passes.to_rank.verify import TransferError
 from passes.to_stages.alias import Alias
 from passes.to_stages.batch_norm import DeferredBatchNorm
 from passes.to_stages.devices import Devices
@@ -31,6 +29,9 @@ from passes.to_stages.split import Split, SplitError
 from passes.to_stages.tied import Tied
 from passes.to_step.defer import Defer
 from passes.to_step.step import Step, StepError
+from passes.verify.errors import VerifyError
+from passes.verify.transfers import TransferError
+from passes.verify.verify import Verify
 
 __all__ = [
     "Alias",

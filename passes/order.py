@@ -31,7 +31,6 @@ from passes.to_pipeline.dependencies import Dependencies
 from passes.to_pipeline.microbatch import Microbatch
 from passes.to_pipeline.portals import Portals
 from passes.to_pipeline.streams import Streams
-from passes.to_pipeline.verify import Verify
 from passes.to_stages.alias import Alias
 from passes.to_stages.batch_norm import DeferredBatchNorm
 from passes.to_stages.devices import Devices
@@ -44,6 +43,7 @@ from passes.to_stages.split import Split
 from passes.to_stages.tied import Tied
 from passes.to_step.defer import Defer
 from passes.to_step.step import Step
+from passes.verify.verify import Verify
 
 _OUTPUTS = (
     "The pass finds the batch dimension of each output, along which the outputs of micro-batches "
@@ -173,6 +173,12 @@ def _compiled(context: ToPipeline | ToStep) -> Pass:
 def _to_step() -> tuple[Entry[ToStep], ...]:
     return (
         Entry("step", _step, Level.STAGE, Level.STEP, Step, ("split",), leads_to=Level.STEP),
+        Entry(
+            "verify_step",
+            lambda c: Verify("verify_step"),
+            *(Level.STEP, Level.STEP, Verify),
+            leads_to=Level.STEP,
+        ),
         Entry(
             "compiled_step",
             _compiled,

@@ -15,6 +15,7 @@ from torch.fx.immutable_collections import immutable_dict
 
 STAGE = "stage"  #: int
 MICROBATCH = "microbatch"  #: int
+LANE = "lane"  #: int: the lane that runs a node of a step graph; elsewhere it is the stage's number
 DEVICE = "device"  #: torch.device
 STREAM = "stream"  #: str such as ``"cuda:1/copy"``
 GAP = "gap"  #: float, of a graph module: how far its cut is from optimal at most; 0.1 is 10 %
@@ -24,12 +25,14 @@ WORKSPACE = "workspace"  #: NodeWorkspace: the memory that it needs only while i
 SAVED = "saved"  #: tuple[tuple[int, int], ...]: the memories kept for its backward: number, bytes
 ORIGIN = "origin"  #: str: the value of the stage graph that a node of the pipeline graph stands for
 ACTION = "action"  #: fxpipe.schedule.Action: the one that a node of the step graph does
+TURN = "turn"  #: int: how many actions the lane of a node with an action runs ahead of it
 VALUE = "val"  #: fx's key: the fake (or example) value of a node
 COPIES = "copies"  #: tuple[int, ...]: how many of each tensor of the value a mini-batch has
 GROWS = (
     "grows"  #: tuple[tuple[int, ...], ...]: of each tensor the dimensions that grow with the batch
 )
 LARGER = "larger"  #: the fake value for a larger batch; kept only while the two are compared
+BROUGHT = "brought"  #: str: at a stage's input, the path of the parameter that is copied there
 HOME = "home"  #: int: where a node copies a parameter to another stage: the stage that owns it
 ALIAS = "alias"  #: int: nodes with the same number have to stay in one stage
 WRITES = "writes"  #: tuple[str, ...]: the nodes whose memory this one writes to

@@ -12,7 +12,7 @@ does not stop a rank, so that it may come earlier: as soon as there are not more
 on the rank, received or awaited, than there are at some point of the schedule anyway. This changes
 neither what is computed nor the order of the transfers of an edge.
 
-That ranks cannot wait for each other in a circle (see :mod:`passes.to_rank.verify`) holds for the
+That ranks cannot wait for each other in a circle (see :mod:`passes.verify.transfers`) holds for the
 graph ahead of this pass, and stays true, since each edge waits by itself. It is not so where edges
 share a communicator, on which all transfers keep their order: those stay where they are.
 """

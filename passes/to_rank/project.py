@@ -29,7 +29,7 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir._torch import OuterModule
-from fxpipe.ir.graph import DEVICE, HOME, MICROBATCH, ORIGIN, STAGE, STREAM, attribute
+from fxpipe.ir.graph import DEVICE, HOME, LANE, MICROBATCH, ORIGIN, STAGE, STREAM, attribute
 from fxpipe.runtime.ranks.transport import Edge
 
 TRANSPORT = "transport"  # the name of the input through which a rank is given its transport
@@ -249,7 +249,7 @@ class _RankWriter:
         """Add a call, with the stage, micro-batch, device and stream of the node ``where``."""
         node = self.graph.create_node("call_function", function, args, name=name)
         if where is not None:
-            keys = (STAGE, MICROBATCH, DEVICE, STREAM)
+            keys = (STAGE, MICROBATCH, LANE, DEVICE, STREAM)
             node.meta = {key: where.meta[key] for key in keys if key in where.meta}
         return node
 

@@ -23,6 +23,7 @@ from torch import fx
 
 from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.graph import (
+    BROUGHT,
     CONTAINS,
     COPIES,
     FIRST,
@@ -75,6 +76,7 @@ class Split:
                 at_top[parameter] = top.node_copy(parameter)
             if node.op == "placeholder" or FIRST in node.meta:
                 at_top[node] = top.node_copy(node, at_top.__getitem__)
+                at_top[node].meta.setdefault(ORIGIN, node.name)
 
         for stage, nodes in enumerate(members):
             takes, gives = _boundary(nodes)
@@ -165,6 +167,10 @@ def _stage_module(
     for taken in takes:
         own[taken] = graph.placeholder(taken.name)
         _describe(taken, own[taken])
+        if FIRST in taken.meta:
+            own[taken].meta[BROUGHT] = str(taken.all_input_nodes[0].target)
+        elif BROUGHT in taken.meta:  # a stage is cut into segments
+            own[taken].meta[BROUGHT] = taken.meta[BROUGHT]
     written = {name for node in nodes for name in node.meta.get(WRITES, ())}
     clones: dict[str, str] = {}
     for taken in takes:
@@ -186,14 +192,16 @@ def _stage_module(
             # hands a stage the gradients of all its results, with none for this one: so the value
             # is detached.
             result = graph.call_function(torch.detach, (result,))
+            result.meta[ORIGIN] = node.meta.get(ORIGIN, node.name)
         results.append(result)
     graph.output(results[0] if len(results) == 1 else tuple(results))
+    graph.output_node().meta[ORIGIN] = tuple(node.meta.get(ORIGIN, node.name) for node in gives)
     return fx.GraphModule(gm, graph, class_name=name)
 
 
 def _describe(source: fx.Node, target: fx.Node) -> None:
     """Note which node of the model graph another node stands for, with its value's metadata."""
-    target.meta[ORIGIN] = source.name
+    target.meta[ORIGIN] = source.meta.get(ORIGIN, source.name)
     target.meta |= {
         key: source.meta[key] for key in (VALUE, COPIES, GROWS, SEED) if key in source.meta
     }

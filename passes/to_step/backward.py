@@ -17,7 +17,6 @@ from typing import Any
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import ACTION
 from fxpipe.schedule import Action, Kind
 from passes.to_step.draft import Draft
 from passes.to_step.flows import is_differentiable
@@ -43,7 +42,7 @@ def write_backward(draft: Draft, at: Action) -> None:
     if not any(grads):
         args = *args, draft.cell(loss_stage, at.microbatch).backward
     cell.backward = draft.nodes.call(function, args, function.__name__, at)
-    cell.backward.meta[ACTION] = at
+    draft.note(cell.backward, at)
     for i, arg in enumerate(stage.call.args):
         if isinstance(arg, fx.Node) and arg in draft.flows.of:
             cell.grads[arg] = draft.nodes.item(cell.backward, i, f"grad_{arg}", at)
@@ -53,7 +52,7 @@ def write_backward(draft: Draft, at: Action) -> None:
 def write_weight_grad(draft: Draft, at: Action) -> None:
     """Write the second half of a backward, which computes the gradients of the parameters."""
     tape = draft.cell(at.stage, at.microbatch).tape
-    draft.nodes.call(ops.weight_grad, (tape,), "weight_grad", at).meta[ACTION] = at
+    draft.note(draft.nodes.call(ops.weight_grad, (tape,), "weight_grad", at), at)
 
 
 def send_back(draft: Draft, values: Sequence[Any], at: Action) -> None:

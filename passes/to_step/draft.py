@@ -16,6 +16,7 @@ table, the graph and the traffic between stages, and nothing else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +24,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxpipe.ir.graph import FIRST
+from fxpipe.ir.graph import ACTION, FIRST, TURN
 from fxpipe.schedule import Action, Kind
 from passes.common.modes import is_checkpointed
 from passes.to_step.caller import Caller
@@ -79,10 +80,17 @@ class Draft:
         self.replicas = Replicas(self.gm, nodes, traffic)
         self.losses: dict[int, fx.Node] = {}  # by micro-batch
         self._cells: dict[tuple[int, int], CellNodes] = {}  # by stage and micro-batch
+        self._turns: Counter[int] = Counter()  # by lane: how many actions have been written
 
     def cell(self, stage: int, microbatch: int) -> CellNodes:
         """The nodes that have been written so far for a stage's work on a micro-batch."""
         return self._cells.setdefault((stage, microbatch), CellNodes())
+
+    def note(self, node: fx.Node, at: Action) -> None:
+        """Note that a node does an action, and how many actions its lane runs ahead of that."""
+        lane = self.nodes.lane(at.stage)
+        node.meta |= {ACTION: at, TURN: self._turns[lane]}
+        self._turns[lane] += 1
 
     def value(self, value: Any, at: Action) -> Any:
         """The node of the step graph for a value of the stage graph, as the stage of this action

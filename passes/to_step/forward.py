@@ -12,7 +12,6 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import ACTION
 from fxpipe.schedule import Action
 from passes.to_step.draft import Draft
 from passes.to_step.flows import StageCall
@@ -35,7 +34,7 @@ def write_forward(draft: Draft, at: Action) -> None:
         "forward",
         at,
     )
-    call.meta[ACTION] = at
+    draft.note(call, at)
     results = draft.nodes.item(call, 0, "results", at)
     cell.tape = draft.nodes.item(call, 1, "tape", at)
     leaving: dict[int, dict[fx.Node, fx.Node]] = {}

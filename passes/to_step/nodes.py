@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.ir._torch import OuterModule
-from fxpipe.ir.graph import DEVICE, MICROBATCH, STAGE, STREAM, attribute
+from fxpipe.ir.graph import DEVICE, LANE, MICROBATCH, STAGE, STREAM, attribute
 from fxpipe.runtime.streams import COMPUTE, stream_name
 from fxpipe.schedule import Action, Schedule
 
@@ -53,11 +53,12 @@ class Nodes:
         return stream_name(self.devices[self._runs_in(stage)], role)
 
     def place(self, node: fx.Node, stage: int, microbatch: int, role: str = COMPUTE) -> None:
-        """Note a node's stage, micro-batch, device and stream in its metadata."""
+        """Note a node's stage, micro-batch, lane, device and stream in its metadata."""
         own = self._runs_in(stage)
         node.meta |= {
             STAGE: own,
             MICROBATCH: microbatch,
+            LANE: self.lane(stage),
             DEVICE: torch.device(self.devices[own]),
             STREAM: self.stream(stage, role),
         }

@@ -95,7 +95,7 @@ def test_a_pass_may_be_a_function_and_may_be_left_out():
         return gm
 
     chain = fxpipe.default_chain().after("dependencies", looks).without("verify")
-    assert names(chain)[-5:] == ["dependencies", "looks", "compiled", "step", "compiled_step"]
+    assert names(chain)[-5:] == ["looks", "compiled", "step", "verify_step", "compiled_step"]
     assert "looks             pipeline          Looks at the graph." in str(chain)
     with fxpipe.compile(MLP(), TWO, example_inputs=(X,), passes=chain) as pipe:
         assert seen == [pipe.graph_module]

@@ -32,6 +32,7 @@ from passes.chain import Level, ToPipeline
 from passes.to_rank.project import edge_of, transfers_of
 from passes.to_rank.reduce import GRADIENTS
 from passes.to_rank.unshard import SHARDS
+from passes.verify.transfers import verify
 
 
 @dataclass
@@ -165,6 +166,7 @@ class RankLowering(Lowering):
                 Project(self.options.placement, rank, everywhere)(gm)
                 for rank in range(len(self.options.lanes))
             ]
+            verify(parts)
             if everywhere:  # the edges of the other program are among these
                 every = {edge_of(node)[0] for part in parts for node in transfers_of(part)}
                 unrolled.every_edge = sorted(every)

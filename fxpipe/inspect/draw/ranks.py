@@ -270,7 +270,9 @@ class _RankGrid:
                 if boxes and all(need in self.slots for need in needs.get(boxes[0], ()))
             ]
             if not ready:
-                raise ValueError("ranks wait for each other in a circle: see passes.to_rank.verify")
+                raise ValueError(
+                    "ranks wait for each other in a circle: see passes.verify.transfers"
+                )
             for i in ready:
                 box = left[i].pop(0)
                 before = (self.slots[need] + 1 for need in needs.get(box, ()))

@@ -9,11 +9,10 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-import fxpipe
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE
 from fxpipe.ir.printing import format_graph, format_node
-from passes import Checkpoint, Microbatch, Split, Verify, VerifyError
+from passes import Checkpoint, Microbatch, Split
 from passes.to_pipeline.cells import cells
 from tests.zoo import Chain, after, labelled
 
@@ -313,113 +312,3 @@ def test_entries_for_inputs_and_outputs_must_be_as_many_as_these():
 def test_an_unknown_checkpoint_mode_is_refused():
     with pytest.raises(ValueError, match="'never', 'except_last' or 'always'"):
         Checkpoint("sometimes")
-
-
-def broken(change):
-    gm = after("dependencies", Chain(3, {0: (2,)}), (X,), ["b", "c"], chunks=2)
-    change(gm.graph)
-    gm.recompile()
-    return gm
-
-
-def nodes_of(graph, op):
-    return [n for n in graph.nodes if n.target is op]
-
-
-def drop(op, which=-1):
-    """Take a node out, its first argument in its place."""
-
-    def change(graph):
-        node = nodes_of(graph, op)[which]
-        value = node.args[0]
-        if isinstance(value, tuple):  # a gate of one value: its item goes as well
-            (item,) = node.users
-            item.replace_all_uses_with(value[0])
-            graph.erase_node(item)
-        else:
-            node.replace_all_uses_with(value)
-        graph.erase_node(node)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "promise"),
-    [
-        (drop(ops.join), "the backward of micro-batch 0 at stage 2 is not made to come after"),
-        (drop(ops.copy), "comes from elsewhere, and only a copy may bring it"),
-        (drop(ops.wait, 0), "used without a wait of the compute stream"),
-    ],
-)
-def test_verify_finds_a_broken_promise(change, promise):
-    with pytest.raises(VerifyError, match=promise):
-        Verify()(broken(change))
-
-
-def test_verify_accepts_what_the_passes_make():
-    Verify()(broken(lambda graph: None))
-
-
-def test_a_stage_in_segments_is_a_chain_of_checkpoints_the_last_of_which_recomputes_ahead():
-    model = Chain(3, {0: (2,)})
-    gm = after("checkpoint", model, (X,), [], chunks=1, checkpoint="always", checkpoint_segments=2)
-    assert_expected_inline(
-        format_graph(gm.get_submodule("stage_0_segments")),
-        """\
-x: input
-segment_0 = segment_0(x)  # stage 0
-segment_1 = segment_1(segment_0)  # stage 1
-return segment_1
-""",
-    )
-    assert_expected_inline(
-        format_graph(gm),
-        """\
-x: input
-x_parts = scatter(x, 0, 1)
-x_mb0 = x_parts[0]  # mb 0
-copy_s0_mb0 = copy((x_mb0,), 'caller', 'cpu/copy')  # stage 0, mb 0, cpu/copy
-wait_s0_mb0 = wait(copy_s0_mb0, 'cpu/copy', 'cpu/compute')  # stage 0, mb 0, cpu/compute
-x_s0_mb0 = wait_s0_mb0[0]  # stage 0, mb 0, cpu/compute
-segment_0_mb0_module = self.stage_0_segments.segment_0  # stage 0, mb 0, cpu/compute
-checkpoint_s0_mb0 = checkpoint(segment_0_mb0_module, x_s0_mb0)  # stage 0, mb 0, cpu/compute
-a_s0_mb0 = checkpoint_s0_mb0[0]  # stage 0, mb 0, cpu/compute
-segment_1_mb0_module = self.stage_0_segments.segment_1  # stage 0, mb 0, cpu/compute
-checkpoint_s0_mb0_1 = checkpoint(segment_1_mb0_module, a_s0_mb0)  # stage 0, mb 0, cpu/compute
-add_s0_mb0 = checkpoint_s0_mb0_1[0]  # stage 0, mb 0, cpu/compute
-handle_s0_mb0_1 = checkpoint_s0_mb0_1[1]  # stage 0, mb 0, cpu/compute
-recompute_s0_mb0 = recompute((add_s0_mb0,), handle_s0_mb0_1)  # stage 0, mb 0, cpu/compute
-add_s0_mb0_1 = recompute_s0_mb0[0]  # stage 0, mb 0, cpu/compute
-add_out = gather((add_s0_mb0_1,), 0, x_parts, 0)  # stage 0, cpu/compute
-return add_out
-""",
-    )
-
-
-def test_a_stage_with_several_results_may_be_in_segments():
-    model = Chain(5, {0: (3,), 1: (4,)})
-    options = dict(chunks=2, checkpoint="always", checkpoint_segments=3)
-    gm = after("checkpoint", model, (X,), ["d"], **options)
-    gm.graph.lint()
-    assert_expected_inline(
-        format_graph(gm.get_submodule("stage_0_segments")),
-        """\
-x: input
-segment_0 = segment_0(x)  # stage 0
-segment_1 = segment_1(segment_0)  # stage 1
-segment_2 = segment_2(segment_1)  # stage 2
-return (segment_0, segment_1, segment_2)
-""",
-    )
-
-
-def test_of_one_micro_batch_no_mean_is_taken_where_no_dimension_is_known():
-    pipe = fxpipe.compile(Chain(2), ["cpu"], chunks=1, example_inputs=(X,))
-    assert_expected_inline(
-        "".join(
-            f"{line}\n" for line in format_graph(pipe.graph_module).splitlines() if "gat" in line
-        ),
-        """\
-b_out = gather((stage_0_mb0,), 'any', x_parts, 0)  # stage 0, cpu/compute
-""",
-    )

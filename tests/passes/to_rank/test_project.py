@@ -14,7 +14,7 @@ from fxpipe.schedule import named
 from passes import Project, Step, default_chain
 from passes.chain import ToStages
 from passes.partition.partition import Partition
-from passes.to_rank.verify import verify
+from passes.verify.transfers import verify
 from tests.passes.to_rank.played import played
 from tests.zoo import Chain, Tied, after, gradients, same
 

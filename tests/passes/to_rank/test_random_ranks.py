@@ -17,7 +17,7 @@ import fxpipe
 from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.program import lower
 from passes import Project
-from passes.to_rank.verify import verify
+from passes.verify.transfers import verify
 from tests.passes.to_rank.played import played
 from tests.test_random_programs import (
     CHANNELS,

@@ -9,7 +9,7 @@ from fxpipe import ops
 from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.program import lower
 from passes import Reduce, Unshard
-from passes.to_rank.verify import verify
+from passes.verify.transfers import verify
 from tests.passes.to_rank.test_project import X, projected, step, text
 from tests.zoo import Chain, gradients, same
 

@@ -12,7 +12,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import ORIGIN
 from passes import Project, TransferError
-from passes.to_rank.verify import verify
+from passes.verify.transfers import verify
 
 
 def program(rank, *transfers):

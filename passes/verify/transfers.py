@@ -1,4 +1,5 @@
-"""Proves that the graphs that pass "project" gives for all ranks can run together.
+"""Proves that the graphs that pass "project" gives for all ranks can run together, and that what
+they exchange is what each of them needs.
 
 ::
 
@@ -11,11 +12,14 @@
 2. If every rank stops at each transfer until the other rank comes to it, all ranks come to their
    ends. In a real run ranks wait less: a receive does not stop a rank, only the first use of the
    received value does.
+3. Each rank's graph keeps the promises of its nodes (:mod:`passes.verify.interpret`), given what
+   the other ranks really send.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
@@ -24,6 +28,8 @@ from fxpipe.ir.graph import ORIGIN
 from fxpipe.ir.printing import format_node
 from fxpipe.runtime.ranks.transport import Edge
 from passes.to_rank.project import edge_of, transfers_of
+from passes.verify.actions import check_actions
+from passes.verify.interpret import Interpreter
 
 
 class TransferError(ValueError):
@@ -34,11 +40,25 @@ def verify(graphs: Sequence[fx.GraphModule]) -> None:
     """Check the graphs of all ranks, in the order of the ranks.
 
     Raises :class:`TransferError` for the first edge whose ends differ, or for ranks that wait for
-    each other in a circle.
+    each other in a circle, and :class:`~passes.verify.errors.VerifyError` for a node that is given
+    something else than it needs.
     """
     programs = [list(transfers_of(gm)) for gm in graphs]
     _check_edges(programs)
     _check_runs(programs)
+    _check_values(graphs)
+
+
+def _check_values(graphs: Sequence[fx.GraphModule]) -> None:
+    """Follow the values of all ranks together: what one transmits, another receives."""
+    arrivals: dict[tuple[Any, ...], Any] = {}
+    visits = [Interpreter(gm, arrivals) for gm in graphs]
+    running = [visit.run() for visit in visits]
+    while running:
+        running = [each for each in running if next(each, None) is not None]
+    for visit in visits:
+        visit.finish()
+        check_actions(visit)
 
 
 def _check_edges(programs: Sequence[Sequence[fx.Node]]) -> None:

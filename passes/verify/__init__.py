@@ -1,0 +1,1 @@
+"""The verifier: it proves, before a graph runs, that the graph keeps the promises of a pipeline."""

@@ -1,0 +1,87 @@
+"""What the verifier remembers of the actions of a training step, until their counterparts come."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fxpipe.ir.graph import LANE, STAGE, TURN
+from passes.verify.clocks import Event
+from passes.verify.errors import VerifyError
+from passes.verify.stages import StageSummary
+from passes.verify.values import Known
+
+
+@dataclass
+class Recording:
+    """A forward, or a loss, and what has become of the tape that it has recorded.
+
+    ::
+
+        forward ── (replay) ── backward                       of a tape that is used whole
+        forward ── (replay) ── backward_input ── weight_grad  of one that is used in halves
+
+    Args:
+        node: the forward or the loss.
+        stage: what is known of the stage; None for a loss.
+        giver: names the stage among the givers of values.
+        given: what is known of the arguments; for a loss, of the output.
+        results: what is known of the results; empty for a loss.
+        is_checkpointed: whether the backward needs a replay.
+    """
+
+    node: fx.Node
+    stage: StageSummary | None
+    giver: Hashable
+    given: Any
+    results: tuple[Known, ...] = ()
+    is_checkpointed: bool = False
+    replay: fx.Node | None = None
+    backward: Event | None = None
+    weight_grad: fx.Node | None = None
+    loss: Recording | None = None
+    """The loss of the same micro-batch, whose backward comes before this one."""
+
+
+WHOLE = "whole"
+
+
+@dataclass
+class StepRecord:
+    """The actions of a training step that have been visited so far."""
+
+    recordings: dict[fx.Node, Recording] = field(default_factory=dict)
+    """By the node of the forward or the loss."""
+    optimized: dict[int, fx.Node] = field(default_factory=dict)
+    """By a parameter's id: the node that has stepped it."""
+    stepped_stages: set[tuple[str, ...]] = field(default_factory=set)
+    """What the stages give whose parameters have been stepped."""
+    shards: dict[int | None, str] = field(default_factory=dict)
+    """By the number of a stage whose parameters are in shards: whether they are gathered."""
+    reduced: dict[int, fx.Node] = field(default_factory=dict)
+    """By a parameter's id: the node that has begun to sum its gradient over replicas."""
+    sums: list[fx.Node] = field(default_factory=list)
+    """The nodes that have waited for all such sums."""
+    replicas: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    """By the node that made a replica: those that have taken its gradient."""
+    last_action: dict[int | None, fx.Node] = field(default_factory=dict)
+    """By stage: the last forward, backward or half of a backward so far."""
+    turns: dict[int | None, fx.Node] = field(default_factory=dict)
+    """By lane: its last action so far."""
+    taken_home: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    """By the node that has taken a replica's gradient: those that have added it to the
+    parameter's."""
+
+    def note_action(self, node: fx.Node) -> None:
+        """Note an action of a stage. Raises :class:`VerifyError` if its lane runs its actions in
+        another order than that of the schedule."""
+        self.last_action[node.meta.get(STAGE)] = node
+        before = self.turns.get(lane := node.meta.get(LANE))
+        if before is not None and before.meta.get(TURN, 0) > node.meta.get(TURN, 0):
+            raise VerifyError(
+                "the lane runs these actions in another order than the schedule", node, before
+            )
+        self.turns[lane] = node

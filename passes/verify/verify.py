@@ -1,0 +1,80 @@
+"""Verify: the pass proves that a graph keeps the promises of a pipeline, or raises an error that
+names the nodes which break one.
+
+::
+
+    interpret    follows each value from stream to stream, and orders nodes by vector clocks
+    effects      finds nodes that use the same memory in no order
+    actions      matches forwards, backwards and optimizers of a training step
+    backward     finds backwards that autograd might run in another order
+    transfers    matches what ranks transmit and receive
+
+The pass changes nothing in the graph. It takes pipeline graphs, step graphs and graphs of ranks.
+Run it after passes of your own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import MICROBATCH, STAGE
+from passes.verify.actions import check_actions
+from passes.verify.backward import check_backward
+from passes.verify.interpret import Interpreter
+from passes.verify.values import named
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Pipeline graph, step graph or graph of one rank → the same.
+
+    Args:
+        name: what the pass is called in the chain.
+
+    Raises :class:`~passes.verify.errors.VerifyError` for the first node that breaks a promise.
+    """
+
+    name: str = "verify"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        gm.graph.lint()
+        visit = Interpreter(gm)
+        for _ in visit.run():
+            raise AssertionError("a graph by itself waits for no other rank")
+        visit.finish()
+        check_actions(visit)
+        check_backward(gm.graph)
+        return gm
+
+
+def meaning(gm: fx.GraphModule) -> Any:
+    """What a graph computes: the nodes that do more than let values wait or travel, each with its
+    stage, its micro-batch and the names of what it is given; and for all memory that several nodes
+    use the order in which they write to it.
+
+    Two graphs that the verifier accepts and that have the same meaning compute the same. They
+    differ only in when values wait and travel, ahead of their uses, and in the order of nodes that
+    have nothing to do with each other.
+    """
+    visit = Interpreter(gm)
+    for _ in visit.run():
+        raise AssertionError("a graph by itself waits for no other rank")
+    said = {
+        node: (str(node.target), node.meta.get(STAGE), node.meta.get(MICROBATCH))
+        for node in visit.events
+    }
+    computed = Counter(
+        (*said[node], repr(named(visit.given((node.args, node.kwargs)))))
+        for node in visit.events
+        if node.target is not ops.wait
+    )
+    writes = {
+        memory: [(write and said[write], Counter(map(said.get, reads))) for write, reads in uses]
+        for memory, uses in visit.effects.history.items()
+    }
+    return computed, writes

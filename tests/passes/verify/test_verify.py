@@ -1,0 +1,184 @@
+"""The verifier accepts what the passes make, and names the nodes that break a promise."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+from expecttest import assert_expected_inline
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import LANE, STREAM, TURN
+from passes import Verify, VerifyError
+from passes.verify.interpret import lane_of
+from tests.passes.verify.graphs import MODELS, pipeline_graph, step_graph
+from tests.passes.verify.mutants import Mutant, take_out
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("checkpoint, segments", [("never", 1), ("except_last", 1), ("always", 2)])
+def test_pipelines_are_accepted(model, checkpoint, segments):
+    Verify()(pipeline_graph(model, checkpoint, segments))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv", "dualpipe_v"]
+)
+def test_steps_are_accepted_in_every_schedule(model, schedule):
+    lanes = 4 if schedule in ("gpipe", "1f1b", "zb_h1") else 2
+    Verify()(step_graph(model, schedule, "except_last", 1, 4, lanes))
+    Verify()(step_graph(model, schedule, "always", 2, 4, lanes))
+
+
+def named(graph: fx.Graph, name: str) -> fx.Node:
+    return next(node for node in graph.nodes if node.name == name)
+
+
+def refused(gm: fx.GraphModule, name: str, change) -> str:
+    """What the verifier says after a change at the node of that name."""
+    mutant = Mutant(gm)
+    change(named(mutant.graph, name))
+    with pytest.raises(VerifyError) as caught:
+        Verify()(mutant)
+    return str(caught.value)
+
+
+def pipeline(model="U-Net", *args):
+    return pipeline_graph(model, *args)
+
+
+def step(model="U-Net", *args):
+    return step_graph(model, *args)
+
+
+def test_a_value_that_is_used_before_its_stream_has_waited_is_named_with_its_maker():
+    assert_expected_inline(
+        refused(pipeline(), "wait_s1_mb0", take_out),
+        """\
+relu of micro-batch 0 is arriving at lane 1, and the node uses it on the compute stream of lane 1:
+    copy_s1_mb0 = copy((relu_s0_mb0,), 'cuda:0/copy', 'cuda:1/copy')  # stage 1, mb 0, cuda:1/copy
+      ┆ missing: a wait of the compute stream
+    stage_1_mb0 = stage_1(relu_s1_mb0)  # stage 1, mb 0, cuda:1/compute""",
+    )
+
+
+def test_a_value_that_has_not_been_copied_is_named():
+    assert "a copy to the lane that uses it, between two waits" in refused(
+        step("tied"), "send_s1_mb0", take_out
+    )
+
+
+def test_backwards_in_no_order_are_named_with_the_missing_edge():
+    assert "the backward of micro-batch 0 at stage 2 is not made to come after" in refused(
+        pipeline(), "join_s2_mb1", take_out
+    )
+
+
+def test_a_replay_that_never_comes_is_missed():
+    assert "missing: a replay of the forward" in refused(
+        step("tied", "1f1b", "always"), "replay_s0_mb0", take_out
+    )
+
+
+def test_a_backward_with_the_gradients_of_another_micro_batch_is_refused():
+    def change(node: fx.Node) -> None:
+        node.args = (node.args[0], named(node.graph, "backward_s1_mb0").args[1])
+
+    assert "a node of micro-batch 1 is given a value of micro-batch 0" in refused(
+        step("tied"), "backward_s1_mb1", change
+    )
+
+
+def test_an_optimizer_ahead_of_the_last_gradient_is_refused():
+    def change(node: fx.Node) -> None:
+        first = next(n for n in node.graph.nodes if n.name == "backward_s0_mb2")
+        first.prepend(node.args[1])
+        first.prepend(node)
+
+    assert "it comes when all actions of its stage are done" in refused(
+        step(), "optimize_s0_mb2", change
+    )
+
+
+def test_a_gradient_that_never_goes_home_is_missed():
+    gm = step("tied")
+    (*_, node) = gm.graph.find_nodes(op="call_function", target=ops.accumulate)
+    assert "the gradient of a replica goes home once, and not 0 times" in refused(
+        gm, node.name, take_out
+    )
+
+
+def test_actions_in_another_order_than_the_schedule_are_refused():
+    def change(node: fx.Node) -> None:
+        before = node.prev
+        while TURN not in before.meta or lane_of(before) != lane_of(node):
+            before = before.prev
+        before.prepend(node)
+
+    assert "in another order than the schedule" in refused(
+        step("U-Net", "zb_h1"), "weight_grad_s3_mb1", change
+    )
+
+
+def test_a_portal_that_is_opened_twice_is_refused():
+    def change(node: fx.Node) -> None:
+        with node.graph.inserting_after(node):
+            node.graph.node_copy(node)
+
+    name = next(n.name for n in pipeline().graph.nodes if n.target is ops.portal_orange)
+    assert "moved and taken out once each, not 1 and 2 times" in refused(pipeline(), name, change)
+
+
+def test_a_parameter_that_is_not_brought_is_refused():
+    assert "without having been brought there" in refused(
+        pipeline("tied"), "embed_weight_s3", take_out
+    )
+
+
+def test_statistics_that_nobody_updates_are_missed():
+    assert "the stage gives bn_mean, which nobody uses" in refused(
+        pipeline("batch norm"), "bn_update", take_out
+    )
+
+
+def test_an_input_that_is_written_to_while_stages_have_views_of_it_is_refused():
+    def change(node: fx.Node) -> None:
+        node.args = node.args[:3]
+
+    assert "its parts have to be copies" in refused(pipeline("writing"), "x_parts", change)
+
+
+def test_a_node_on_the_stream_of_another_kind_is_refused():
+    def change(node: fx.Node) -> None:
+        node.meta[STREAM] = "cuda:1/compute"
+
+    assert "it belongs to the stream 'cuda:1/copy'" in refused(step(), "send_s1_mb0", change)
+
+
+def test_a_stage_in_two_lanes_is_refused():
+    def change(node: fx.Node) -> None:
+        node.meta[LANE] = 0
+
+    assert "stage 2 is in lane 2, and this node in lane 0" in refused(step(), "wait_s2_mb1", change)
+
+
+def test_a_function_of_a_users_pass_is_accepted_where_its_stream_has_the_values():
+    gm = pipeline("U-Net")
+    call = named(gm.graph, "stage_1_mb0")
+    (value,) = call.all_input_nodes
+    with gm.graph.inserting_before(call):
+        added = gm.graph.call_function(operator.neg, (value,))
+    added.meta = dict(call.meta)
+    call.replace_input_with(value, added)
+    with pytest.raises(VerifyError, match="not treated alike"):
+        Verify()(gm)
+    for i in (1, 2):
+        other = named(gm.graph, f"stage_1_mb{i}")
+        (value,) = other.all_input_nodes
+        with gm.graph.inserting_before(other):
+            added = gm.graph.call_function(operator.neg, (value,))
+        added.meta = dict(other.meta)
+        other.replace_input_with(value, added)
+    Verify()(gm)
