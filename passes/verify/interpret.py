@@ -561,7 +561,7 @@ def carried(visit: Interpreter, node: fx.Node, value: Any, source: str) -> Any:
         return value
     if source == CALLERS_STREAM:
         visit.ready(node, value, value.place)  # it belongs to the same micro-batch
-        if value.place != GIVEN:
+        if value.place != GIVEN and value.place.role is not Role.ANYWHERE:
             raise VerifyError(f"{said(value)} is {value.place}, and no value of the caller's", node)
     else:
         visit.ready(node, value, Spot(value.place.lane, Role.LEAVING))
