@@ -414,7 +414,12 @@ def check_actions(visit: Interpreter) -> None:
         first = recording.backward.node
         if first.target is ops.backward_input and recording.weight_grad is None:
             raise VerifyError("the second half of this backward never comes", first)
-    for taken in (visit.step.replicas, visit.step.taken_home):
+    counted = [visit.step.replicas]
+    if visit.arrivals is not None or not visit.gm.graph.find_nodes(
+        op="call_function", target=ops.transmit
+    ):  # in the graph of one rank, looked at by itself, others may add the gradient
+        counted.append(visit.step.taken_home)
+    for taken in counted:
         for node, users in taken.items():
             if len(users) != 1:
                 raise VerifyError(

@@ -53,6 +53,8 @@ def _check_values(graphs: Sequence[fx.GraphModule]) -> None:
     """Follow the values of all ranks together: what one transmits, another receives."""
     arrivals: dict[tuple[Any, ...], Any] = {}
     visits = [Interpreter(gm, arrivals) for gm in graphs]
+    for visit in visits:  # a gradient that one rank takes from a replica, another one adds
+        visit.step.taken_home = visits[0].step.taken_home
     running = [visit.run() for visit in visits]
     while running:
         running = [each for each in running if next(each, None) is not None]
