@@ -77,11 +77,12 @@ def train_all_sharing(*args: Any) -> list[Trained]:
 @contextmanager
 def rendezvous(is_on: bool = True):
     """In this process every transmit waits for its receive, in runs that begin in this context."""
-    os.environ["FXPIPE_RENDEZVOUS"] = str(int(is_on))
+    before = os.environ.get("FXPIPE_RENDEZVOUS", "0")
+    os.environ["FXPIPE_RENDEZVOUS"] = "1" if is_on else before
     try:
         yield
     finally:
-        del os.environ["FXPIPE_RENDEZVOUS"]
+        os.environ["FXPIPE_RENDEZVOUS"] = before
 
 
 def train(
