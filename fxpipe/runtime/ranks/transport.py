@@ -122,7 +122,7 @@ class GroupTransport:
     Args:
         group: the ranks among which values travel.
         device: where values arrive on this rank.
-        timeout: how long a transfer waits for the other rank, before it raises :class:`LostRank`.
+        timeout: how long a transfer waits for the other rank, before it raises ``LostRank``.
         names: what messages call the ranks of the group.
         watch: where this rank notes for whom it waits.
         alarm: tells the other ranks why a run has failed on this one, and this one why on others.
