@@ -107,9 +107,7 @@ class Interpreter:
         self.portals: dict[fx.Node, list[fx.Node]] = {}  # by the blue node: moves and takers
         self.step = StepRecord()
         self.homes: dict[int, ParameterHome] = {}  # by a parameter's id
-        self.given_by: dict[
-            str, fx.Node
-        ] = {}  # by a result's name: a node of a stage that gives it
+        self.given_by: dict[str, fx.Node] = {}  # by a result's name: a node of the stage
         self.taken: set[Any] = set()  # the names of values that have been used
         self._stages: dict[str, StageSummary] = {}
         self._alike: dict[Any, tuple[fx.Node, Any]] = {}
