@@ -16,6 +16,8 @@ from fxpipe.schedule import Action
 from passes.to_step.draft import Draft
 from passes.to_step.flows import StageCall
 
+DEFERRED = "_deferred"  # what the path of a stage whose backward runs in halves ends with
+
 
 def write_forward(draft: Draft, at: Action) -> None:
     """Write the forward of an action's stage and micro-batch.
@@ -52,5 +54,5 @@ def _module(draft: Draft, stage: StageCall, at: Action) -> fx.Node:
     that can compute the gradients of its parameters later."""
     path = str(stage.call.target)
     if draft.is_halved(at):
-        return draft.nodes.module(f"{path}_deferred", draft.in_halves(stage.module), at)
+        return draft.nodes.module(f"{path}{DEFERRED}", draft.in_halves(stage.module), at)
     return draft.nodes.module(path, stage.module, at)

@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE, attribute
+from passes.to_step.forward import DEFERRED
 from passes.verify.clocks import Event
 from passes.verify.errors import VerifyError
 from passes.verify.interpret import (
@@ -58,7 +59,7 @@ def _forward(visit: Interpreter, node: fx.Node) -> Any:
     check_taken(visit, node, stage, given)
     visit.step.note_action(node)
     visit.given_by |= dict.fromkeys(stage.gives, node)
-    giver = stage.gives or path
+    giver = path.removesuffix(DEFERRED)
     visit.alike(("a stage is given", giver), node, (given, passed))
     event = visit.event(node, given)
     use_parameters(visit, stage, event)
@@ -354,7 +355,7 @@ def _optimize(visit: Interpreter, node: fx.Node) -> Any:
     _check_last(visit, node)
     module = node.args[1]
     assert isinstance(module, fx.Node)
-    visit.step.stepped_stages.add(visit.stage(str(module.target), node).gives)
+    visit.step.stepped_stages.add(str(module.target))
     for number, name in _owned(visit, node).items():
         _check_home(visit, node, number, name)
         if number in visit.step.optimized:
@@ -430,7 +431,7 @@ def check_actions(visit: Interpreter) -> None:
 
 def _check_all_are_stepped(visit: Interpreter) -> None:
     for node, recording in visit.step.recordings.items():
-        if recording.stage is not None and recording.stage.gives not in visit.step.stepped_stages:
+        if recording.stage is not None and recording.giver not in visit.step.stepped_stages:
             raise VerifyError("the optimizer never steps the parameters of this stage", node)
     missing = [number for number in visit.homes if number not in visit.step.optimized]
     for node in _first_uses(visit, missing):

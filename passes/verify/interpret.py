@@ -408,7 +408,7 @@ def run_stage(visit: Interpreter, node: fx.Node, path: str, args: Any) -> Any:
     visit.alike(("a stage is given", path), node, given)
     event = visit.event(node, given)
     use_parameters(visit, stage, event)
-    visit.effects.write(("state", stage.gives or path), event)
+    visit.effects.write(("state", path), event)
     visit.given_by |= dict.fromkeys(stage.gives, node)
     results = KnownResults(
         (path, stage.gives), node.meta.get(MICROBATCH), here(node), event.clock, node

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +34,7 @@ class Recording:
 
     node: fx.Node
     stage: StageSummary | None
-    giver: Hashable
+    giver: str
     given: Any
     results: tuple[Known, ...] = ()
     is_checkpointed: bool = False
@@ -57,8 +56,8 @@ class StepRecord:
     """By the node of the forward or the loss."""
     optimized: dict[int, fx.Node] = field(default_factory=dict)
     """By a parameter's id: the node that has stepped it."""
-    stepped_stages: set[tuple[str, ...]] = field(default_factory=set)
-    """What the stages give whose parameters have been stepped."""
+    stepped_stages: set[str] = field(default_factory=set)
+    """The paths of the stages whose parameters have been stepped."""
     shards: dict[int | None, str] = field(default_factory=dict)
     """By the number of a stage whose parameters are in shards: whether they are gathered."""
     reduced: dict[int, fx.Node] = field(default_factory=dict)
