@@ -132,7 +132,8 @@ def test_each_number_of_micro_batches_each_mode_and_each_step_has_its_own_folder
         "04-MLP-pipeline-of-2",
         "05-MLP-step-of-2",
     ]
-    assert passes_in(folder / "05-MLP-step-of-2") == ["00-before", f"01-{Step.name}"]
+    steps = ["00-before", f"01-{Step.name}", "02-verify_step"]
+    assert passes_in(folder / "05-MLP-step-of-2") == steps
 
 
 def test_what_is_there_is_not_overwritten(tmp_path):
