@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -171,7 +172,21 @@ class PlanQuestion:
                 if more == reserve:
                     break
                 reserve = more
+        if self.schedule == "auto" and self._several == 1 and (named := self._in_a_named_order()):
+            return named
         raise DoesNotFit(self.shortage() if short is None else _shortage(short))
+
+    def _in_a_named_order(self) -> Plan | None:
+        """The fastest plan that fits in a schedule that keeps little; None if none fits.
+
+        The search of a schedule limits what stages keep, and not what they need while they run, so
+        that the schedule which it finds may not fit where a named one does.
+        """
+        plans = []
+        for name in ("1f1b", "zb_h1"):
+            with suppress(DoesNotFit):
+                plans.append(replace(self, schedule=name).answer())
+        return min((p for p in plans if p.fits), key=lambda plan: plan.seconds, default=None)
 
     def _planned(self, part: int, reserve: tuple[float, ...]) -> Plan:
         found = self._lanes.planned(self.prices.of(self.chunks), self.partition, part, reserve)
