@@ -6,8 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 GB = 10**9
 GIB = 2**30
@@ -106,6 +108,8 @@ def spec_of(device: torch.device) -> DeviceSpec:
     whose name is part of its name."""
     if device.type == "cpu":
         return CPU_CORE
+    import torch  # here, as the help of the command line, which names known devices, needs none
+
     try:
         name = str(torch.get_device_module(device).get_device_name(device)).lower()
     except Exception:  # another process's device, or a kind of device that has no such function
