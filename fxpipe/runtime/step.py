@@ -386,7 +386,7 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if is_host and value.is_cpu:  # it is there, and no stream makes it
+        if is_host and value.device == device:  # it is there, and no stream makes it
             result = value.detach()
         else:
             arrived = moved(value, device, source)
