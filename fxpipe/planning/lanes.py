@@ -122,7 +122,7 @@ class PlannedLanes:
             kept = in_segments(kept, modules, self.checkpoint_segments)  # type: ignore[arg-type]
         memory = step_memory(kept, self.placement, self.chunks, self.checkpoint)
         report_progress("schedule")
-        order, timeline = self._played(self._costs(found, stage, devices), sent, memory)
+        order, timeline = self._played(self._costs(found, stage, devices), sent, memory, reserve)
         target = machine(
             devices,
             chunks=self.chunks,
@@ -206,18 +206,24 @@ class PlannedLanes:
         return named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)
 
     def _played(
-        self, costs: Sequence[StageCost], sent: _Sent, memory: Memory
+        self, costs: Sequence[StageCost], sent: _Sent, memory: Memory, reserve: Sequence[float]
     ) -> tuple[Schedule, Timeline]:
         """The schedule of a step, and its timeline as the simulator predicts it."""
         edges, once = traffic(sent.layout, self.chunks, sent.gradient_bytes)
         links = Links(edges, between=self._between(), once=once)
-        order = self._ordered(costs, links, memory)
+        order = self._ordered(costs, links, memory, reserve)
         return order, simulate(order, costs, links, memory)
 
-    def _ordered(self, costs: Sequence[StageCost], links: Links, memory: Memory) -> Schedule:
-        """The schedule of a step. A search takes a schedule that fits the devices' memory, if there
-        is one."""
-        limits = [float("inf") if s.memory is None else s.memory for s in self.specs]
+    def _ordered(
+        self, costs: Sequence[StageCost], links: Links, memory: Memory, reserve: Sequence[float]
+    ) -> Schedule:
+        """The schedule of a step. A search takes a schedule that keeps within the devices' memory,
+        less what is in reserve for their stages, if there is one."""
+        held = [sum(reserve[i] for i in own) if reserve else 0.0 for own in self._stages_on]
+        limits = [
+            float("inf") if spec.memory is None else spec.memory - bytes_held
+            for spec, bytes_held in zip(self.specs, held, strict=True)
+        ]
         search = partial(
             schedule_of,
             self.schedule,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -149,11 +148,11 @@ class PlanQuestion:
     def answer(self) -> Plan:
         """The plan.
 
-        The search of a cut knows what stages keep, but not what they need while they run, which
-        depends on the order of the step. So if a device has too little memory for its part of a
-        predicted step, the bytes by which the search was wrong are held in reserve, and the model
-        is cut again. If a device has several stages, each may first take all of its memory; if that
-        does not fit, an equal part of it.
+        The searches of a cut and of a schedule know what stages keep, but not what they need while
+        they run, which depends on the order of the step. So if a device has too little memory for
+        its part of a predicted step, the bytes by which the searches were wrong are held in
+        reserve, and the model is planned again. If a device has several stages, each may first take
+        all of its memory; if that does not fit, an equal part of it.
 
         Raises :class:`DoesNotFit`, without advice, if no cut is found that fits.
         """
@@ -172,21 +171,7 @@ class PlanQuestion:
                 if more == reserve:
                     break
                 reserve = more
-        if self.schedule == "auto" and self._several == 1 and (named := self._in_a_named_order()):
-            return named
         raise DoesNotFit(self.shortage() if short is None else _shortage(short))
-
-    def _in_a_named_order(self) -> Plan | None:
-        """The fastest plan that fits in a schedule that keeps little; None if none fits.
-
-        The search of a schedule limits what stages keep, and not what they need while they run, so
-        that the schedule which it finds may not fit where a named one does.
-        """
-        plans = []
-        for name in ("1f1b", "zb_h1"):
-            with suppress(DoesNotFit):
-                plans.append(replace(self, schedule=name).answer())
-        return min((p for p in plans if p.fits), key=lambda plan: plan.seconds, default=None)
 
     def _planned(self, part: int, reserve: tuple[float, ...]) -> Plan:
         found = self._lanes.planned(self.prices.of(self.chunks), self.partition, part, reserve)
