@@ -46,6 +46,15 @@ ONCE = "once"  #: True at a node that runs once for a mini-batch, after its micr
 FIRST = "first"  #: True at a node that runs once for a mini-batch, ahead of its micro-batches
 
 
+def where(node: fx.Node) -> dict[str, Any]:
+    """The metadata that says where a node runs, and for which micro-batch. A pass gives it to nodes
+    that it puts beside this one."""
+    return {key: node.meta[key] for key in _WHERE if key in node.meta}
+
+
+_WHERE = STAGE, MICROBATCH, LANE, DEVICE, STREAM
+
+
 def attribute(gm: fx.GraphModule, target: str) -> Any:
     """The module, tensor or other value that a node's ``target`` names, as a path in ``gm``."""
     return operator.attrgetter(target)(gm)

@@ -29,7 +29,7 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir._torch import OuterModule
-from fxpipe.ir.graph import DEVICE, HOME, LANE, MICROBATCH, ORIGIN, STAGE, STREAM, attribute
+from fxpipe.ir.graph import HOME, ORIGIN, STAGE, attribute, where
 from fxpipe.runtime.ranks.transport import Edge
 
 TRANSPORT = "transport"  # the name of the input through which a rank is given its transport
@@ -244,13 +244,12 @@ class _RankWriter:
         made.meta[ORIGIN] = name
 
     def _call(
-        self, function: Any, args: tuple[Any, ...], name: str, where: fx.Node | None = None
+        self, function: Any, args: tuple[Any, ...], name: str, beside: fx.Node | None = None
     ) -> fx.Node:
-        """Add a call, with the stage, micro-batch, device and stream of the node ``where``."""
+        """Add a call, which runs where the node ``beside`` does."""
         node = self.graph.create_node("call_function", function, args, name=name)
-        if where is not None:
-            keys = (STAGE, MICROBATCH, LANE, DEVICE, STREAM)
-            node.meta = {key: where.meta[key] for key in keys if key in where.meta}
+        if beside is not None:
+            node.meta = where(beside)
         return node
 
     def _return(self) -> None:

@@ -19,7 +19,7 @@ from typing import ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import DEVICE, LANE, MICROBATCH, STAGE, STREAM, add_input
+from fxpipe.ir.graph import add_input, where
 
 GRADIENTS = "gradients"  # the name of the input through which a step is given its gradients
 
@@ -80,7 +80,6 @@ class Reduce:
                     (gradients,),
                     name=str(step.name).replace("optimize", "reduced"),
                 )
-            keys = STAGE, MICROBATCH, LANE, DEVICE, STREAM
-            ended.meta = {key: step.meta[key] for key in keys if key in step.meta}
+            ended.meta = where(step)
         for step in steps:
             output.prepend(step)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import DEVICE, LANE, MICROBATCH, STAGE, STREAM, add_input
+from fxpipe.ir.graph import MICROBATCH, STAGE, add_input, where
 
 SHARDS = "shards"  # the name of the input through which a graph is given the shards
 
@@ -98,6 +98,5 @@ def _call(
     with graph.inserting_after(behind):
         name = f"{function.__name__}_s{stage}"
         made = graph.create_node("call_function", function, (shards, stage), name=name)
-    keys = STAGE, MICROBATCH, LANE, DEVICE, STREAM
-    made.meta = {key: like.meta[key] for key in keys if key in like.meta}
+    made.meta = where(like)
     return made
