@@ -69,7 +69,7 @@ def _fork(cell: Cell, nodes: list[fx.Node]) -> fx.Node:
 def _join(cell: Cell, nodes: list[fx.Node], phony: fx.Node) -> None:
     """Add a join at the entry of a cell, or at its exit if no value that enters has a gradient."""
     arrived = _entry(nodes)
-    if any(_may_have_gradient(value) for value in arrived):
+    if any(may_have_gradient(value) for value in arrived):
         writer = Writer(cell, after=max(arrived))
         writer.gate(ops.join, arrived, phony, uses=lambda user: True)
         nodes[:0] = writer.added
@@ -85,6 +85,7 @@ def _entry(nodes: list[fx.Node]) -> list[fx.Node]:
     return [item for wait in waits for item in items(wait)]
 
 
-def _may_have_gradient(node: fx.Node) -> bool:
+def may_have_gradient(node: fx.Node) -> bool:
+    """Whether a value may carry a gradient, as far as the example tells."""
     value = node.meta.get(VALUE)
     return value.requires_grad if isinstance(value, Tensor) else False

@@ -296,7 +296,7 @@ def _gathered(visit: Interpreter, node: fx.Node) -> Any:
     if not isinstance(replica, Known) or replica.maker not in visit.step.replicas:
         raise VerifyError("it takes the gradient of what is no replica", node)
     visit.step.replicas[replica.maker].append(node)
-    visit.step.taken_home[node] = []
+    visit.exchange.taken_home[node] = []
     event = visit.event(node)
     visit.effects.read((GRADIENT, replica.maker.name), event)
     _check_last(visit, node)
@@ -320,7 +320,7 @@ def _accumulate(visit: Interpreter, node: fx.Node) -> Any:
         _, of, taken = grad.what if isinstance(grad.what, tuple) else (None, None, None)
         if of != ("replica", path):
             raise VerifyError(f"it adds {_words(grad.what)} to that of {path}", node, grad.maker)
-        for own, users in visit.step.taken_home.items():
+        for own, users in visit.exchange.taken_home.items():
             if own.name == taken:
                 users.append(node)
     _check_home(visit, node, number, path)
@@ -346,7 +346,7 @@ def _owned(visit: Interpreter, node: fx.Node) -> dict[int, str]:
     unknown = [name for name in others if name not in known]  # type: ignore[union-attr]
     if unknown:
         raise VerifyError(f"the stage has no parameter {unknown[0]} to leave to another one", node)
-    return {id(p): name for name, p in stage.named_parameters() if name not in others}  # type: ignore[operator]
+    return {id(p): name for name, p in known.items() if name not in others}  # type: ignore[operator]
 
 
 @rule(ops.optimize)
@@ -416,10 +416,8 @@ def check_actions(visit: Interpreter) -> None:
         if first.target is ops.backward_input and recording.weight_grad is None:
             raise VerifyError("the second half of this backward never comes", first)
     counted = [visit.step.replicas]
-    if visit.arrivals is not None or not visit.gm.graph.find_nodes(
-        op="call_function", target=ops.transmit
-    ):  # in the graph of one rank, looked at by itself, others may add the gradient
-        counted.append(visit.step.taken_home)
+    if not visit.is_one_of_several:  # another rank may add the gradient
+        counted.append(visit.exchange.taken_home)
     for taken in counted:
         for node, users in taken.items():
             if len(users) != 1:

@@ -27,12 +27,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from torch import Tensor, fx
+from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import STREAM, VALUE
+from fxpipe.ir.graph import STREAM
 from fxpipe.runtime.streams import COMPUTE
 from passes.to_pipeline.cells import CARRIERS, Cell, cell_of, cells, outgoing
+from passes.to_pipeline.dependencies import may_have_gradient
 from passes.verify.errors import VerifyError
 
 GATES = (ops.wait, ops.fork, ops.join, ops.recompute)
@@ -167,11 +168,11 @@ def _check_order(cell: Cell, nodes: Sequence[fx.Node], following: Sequence[fx.No
     if not joins:
         node = (forks or _values(nodes))[-1]
         raise VerifyError(late, following[0], node, "a join of the fork's phony")
-    (join,) = joins[:1]
+    join = joins[0]
     arriving = [node for node in following if _is_awaited_tensor(node)]
-    entering = [node for node in arriving if _may_have_gradient(node)]
+    entering = [node for node in arriving if may_have_gradient(node)]
     if _is_entry(join):
-        missed = [node for node in entering if not _only_used_by(node, join)]
+        missed = [node for node in entering if any(user is not join for user in node.users)]
         if missed:
             raise VerifyError(late, missed[0], join, f"{missed[0].name} among the join's values")
         return
@@ -191,23 +192,3 @@ def _is_awaited_tensor(node: fx.Node) -> bool:
     """Whether a node is a value for which the compute stream has waited as it arrived."""
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and source.target is ops.wait and _is_entry(source)
-
-
-def _only_used_by(node: fx.Node, join: fx.Node) -> bool:
-    return all(user is join for user in node.users)
-
-
-def _may_have_gradient(node: fx.Node) -> bool:
-    value = node.meta.get(VALUE)
-    return value.requires_grad if isinstance(value, Tensor) else False
-
-
-def check_all_microbatches(graph: fx.Graph) -> None:
-    """Check that each stage has a cell for each micro-batch."""
-    found = cells(graph)
-    stages = {stage for _, stage in found}
-    microbatches = {microbatch for microbatch, _ in found}
-    missing = [(i, j) for i in microbatches for j in stages if (i, j) not in found]
-    for microbatch, stage in missing:
-        node = found[min(found)][0]
-        raise VerifyError(f"stage {stage} does not run for micro-batch {microbatch}", node)

@@ -36,10 +36,11 @@ from fxpipe import ops
 from fxpipe.ir.graph import DEVICE, LANE, MICROBATCH, ORIGIN, STAGE, STREAM, attribute
 from fxpipe.runtime.streams import CALLER as CALLERS_STREAM
 from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
+from passes.to_rank.project import edge_of
 from passes.verify.clocks import Clock, Clocks, Event
 from passes.verify.effects import MemoryUses
 from passes.verify.errors import VerifyError
-from passes.verify.record import WHOLE, StepRecord
+from passes.verify.record import WHOLE, Exchange, StepRecord
 from passes.verify.stages import StageSummary, stage_of, writes_to_what_it_is_given
 from passes.verify.values import (
     ANYWHERE,
@@ -93,11 +94,15 @@ class Interpreter:
 
     Args:
         gm: a pipeline graph, a step graph, or the graph of one rank.
-        arrivals: what other ranks have sent, by edge and number; None if it is not known.
+        exchange: what passes between this graph and those of other ranks, which are visited at the
+            same time; None if this one is visited alone.
     """
 
-    def __init__(self, gm: fx.GraphModule, arrivals: dict[Any, Any] | None = None) -> None:
-        self.gm, self.arrivals = gm, arrivals
+    def __init__(self, gm: fx.GraphModule, exchange: Exchange | None = None) -> None:
+        self.gm, self.exchange = gm, exchange or Exchange()
+        transmits = gm.graph.find_nodes(op="call_function", target=ops.transmit)
+        self.is_one_of_several = exchange is None and bool(transmits)
+        """Whether other ranks have parts of the same program, of which nothing is known."""
         lanes = {lane_of(node) for node in gm.graph.nodes} | {CALLER}
         self._number = {lane: i for i, lane in enumerate(sorted(lanes))}
         self.clocks = Clocks(len(lanes))
@@ -126,10 +131,10 @@ class Interpreter:
             self.known[node] = self._visit(node)
 
     def _must_wait(self, node: fx.Node) -> bool:
-        if node.target is not ops.arrived or self.arrivals is None:
+        if node.target is not ops.arrived or self.is_one_of_several:
             return False
-        received = node.args[0]
-        return received.args[1:] not in self.arrivals  # type: ignore[union-attr]
+        (received,) = node.all_input_nodes
+        return edge_of(received) not in self.exchange.arrivals
 
     # ------------------------------------------------------------------------------ where nodes are
 
@@ -169,6 +174,10 @@ class Interpreter:
             )
         if node.target in (*CARRIERS, ops.wait, ops.bring, ops.replicate):
             self._check_streams(node, device)
+
+    def device_of(self, lane: int) -> str | None:
+        """The device of a lane; None if no node of it has been visited."""
+        return self._devices[lane][1] if lane in self._devices else None
 
     def _check_streams(self, node: fx.Node, device: str) -> None:
         """Check that the streams that a node names are those of the device where it is."""
@@ -563,8 +572,8 @@ def carried(visit: Interpreter, node: fx.Node, value: Any, source: str) -> Any:
             raise VerifyError(f"{said(value)} is {value.place}, and no value of the caller's", node)
     else:
         visit.ready(node, value, Spot(value.place.lane, Role.LEAVING))
-        known = visit._devices.get(value.place.lane)
-        if known is not None and source != (own := stream_name(known[1], COPY)):
+        device = visit.device_of(value.place.lane)
+        if device is not None and source != (own := stream_name(device, COPY)):
             raise VerifyError(f"{said(value)} leaves on the stream {own!r}", node, value.maker)
         if value.place.lane > lane_of(node) and node.target is ops.copy:
             raise VerifyError(
@@ -694,8 +703,7 @@ def bring(visit: Interpreter, node: fx.Node) -> Any:
 def _transmit(visit: Interpreter, node: fx.Node) -> Any:
     given = visit.given(node.args[1])
     visit.take(given)
-    if visit.arrivals is not None:
-        visit.arrivals[node.args[2:]] = given
+    visit.exchange.arrivals[edge_of(node)] = given
     return None
 
 
@@ -706,11 +714,10 @@ def _receive(visit: Interpreter, node: fx.Node) -> Any:
 
 @rule(ops.arrived)
 def _arrived(visit: Interpreter, node: fx.Node) -> Any:
-    received = node.args[0]
-    assert isinstance(received, fx.Node)
-    if visit.arrivals is None:
+    if visit.is_one_of_several:
         return NOT_KNOWN
-    sent = visit.arrivals[received.args[1:]]
+    (received,) = node.all_input_nodes
+    sent = visit.exchange.arrivals[edge_of(received)]
     return mapped(lambda value: _moved_to(value, ANYWHERE, visit.clocks.start), sent)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from fxpipe.ir.graph import LANE, STAGE, TURN
+from fxpipe.runtime.ranks.transport import Edge
 from passes.verify.clocks import Event
 from passes.verify.errors import VerifyError
 from passes.verify.stages import StageSummary
@@ -49,6 +50,17 @@ WHOLE = "whole"
 
 
 @dataclass
+class Exchange:
+    """What passes between the graphs of several ranks, while these are visited together."""
+
+    arrivals: dict[tuple[Edge, int], Any] = field(default_factory=dict)
+    """What is known of the values that have been transmitted, by edge and number."""
+    taken_home: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    """By the node that has taken a replica's gradient: those that have added it to the
+    parameter's, maybe on another rank."""
+
+
+@dataclass
 class StepRecord:
     """The actions of a training step that have been visited so far."""
 
@@ -70,9 +82,6 @@ class StepRecord:
     """By stage: the last forward, backward or half of a backward so far."""
     turns: dict[int | None, fx.Node] = field(default_factory=dict)
     """By lane: its last action so far."""
-    taken_home: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    """By the node that has taken a replica's gradient: those that have added it to the
-    parameter's."""
 
     def note_action(self, node: fx.Node) -> None:
         """Note an action of a stage. Raises :class:`VerifyError` if its lane runs its actions in

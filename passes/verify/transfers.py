@@ -19,7 +19,6 @@ they exchange is what each of them needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
@@ -30,6 +29,7 @@ from fxpipe.runtime.ranks.transport import Edge
 from passes.to_rank.project import edge_of, transfers_of
 from passes.verify.actions import check_actions
 from passes.verify.interpret import Interpreter
+from passes.verify.record import Exchange
 
 
 class TransferError(ValueError):
@@ -51,13 +51,18 @@ def verify(graphs: Sequence[fx.GraphModule]) -> None:
 
 def _check_values(graphs: Sequence[fx.GraphModule]) -> None:
     """Follow the values of all ranks together: what one transmits, another receives."""
-    arrivals: dict[tuple[Any, ...], Any] = {}
-    visits = [Interpreter(gm, arrivals) for gm in graphs]
-    for visit in visits:  # a gradient that one rank takes from a replica, another one adds
-        visit.step.taken_home = visits[0].step.taken_home
-    running = [visit.run() for visit in visits]
+    exchange = Exchange()
+    visits = [Interpreter(gm, exchange) for gm in graphs]
+    waiting: dict[int, fx.Node] = {}
+    running = {rank: visit.run() for rank, visit in enumerate(visits)}
     while running:
-        running = [each for each in running if next(each, None) is not None]
+        before = len(exchange.arrivals)
+        waiting = {rank: node for rank, run in running.items() if (node := next(run, None))}
+        is_stuck = len(waiting) == len(running) and len(exchange.arrivals) == before
+        if is_stuck:
+            rank, node = min(waiting.items())
+            raise TransferError(f"{_said(rank, node)}: no rank sends what this one waits for")
+        running = {rank: running[rank] for rank in waiting}
     for visit in visits:
         visit.finish()
         check_actions(visit)
