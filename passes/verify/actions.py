@@ -28,25 +28,17 @@ from fxpipe.ir.graph import MICROBATCH, STAGE, attribute
 from passes.to_step.forward import DEFERRED
 from passes.verify.clocks import Event
 from passes.verify.errors import VerifyError
-from passes.verify.interpret import (
-    Interpreter,
-    bring,
-    check_parts,
-    check_taken,
-    here,
-    lane_of,
-    rule,
-    said,
-    use_parameters,
-)
+from passes.verify.links import bring
+from passes.verify.parts import check_parts, check_taken, use_parameters
 from passes.verify.record import Recording
-from passes.verify.values import Known, KnownTape, NotKnown, leaves, mapped
+from passes.verify.values import Known, KnownTape, NotKnown, lane_of, leaves, mapped
+from passes.verify.visit import Visit, here, rule, said
 
 GRADIENT = "gradient"
 
 
 @rule(ops.forward)
-def _forward(visit: Interpreter, node: fx.Node) -> Any:
+def _forward(visit: Visit, node: fx.Node) -> Any:
     module, args, passed, single, is_checkpointed = node.args
     assert isinstance(module, fx.Node)
     path = str(module.target)
@@ -81,7 +73,7 @@ def _name_of(value: Any) -> Any:
 
 
 @rule(ops.loss)
-def _loss(visit: Interpreter, node: fx.Node) -> Any:
+def _loss(visit: Visit, node: fx.Node) -> Any:
     _, output, target, number, tapes = node.args
     microbatch = node.meta.get(MICROBATCH)
     if number != microbatch:
@@ -108,7 +100,7 @@ def _loss(visit: Interpreter, node: fx.Node) -> Any:
 
 
 @rule(ops.loss_backward)
-def _loss_backward(visit: Interpreter, node: fx.Node) -> Any:
+def _loss_backward(visit: Visit, node: fx.Node) -> Any:
     recording = _taken(visit, node)
     if recording.stage is not None:
         raise VerifyError("it begins the backward of a loss, and is given a stage's tape", node)
@@ -119,7 +111,7 @@ def _loss_backward(visit: Interpreter, node: fx.Node) -> Any:
     return _gradients(visit, node, recording)
 
 
-def _gradients(visit: Interpreter, node: fx.Node, recording: Recording) -> Any:
+def _gradients(visit: Visit, node: fx.Node, recording: Recording) -> Any:
     """What a backward gives: the gradient of each argument."""
     event = visit.events[node]
 
@@ -132,7 +124,7 @@ def _gradients(visit: Interpreter, node: fx.Node, recording: Recording) -> Any:
     return mapped(gradient, recording.given)
 
 
-def _taken(visit: Interpreter, node: fx.Node) -> Recording:
+def _taken(visit: Visit, node: fx.Node) -> Recording:
     """The recording whose tape a node uses, in the lane and the cell where it was recorded."""
     tape = visit.given(node.args[0])
     if not isinstance(tape, KnownTape):
@@ -145,7 +137,7 @@ def _taken(visit: Interpreter, node: fx.Node) -> Recording:
 
 
 @rule(ops.replay)
-def _replay(visit: Interpreter, node: fx.Node) -> Any:
+def _replay(visit: Visit, node: fx.Node) -> Any:
     recording = _taken(visit, node)
     if not recording.is_checkpointed:
         raise VerifyError("it replays a forward that has kept its activations", node)
@@ -158,7 +150,7 @@ def _replay(visit: Interpreter, node: fx.Node) -> Any:
 
 
 @rule(ops.backward, ops.backward_input)
-def _backward(visit: Interpreter, node: fx.Node) -> Any:
+def _backward(visit: Visit, node: fx.Node) -> Any:
     recording = _taken(visit, node)
     visit.step.note_action(node)
     _check_tape(recording, node)
@@ -222,7 +214,7 @@ def _check_after_loss(node: fx.Node, loss: Recording, event: Event) -> None:
         )
 
 
-def _add_gradients(visit: Interpreter, recording: Recording, by: Event) -> None:
+def _add_gradients(visit: Visit, recording: Recording, by: Event) -> None:
     """A backward adds to the gradients of the parameters that the stage uses, and of replicas."""
     assert recording.stage is not None
     use_parameters(visit, recording.stage, by)
@@ -238,7 +230,7 @@ def _add_gradients(visit: Interpreter, recording: Recording, by: Event) -> None:
             visit.effects.write((GRADIENT, value.maker.name), by)
 
 
-def _add_to(visit: Interpreter, parameters: dict[int, str], by: Event) -> None:
+def _add_to(visit: Visit, parameters: dict[int, str], by: Event) -> None:
     for number, name in parameters.items():
         for done, what in ((visit.step.optimized, "stepped"), (visit.step.reduced, "summed up")):
             if number in done:
@@ -253,7 +245,7 @@ def _add_to(visit: Interpreter, parameters: dict[int, str], by: Event) -> None:
 
 
 @rule(ops.weight_grad)
-def _weight_grad(visit: Interpreter, node: fx.Node) -> Any:
+def _weight_grad(visit: Visit, node: fx.Node) -> Any:
     recording = _taken(visit, node)
     visit.step.note_action(node)
     before = recording.backward
@@ -268,7 +260,7 @@ def _weight_grad(visit: Interpreter, node: fx.Node) -> Any:
 
 
 @rule(ops.added)
-def _added(visit: Interpreter, node: fx.Node) -> Any:
+def _added(visit: Visit, node: fx.Node) -> Any:
     first, second = visit.ready(node, visit.given(node.args), here(node))
     if isinstance(first, Known) and isinstance(second, Known):
         if first.what != second.what:
@@ -283,7 +275,7 @@ def _added(visit: Interpreter, node: fx.Node) -> Any:
 
 
 @rule(ops.replicate)
-def _replicate(visit: Interpreter, node: fx.Node) -> Any:
+def _replicate(visit: Visit, node: fx.Node) -> Any:
     if node.meta.get(MICROBATCH):
         raise VerifyError("a replica is made once, ahead of all micro-batches", node)
     visit.step.replicas[node] = []
@@ -291,7 +283,7 @@ def _replicate(visit: Interpreter, node: fx.Node) -> Any:
 
 
 @rule(ops.gathered)
-def _gathered(visit: Interpreter, node: fx.Node) -> Any:
+def _gathered(visit: Visit, node: fx.Node) -> Any:
     (replica,) = visit.ready(node, visit.given(node.args), here(node))
     if not isinstance(replica, Known) or replica.maker not in visit.step.replicas:
         raise VerifyError("it takes the gradient of what is no replica", node)
@@ -303,7 +295,7 @@ def _gathered(visit: Interpreter, node: fx.Node) -> Any:
     return Known((GRADIENT, replica.what, node.name), None, here(node), event.clock, node)
 
 
-def _check_last(visit: Interpreter, node: fx.Node) -> None:
+def _check_last(visit: Visit, node: fx.Node) -> None:
     """Check that a node which comes when a stage is done is noted with the stage's last action."""
     last = visit.step.last_action.get(node.meta.get(STAGE))
     if last is not None and last.meta.get(MICROBATCH) != node.meta.get(MICROBATCH):
@@ -311,7 +303,7 @@ def _check_last(visit: Interpreter, node: fx.Node) -> None:
 
 
 @rule(ops.accumulate)
-def _accumulate(visit: Interpreter, node: fx.Node) -> Any:
+def _accumulate(visit: Visit, node: fx.Node) -> Any:
     parameter = node.args[0]
     assert isinstance(parameter, fx.Node)
     path, number = str(parameter.target), id(attribute(visit.gm, str(parameter.target)))
@@ -328,7 +320,7 @@ def _accumulate(visit: Interpreter, node: fx.Node) -> Any:
     _add_to(visit, {number: path}, visit.event(node, (grad,)))
 
 
-def _check_home(visit: Interpreter, node: fx.Node, parameter: int, name: str) -> None:
+def _check_home(visit: Visit, node: fx.Node, parameter: int, name: str) -> None:
     home = visit.homes.get(parameter)
     if home is not None and (home.lane, home.stage) != (lane_of(node), node.meta.get(STAGE)):
         raise VerifyError(
@@ -336,7 +328,7 @@ def _check_home(visit: Interpreter, node: fx.Node, parameter: int, name: str) ->
         )
 
 
-def _owned(visit: Interpreter, node: fx.Node) -> dict[int, str]:
+def _owned(visit: Visit, node: fx.Node) -> dict[int, str]:
     """The parameters that a node steps, or sums up: those of a stage, less those of others."""
     module, others = node.args[1:]
     assert isinstance(module, fx.Node)
@@ -350,7 +342,7 @@ def _owned(visit: Interpreter, node: fx.Node) -> dict[int, str]:
 
 
 @rule(ops.optimize)
-def _optimize(visit: Interpreter, node: fx.Node) -> Any:
+def _optimize(visit: Visit, node: fx.Node) -> Any:
     event = visit.event(node)
     _check_last(visit, node)
     module = node.args[1]
@@ -371,7 +363,7 @@ def _optimize(visit: Interpreter, node: fx.Node) -> Any:
 
 
 @rule(ops.reduce)
-def _reduce(visit: Interpreter, node: fx.Node) -> Any:
+def _reduce(visit: Visit, node: fx.Node) -> Any:
     event = visit.event(node)
     for number, name in _owned(visit, node).items():
         if number in visit.step.reduced:
@@ -382,20 +374,20 @@ def _reduce(visit: Interpreter, node: fx.Node) -> Any:
 
 
 @rule(ops.reduced)
-def _reduced(visit: Interpreter, node: fx.Node) -> Any:
+def _reduced(visit: Visit, node: fx.Node) -> Any:
     visit.step.sums.append(node)
     visit.event(node)
 
 
 @rule(ops.average)
-def _average(visit: Interpreter, node: fx.Node) -> Any:
+def _average(visit: Visit, node: fx.Node) -> Any:
     losses = visit.ready(node, visit.given(node.args[0]), here(node))
     check_parts(visit, node, losses)
     return Known("loss", None, here(node), visit.event(node, losses).clock, node)
 
 
 @rule(ops.total)
-def _total(visit: Interpreter, node: fx.Node) -> Any:
+def _total(visit: Visit, node: fx.Node) -> Any:
     loss = visit.given(node.args[1])
     visit.event(node, (loss,))
     return loss
@@ -404,7 +396,7 @@ def _total(visit: Interpreter, node: fx.Node) -> Any:
 # ------------------------------------------------------------------------------------------ the end
 
 
-def check_actions(visit: Interpreter) -> None:
+def check_actions(visit: Visit) -> None:
     """Check that nothing is left over at the end of a step: no tape that has not been used, no
     gradient that has not been added, no parameter that has not been stepped."""
     for recording in visit.step.recordings.values():
@@ -427,7 +419,7 @@ def check_actions(visit: Interpreter) -> None:
     _check_all_are_stepped(visit)
 
 
-def _check_all_are_stepped(visit: Interpreter) -> None:
+def _check_all_are_stepped(visit: Visit) -> None:
     for node, recording in visit.step.recordings.items():
         if recording.stage is not None and recording.giver not in visit.step.stepped_stages:
             raise VerifyError("the optimizer never steps the parameters of this stage", node)
@@ -437,7 +429,7 @@ def _check_all_are_stepped(visit: Interpreter) -> None:
         raise VerifyError(f"the optimizer never steps the parameter {name} of this stage", node)
 
 
-def _first_uses(visit: Interpreter, parameters: Iterable[int]) -> Iterator[fx.Node]:
+def _first_uses(visit: Visit, parameters: Iterable[int]) -> Iterator[fx.Node]:
     for number in parameters:
         for node, recording in visit.step.recordings.items():
             if recording.stage is not None and number in recording.stage.parameters:

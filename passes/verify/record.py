@@ -79,9 +79,9 @@ class StepRecord:
     replicas: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     """By the node that made a replica: those that have taken its gradient."""
     last_action: dict[int | None, fx.Node] = field(default_factory=dict)
-    """By stage: the last forward, backward or half of a backward so far."""
+    """The last forward, backward or half of a backward so far, by stage."""
     turns: dict[int | None, fx.Node] = field(default_factory=dict)
-    """By lane: its last action so far."""
+    """The last action so far, by lane."""
 
     def note_action(self, node: fx.Node) -> None:
         """Note an action of a stage. Raises :class:`VerifyError` if its lane runs its actions in

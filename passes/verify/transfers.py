@@ -27,9 +27,9 @@ from fxpipe.ir.graph import ORIGIN
 from fxpipe.ir.printing import format_node
 from fxpipe.runtime.ranks.transport import Edge
 from passes.to_rank.project import edge_of, transfers_of
-from passes.verify.actions import check_actions
-from passes.verify.interpret import Interpreter
+from passes.verify.interpret import check_end, follow
 from passes.verify.record import Exchange
+from passes.verify.visit import Visit
 
 
 class TransferError(ValueError):
@@ -52,9 +52,9 @@ def verify(graphs: Sequence[fx.GraphModule]) -> None:
 def _check_values(graphs: Sequence[fx.GraphModule]) -> None:
     """Follow the values of all ranks together: what one transmits, another receives."""
     exchange = Exchange()
-    visits = [Interpreter(gm, exchange) for gm in graphs]
+    visits = [Visit(gm, exchange) for gm in graphs]
     waiting: dict[int, fx.Node] = {}
-    running = {rank: visit.run() for rank, visit in enumerate(visits)}
+    running = {rank: follow(visit) for rank, visit in enumerate(visits)}
     while running:
         before = len(exchange.arrivals)
         waiting = {rank: node for rank, run in running.items() if (node := next(run, None))}
@@ -64,8 +64,7 @@ def _check_values(graphs: Sequence[fx.GraphModule]) -> None:
             raise TransferError(f"{_said(rank, node)}: no rank sends what this one waits for")
         running = {rank: running[rank] for rank in waiting}
     for visit in visits:
-        visit.finish()
-        check_actions(visit)
+        check_end(visit)
 
 
 def _check_edges(programs: Sequence[Sequence[fx.Node]]) -> None:

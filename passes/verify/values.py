@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import fx
 
+from fxpipe.ir.graph import LANE, STAGE
 from passes.verify.clocks import Clock
 
 
@@ -183,3 +184,9 @@ def named(known: Any) -> Any:
                 return leaf
 
     return mapped(name, known)
+
+
+def lane_of(node: fx.Node) -> int:
+    """The lane that runs a node: in a pipeline graph that of its stage, which has its number."""
+    lane: int = node.meta.get(LANE, node.meta.get(STAGE, CALLER))
+    return lane

@@ -3,9 +3,14 @@ names the nodes which break one.
 
 ::
 
-    interpret    follows each value from stream to stream, and orders nodes by vector clocks
-    effects      finds nodes that use the same memory in no order
-    actions      matches forwards, backwards and optimizers of a training step
+    interpret    follows each value from node to node, by a rule for each function:
+      parts      divide the mini-batch, run stages, put micro-batches together
+      links      carry values between streams, lanes and ranks
+      gates      order the backwards of a pipeline graph
+      shards     gather parameters and let them go
+      actions    are the forwards, backwards and optimizers of a training step
+    places       finds nodes noted on a lane, device or stream that is not theirs
+    effects      finds nodes that use the same memory in no order, by vector clocks
     backward     finds backwards that autograd might run in another order
     transfers    matches what ranks transmit and receive
 
@@ -23,10 +28,10 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE
-from passes.verify.actions import check_actions
 from passes.verify.backward import check_backward
-from passes.verify.interpret import Interpreter
+from passes.verify.interpret import check_end, follow
 from passes.verify.values import named
+from passes.verify.visit import Visit
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,7 @@ class Verify:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.graph.lint()
-        visit = Interpreter(gm)
-        for _ in visit.run():
-            raise AssertionError("a graph by itself waits for no other rank")
-        visit.finish()
-        check_actions(visit)
+        check_end(_followed(gm))
         check_backward(gm.graph)
         return gm
 
@@ -61,9 +62,7 @@ def meaning(gm: fx.GraphModule) -> Any:
     differ only in when values wait and travel, ahead of their uses, and in the order of nodes that
     have nothing to do with each other.
     """
-    visit = Interpreter(gm)
-    for _ in visit.run():
-        raise AssertionError("a graph by itself waits for no other rank")
+    visit = _followed(gm)
     said = {
         node: (str(node.target), node.meta.get(STAGE), node.meta.get(MICROBATCH))
         for node in visit.events
@@ -78,3 +77,11 @@ def meaning(gm: fx.GraphModule) -> Any:
         for memory, uses in visit.effects.history.items()
     }
     return computed, writes
+
+
+def _followed(gm: fx.GraphModule) -> Visit:
+    """Visit all nodes of a graph by itself, which waits for no other rank."""
+    visit = Visit(gm)
+    for node in follow(visit):
+        raise AssertionError(f"{node} waits for another rank")
+    return visit

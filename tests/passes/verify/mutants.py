@@ -27,7 +27,7 @@ from fxpipe import ops
 from fxpipe.ir.graph import LANE, MICROBATCH, STAGE, STREAM
 from fxpipe.ir.printing import format_node
 from passes import VerifyError
-from passes.verify.interpret import lane_of
+from passes.verify.values import lane_of
 from passes.verify.verify import Verify, meaning
 from tests.passes.verify.graphs import MODELS, pipeline_graph, step_graph
 

@@ -11,7 +11,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import LANE, STREAM, TURN
 from passes import Verify, VerifyError
-from passes.verify.interpret import lane_of
+from passes.verify.values import lane_of
 from tests.passes.verify.graphs import MODELS, pipeline_graph, step_graph
 from tests.passes.verify.mutants import Mutant, take_out
 

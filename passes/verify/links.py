@@ -1,0 +1,154 @@
+"""The rules of nodes that carry values from stream to stream, from lane to lane and from rank to
+rank.
+
+::
+
+    lane 0, compute    stage_0 ── wait
+    lane 0, copy                   └── copy ──┐ (over the link)
+    lane 1, copy                              └── wait
+    lane 1, compute                                └── stage_1
+
+A skip's portal is moved in the same way, and is opened in the stage that uses the skip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import attribute
+from fxpipe.runtime.streams import CALLER as CALLERS_STREAM
+from fxpipe.runtime.streams import COPY, stream_name
+from passes.to_rank.project import edge_of
+from passes.verify.clocks import Clock
+from passes.verify.errors import VerifyError
+from passes.verify.values import (
+    ANYWHERE,
+    GIVEN,
+    NOT_KNOWN,
+    Known,
+    KnownPortal,
+    KnownResults,
+    KnownState,
+    NotKnown,
+    Role,
+    Spot,
+    lane_of,
+    mapped,
+)
+from passes.verify.visit import Visit, here, rule, said
+
+
+@rule(ops.copy, ops.send)
+def _copy(visit: Visit, node: fx.Node) -> Any:
+    """Values arrive that have left another lane, or that the caller has given."""
+    values, source = visit.given(node.args[0]), node.args[1]
+    return mapped(lambda value: carried(visit, node, value, str(source)), values)
+
+
+def carried(visit: Visit, node: fx.Node, value: Any, source: str) -> Any:
+    """What is known of a value that a link has carried to a node's lane."""
+    if isinstance(value, KnownResults):
+        value = Known(value.what, value.microbatch, value.place, value.clock, value.maker)
+    if not isinstance(value, Known):
+        return value
+    if source == CALLERS_STREAM:
+        visit.ready(node, value, value.place)  # it belongs to the same micro-batch
+        if value.place != GIVEN and value.place.role is not Role.ANYWHERE:
+            raise VerifyError(f"{said(value)} is {value.place}, and no value of the caller's", node)
+    else:
+        visit.ready(node, value, Spot(value.place.lane, Role.LEAVING))
+        device = visit.places.device_of(value.place.lane)
+        if device is not None and source != (own := stream_name(device, COPY)):
+            raise VerifyError(f"{said(value)} leaves on the stream {own!r}", node, value.maker)
+        if value.place.lane > lane_of(node) and node.target is ops.copy:
+            raise VerifyError(
+                f"{said(value)} comes from stage {value.place.lane}, which is no earlier one", node
+            )
+    return replace(value, place=here(node, Role.ARRIVING), maker=node)
+
+
+@rule(ops.wait)
+def _wait(visit: Visit, node: fx.Node) -> Any:
+    """Values that have arrived are ready to be used; values that a lane has made, to leave."""
+    values, leaves_lane = visit.given(node.args[0]), str(node.args[2]).endswith(COPY)
+    before, after = (Role.COMPUTE, Role.LEAVING) if leaves_lane else (Role.ARRIVING, Role.COMPUTE)
+    visit.ready(node, values, here(node, before))
+    clock = visit.event(node, (values,)).clock
+    return mapped(lambda value: _moved_to(value, here(node, after), clock), values)
+
+
+def _moved_to(known: Any, place: Spot, clock: Clock) -> Any:
+    if isinstance(known, KnownPortal):
+        return replace(known, value=_moved_to(known.value, place, clock))
+    if isinstance(known, KnownResults):
+        return replace(known, place=place, clock=clock)
+    if not isinstance(known, Known) or known.place.role is Role.ANYWHERE:
+        return known
+    return replace(known, place=place, clock=clock)
+
+
+@rule(ops.portal_blue)
+def _portal_blue(visit: Visit, node: fx.Node) -> Any:
+    (value,) = visit.ready(node, visit.given(node.args), here(node))
+    visit.portals[node] = []
+    return KnownPortal(value, node) if isinstance(value, Known) else value
+
+
+@rule(ops.portal_copy)
+def _portal_copy(visit: Visit, node: fx.Node) -> Any:
+    portal, source = visit.given(node.args[0]), str(node.args[1])
+    if not isinstance(portal, KnownPortal):
+        raise VerifyError("it moves what is no portal", node)
+    visit.portals[portal.blue].append(node)
+    return replace(portal, value=carried(visit, node, portal.value, source))
+
+
+@rule(ops.portal_orange)
+def _portal_orange(visit: Visit, node: fx.Node) -> Any:
+    (portal,) = visit.ready(node, visit.given(node.args), here(node))
+    if not isinstance(portal, KnownPortal):
+        raise VerifyError("it opens what is no portal", node)
+    visit.portals[portal.blue].append(node)
+    return replace(portal.value, maker=node)
+
+
+@rule(ops.bring)
+def bring(visit: Visit, node: fx.Node) -> Any:
+    """A parameter is copied to a lane, and the lane's compute stream has waited for it."""
+    parameter = visit.given(node.args[0])
+    event = visit.event(node)
+    if isinstance(parameter, NotKnown):
+        return NOT_KNOWN
+    if not isinstance(parameter, KnownState):
+        raise VerifyError("it brings a parameter", node)
+    if isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr":
+        memory = ("parameter", id(attribute(visit.gm, parameter.path)))
+        visit.effects.names.setdefault(memory, f"parameter {parameter.path}")
+        visit.effects.read(memory, event)
+    return Known(("replica", parameter.path), None, here(node), event.clock, node)
+
+
+@rule(ops.transmit)
+def _transmit(visit: Visit, node: fx.Node) -> Any:
+    given = visit.given(node.args[1])
+    visit.take(given)
+    visit.exchange.arrivals[edge_of(node)] = given
+    return None
+
+
+@rule(ops.receive, ops.elsewhere)
+def _receive(visit: Visit, node: fx.Node) -> Any:
+    return NOT_KNOWN
+
+
+@rule(ops.arrived)
+def _arrived(visit: Visit, node: fx.Node) -> Any:
+    if visit.is_one_of_several:
+        return NOT_KNOWN
+    (received,) = node.all_input_nodes
+    sent = visit.exchange.arrivals[edge_of(received)]
+    return mapped(lambda value: _moved_to(value, ANYWHERE, visit.clocks.start), sent)

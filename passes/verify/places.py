@@ -1,0 +1,88 @@
+"""Checks where nodes run: a stage is in one lane, a lane on one device, and each node on the stream
+of that device which its function uses.
+
+::
+
+    node                            lane   device   stream
+    copy_s1_mb0  = copy(...)        1      cuda:1   cuda:1/copy
+    wait_s1_mb0  = wait(...)        1      cuda:1   cuda:1
+    stage_1_mb0  = stage_1(...)     1      cuda:1   cuda:1
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import DEVICE, STAGE, STREAM
+from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
+from passes.verify.errors import VerifyError
+from passes.verify.values import lane_of
+
+CARRIERS = (ops.copy, ops.portal_copy, ops.send)
+TRANSFERS = (ops.transmit, ops.receive, ops.arrived)
+
+
+class Places:
+    """The lanes of stages and the devices of lanes, as the nodes of a graph note them."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._devices: dict[int, tuple[fx.Node, str]] = {}  # by lane: a node there, the device
+        self._lanes: dict[int, fx.Node] = {}  # by stage: a node of the stage, for its lane
+        self._has_streams = any(STREAM in node.meta for node in graph.nodes)
+
+    def check(self, node: fx.Node) -> None:
+        """Check that a lane is on one device, and that a node's stream is one of that device, of
+        the kind that the node's function uses."""
+        if STAGE not in node.meta:
+            return
+        if (STREAM in node.meta) != self._has_streams:
+            raise VerifyError(
+                "either all nodes of stages are noted on a device and a stream, or none: give "
+                'node.meta["device"] and node.meta["stream"]',
+                node,
+            )
+        if DEVICE not in node.meta:
+            return
+        known_to_be = self._lanes.setdefault(node.meta[STAGE], node)
+        if lane_of(known_to_be) != lane_of(node):
+            raise VerifyError(
+                f"stage {node.meta[STAGE]} is in lane {lane_of(known_to_be)}, and this node in "
+                f"lane {lane_of(node)}",
+                node,
+                known_to_be,
+            )
+        device = str(node.meta[DEVICE])
+        first, known = self._devices.setdefault(lane_of(node), (node, device))
+        if known != device:
+            raise VerifyError(
+                f"stages of one lane are on two devices, {known} and {device}", node, first
+            )
+        if node.target in TRANSFERS:
+            return
+        role = COPY if node.target in CARRIERS else COMPUTE
+        if STREAM in node.meta and node.meta[STREAM] != (own := stream_name(device, role)):
+            raise VerifyError(
+                f"it belongs to the stream {own!r}, and is noted on another one", node
+            )
+        if node.target in (*CARRIERS, ops.wait, ops.bring, ops.replicate):
+            self._check_streams(node, device)
+
+    def device_of(self, lane: int) -> str | None:
+        """The device of a lane; None if no node of it has been visited."""
+        return self._devices[lane][1] if lane in self._devices else None
+
+    def _check_streams(self, node: fx.Node, device: str) -> None:
+        """Check that the streams that a node names are those of the device where it is."""
+        source, target = map(str, node.args[1:3])
+        compute, copy = stream_name(device, COMPUTE), stream_name(device, COPY)
+        if node.target is ops.wait:
+            if (source, target) not in ((compute, copy), (copy, compute)):
+                raise VerifyError(f"a wait of this stage is between {compute!r} and {copy!r}", node)
+        elif node.target in (ops.bring, ops.replicate):
+            if (source, target) != (copy, compute):
+                raise VerifyError(
+                    f"a parameter is brought on {copy!r}, to be used on {compute!r}", node
+                )
+        elif target != copy:
+            raise VerifyError(f"what this node brings has to go to the stream {copy!r}", node)

@@ -1,0 +1,230 @@
+"""A visit of a graph: what is known of the nodes so far, and the checks that the rules for single
+functions share.
+
+A rule says, for a function of the vocabulary, what is known of a node's value, and checks what the
+node is given. Rules are in a file for each subject.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.ir.graph import MICROBATCH, STAGE, STREAM, attribute
+from passes.verify.clocks import Clocks, Event
+from passes.verify.effects import MemoryUses
+from passes.verify.errors import VerifyError
+from passes.verify.places import Places
+from passes.verify.record import Exchange, StepRecord
+from passes.verify.stages import StageSummary, stage_of, writes_to_what_it_is_given
+from passes.verify.values import (
+    CALLER,
+    Known,
+    KnownPortal,
+    KnownResults,
+    KnownState,
+    NotKnown,
+    Role,
+    Spot,
+    lane_of,
+    leaves,
+    named,
+)
+
+Rule = Callable[["Visit", fx.Node], Any]
+RULES: dict[Any, Rule] = {}
+"""By a function of the vocabulary, or by the ``op`` of a node: its rule."""
+
+
+def rule(*keys: Any) -> Callable[[Rule], Rule]:
+    """Register the rule of some functions of the vocabulary, or of nodes with an ``op``."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(keys, function))
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class ParameterHome:
+    """Where a parameter lives: the lane and the stage that use it, and its name there."""
+
+    lane: int
+    stage: int | None
+    name: str
+
+
+class Visit:
+    """What is known of a graph's nodes while they are visited one after the other.
+
+    Args:
+        gm: a pipeline graph, a step graph, or the graph of one rank.
+        exchange: what passes between this graph and those of other ranks, which are visited at the
+            same time; None if this one is visited alone.
+    """
+
+    def __init__(self, gm: fx.GraphModule, exchange: Exchange | None = None) -> None:
+        self.gm, self.exchange = gm, exchange or Exchange()
+        transmits = gm.graph.find_nodes(op="call_function", target=ops.transmit)
+        self.is_one_of_several = exchange is None and bool(transmits)
+        """Whether other ranks have parts of the same program, of which nothing is known."""
+        lanes = {lane_of(node) for node in gm.graph.nodes} | {CALLER}
+        self._number = {lane: i for i, lane in enumerate(sorted(lanes))}
+        self.clocks = Clocks(len(lanes))
+        self.effects = MemoryUses()
+        self.places = Places(gm.graph)
+        self.known: dict[fx.Node, Any] = {}
+        self.events: dict[fx.Node, Event] = {}
+        self.portals: dict[fx.Node, list[fx.Node]] = {}  # by the blue node: moves and takers
+        self.step = StepRecord()
+        self.homes: dict[int, ParameterHome] = {}  # by a parameter's id
+        self.given_by: dict[str, fx.Node] = {}  # by a result's name: a node of the stage
+        self.taken: set[Any] = set()  # the names of values that have been used
+        self._stages: dict[str, StageSummary] = {}
+        self._alike: dict[Any, tuple[fx.Node, Any]] = {}
+        self._find_homes()
+
+    def event(self, node: fx.Node, given: Iterable[Any] = ()) -> Event:
+        """The event of a node's work in its lane, which knows what these values know."""
+        clocks = (
+            each.clock for each in leaves(tuple(given)) if isinstance(each, Known | KnownResults)
+        )
+        self.events[node] = self.clocks.event(node, self._number[lane_of(node)], clocks)
+        return self.events[node]
+
+    def ready(self, node: fx.Node, given: Any, place: Spot) -> Any:
+        """Check that values are ready at the place where a node uses them, and belong to the node's
+        micro-batch. Returns the values."""
+        for value in leaves(given):
+            inner = value.value if isinstance(value, KnownPortal) else value
+            if isinstance(inner, Known | KnownResults):
+                self._check_ready(node, inner, place)
+            elif isinstance(inner, KnownState):
+                self._check_home(node, inner)
+        return given
+
+    def _check_ready(self, node: fx.Node, value: Known | KnownResults, place: Spot) -> None:
+        microbatch = node.meta.get(MICROBATCH)
+        if None not in (microbatch, value.microbatch) and microbatch != value.microbatch:
+            raise VerifyError(
+                f"a node of micro-batch {microbatch} is given a value of micro-batch "
+                f"{value.microbatch}",
+                node,
+                value.maker,
+            )
+        at = value.place
+        if STAGE in node.meta and STREAM not in node.meta:
+            return  # in a graph without streams, one thread runs all nodes of a rank
+        if at == place or at.role is Role.ANYWHERE:
+            return
+        is_made_here = at.role in (Role.COMPUTE, Role.LEAVING)  # by the lane's compute stream
+        if is_made_here and place.role is Role.COMPUTE and place.lane in (at.lane, CALLER):
+            return  # the caller's thread, too, computes on the streams of the lanes
+        raise VerifyError(
+            f"{said(value)} is {at}, and the node uses it {place}",
+            node,
+            value.maker,
+            _needed(at, place),
+        )
+
+    def _check_home(self, node: fx.Node, state: KnownState) -> None:
+        """Check that a parameter that a node is given lives in the node's lane."""
+        tensor = attribute(self.gm, state.path)
+        home = self.homes.get(id(tensor))
+        if home is not None and STAGE in node.meta and home.lane != lane_of(node):
+            raise VerifyError(
+                f"the parameter {state.path} lives in lane {home.lane}, and is used in lane "
+                f"{lane_of(node)} without having been brought there",
+                node,
+            )
+
+    def _find_homes(self) -> None:
+        """Note in which lane each parameter of the stages lives: each has one home."""
+        for node in self.gm.graph.nodes:
+            for path in _stages_run_by(node):
+                stage = self.stage(path, node)
+                for number, name in stage.parameters.items():
+                    own = ParameterHome(lane_of(node), node.meta.get(STAGE), name)
+                    if (home := self.homes.setdefault(number, own)).lane != own.lane:
+                        raise VerifyError(
+                            f"the parameter {name} has two homes, the lanes {home.lane} and "
+                            f"{lane_of(node)}: both would add to its gradient at the same time",
+                            node,
+                        )
+
+    def stage(self, path: str, node: fx.Node) -> StageSummary:
+        """What is known of the stage at a path; ``node`` runs it."""
+        if path not in self._stages:
+            module = attribute(self.gm, path)
+            written = writes_to_what_it_is_given(module)
+            if written is not None:
+                raise VerifyError(
+                    f"{path} writes to the memory of its argument {written[1]}, which another "
+                    "stage may still use: it has to write to a copy",
+                    node,
+                )
+            self._stages[path] = stage_of(module, path)
+        return self._stages[path]
+
+    def given(self, args: Any) -> Any:
+        """What is known of an argument, in which nodes stand for their values."""
+        if isinstance(args, fx.Node):
+            return self.known[args]
+        if isinstance(args, list | tuple):
+            return tuple(self.given(each) for each in args)
+        if isinstance(args, dict):
+            return {key: self.given(each) for key, each in args.items()}
+        return args
+
+    def alike(self, key: Any, node: fx.Node, known: Any) -> None:
+        """Check that something is the same for all micro-batches: what a stage is given, say."""
+        if any(isinstance(leaf, NotKnown) for leaf in leaves(known)):
+            return
+        first, before = self._alike.setdefault(key, (node, named(known)))
+        if before != named(known):
+            raise VerifyError(
+                f"micro-batches {first.meta.get(MICROBATCH)} and {node.meta.get(MICROBATCH)} "
+                f"are not treated alike: {before} in one, {named(known)} in the other",
+                node,
+                first,
+            )
+
+    def take(self, given: Any) -> None:
+        """Note that values are used, and not just passed on."""
+        for leaf in leaves(given):
+            if isinstance(leaf, Known):
+                self.taken.add(leaf.what)
+            elif isinstance(leaf, KnownResults) and isinstance(leaf.what, tuple):
+                self.taken.update(leaf.what[1])
+
+
+def here(node: fx.Node, role: Role = Role.COMPUTE) -> Spot:
+    """Give the place in a node's lane where the streams of this role use values."""
+    return Spot(lane_of(node), role)
+
+
+def said(value: Known | KnownResults) -> str:
+    """Say in words which value this is, for messages."""
+    own = "" if value.microbatch is None else f" of micro-batch {value.microbatch}"
+    return f"{value.what if isinstance(value.what, str) else 'a value'}{own}"
+
+
+def _needed(at: Spot, place: Spot) -> str:
+    if at.lane != place.lane:
+        return "a copy to the lane that uses it, between two waits"
+    return f"a wait of the {'copy' if place.role is Role.LEAVING else 'compute'} stream"
+
+
+def _stages_run_by(node: fx.Node) -> Iterator[str]:
+    """The path of the stage that a node runs, if it runs one."""
+    if node.op == "call_module":
+        yield str(node.target)
+    elif node.target in (ops.checkpoint, ops.forward):
+        (module, *_) = node.args
+        assert isinstance(module, fx.Node)
+        yield str(module.target)
