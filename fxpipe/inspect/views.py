@@ -207,7 +207,7 @@ class Views:
 
     @property
     def _contain(self) -> list[str]:
-        """What is in each stage, in words."""
+        """The modules and operators that each stage contains, as text for a line of the report."""
         return [stage.contains for stage in self.stages]
 
     @property

@@ -91,7 +91,7 @@ class PlannedLanes:
 
     @property
     def _places(self) -> tuple[int, ...]:
-        """The number of each stage's device."""
+        """The number of the device that each stage runs on: lanes of one name share a device."""
         return tuple(self._names.index(self._names[lane]) for lane in self.placement)
 
     def planned(
@@ -163,7 +163,7 @@ class PlannedLanes:
 
     @property
     def _stages_on(self) -> list[list[int]]:
-        """The stages on each lane."""
+        """The numbers of the stages that each lane runs, lane by lane."""
         lanes = range(len(self.specs))
         return [[i for i, own in enumerate(self.placement) if own == lane] for lane in lanes]
 

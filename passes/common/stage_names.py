@@ -98,7 +98,7 @@ def _operator(node: fx.Node) -> str:
 
 
 def _items(call: _Contained, stage: int) -> Iterator[_NamedPart]:
-    """What of a call is in a stage."""
+    """Name the parts of a module's call that are in a stage: the call itself, if all of it is."""
     inside = [node for node in call.nodes if node.meta[STAGE] == stage]
     if not inside:
         return

@@ -149,7 +149,7 @@ class _RankBoxes:
 
     @property
     def label(self) -> str:
-        """The rank, and its stages."""
+        """The title of the rank's box: its number and those of its stages."""
         stages = sorted(self._stages)
         plural = "s" * (len(stages) > 1)
         return f"rank {self.rank} · stage{plural} {', '.join(map(str, stages))}"
@@ -237,7 +237,7 @@ def _short(node: fx.Node) -> str:
 
 
 def _notes(programs: Sequence[_RankBoxes]) -> list[str]:
-    """The sentences below the legend."""
+    """Explain, below the legend, the labels and kinds of nodes that are drawn."""
     kinds = {kind: None for each in programs for kind in each.kinds}
     said = [meaning for kind, meaning in MEANING.items() if kind in kinds]
     others = {note: None for each in programs for note in each.notes}
@@ -309,7 +309,7 @@ class _RankGrid:
         return found
 
     def wide(self, box: _RankBox) -> float:
-        """The width of a box or circle."""
+        """Return how wide a box is drawn; a transfer is a circle, of one size."""
         return _SMALL if self.rows[self.row_of[box]].is_thin else self.width
 
     @cached_property
@@ -329,7 +329,7 @@ class _RankGrid:
 
     @cached_property
     def middles(self) -> list[float]:
-        """The y coordinate of each row."""
+        """The y coordinate of each row's middle, from the top row down; y grows upwards."""
         found, top = [], 0.0
         for i, row in enumerate(self.rows):
             size = (_SMALL if row.is_thin else self.height) + 2 * self.pad
@@ -370,7 +370,7 @@ class _RankGrid:
         return [start, (start[0], level), (between, level), (between, last), (end[0], last), end]
 
     def drawn(self, name: str, notes: Sequence[str]) -> graphviz.Source:
-        """The finished drawing."""
+        """Draw all rows and links, and write the notes below the legend."""
         picture = Picture(name, layout="nop2")
         for row in range(len(self.rows)):
             self._draw_row(picture, row)

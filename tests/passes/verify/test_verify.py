@@ -164,21 +164,20 @@ def test_a_stage_in_two_lanes_is_refused():
     assert "stage 2 is in lane 2, and this node in lane 0" in refused(step(), "wait_s2_mb1", change)
 
 
-def test_a_function_of_a_users_pass_is_accepted_where_its_stream_has_the_values():
+@pytest.mark.parametrize("kind", ["function", "method"])
+def test_a_call_of_a_users_pass_is_accepted_where_its_stream_has_the_values(kind):
+    def put_ahead_of(stage: fx.Node) -> None:
+        (value,) = stage.all_input_nodes
+        target = operator.neg if kind == "function" else "neg"
+        with gm.graph.inserting_before(stage):
+            added = gm.graph.create_node(f"call_{kind}", target, (value,))
+        added.meta = dict(stage.meta)
+        stage.replace_input_with(value, added)
+
     gm = pipeline("U-Net")
-    call = named(gm.graph, "stage_1_mb0")
-    (value,) = call.all_input_nodes
-    with gm.graph.inserting_before(call):
-        added = gm.graph.call_function(operator.neg, (value,))
-    added.meta = dict(call.meta)
-    call.replace_input_with(value, added)
+    put_ahead_of(named(gm.graph, "stage_1_mb0"))
     with pytest.raises(VerifyError, match="not treated alike"):
         Verify()(gm)
     for i in (1, 2):
-        other = named(gm.graph, f"stage_1_mb{i}")
-        (value,) = other.all_input_nodes
-        with gm.graph.inserting_before(other):
-            added = gm.graph.call_function(operator.neg, (value,))
-        added.meta = dict(other.meta)
-        other.replace_input_with(value, added)
+        put_ahead_of(named(gm.graph, f"stage_1_mb{i}"))
     Verify()(gm)
