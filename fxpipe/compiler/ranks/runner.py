@@ -110,7 +110,7 @@ class RankRunner(Runner):
         if compiler.homes:
             return super().run(unrolled, values)  # raises, as the model has no values yet
         mine = unrolled.programs[everywhere]
-        self._agree(unrolled, values, everywhere)
+        kind = self._agree(unrolled, values, everywhere)
         self.program = mine
         absent = compiler.absent
         values = [value.to("meta") if absent.is_ghost(value) else value for value in values]
@@ -122,7 +122,7 @@ class RankRunner(Runner):
         program = partial(run_inline, mine.program, given, record)
         if record is not None:
             record.begin([])
-        return self._together(lambda: compiler.transport.run(program, mine.plan, key=0))
+        return self._together(lambda: compiler.transport.run(program, mine.plan, 0, kind))
 
     def _gradients(self) -> Gradients:
         compiler = self.compiler
@@ -162,9 +162,12 @@ class RankRunner(Runner):
             raise
         return result
 
-    def _agree(self, unrolled: RankUnrolled, values: list[Any], everywhere: bool) -> None:
+    def _agree(self, unrolled: RankUnrolled, values: list[Any], everywhere: bool) -> str:
         """Raise :class:`RankError` unless all ranks are about to run the same graph, those of this
-        replica with values of the same shapes, and all parts with the same random numbers."""
+        replica with values of the same shapes, and all parts with the same random numbers.
+
+        Returns a text that stands for the graph and these shapes.
+        """
         agreement, ranks = self.compiler.agreement, self.compiler.ranks
         members = ranks.this_replica if ranks.parts is None else slice(None)
         run = f"run of {unrolled.digest}, {everywhere}"
@@ -172,7 +175,7 @@ class RankRunner(Runner):
             self._refuse_absent(unrolled, values)
             answer = f"{run}, with {_shapes(values)}", self._drawn_from(unrolled)
             answers = agreement.ask(run, answer)[members]
-        texts = [text for text, _ in answers]
+        texts: list[str] = [text for text, _ in answers]
         if len(set(texts)) > 1:
             raise RankError(apart(dict(zip(agreement.names[members], texts, strict=True))))
         if len({state for _, state in answers if state}) > 1:
@@ -180,6 +183,7 @@ class RankRunner(Runner):
                 "the ranks that have parts of the same parameters would draw different random "
                 "numbers, for dropout say: call torch.manual_seed with the same number on all ranks"
             )
+        return texts[0]
 
     def _drawn_from(self, unrolled: RankUnrolled) -> str:
         """Where other parts draw seeds, too: what those of this run depend on, which is the state

@@ -157,9 +157,9 @@ class Description:
     leaves: tuple[Leaf, ...]
 
     @property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> tuple[int, ...]:
         """The bytes of each part."""
-        return [leaf.bytes for leaf in self.leaves if not isinstance(leaf, Constant)]
+        return tuple(leaf.bytes for leaf in self.leaves if not isinstance(leaf, Constant))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The nesting is pickled as containers of numbers, since PyTorch warns when it unpickles the

@@ -2,7 +2,7 @@
 
 ::
 
-    rank 0    transmit ── header ── description ── memory of the tensors ──┐   in this order, on an
+    rank 0    transmit ── memory of the tensors ── header ── description ──┐   in this order, on an
     rank 1    receive ┄┄ (a thread for each edge takes them) ┄┄ arrived ◁──┘   edge of its own
 
 An edge is a pair of ranks, in one direction; messages on it arrive in the order in which they were
@@ -16,9 +16,14 @@ says how many a rank may have for single edges, 16 if it is not given. All other
 which transfers wait for each other, in the order of the step. As this order is the same on all
 ranks, they cannot wait for each other in a circle.
 
-The header says which run the message belongs to, and a rank that gets a message of another run
-raises an error. The description (see :mod:`fxpipe.runtime.ranks.packing`) is sent only at its first
-use on an edge; later headers refer to it by number. Headers travel by gloo, from host to host.
+Nothing travels ahead of tensors whose sizes the receiver knows (see
+:mod:`fxpipe.runtime.ranks.expected`): it has memory for them when they come. The header comes
+behind them. It says which run the message belongs to, whether a gradient is missing, and whether
+the rank has failed in place of sending. Where sizes follow from values, the header is ahead. The
+description (see :mod:`fxpipe.runtime.ranks.packing`) is sent only at its first use on an edge;
+later headers refer to it by number. Headers travel by gloo, from host to host. With a group that
+talks from device to device (NCCL) the header is always ahead: a rank that fails then need not send
+what others expect from its device.
 
 A run that fails on one rank ends on the others too: what the rank still had to transmit is sent as
 a failure, and what it still had to receive is taken and dropped. Afterwards every edge is as empty
@@ -34,11 +39,11 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -49,6 +54,7 @@ from torch import Tensor
 
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.errors import LostRank, RankError, failure, is_final, reason
+from fxpipe.runtime.ranks.expected import Expected, Sizes
 from fxpipe.runtime.ranks.groups import host_group, new_group
 from fxpipe.runtime.ranks.packing import Description, packed, unpacked
 from fxpipe.runtime.ranks.watch import Watch
@@ -62,6 +68,7 @@ COMMUNICATORS = "FXPIPE_COMMUNICATORS"  # an environment variable
 _CONTROL, _PAYLOAD, _MET = 7101, 7102, 7103  # tags, which gloo keeps apart
 _FAILED, _ONCE = -1, -2  # in a header, in place of the number of a description
 _MANY = 4096  # descriptions that are remembered for an edge
+_KINDS = 256  # kinds of runs whose sizes are remembered
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,7 @@ class GroupTransport:
         self._edges: dict[Edge, _EdgeEnd] = {}
         self._lost: dict[int, RuntimeError] = {}  # by the rank, how the network has failed
         self._plan: Plan = {}
+        self._kinds: OrderedDict[str, dict[Edge, Expected]] = OrderedDict()
         self._is_rendezvous = False
         self._run = 0
         self._key = 0
@@ -166,7 +174,7 @@ class GroupTransport:
     def connect(self, edges: Sequence[Edge]) -> None:
         """Make the communicators of these edges, and use each edge once. ``edges`` are those
         between all ranks, in one order on all ranks."""
-        self._begin(0, {})
+        self._begin(0, {}, {})
         shares = [self._channels.add(edge) for edge in edges]
         if any(shares) and not self._by_host:
             dist.barrier(self._channels.shared)  # it makes the communicator, on all ranks at once
@@ -184,19 +192,35 @@ class GroupTransport:
         among all of them."""
         return edge in self._channels.sharing
 
-    def run(self, program: Callable[[], Any], plan: Plan, key: int) -> Any:
+    def run(
+        self,
+        program: Callable[[], Any],
+        plan: Plan,
+        key: int,
+        kind: str,
+        sizes: Callable[[], Mapping[Edge, Sequence[Sizes | None]]] = dict,
+    ) -> Any:
         """Run a program that transmits and receives, and return what it returns.
 
         Args:
             plan: the transfers in the program of this rank.
             key: a number that is the same on all ranks if their programs belong together.
+            kind: a text that is the same on all ranks. Messages are expected to have the sizes that
+                they had in the last run of this kind.
+            sizes: gives what is expected in the first run of this kind, by edges and in order; at
+                both ends of an edge the same.
 
         Raises what the program raises, on this rank. Raises :class:`RankError` if it has failed on
         another rank, or if another rank runs another program.
         """
         self._run += 1
         self.watch.begin(self._run)
-        self._begin(hash((self._run, key)), plan)
+        if kind not in self._kinds:
+            self._kinds[kind] = {edge: Expected(each) for edge, each in sizes().items()}
+        self._kinds.move_to_end(kind)
+        while len(self._kinds) > _KINDS:
+            self._kinds.popitem(last=False)
+        self._begin(hash((self._run, key)), plan, self._kinds[kind])
         try:
             result = program()
             self.finish()
@@ -207,11 +231,12 @@ class GroupTransport:
             raise
         return result
 
-    def _begin(self, key: int, plan: Plan) -> None:
+    def _begin(self, key: int, plan: Plan, expected: dict[Edge, Expected]) -> None:
         self._key, self._plan = key, plan
         self._is_rendezvous = os.environ.get("FXPIPE_RENDEZVOUS", "0") not in ("", "0")
-        for edge in self._edges.values():
+        for ends, edge in self._edges.items():
             edge.done = 0
+            edge.expected = expected.setdefault(ends, Expected())
 
     def finish(self) -> None:
         """Wait until everything that this rank transmits has been sent."""
@@ -252,11 +277,12 @@ class GroupTransport:
         """Send a message on an edge. Once the network has failed there, nothing is sent."""
         transfer = edge.done
         edge.done += 1
-        header = torch.tensor([self._key, number, len(text)])
-        sent = [header] + ([_bytes(text)] if text else [])
+        ahead, behind = self._around(edge, transfer, number, parts)
+        header = [torch.tensor([self._key, number, len(text)])] + ([_bytes(text)] if text else [])
+        message = _Message(ahead, header, behind)
         if not self.is_shared(edge.ends):
-            works = self._issue(edge, transfer, sent, parts)
-            edge.worker.do(partial(self._wait, edge, transfer, works, [*sent, *parts]))
+            works = self._issue(edge, transfer, message)
+            edge.worker.do(partial(self._wait, edge, transfer, works, message))
             return
         ready = [stream.record_event() for stream in current([self.device])]
 
@@ -264,25 +290,47 @@ class GroupTransport:
             for stream, event in zip(edge.streams, ready, strict=True):
                 stream.wait_event(event)
             with on(*edge.streams):
-                works = self._issue(edge, transfer, sent, parts)
-                self._wait(edge, transfer, works, [*sent, *parts])
+                works = self._issue(edge, transfer, message)
+                self._wait(edge, transfer, works, message)
 
         edge.worker.do(send)
 
-    def _issue(
-        self, edge: _EdgeEnd, transfer: int, sent: list[Tensor], parts: list[Tensor]
-    ) -> list[Any]:
-        """Begin to send the header of a message and its parts."""
+    def _around(
+        self, edge: _EdgeEnd, transfer: int, number: int, parts: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What to send ahead of the header, and behind it. Where parts are expected of which there
+        are none, or others, memory of the expected sizes is sent in their place."""
+        expected = self._expected(edge, transfer)
+        sizes = tuple(part.numel() for part in parts)
+        if number != _FAILED:
+            edge.expected.note(transfer, sizes)
+            if sizes == expected:
+                return parts, []
+        return [torch.zeros(size, dtype=torch.uint8) for size in expected or ()], parts
+
+    def _expected(self, edge: _EdgeEnd, transfer: int) -> Sizes | None:
+        return edge.expected.of(transfer) if self._by_host else None
+
+    def _issue(self, edge: _EdgeEnd, transfer: int, message: _Message) -> list[Any]:
+        """Begin to send a message."""
         peer = self.ranks[edge.ends[1]]
         with self._or_lost(edge, transfer):
-            works = [dist.isend(t, peer, self._control, tag=_CONTROL) for t in sent]
-            for part in parts:
-                if part.numel():
-                    part = part.cpu() if self._by_host else part
-                    sent.append(part)
-                    works += self._exchange(dist.isend, part, peer, edge)
+            works = self._issued(edge, peer, message, message.ahead)
+            works += [dist.isend(t, peer, self._control, tag=_CONTROL) for t in message.header]
+            works += self._issued(edge, peer, message, message.behind)
             if self._is_rendezvous:
                 dist.recv(torch.empty(1), peer, self._control, tag=_MET)
+        return works
+
+    def _issued(
+        self, edge: _EdgeEnd, peer: int, message: _Message, parts: list[Tensor]
+    ) -> list[Any]:
+        works: list[Any] = []
+        for part in parts:
+            if part.numel():
+                part = part.cpu() if self._by_host else part
+                message.sent.append(part)
+                works += self._exchange(dist.isend, part, peer, edge)
         return works
 
     def _exchange(self, how: Any, part: Tensor, peer: int, edge: _EdgeEnd) -> list[Any]:
@@ -293,8 +341,8 @@ class GroupTransport:
             return [how(part, peer, self._payload[source < target], tag=_PAYLOAD)]
         return dist.batch_isend_irecv([dist.P2POp(how, part, peer, self._channels.shared)])
 
-    def _wait(self, edge: _EdgeEnd, transfer: int, works: list[Any], sent: list[Tensor]) -> None:
-        """Wait until a message is sent, and keep its tensors (``sent``) alive until then."""
+    def _wait(self, edge: _EdgeEnd, transfer: int, works: list[Any], message: _Message) -> None:
+        """Wait until a message is sent, and keep its tensors alive until then."""
         with self._or_lost(edge, transfer):
             for work in works:
                 work.wait()
@@ -343,23 +391,29 @@ class GroupTransport:
 
     def _take(self, edge: _EdgeEnd, number: int, key: int) -> Any:
         with self._or_lost(edge, number):
-            return self._taken(edge, key)
+            return self._taken(edge, number, key)
 
-    def _taken(self, edge: _EdgeEnd, key: int) -> Any:
+    def _taken(self, edge: _EdgeEnd, transfer: int, key: int) -> Any:
         peer = self.ranks[edge.ends[0]]
         if self._is_rendezvous:
             dist.send(torch.empty(1), peer, self._control, tag=_MET)
+        expected = self._expected(edge, transfer)
+        ahead = [self._part(edge, size) for size in expected or ()]
         header = torch.empty(3, dtype=torch.int64)
         dist.recv(header, peer, self._control, tag=_CONTROL)
         theirs, number, length = header.tolist()
         text = torch.empty(length, dtype=torch.uint8)
         if length:
             dist.recv(text, peer, self._control, tag=_CONTROL)
+        came = [part() for part in ahead]
         if number == _FAILED:
             raise RankError(bytes(text.tolist()).decode())
         description = edge.description(number, bytes(text.tolist()))
+        edge.expected.note(transfer, description.sizes)
         with on(*edge.streams):
-            values = unpacked(description, [self._part(edge, n) for n in description.sizes])
+            if description.sizes != expected:
+                came = [self._part(edge, size)() for size in description.sizes]
+            values = unpacked(description, came)
         for stream in edge.streams:
             made(values, stream)
         if theirs != key:
@@ -370,14 +424,19 @@ class GroupTransport:
             )
         return values
 
-    def _part(self, edge: _EdgeEnd, size: int) -> Tensor:
+    def _part(self, edge: _EdgeEnd, size: int) -> Callable[[], Tensor]:
+        """Begin to receive a part. Returns what waits for it, and returns it."""
         device = torch.device("cpu") if self._by_host else self.device
         part = torch.empty(size, dtype=torch.uint8, device=device)
-        if size:
-            peer = self.ranks[edge.ends[0]]
-            for work in self._exchange(dist.irecv, part, peer, edge):
+        peer = self.ranks[edge.ends[0]]
+        works = self._exchange(dist.irecv, part, peer, edge) if size else []
+
+        def come() -> Tensor:
+            for work in works:
                 work.wait()
-        return part.to(self.device)
+            return part.to(self.device)
+
+        return come
 
     def _edge(self, edge: Edge) -> _EdgeEnd:
         if edge not in self._edges:
@@ -439,12 +498,24 @@ def _limit() -> int:
     return int(given)
 
 
+@dataclass
+class _Message:
+    """What is sent for a transfer, in this order: parts that the receiver expects, the header with
+    the text that belongs to it, and parts that it does not expect."""
+
+    ahead: list[Tensor]
+    header: list[Tensor]
+    behind: list[Tensor]
+    sent: list[Tensor] = field(default_factory=list)  # the parts in the memory that is sent
+
+
 class _EdgeEnd:
     """One end of an edge: its thread, and the descriptions that both ends know by number."""
 
     def __init__(self, ends: Edge, device: torch.device, worker: Worker | None) -> None:
         self.ends = ends
         self.done = 0  # how many transfers have begun in this run
+        self.expected = Expected()  # the sizes of this run's messages
         self.worker = worker or Worker(f"fxpipe-edge-{ends[0]}-{ends[1]}")
         self.streams = (torch.Stream(device=device),) if has_streams(device) else ()
         self._numbers: dict[Description, int] = {}

@@ -16,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.runtime.ranks import transport
+from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.transport import COMMUNICATORS
+from fxpipe.runtime.ranks.watch import Watch
 from fxpipe.schedule import placement_of
 from passes import Tied, default_chain
 from tests.zoo import mean_loss, same
@@ -375,3 +378,68 @@ def without_inputs(group: Where, make: Make, call: Call, is_meta: bool, **option
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
     return losses, grads, output, said
+
+
+@contextmanager
+def noting_messages(sent: list[str]):
+    """Note what this process begins to send: headers, and the memory of tensors."""
+    isend = dist.isend
+
+    def noted(tensor: Tensor, *args: Any, tag: int = 0, **kwargs: Any) -> Any:
+        sent.append({transport._CONTROL: "header", transport._PAYLOAD: "tensor"}[tag])
+        return isend(tensor, *args, tag=tag, **kwargs)
+
+    dist.isend = noted
+    try:
+        yield
+    finally:
+        dist.isend = isend
+
+
+def messages(
+    group: dist.ProcessGroup, name: str, runs: Sequence[Sequence[Any]], sizes: Sequence[Any]
+) -> list[Any]:
+    """Let rank 0 send to rank 1 what each run has, of which an exception is raised instead. Returns
+    for each run what has been sent, on rank 0, or received, on rank 1, or the error.
+
+    Args:
+        name: differs from call to call.
+        sizes: the bytes that are expected of each message in the first run.
+    """
+    rank, edge, found = dist.get_rank(group), (0, 1), []
+    names, alarm = ["rank 0", "rank 1"], Alarm(rank, 2)
+    alarm.name = name
+    watch, patience = Watch(name, rank, names), timedelta(seconds=60)
+    way = transport.GroupTransport(group, torch.device("cpu"), patience, names, watch, alarm)
+    way.connect([edge])
+    for values in runs:
+        sent: list[str] = []
+
+        def program(values: Any = values) -> list[Any]:
+            got = []
+            for number, value in enumerate(values):
+                if rank:
+                    got.append(way.receive(edge, number).wait())
+                elif isinstance(value, Exception):
+                    raise value
+                else:
+                    way.transmit(value, edge, number)
+            return got
+
+        alarm.begin()
+        plan = {edge: [transport.Planned(0, "a value")] * len(values)}
+        try:
+            with noting_messages(sent):
+                got = way.run(program, plan, 0, "the same", lambda: {edge: sizes})
+            found.append(got if rank else sent)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    way.close()
+    alarm.close()
+    return found
+
+
+def messages_that_meet(*args: Any) -> list[Any]:
+    """:func:`messages`, where each transmit waits for its receive."""
+    with rendezvous():
+        return messages(*args)

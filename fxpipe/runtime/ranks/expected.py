@@ -1,0 +1,48 @@
+"""Expected sizes: both ends of an edge know how large a message is before it is sent.
+
+::
+
+    expected (12,)    rank 0  part of 12 bytes, header ──> rank 1   the receives of both are posted
+    unknown           rank 0  header, part of 8 bytes ───> rank 1   the header's first, then the
+                                                                    part's, whose size it says
+
+Which sizes are expected follows from the fake values that the model was traced with and from the
+rows of each micro-batch. What cannot be known so (whether a gradient is missing, say) is taken to
+be as in the run before. A size that differs again follows from values: it travels ahead from then
+on, in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Sizes = tuple[int, ...]
+"""The bytes of each part of a message, as :mod:`fxpipe.runtime.ranks.packing` makes parts."""
+
+
+class Expected:
+    """The sizes of the messages on one edge, in all runs with inputs of the same shapes.
+
+    Each end of the edge has one of these. Both note the same sizes in the same order, so that both
+    always expect the same.
+
+    Args:
+        sizes: what is expected of each message in the first run, by its number; None if that is not
+            known.
+    """
+
+    def __init__(self, sizes: Sequence[Sizes | None] = ()) -> None:
+        self._sizes = dict(enumerate(sizes))
+        self._seen: set[int] = set()
+        self._varying: set[int] = set()
+
+    def of(self, number: int) -> Sizes | None:
+        """The sizes of the next message of this number; None if they have to travel ahead of it."""
+        return None if number in self._varying else self._sizes.get(number)
+
+    def note(self, number: int, sizes: Sizes) -> None:
+        """Note the sizes of a message that has been sent or received."""
+        if number in self._seen and sizes != self._sizes[number]:
+            self._varying.add(number)
+        self._seen.add(number)
+        self._sizes[number] = sizes

@@ -1,0 +1,63 @@
+"""What travels for a transfer, and in which order."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.fxpipe.ranks import jobs
+from tests.zoo import same
+
+SMALL, LARGE = torch.ones(3), torch.arange(1000.0)
+_count = itertools.count()
+
+
+@pytest.fixture(params=[False, True], ids=["", "rendezvous"])
+def sent(pool, request):
+    """Sends the messages of each run; what arrives is what was sent."""
+
+    def sent(runs, sizes=()):
+        job = jobs.messages_that_meet if request.param else jobs.messages
+        there, here = pool.run(job, f"messages {next(_count)}", runs, sizes, ranks=2)
+        for got, values in zip(here, runs, strict=True):
+            assert isinstance(got, str) or same(got, values)
+        return there, here
+
+    return sent
+
+
+def test_nothing_travels_ahead_of_a_tensor_whose_size_follows_from_shapes(sent):
+    there, _ = sent([[SMALL], [SMALL]], sizes=[(12,)])
+    # The first header has a text that describes the tensor.
+    assert there == [["tensor", "header", "header"], ["tensor", "header"]]
+
+
+def test_a_header_travels_ahead_only_once_where_sizes_stay_the_same(sent):
+    there, _ = sent([[LARGE, SMALL], [LARGE, SMALL]])
+    assert there[0] == ["header", "header", "tensor"] * 2
+    assert there[1] == ["tensor", "header"] * 2
+
+
+def test_the_header_says_that_a_gradient_is_missing(sent):
+    there, _ = sent([[SMALL, SMALL], [None, SMALL], [SMALL, SMALL]], sizes=[(12,), (12,)])
+    assert there[1] == ["tensor", "header", "header", "tensor", "header"]
+    assert there[2] == ["header", "tensor", "tensor", "header"]
+
+
+def test_sizes_that_follow_from_values_travel_ahead(sent):
+    lengths = 3, 5, 2, 7, 0, 9
+    there, _ = sent([[torch.ones(length), SMALL] for length in lengths], sizes=[(12,), (12,)])
+    ahead = [order.index("header") == 0 for order in there]
+    assert ahead == [False, False, True, True, True, True]
+
+
+def test_a_rank_that_fails_leaves_nothing_on_the_way(sent):
+    """The other rank expects tensors: they are sent, and dropped. Its next run gets its own."""
+    broken = [SMALL, ValueError("it is broken"), LARGE]
+    runs = [[SMALL, LARGE, LARGE], broken, [LARGE[:3], LARGE, LARGE]]
+    there, here = sent(runs, sizes=[(12,), (4000,), None])
+    assert there[1] == "ValueError: it is broken"
+    assert here[1] == "RankError: rank 0 failed: ValueError: it is broken"
+    assert there[2] == ["tensor", "header"] * 3
