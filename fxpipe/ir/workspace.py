@@ -35,16 +35,21 @@ class NodeWorkspace:
         forward, backward: the most in each of the two.
         gradients: by the node's input tensors, the bytes of their gradients: 0 for one that gets
             none, and -1 for one that gets the gradient of the node's own value, as a sum gives it.
+        weights: the bytes of the largest gradient of a parameter, times the number of micro-batches,
+            as each of them makes one of this size, however few rows it has. It is not part of
+            ``backward``.
     """
 
     forward: int = 0
     backward: int = 0
     gradients: tuple[int, ...] = ()
+    weights: int = 0
 
     def times(self, count: int) -> NodeWorkspace:
         """What ``count`` such nodes need, one for each part of a mini-batch."""
         gradients = tuple(size if size < 0 else size * count for size in self.gradients)
-        return NodeWorkspace(self.forward * count, self.backward * count, gradients)
+        forward, backward, weights = self.forward, self.backward, self.weights
+        return NodeWorkspace(forward * count, backward * count, gradients, weights * count)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class StageWorkspace:
         again: in a forward that keeps the stage's inputs only, beyond these.
         backward: in a backward that frees activations as it goes, with the gradients of results.
         half: in the first half of a backward, which frees none.
+        weights: in the second half of a backward: the largest gradient of a parameter, which is
+            there beside the ``.grad`` that it is added to.
         kept_inputs: how many bytes of the stage's inputs are among its activations.
     """
 
@@ -64,6 +71,7 @@ class StageWorkspace:
     again: int = 0
     backward: int = 0
     half: int = 0
+    weights: int = 0
     kept_inputs: int = 0
 
 
@@ -84,6 +92,7 @@ def workspace_of(nodes: Sequence[fx.Node]) -> StageWorkspace:
         walk.forward({}, walk.inputs) - sum(walk.inputs.values()),
         walk.backward(frees=True) - kept,
         walk.backward(frees=False) - kept,
+        max((_workspace(node).weights for node in nodes), default=0),
         sum(size for memory, size in walk.inputs.items() if memory in walk.kept),
     )
 
@@ -140,7 +149,8 @@ class _Walk:
         return [memory for source in node.all_input_nodes for memory in self._memories(source)]
 
     def backward(self, frees: bool) -> int:
-        """The most bytes in a backward. ``frees``: whether it frees what nobody needs any more."""
+        """The most bytes in a backward. ``frees``: whether it is a whole one, which also makes the
+        gradients of parameters, and frees what nobody needs any more."""
         uses = Counter(memory for saved in self.saved.values() for memory in saved)
         there, grads = _Bytes(self.kept), _PendingGradients()
         for node in self.results:
@@ -151,7 +161,8 @@ class _Walk:
             found = (grads.take(tensor) for tensor, _ in _tensors(node))
             incoming = [number for number in found if number is not None]
             if incoming:
-                most = max(most, there.total + grads.bytes.total + _workspace(node).backward)
+                needed = _workspace(node).backward + _workspace(node).weights * frees
+                most = max(most, there.total + grads.bytes.total + needed)
                 for tensor, size in zip(_inputs(node), _workspace(node).gradients, strict=False):
                     if memory_of(tensor) not in self.state:  # ``.grad`` is there all the time
                         grads.put(tensor, size, incoming[0])

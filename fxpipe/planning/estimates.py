@@ -274,8 +274,15 @@ def _running(stages: Sequence[StageMemory], chunks: int, loss: LossMemory) -> Wh
     for i, stage in enumerate(stages):
         if (workspace := stage.workspace) is None:
             return None
-        each = workspace.forward, workspace.again, workspace.backward, workspace.half
-        found.append(Workspace(*(bytes / chunks for bytes in each)))
+        found.append(
+            Workspace(
+                forward=workspace.forward / chunks,
+                again=workspace.again / chunks,
+                backward=workspace.backward / chunks,
+                half=workspace.half / chunks,
+                weights=workspace.weights / chunks,
+            )
+        )
         kept.update({(i, j): bytes / chunks for j, bytes in stage.kept_results.items()})
     return WhileRunning(found, loss.workspace / chunks, kept)
 

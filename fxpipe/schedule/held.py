@@ -88,7 +88,7 @@ class _Workspaces:
                 own = stage.backward if action.kind is Kind.BACKWARD else stage.half
                 return max(own, stage.forward) if is_again else own
             case Kind.WEIGHT_GRAD:
-                return 0.0
+                return stage.weights
 
     def of_loss(self, action: Action) -> float:
         """The bytes, beyond what is kept until then, of the loss's backward, with which a backward

@@ -39,12 +39,14 @@ class Workspace:
         backward: for a whole backward, which frees activations as it goes.
         half: for the first half of a backward; gradients that the second half needs take the place
             of activations that the first half has used.
+        weights: for the second half of a backward.
     """
 
     forward: float = 0.0
     again: float = 0.0
     backward: float = 0.0
     half: float = 0.0
+    weights: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,8 @@ class Work:
     ``saved_inputs`` and ``saved_outputs`` are the indices, among the node's input and output
     tensors, of those that it saves for the backward; ``saved_inside`` has the bytes of each further
     saved tensor. ``edges`` says how many edges of the autograd graph lead to each of its inputs,
-    and ``gradients`` how large their gradients are (:class:`fxpipe.ir.workspace.NodeWorkspace`).
+    ``gradients`` how large their gradients are, and ``weights`` how large the largest gradient of a
+    parameter is, times the number of micro-batches (:class:`fxpipe.ir.workspace.NodeWorkspace`).
     """
 
     forward: Load
@@ -118,11 +119,14 @@ class Work:
     saved_inside: tuple[int, ...] = ()
     edges: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
+    weights: int = 0
 
     @property
     def workspace(self) -> NodeWorkspace:
         """The memory that the node needs while it runs, for a mini-batch."""
-        return NodeWorkspace(self.forward.memory, self.backward.memory, self.gradients)
+        return NodeWorkspace(
+            self.forward.memory, self.backward.memory, self.gradients, self.weights
+        )
 
     def repeated(self, count: int, chunks: int) -> Work:
         """The work of a node that is done ``count`` times in a mini-batch, and launched once for
@@ -131,7 +135,13 @@ class Work:
             return self
         forward, backward = (load.times(count, chunks) for load in (self.forward, self.backward))
         gradients = tuple(size * count if size > 0 else size for size in self.gradients)
-        return replace(self, forward=forward, backward=backward, gradients=gradients)
+        return replace(
+            self,
+            forward=forward,
+            backward=backward,
+            gradients=gradients,
+            weights=self.weights * chunks,
+        )
 
     def seconds(self, device: DeviceSpec) -> float:
         """The seconds of forward and backward together, by the roofline model."""
@@ -213,7 +223,7 @@ class _Runs:
         return {memory: size for memory, size in found.items() if memory not in own}
 
     def _run(self, node: fx.Node) -> Work:
-        backward, gradients = Load(), tuple[int, ...]()
+        backward, gradients, weights = Load(), tuple[int, ...](), 0
         with self.interpreter.mode, torch.enable_grad():
             ahead = self._forward(node, VALUE)
             edges = Counter(
@@ -222,7 +232,7 @@ class _Runs:
             )
             if NO_BACKWARD not in node.meta:
                 try:
-                    gradients = _run_backward(ahead, backward)
+                    gradients, weights = _run_backward(ahead, backward)
                 except Exception as error:  # a user's backward may raise anything on fake tensors
                     if not is_the_models(error):
                         raise
@@ -239,6 +249,7 @@ class _Runs:
             self._inside(node, ahead),
             tuple(edges[end] for end in ahead.ends),
             gradients,
+            weights,
         )
 
     def _forward(self, node: fx.Node, values: str) -> _Forward:
@@ -307,15 +318,16 @@ class _Forward:
         return tuple(size for memory, size in self.kept.items() if memory not in shown)
 
 
-def _run_backward(ahead: _Forward, load: Load) -> tuple[int, ...]:
+def _run_backward(ahead: _Forward, load: Load) -> tuple[tuple[int, ...], int]:
     """Run the backward of a node. Returns the bytes of the gradients of its inputs: 0 where there
-    is none, -1 for one of the node's own gradients. Those of parameters are added to what is there
-    one by one, so of their memory only that of the largest counts."""
+    is none, -1 for one of the node's own gradients; and those of the largest gradient of a
+    parameter. These are added to what is there one by one, so that only one is there at a time.
+    They are not part of the load's memory, as they are as large for few rows as for many."""
     given = [t for t in ahead.outputs if t.grad_fn is not None]
     inputs = [*ahead.leaves, *ahead.parameters]
     wanted = list({id(t): t for t in inputs if t.requires_grad}.values())
     if not (given and wanted):
-        return ()
+        return (), 0
     gradients = [torch.empty_like(t) for t in given]
     with Counting(load):
         found = torch.autograd.grad(given, wanted, gradients, allow_unused=True)
@@ -326,8 +338,8 @@ def _run_backward(ahead: _Forward, load: Load) -> tuple[int, ...]:
         if grad is not None
     }
     of_parameters = [max(sizes.get(id(t), 0), 0) for t in ahead.parameters]
-    load.memory -= sum(of_parameters) - max(of_parameters, default=0)
-    return tuple(sizes.get(id(t), 0) for t in ahead.leaves)
+    load.memory = max(0, load.memory - sum(of_parameters))
+    return tuple(sizes.get(id(t), 0) for t in ahead.leaves), max(of_parameters, default=0)
 
 
 def _fresh(tensor: Tensor, leaves: list[Tensor], wants_gradient: bool) -> Tensor:

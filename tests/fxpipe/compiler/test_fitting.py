@@ -51,9 +51,9 @@ def test_a_model_that_only_fits_with_an_uneven_cut_is_cut_so_and_trains_as_ever(
 
 
 def test_memory_is_one_figure_or_one_for_each_lane():
-    with compiled(Heavy(), [f"{int(1.2 * TABLE)}B", "1GiB"]) as pipe:
+    with compiled(Heavy(), [f"{int(1.5 * TABLE)}B", "1GiB"]) as pipe:
         peaks = pipe.timeline().peak_memory
-        assert peaks[0] <= 1.2 * TABLE
+        assert peaks[0] <= 1.5 * TABLE
     with compiled(Heavy(), ["1GiB", None]) as pipe:
         assert "of 1.0 GiB, " in pipe.report()
 

@@ -75,6 +75,18 @@ def test_what_a_stage_does_not_save_is_counted_while_it_is_there():
     assert values(second) == StageWorkspace(forward=5, again=5, backward=3, half=3)
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_each_micro_batch_makes_a_whole_gradient_of_a_weight_however_few_rows_it_has(chunks):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16 * ROWS))
+    _, second = workspaces(model, ["1"], chunks)
+    weight, result = 4 * WIDTH * 16 * ROWS, 4 * ROWS * 16 * ROWS
+    assert second.weights == chunks * weight
+    # A whole backward makes it beside the gradients of the result and of the input. The first half
+    # of a backward does not make it.
+    assert second.backward == result + VALUE + chunks * weight
+    assert second.half == result + VALUE
+
+
 def test_the_memory_of_what_is_made_is_counted_as_long_as_it_is_there():
     living = Living()
     given = torch.ones(256)

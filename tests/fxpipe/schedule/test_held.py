@@ -60,6 +60,21 @@ def test_an_action_needs_its_workspace_only_while_it_runs():
     assert last == ((0.0, 0.0), (1.0, 107.0), (2.0, 100.0), (2.0, 107.0), (4.0, 0.0))
 
 
+def test_the_second_half_of_a_backward_makes_gradients_of_parameters():
+    even = (1.0, 1.0, 1.0)
+    stages = [Workspace(forward=1, backward=30, half=4, weights=20)] * 2
+    first, _ = held([even, even], WhileRunning(stages), schedule="zb_h1", microbatches=1)
+    assert first == (
+        (0.0, 0.0),
+        (0.0, 101.0),
+        (1.0, 100.0),
+        (3.0, 104.0),
+        (4.0, 100.0),
+        (4.0, 120.0),
+        (5.0, 0.0),
+    )
+
+
 def test_a_stage_that_is_run_again_needs_what_its_forward_does_and_its_inputs_once():
     even = (1.0, 2.0)
     stages = [Workspace(forward=1, again=2, backward=3, half=4)] * 2
