@@ -35,8 +35,8 @@ class NodeWorkspace:
         forward, backward: the most in each of the two.
         gradients: by the node's input tensors, the bytes of their gradients: 0 for one that gets
             none, and -1 for one that gets the gradient of the node's own value, as a sum gives it.
-        weights: the bytes of the largest gradient of a parameter, times the number of micro-batches,
-            as each of them makes one of this size, however few rows it has. It is not part of
+        weights: the bytes of the largest gradient of a parameter, times the micro-batches, since
+            each of them makes one of this size, however few rows it has. It is not part of
             ``backward``.
     """
 
