@@ -16,6 +16,7 @@ from fxpipe.compiler.ranks.tensors import parameters_in_parts
 from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.inspect.dump import dump_of
 from fxpipe.ir._torch import sharded_modules
+from fxpipe.ir.text import kind
 from fxpipe.pipeline import Pipeline
 from fxpipe.planning.limits import Memory
 from fxpipe.ranks import RankPipeline
@@ -172,7 +173,7 @@ def compile(
             message says how many bytes are missing, and which other calls would fit.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"compile takes an nn.Module, got a {type(model).__name__}")
+        raise TypeError(f"compile takes a model, an nn.Module, and is given {kind(model)}")
     if isinstance(model, Pipeline):
         raise TypeError(
             f"compile takes a model, and {type(model.module).__name__} is a pipeline already: give "
@@ -230,8 +231,13 @@ def compile(
     if has_example:
         if example_inputs is not None and not isinstance(example_inputs, tuple):
             raise TypeError(
-                f"example_inputs is the tuple of the model's arguments, got a "
-                f"{type(example_inputs).__name__}; write example_inputs=(x,) for one argument"
+                "example_inputs is the tuple of the model's arguments, and is given "
+                f"{kind(example_inputs)}: write example_inputs=(x,) for one argument"
+            )
+        if example_kwargs is not None and not isinstance(example_kwargs, dict):
+            raise TypeError(
+                f"example_kwargs is {kind(example_kwargs)}: give a dict from the names of the "
+                "model's arguments to their values"
             )
         pipeline.prepare(*(example_inputs or ()), **(example_kwargs or {}))
     return pipeline

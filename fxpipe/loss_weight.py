@@ -30,6 +30,12 @@ class Tokens:
 
     def __call__(self, *target: Any, **inputs: Any) -> Tensor:
         given = target[0] if target else inputs
+        if isinstance(given, Mapping) and self.name not in given:
+            raise ValueError(
+                f"loss_weight counts the labels in {self.name!r}, and there are "
+                f"{', '.join(map(repr, given))}: give the name of the labels, "
+                "fxpipe.loss_weight.tokens(name)"
+            )
         labels = given[self.name] if isinstance(given, Mapping) else given
         if self.shifted:
             labels = labels[..., 1:]

@@ -23,12 +23,13 @@ from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.runner import Runner
+from fxpipe.compiler.runner import NO_TRACE, Runner
 from fxpipe.inspect.views import Stage, Views
 from fxpipe.ir.counts import count
 from fxpipe.ir.graph import WRITTEN
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
+from fxpipe.ir.text import kind
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source
 from fxpipe.planning.estimates import measured
@@ -185,6 +186,13 @@ class Pipeline(ModelProxy):
         _check(scaler, optimizers or ())
         if zero_grad and optimizers is None:
             raise ValueError("zero_grad=True needs an optimizer=, which takes the gradients first")
+        if optimizers == []:
+            raise ValueError("optimizer is an empty list: give an optimizer, or None for no step")
+        if max_grad_norm is not None and not max_grad_norm >= 0:
+            raise ValueError(
+                f"max_grad_norm is {max_grad_norm!r}: give the largest norm that the gradients may "
+                "have, 0 or more"
+            )
         if max_grad_norm is not None and optimizers is None:
             raise ValueError(
                 "max_grad_norm needs an optimizer=, which takes the clipped gradients; without one "
@@ -331,7 +339,14 @@ class Pipeline(ModelProxy):
 
         Raises RuntimeError if the conversion would move the model to another device.
         """
-        device = moved_to(self.module, fn)
+        try:
+            device = moved_to(self.module, fn)
+        except Exception as error:  # the conversion itself fails, as to a device that is not here
+            options = self._runner.options
+            raise RuntimeError(
+                f"a pipeline stays on the devices of its stages ({', '.join(options.names)}), and "
+                f"cannot be moved ({error}): compile the model for other devices"
+            ) from error
         if device is not None:
             raise RuntimeError(
                 f"a pipeline cannot be moved to {device}: its stages are on "
@@ -340,6 +355,12 @@ class Pipeline(ModelProxy):
         self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.recompile()
         return self
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """``torch.jit.script`` calls this method first.
+
+        Raises RuntimeError: a pipeline cannot be compiled to TorchScript."""
+        raise RuntimeError(NO_TRACE)
 
     # ------------------------------------------------------------------- graphs, drawings, reports
 
@@ -496,12 +517,12 @@ def _listed(optimizer: Any) -> list[Any] | None:
 def _check(scaler: torch.amp.GradScaler | None, optimizers: Sequence[Any]) -> None:
     """Raise TypeError or ValueError for a scaler or optimizers that a step cannot use."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler is a {type(scaler).__name__}: give a torch.amp.GradScaler")
+        raise TypeError(f"scaler is {kind(scaler)}: give a torch.amp.GradScaler")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}: give one of torch.optim, or call its "
-                "step() afterwards"
+                f"optimizer is {kind(optimizer)}: give an instance of a torch.optim.Optimizer, or "
+                "let an optimizer of another kind step afterwards, by itself"
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("LBFGS needs all gradients at once: call its step() afterwards")

@@ -85,7 +85,10 @@ class Tracker:
         """Called at the end of a forward: raises :class:`SkipError` if a value has not been
         popped."""
         for key, (_, by) in self._held.items():
-            raise SkipError(f"{_text(key)} is stashed by {by}, and nobody pops it")
+            raise SkipError(
+                f"{_text(key)} is stashed by {by}, and nobody pops it: pop it in a "
+                "module that runs later, or do not stash it"
+            )
 
     def _describe(self, module: object) -> str:
         if not isinstance(module, nn.Module):

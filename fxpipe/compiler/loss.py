@@ -133,7 +133,10 @@ class Loss(nn.Module):
                 return self.call(output, whole)  # type: ignore[misc]
         except Exception as error:
             if whole is None:
-                error.add_note("step() was given no target=, so that loss_fn was called with None")
+                error.add_note(
+                    "step() was given no target=, so that loss_fn was called with None for it: "
+                    "give step(x, target=y)"
+                )
             raise
 
 
@@ -275,6 +278,8 @@ class Target:
 def _is_split(leaf: Any, batch: int | None) -> bool:
     if isinstance(leaf, ListOfRows):
         return True
+    if isinstance(leaf, Tensor) and leaf.is_meta:
+        raise ValueError('the target has no values: it is on the device "meta"; give one that has')
     is_array = isinstance(leaf, Tensor) or hasattr(leaf, "__array__")
     if batch is None or not is_array or len(leaf.shape) == 0:
         return False

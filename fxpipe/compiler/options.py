@@ -16,6 +16,8 @@ from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec, spec_of
+from fxpipe.ir.given import check_call
+from fxpipe.ir.text import kind
 from fxpipe.meaning.loss import ROWS
 from fxpipe.planning.estimates import estimated_costs
 from fxpipe.planning.limits import Memory, limits_of
@@ -108,9 +110,11 @@ class Options:
             raise TypeError(f"loss_fn is the class {name}: give an instance, {name}()")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise TypeError(
-                f"loss_fn is a {type(self.loss_fn).__name__}: give a function of the output and "
-                "the target that returns a scalar tensor"
+                f"loss_fn is {kind(self.loss_fn)}: give a function of the output and the target "
+                "that returns a scalar tensor"
             )
+        if self.loss_fn is not None:
+            check_call("loss_fn", self.loss_fn, "output", "target")
         if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
             raise TypeError(f"cache is {self.cache!r}: give the path of a folder")
         named = isinstance(self.loss_weight, str) and self.loss_weight in (ROWS, SUM)
@@ -121,6 +125,10 @@ class Options:
                 f"for each micro-batch; or {ROWS!r}, if the loss is a mean over the rows; or "
                 f"{SUM!r}, if it is a sum"
             )
+        if callable(self.loss_weight) and self.loss_fn is not None:
+            check_call("loss_weight", self.loss_weight, "target")
+        if callable(self.partition) and not isinstance(self.partition, type):
+            check_call("partition", self.partition, "model graph")
         if self.check not in (True, False, "warn"):
             raise ValueError(
                 f"check is {self.check!r}: give True, to refuse a pipeline that computes something "
@@ -236,7 +244,8 @@ def _device(given: str | torch.device, position: int) -> torch.device:
         ) from None
     except RuntimeError as error:
         raise ValueError(
-            f"devices[{position}] is {given!r}, which is no device: {error}"
+            f"devices[{position}] is {given!r}, which is no device: give the kind of a device that "
+            'PyTorch knows and its number, such as "cuda:0", or "cpu"'
         ) from error
     if device.type == "meta":
         raise ValueError(

@@ -17,7 +17,7 @@ from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.options import Options
-from fxpipe.ir._torch import TransformType, transforms
+from fxpipe.ir._torch import TransformType, has_tangent, is_forward_mode, transforms
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Homes, Source, load, materialize
 from fxpipe.meaning.sample import Sample
@@ -27,6 +27,11 @@ from fxpipe.runtime.lanes import Lanes, refuse_capture, run_inline
 from fxpipe.runtime.microbatch import ListOfRows, Parts
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.random import is_alone
+
+NO_TRACE = (
+    "a pipeline cannot be traced: its stages run in threads of their own. Trace the model itself, "
+    "pipe.module, or use a graph of the pipeline, such as pipe.model_graph"
+)
 
 
 class NotYet(RuntimeError, AttributeError):
@@ -70,11 +75,7 @@ class Runner:
         """
         self._check_open()
         if is_traced((*args, *kwargs.values())):
-            raise RuntimeError(
-                "a pipeline cannot be traced: its stages run in threads of their own. Trace the "
-                "model itself, pipe.module, or use a graph of the pipeline, such as "
-                "pipe.model_graph"
-            )
+            raise RuntimeError(NO_TRACE)
         if TransformType.Grad in transforms():
             raise RuntimeError(
                 "torch.func.grad, vjp and jacrev cannot go through a pipeline, whose backward "
@@ -82,6 +83,12 @@ class Runner:
                 "torch.autograd.functional, or the model itself, pipe.module"
             )
         mode, values, chunks = self.compiler.ready(args, kwargs)
+        is_dual = is_forward_mode() and not transforms() and any(map(has_tangent, values))
+        if is_dual and torch.is_grad_enabled():
+            raise RuntimeError(
+                "a forward-mode derivative cannot go through a pipeline that records gradients for "
+                "a backward: call it under torch.no_grad(), or use torch.func.jvp"
+            )
         self._last = mode, chunks
         return mode, values, self.compiler.pipeline(mode, chunks)
 

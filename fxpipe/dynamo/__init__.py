@@ -11,6 +11,8 @@ calls, and ``regions`` makes one node of each part that runs under ``no_grad`` o
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,19 +47,28 @@ def backend(devices: Sequence[str | torch.device] | None = None, **options: Any)
             constant in the graph. ``torch.compile`` raises it as a ``BackendCompilerFailed`` with
             the same message.
     """
-    if not isinstance(options.get("in_dims") or {}, dict):
+    in_dims = options.get("in_dims")
+    if in_dims is not None and not isinstance(in_dims, dict):
         raise ValueError(
-            f"in_dims is {options['in_dims']!r}: give a dict from names of arguments to their "
+            f"in_dims is {in_dims!r}: give a dict from names of arguments to their "
             "batch dimensions, since Dynamo passes on only the arguments that are tensors"
         )
-    unknown = {"example_inputs", "example_kwargs", "tracer", "loss_fn", "schedule"} & set(options)
-    if unknown:
-        raise ValueError(
-            f"{sorted(unknown)[0]} has no meaning for a backend of torch.compile: leave it out, "
-            "or use fxpipe.compile"
-        )
+    taken = [name for name in inspect.signature(compile).parameters if name not in _NOT_TAKEN]
+    for name in options:
+        if name in _NOT_TAKEN:
+            raise ValueError(
+                f"{name} has no meaning for a backend of torch.compile: leave it out, or use "
+                "fxpipe.compile"
+            )
+        if name not in taken:
+            near = difflib.get_close_matches(name, taken)
+            said = f"did you mean {near[0]!r}?" if near else f"give some of {', '.join(taken)}"
+            raise TypeError(f"a backend takes no option {name!r}: {said}")
     compile(nn.Identity(), devices, **options)  # raises an error now if the options are wrong
     return Backend(devices, options)
+
+
+_NOT_TAKEN = ("model", "example_inputs", "example_kwargs", "tracer", "loss_fn", "schedule")
 
 
 class Backend:

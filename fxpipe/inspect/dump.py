@@ -231,5 +231,7 @@ def _write_index(folder: Path, chains: list[str]) -> None:
 def dump_of(given: str | os.PathLike[str] | None) -> Dump | None:
     """The dump that the argument ``dump=``, or else the variable ``FXPIPE_DUMP``, asks for; None if
     neither is set."""
+    if given is not None and not isinstance(given, str | os.PathLike):
+        raise TypeError(f"dump is {given!r}: give the path of a folder")
     folder = os.environ.get("FXPIPE_DUMP") if given is None else os.fspath(given)
     return Dump(Path(folder)) if folder else None

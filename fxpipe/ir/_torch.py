@@ -244,6 +244,13 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def has_tangent(value: object) -> bool:
+    """Whether a value is a dual tensor of the ``forward_ad.dual_level`` that is open."""
+    if not isinstance(value, Tensor):
+        return False
+    return forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def transforms() -> list[TransformType]:
     """The functorch transforms that run in this thread, the outermost first."""
     return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]

@@ -31,6 +31,21 @@ def optimality(gap: float) -> str:
     return f"the slowest stage is at most {max(gap, 1e-3):.1%} from optimal"
 
 
+def shortened(text: str, longest: int = 40) -> str:
+    """``text``, or the beginning of it if it is too long for a message."""
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def kind(value: object) -> str:
+    """The kind of a value in words: "an int", "the class Adam", "None"."""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
 def summary(documented: object) -> str:
     """The first sentence of a docstring, without its markup; empty if there is none."""
     paragraph = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())

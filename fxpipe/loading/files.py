@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.ir._torch import no_torch_function, pytree, wrapper_tensor
+from fxpipe.ir.text import kind
 
 _INDEX = ".index.json"
 _KINDS = (
@@ -89,9 +93,16 @@ def stored_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: if there is no such file, or a shard is missing.
-        ValueError: if a folder holds no checkpoint, or several; or if a file holds no state dict.
+        ValueError: if a folder holds no checkpoint, or several; if a file holds no state dict, or
+            is no file of its kind.
+        TypeError: for what is no path.
         ImportError: for files of safetensors, if the library ``safetensors`` is not installed.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"the checkpoint is {kind(path)}: give the path of a file or of a folder, or a dict "
+            "from names to tensors"
+        )
     path = Path(path)
     if path.is_dir():
         path = _checkpoint_in(path)
@@ -106,8 +117,8 @@ def _checkpoint_in(folder: Path) -> Path:
     """The file of the checkpoint in a folder. If there are several, it is the one whose name begins
     with ``model.`` or ``pytorch_model.``, as Hugging Face names checkpoints."""
     for kinds in _KINDS:
-        for kind in kinds:
-            found = sorted(folder.glob(kind))
+        for pattern in kinds:
+            found = sorted(folder.glob(pattern))
             named = [each for each in found if each.name.startswith(("model.", "pytorch_model."))]
             if len(found) > 1 and len(named) != 1:
                 names = ", ".join(each.name for each in found)
@@ -121,12 +132,15 @@ def _checkpoint_in(folder: Path) -> Path:
 
 def _sharded(index: Path) -> dict[str, Tensor]:
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        is_one = all(isinstance(file, str) for file in weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        is_one = False
+    if not is_one:
         raise ValueError(
             f"{index} is no index of a sharded checkpoint, which has a weight_map from the names "
-            "of tensors to files"
-        ) from error
+            "of tensors to files: give the index, a folder or a file of safetensors or torch.save"
+        )
     shards: dict[str, dict[str, Tensor]] = {}
     found: dict[str, Tensor] = {}
     for name, file in weight_map.items():
@@ -149,7 +163,15 @@ def _of_one_file(path: Path) -> dict[str, Tensor]:
 
 def _in_safetensors(path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    with _safetensors().safe_open(path, framework="pt") as file:
+    library = _safetensors()
+    try:
+        opened = library.safe_open(path, framework="pt")
+    except library.SafetensorError as error:
+        raise ValueError(
+            f"{path} is no file of safetensors, as its name says ({error}): give one that has been "
+            "written in full"
+        ) from error
+    with opened as file:
         for name in file.keys():  # noqa: SIM118, as it is no dict
             part = file.get_slice(name)
             dtype = _DTYPES.get(part.get_dtype()) or file.get_tensor(name).dtype
@@ -184,6 +206,12 @@ def _in_torch(path: Path) -> dict[str, Tensor]:
     }
 
 
+def _first_sentence(error: Exception) -> str:
+    """What PyTorch could not read, without its advice to trust the file."""
+    found = re.search(r"Unsupported \w+: \w+ \S+", str(error))
+    return f"It has: {found[0]}" if found else f"PyTorch says: {str(error).splitlines()[0]}"
+
+
 def _from_torch(path: Path, name: str) -> Tensor:
     return _opened(path)[name]
 
@@ -191,7 +219,19 @@ def _from_torch(path: Path, name: str) -> Tensor:
 def _opened(path: Path) -> Mapping[str, Tensor]:
     """The state dict of a file, mapped into memory. Nobody keeps it, since a mapped file takes
     address space, and to map it again takes milliseconds only."""
-    held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            f"{path} is no checkpoint, or one in the format of PyTorch before version 1.6: load "
+            f"that one by pipe.load(torch.load({str(path)!r}, weights_only=True))"
+        )
+    try:
+        held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a checkpoint. A file is not trusted: it may hold tensors, "
+            "numbers, text and containers of these only, as torch.save(model.state_dict(), path) "
+            f"writes them, and not objects such as a whole model. {_first_sentence(error)}"
+        ) from error
     if not isinstance(held, Mapping):
         raise ValueError(f"{path} holds a {type(held).__name__}, not a state dict")
     others = [name for name, value in held.items() if not isinstance(value, Tensor)]

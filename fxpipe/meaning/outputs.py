@@ -70,7 +70,7 @@ def output_dims(
             if is_of_a_row(slot.path, found)
             else ANY
             if node not in varying and slot.said is INFER
-            else _dim(slot, value, larger, found)
+            else _dim(slot, value, larger if node in varying else None, found)
             for slot, value, larger in leaves
         )
         result.append(dims[0] if len(dims) == 1 else dims)
@@ -115,7 +115,10 @@ def _dim(slot: Slot, value: Any, larger: Any, found: Mapping[str, Dim]) -> Dim:
     if slot.said is INFER and slot.said_of_loss is not INFER and not value.ndim:
         return cast("Dim", slot.said_of_loss)
     if slot.said is not INFER:
-        return from_the_front("out_dims", slot.said, slot.path, value.shape)
+        said = from_the_front("out_dims", slot.said, slot.path, value.shape)
+        if said is not None and isinstance(larger, Tensor) and larger.ndim == value.ndim:
+            _check_grows(slot.path, said, value.shape, larger.shape)
+        return said
     if slot.path in found:
         dim = found[slot.path]
         return ANY if dim is None and not value.numel() else dim
@@ -124,3 +127,17 @@ def _dim(slot: Slot, value: Any, larger: Any, found: Mapping[str, Dim]) -> Dim:
         differing = [d for d, (one, other) in enumerate(shapes) if one != other]
         return differing[0] if len(differing) == 1 else None
     return None
+
+
+def _check_grows(path: str, dim: int, shape: Sequence[int], larger: Sequence[int]) -> None:
+    """Raise BatchError if a dimension that ``out_dims`` calls the batch's is of the same size for
+    more rows: micro-batches put together along it would be another output."""
+    if shape[dim] != larger[dim]:
+        return
+    growing = [d for d, sizes in enumerate(zip(shape, larger, strict=True)) if len(set(sizes)) > 1]
+    which = f"dimension {growing[0]} does" if growing else "none does"
+    raise BatchError(
+        f"out_dims says that dimension {dim} of {path} is the batch, but its size, {shape[dim]}, "
+        f"does not depend on the number of rows ({which}): give that dimension, or None for an "
+        "output without a batch"
+    )

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.progress import report_progress
+from fxpipe.ir.text import kind
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
@@ -83,11 +84,11 @@ def plan(
         PartitionError, TraceError, BatchError: as :func:`fxpipe.compile`.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"plan takes an nn.Module, got a {type(model).__name__}")
+        raise TypeError(f"plan takes a model, an nn.Module, and is given {kind(model)}")
     if not isinstance(example_inputs, tuple):
         raise TypeError(
-            "example_inputs is the tuple of the model's arguments, got a "
-            f"{type(example_inputs).__name__}; write example_inputs=(x,) for one argument"
+            "example_inputs is the tuple of the model's arguments, and is given "
+            f"{kind(example_inputs)}: write example_inputs=(x,) for one argument"
         )
     if not (isinstance(optimizer_states, int | float) and optimizer_states >= 0):
         raise ValueError(f"optimizer_states is {optimizer_states!r}: give a number, 0 or more")

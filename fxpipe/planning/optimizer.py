@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from fxpipe.ir.text import kind as in_words
+
 SIDE = 64  # of the square parameter that is stepped
 _IN_ONE_WAY = {"foreach": False, "fused": False, "capturable": False}  # as any device can
 
@@ -41,7 +43,7 @@ def optimizer_states(given: str | float | Optimizer | None, usual: float) -> flo
         kind = type(given)
         return max(_counted(kind, _settings(kind, group)) for group in given.param_groups)
     raise TypeError(
-        f"optimizer is a {type(given).__name__}: give the name of a class of torch.optim, such as "
+        f"optimizer is {in_words(given)}: give the name of a class of torch.optim, such as "
         '"adamw", an optimizer, or how many tensors it keeps for each parameter'
     )
 

@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fxpipe.ir._torch import pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.ir.tensors import memory_bytes, tensor_bytes
+from fxpipe.ir.text import kind
 from fxpipe.runtime.checkpointing.checkpoint import CheckpointOptions, Handle, checkpointed
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import flattened, leaves_in, mapped
@@ -261,7 +262,7 @@ def loss(
             what = (
                 f"a tensor of shape {tuple(value.shape)}"
                 if isinstance(value, Tensor)
-                else (f"a {type(value).__name__}")
+                else kind(value)
             )
             raise ValueError(
                 f"the loss of micro-batch {number} is {what}: a scalar tensor is needed; give "
@@ -275,7 +276,8 @@ def loss(
         if not value.requires_grad:
             raise ValueError(
                 f"the loss of micro-batch {number} does not depend on any parameter that requires "
-                "a gradient"
+                "a gradient: compute it from the output, without detach() and no_grad(), and leave "
+                "a parameter to be trained"
             )
         return (_by_itself(value),)
 

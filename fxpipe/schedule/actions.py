@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fxpipe.ir.text import shortened
+
 
 class Kind(StrEnum):
     """The kind of an action. The value is the letter that stands for it in text: ``F`` in 2F0."""
@@ -59,7 +61,7 @@ class Overlap:
 Entry = Action | Overlap
 """An element of a lane. ``entry.parts`` are its actions."""
 
-_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+_COMPUTE = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 _OTHER = re.compile(r"\d+((?:WAIT_)?(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]))\d*")
 _PAIR = re.compile(rf"\(([^()]*)\){_OVERLAP}")
 
@@ -86,6 +88,6 @@ def parse_entry(text: str) -> Entry | str:
         if len(actions) == len(parts):
             return Overlap(actions)
     raise NotAnAction(
-        f"{text!r} is not an action: write stage, kind (F, B, I or W) and micro-batch, "
+        f"{shortened(text)!r} is not an action: write stage, kind (F, B, I or W) and micro-batch, "
         f"such as 2F0, or two of them as (0F4;7B1){_OVERLAP}"
     )

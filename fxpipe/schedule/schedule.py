@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from fxpipe.ir.text import kind
 from fxpipe.schedule.actions import Action, Entry, Kind, NotAnAction, Overlap, parse_entry
 from fxpipe.schedule.gantt import FORWARDS, draw
 from fxpipe.schedule.occupancy import Occupancy, Span
@@ -76,8 +77,11 @@ class Schedule:
         Text before a ``|`` is a label, ``.`` is idle time, and both are left out, as are empty
         lines. ``Schedule.from_text("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1")`` has two lanes.
 
-        Raises ValueError for a word that is no action; the message says which.
+        Raises ValueError for a word that is no action, the message says which; and for a text that
+        has none.
         """
+        if not isinstance(text, str):
+            raise TypeError(f"text is {kind(text)}: give lines of actions, such as '0F0 0B0'")
         lines = [line.rpartition("|")[2].split() for line in text.splitlines() if line.strip()]
         return cls._read(name, lines)
 
@@ -137,10 +141,18 @@ class Schedule:
             name: the name of the schedule. None: the name of the file, without its ending.
 
         Raises:
-            ValueError: for a cell that is no action; the message gives its lane and column.
+            ValueError: for a cell that is no action, the message gives its lane and column; and
+                for a file that has none, or that is no CSV file in UTF-8.
         """
-        with open(path, newline="") as file:
-            return cls._read(name or Path(path).stem, csv.reader(file), path)
+        try:
+            with open(path, newline="", encoding="utf-8-sig") as file:  # with or without a mark
+                rows = list(csv.reader(file))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{os.fspath(path)} is no CSV file of a schedule ({error}): give a file in UTF-8, "
+                "as Schedule.to_csv or torch.distributed.pipelining writes it"
+            ) from error
+        return cls._read(name or Path(path).stem, rows, path)
 
     @classmethod
     def _read(
@@ -166,6 +178,8 @@ class Schedule:
             said = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
             warnings.warn(f"{place}actions that compute nothing are left out: {said}", stacklevel=3)
         actions = [action for lane in lanes for entry in lane for action in entry.parts]
+        if not actions:
+            raise ValueError(f"{place}there is no action: write one line for each lane, 0F0 0B0")
         stages = 1 + max((action.stage for action in actions), default=-1)
         microbatches = 1 + max((action.microbatch for action in actions), default=-1)
         return cls(name, stages, microbatches, tuple(lanes))

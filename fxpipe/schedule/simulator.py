@@ -40,6 +40,14 @@ def simulate(
         ValueError: if there is not one cost for each stage, or if an edge of ``links`` names a
             stage that the schedule does not have.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule is {schedule!r}: give a Schedule, such as "
+            'fxpipe.schedule.named("1f1b", lanes=2, microbatches=4)'
+        )
+    for cost in costs:
+        if not isinstance(cost, StageCost):
+            raise TypeError(f"costs has {cost!r}: give a StageCost for each stage")
     world = World(schedule.placement, costs, links or Links())
     validate(schedule, edges=world.edges)
     return play(schedule, world, memory)

@@ -88,10 +88,12 @@ def bound_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> inspect.Bou
 
     Raises TypeError, with the name of the model, if it does not take them.
     """
+    signature = inspect.signature(model.forward)
     try:
-        return inspect.signature(model.forward).bind(*args, **kwargs)
+        return signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"{type(model).__name__}.forward(): {error}") from None
+        name, taken = type(model).__name__, ", ".join(signature.parameters) or "no arguments"
+        raise TypeError(f"{name}.forward(): {error}; it takes {taken}") from None
 
 
 @dataclass(frozen=True)

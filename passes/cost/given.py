@@ -22,6 +22,7 @@ from torch import fx
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.graph import COST, stage_nodes
+from fxpipe.ir.text import kind, shortened
 from passes.common.names import named_nodes, nothing_named
 from passes.cost.analytic import ADAM, AnalyticCost
 
@@ -57,22 +58,59 @@ class Profile:
         Raises :class:`ProfileError` for any other file.
         """
         try:
-            data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-            if data["format"] != FORMAT:
-                raise ProfileError(
-                    f"{path} is a profile of format {data['format']!r}; this is format {FORMAT}: "
-                    "measure again"
-                )
-            known = {f.name for f in fields(Cost)}
-            costs = {
-                name: Cost(**{k: v for k, v in cost.items() if k in known})
-                for name, cost in data["costs"].items()
-            }
-            return Profile(costs, data["device"])
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except RecursionError:
+            raise _no_profile(path, "it is nested too deeply") from None
+        except ValueError as error:  # no UTF-8, no JSON, or an integer of too many digits
+            raise _no_profile(path, f"it is not JSON, {error}") from error
+        if isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
             raise ProfileError(
-                f"{path} is not a profile ({error}): give a file that Profile.save has written"
-            ) from error
+                f"{path} is a profile of format {data['format']!r}; this is format {FORMAT}: "
+                "measure again"
+            )
+        wrong = _wrong(data)
+        if wrong is not None:
+            raise _no_profile(path, wrong)
+        costs = {
+            name: Cost(**{key: value for key, value in cost.items() if key in _PARTS})
+            for name, cost in data["costs"].items()
+        }
+        return Profile(costs, data["device"])
+
+
+_PARTS = {part.name for part in fields(Cost)}
+_KEYS = {"format": int, "device": str, "costs": dict}
+_MOST = 2**63  # more seconds, bytes or FLOPs than a node can have
+
+
+def _no_profile(path: str | Path, why: str) -> ProfileError:
+    return ProfileError(f"{path} is no profile: {why}; give a file that Profile.save has written")
+
+
+def _wrong(data: Any) -> str | None:
+    """Say what is wrong with the content of a file that should be a profile; None if it is one."""
+    if not isinstance(data, dict):
+        return f"it holds {kind(data)} and not an object"
+    for key, wanted in _KEYS.items():
+        if key not in data:
+            return f"it has no {key!r}"
+        if not isinstance(data[key], wanted):
+            return f"its {key!r} is {kind(data[key])} and not {kind(wanted())}"
+    if not data["costs"]:
+        return "its 'costs' are empty"
+    for name, cost in data["costs"].items():
+        if not isinstance(cost, dict):
+            return f"its cost of {shortened(name)!r} is {kind(cost)} and not an object"
+        for key in sorted(_PARTS.intersection(cost)):
+            if not _is_amount(cost[key]):
+                value = shortened(str(cost[key]))
+                return f"its {key!r} of {shortened(name)!r} is {value} and not an amount, 0 or more"
+    return None
+
+
+def _is_amount(value: Any) -> bool:
+    """Whether a value, which may be NaN, is a number of seconds, bytes or FLOPs."""
+    return isinstance(value, int | float) and 0 <= value < _MOST
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ class Partition:
                 f"{self.stages} stages asked for, but the model computes nothing: it returns its "
                 "inputs, or constants, as they are"
             )
-        spec = self.spec(gm) if callable(self.spec) else self.spec
+        is_function = callable(self.spec) and not isinstance(self.spec, type)
+        spec = self.spec(gm) if is_function else self.spec  # type: ignore[operator]
         if isinstance(spec, str) and spec == "auto":
             spec = Auto()
         if isinstance(spec, Auto):

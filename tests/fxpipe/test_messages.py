@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import fxpipe
 from fxpipe.meaning.errors import BatchError
@@ -203,6 +204,21 @@ def test_functional_transforms():
         torch.testing.assert_close(mine, model_s)
 
 
+def test_forward_mode_derivatives_are_those_of_the_model_where_no_gradients_are_recorded():
+    model, data, tangent = MLP(), torch.randn(6, 12), torch.randn(6, 12)
+
+    def derivative(function):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(function(forward_ad.make_dual(data, tangent))).tangent
+
+    for checkpoint in ("never", "always"):
+        pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+        with torch.no_grad():
+            torch.testing.assert_close(derivative(pipe), derivative(model))
+        with pytest.raises(RuntimeError, match=r"call it under torch.no_grad\(\)"):
+            derivative(pipe)
+
+
 class Branches(MLP):
     def forward(self, x):
         return super().forward(x) if x.sum() > 0 else x
@@ -224,7 +240,7 @@ class Pairs(nn.Module):
         (
             lambda: fxpipe.compile(torch.tanh, ["cpu"] * 2),
             TypeError,
-            "takes an nn.Module, got a builtin",
+            "takes a model, an nn.Module, and is given a builtin",
         ),
         (
             lambda: fxpipe.compile(fxpipe.compile(MLP(), ["cpu"] * 2), ["cpu"] * 2),
@@ -234,7 +250,7 @@ class Pairs(nn.Module):
         (
             lambda: fxpipe.compile(MLP(), ["cpu"] * 2, example_inputs=BATCH),
             TypeError,
-            r"got a Tensor; write example_inputs=\(x,\)",
+            r"is given a Tensor: write example_inputs=\(x,\)",
         ),
         (
             lambda: fxpipe.compile(Chain(3), ["cpu"] * 4)(BATCH[:, :3]),

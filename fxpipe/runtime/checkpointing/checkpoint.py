@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils import checkpoint as pytorch
 
 from fxpipe.ir._torch import is_forward_mode, transforms
+from fxpipe.ir.text import kind
 from fxpipe.runtime.ambient import is_traced
 from fxpipe.runtime.checkpointing.options import CheckpointOptions, Contexts
 from fxpipe.runtime.checkpointing.recomputation import CheckpointError, Frame, repetition_running
@@ -128,6 +129,8 @@ def checkpoint(
         CheckpointError: in the backward, if the second run saves other tensors than the first.
         ValueError: for another ``determinism_check``.
     """
+    if not callable(fn):
+        raise TypeError(f"checkpoint runs a function, and is given {kind(fn)}: checkpoint(fn, x)")
     if torch.compiler.is_dynamo_compiling():
         contexts = {} if context_fn is None else {"context_fn": context_fn}
         return pytorch.checkpoint(

@@ -189,6 +189,11 @@ def test_out_dims_are_those_of_the_models_own_structure():
     [
         (lambda x: x @ x.t(), None, r"dimensions \[0, 1\] of output, \(5, 5\) for 5 rows, all"),
         (lambda x: x * 1, 2, r"out_dims says that dimension 2 of output is the batch, but"),
+        (
+            lambda x: x * 1,
+            1,
+            r"dimension 1 of output is the batch, but its size, 6, does not",
+        ),
         (lambda x: [x, x * 1], [0], r"\[0\] does not fit output, a .*list of 0, 1"),
     ],
 )

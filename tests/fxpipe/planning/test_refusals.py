@@ -30,7 +30,11 @@ def test_devices_that_make_no_sense_are_refused(devices, message):
     ("options", "error", "message"),
     [
         ({"example_inputs": torch.zeros(2, 3)}, TypeError, r"write example_inputs=\(x,\)"),
-        ({"model": torch.relu}, TypeError, "plan takes an nn.Module, got a builtin"),
+        (
+            {"model": torch.relu},
+            TypeError,
+            "plan takes a model, an nn.Module, and is given a builtin",
+        ),
         ({"checkpoint": "now"}, ValueError, "checkpoint is 'now': give 'never', 'except_last'"),
         ({"optimizer_states": -1}, ValueError, "optimizer_states is -1: give a number, 0 or more"),
         ({"optimizer_states": "adam"}, ValueError, "optimizer_states is 'adam': give a number"),

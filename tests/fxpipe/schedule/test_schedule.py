@@ -160,3 +160,9 @@ def test_the_first_micro_batches_go_in_the_same_order():
         1F0 1B0 1F1 1B1
     """)
     assert schedule.first(3) is schedule
+
+
+def test_a_csv_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "schedule.csv"
+    path.write_bytes(b"\xef\xbb\xbf0F0,0B0\n")
+    assert Schedule.from_csv(path) == Schedule.from_text("0F0 0B0", "schedule")

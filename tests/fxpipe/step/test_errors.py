@@ -30,7 +30,7 @@ def test_an_array_of_another_library_is_refused_as_a_target():
         (
             {"loss_fn": lambda o, t: 3},
             lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
-            "the loss of micro-batch 0 is a int: a scalar",
+            "the loss of micro-batch 0 is an int: a scalar",
         ),
         (
             {"loss_fn": lambda o, t: torch.view_as_complex(o.reshape(-1, 2)).mean()},
@@ -115,8 +115,9 @@ def test_a_backward_that_fails_is_said_and_the_next_step_works(schedule):
 def test_where_the_target_has_been_forgotten_the_error_says_so():
     with compiled() as pipe, pytest.raises(TypeError) as caught:
         pipe.step(torch.randn(4, 12))
-    assert "step() was given no target=, so that loss_fn was called with None" in (
-        caught.value.__notes__
+    assert caught.value.__notes__[0] == (
+        "step() was given no target=, so that loss_fn was called with None for it: give step(x, "
+        "target=y)"
     )
 
 

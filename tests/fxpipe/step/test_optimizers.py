@@ -133,9 +133,9 @@ def test_what_an_optimizer_cannot_do_stage_by_stage_is_refused():
         parameters = list(pipe.parameters())
         with pytest.raises(ValueError, match="LBFGS needs all gradients at once"):
             pipe.step(x, target=target, optimizer=torch.optim.LBFGS(parameters))
-        with pytest.raises(TypeError, match=r"optimizer is a str: give one of torch.optim"):
+        with pytest.raises(TypeError, match=r"optimizer is a str: give an instance"):
             pipe.step(x, target=target, optimizer="adam")
-        with pytest.raises(TypeError, match=r"scaler is a int: give a torch.amp.GradScaler"):
+        with pytest.raises(TypeError, match=r"scaler is an int: give a torch.amp.GradScaler"):
             pipe.step(x, target=target, scaler=1024)
 
 

@@ -71,12 +71,12 @@ def test_a_profile_is_what_it_was_when_it_has_been_saved_and_loaded(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "costs": 3}'])
 def test_a_file_that_is_no_profile_is_refused(tmp_path, text):
     (tmp_path / "no.json").write_text(text)
-    with pytest.raises(ProfileError, match=r"no.json is not a profile .*Profile.save has written"):
+    with pytest.raises(ProfileError, match=r"no.json is no profile: .*Profile.save has written"):
         Profile.load(tmp_path / "no.json")
 
 
 def test_a_profile_of_another_format_is_refused(tmp_path):
-    Profile({}).save(tmp_path / "p.json")
+    Profile({"a": Cost()}).save(tmp_path / "p.json")
     data = json.loads((tmp_path / "p.json").read_text()) | {"format": 99}
     (tmp_path / "p.json").write_text(json.dumps(data))
     with pytest.raises(ProfileError, match="format 99; this is format 1: measure again"):
