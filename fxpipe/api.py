@@ -25,7 +25,7 @@ from fxpipe.schedule import Schedule
 from fxpipe.trace import CustomTracer
 from passes import Chain, default_chain
 from passes.cost.choice import Costs
-from passes.partition.partition import Spec
+from passes.partition.partition import Spec, within
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,6 +44,7 @@ def compile(
     example_kwargs: dict[str, Any] | None = None,
     chunks: int | None = None,
     partition: Spec = "auto",
+    boundaries: Sequence[str] | None = None,
     costs: Costs = "auto",
     checkpoint: str = "never",
     checkpoint_segments: int = 1,
@@ -86,6 +87,9 @@ def compile(
             stage; or a dict from names to stages; or a function that takes the model graph and
             returns one of these; or an :class:`Auto`, which sets what is balanced (time, memory),
             and under which conditions.
+        boundaries: where an automatic cut may be: at the begin and at the end of each module whose
+            path, or the end of it, is one of these. A ``*`` stands for one name:
+            ``["model.layers.*"]`` allows cuts between layers only. None: everywhere.
         costs: where the automatic cut takes the times of nodes from. "analytic": an estimate.
             "measured": each node runs and is timed on the first device. Or a :class:`Profile`, the
             path of a saved one, or a dict from names of nodes or modules to seconds. "auto":
@@ -213,7 +217,7 @@ def compile(
         memory=memory,
         optimizer=optimizer,
         chunks=chunks,
-        partition=partition,
+        partition=within(partition, boundaries),
         costs=costs,
         can_measure=has_example,
         checkpoint=checkpoint,

@@ -96,6 +96,13 @@ _PIPELINE = (
         "third, and so on; auto balances the stages by their costs.",
     ),
     click.option(
+        "--boundaries",
+        callback=lambda ctx, param, value: value and value.split(","),
+        metavar="NAME,NAME",
+        help="Where an automatic cut may be: at the begin and the end of each module whose path, "
+        "or the end of it, is one of these, such as layers.* for cuts between layers only.",
+    ),
+    click.option(
         "--checkpoint",
         type=click.Choice(["never", "except_last", "always"]),
         default="never",

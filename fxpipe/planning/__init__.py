@@ -29,7 +29,7 @@ from passes.chain import Chain, chain_of
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 from passes.partition.automatic import DoesNotFit
-from passes.partition.partition import Spec
+from passes.partition.partition import Spec, within
 from passes.to_pipeline.checkpoint import Checkpoint
 
 __all__ = ["Plan", "PlannedStage", "plan"]
@@ -43,6 +43,7 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     chunks: int | None = None,
     partition: Spec = "auto",
+    boundaries: Sequence[str] | None = None,
     checkpoint: str = "never",
     schedule: str | Schedule = "gpipe",
     stages: int | None = None,
@@ -94,6 +95,7 @@ def plan(
         raise ValueError(f"optimizer_states is {optimizer_states!r}: give a number, 0 or more")
     if chunks is not None:
         chunks = count("chunks", chunks, "the number of micro-batches")
+    partition = within(partition, boundaries)
     Checkpoint(checkpoint)  # raises ValueError for any other word
     chain = chain_of(passes)
     specs = _specs(devices)

@@ -175,7 +175,7 @@ def _name(items: Sequence[_NamedPart]) -> str:
     ]
     texts = list(dict.fromkeys(item.text for item in kept or items))
     more = len(texts) - MOST
-    if more > 0:
+    if more > 1:  # "1 more" would be no shorter than the name
         texts = [*texts[: MOST - 1], f"{more} more", texts[-1]]
     return ", ".join(texts)
 

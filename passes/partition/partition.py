@@ -36,6 +36,22 @@ Spec = str | Auto | Sequence[str] | Mapping[str, int] | Callable[[fx.GraphModule
 from names to stages, or a function of the model graph that returns one of these."""
 
 
+def within(spec: Spec, boundaries: Sequence[str] | None) -> Spec:
+    """The cut that a user asks for, with these boundaries for an automatic one.
+
+    Raises :class:`PartitionError` if the cut is not automatic, or has boundaries already.
+    """
+    if boundaries is None:
+        return spec
+    auto = Auto() if isinstance(spec, str) and spec == "auto" else spec
+    if not isinstance(auto, Auto) or auto.boundaries is not None:
+        raise PartitionError(
+            "boundaries says where an automatic cut may be, and partition says where it is: give "
+            'boundaries with partition="auto", or with an Auto that has none'
+        )
+    return replace(auto, boundaries=boundaries)
+
+
 @dataclass(frozen=True)
 class Partition:
     """Model graph (with costs, if cut automatically) → the same, with ``meta["stage"]``.

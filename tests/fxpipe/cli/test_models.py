@@ -106,6 +106,12 @@ def test_compile_cuts_where_it_is_told(models):
     assert "576 B" in rows[0] and "288 B" in rows[1]
 
 
+def test_compile_and_plan_cut_where_boundaries_allow_it(models):
+    for command, devices in (("compile", TWO), ("plan", ["--devices", "h100,h100"])):
+        text = succeeded(command, "own_models:build", *devices, "--boundaries", "third")
+        assert "stage 0: first, relu, second\nstage 1: third, mul\n" in text
+
+
 def test_memory_and_the_optimizer_can_be_given(models):
     for command, devices in (("compile", TWO), ("plan", ["--devices", "h100,h100"])):
         text = succeeded(
@@ -140,6 +146,7 @@ def test_keyword_inputs_and_sizes_will_do(models):
         (["--draw", "out.svg", "--stage", "7"], "no node is of stage 7: there are stages 0 to 1"),
         (["--draw", "out.svg", "--level", "stage", "--microbatch", "0"], "no micro-batches at"),
         (["--partition", "fourth"], "partition names 'fourth'"),
+        (["--boundaries", "fourth"], "boundaries has 'fourth', which is the path of no module"),
         (["--dump", "own_models.py"], "own_models.py"),
         (["--report", "own_models.py/out.txt"], "own_models.py"),
     ],

@@ -81,11 +81,14 @@ def test_what_takes_no_time_is_left_out():
     assert names(Model(), 11, seconds={"embed": 0.0}) == ["layers.0 to 1", "layers.2 to 7, head"]
 
 
-def test_many_parts_are_counted():
+@pytest.mark.parametrize(
+    ("parts", "said"), [("abcde", "a, b, c, d, e"), ("abcdefg", "a, b, c, 3 more, g")]
+)
+def test_many_parts_are_counted(parts, said):
     model = nn.Sequential()
-    for name in "abcdefg":
+    for name in parts:
         model.add_module(name, nn.Linear(3, 3))
-    assert names(model) == ["a, b, c, 3 more, g"]
+    assert names(model) == [said]
 
 
 def test_two_calls_of_one_module_are_told_apart():

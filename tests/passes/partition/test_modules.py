@@ -11,6 +11,7 @@ from fxpipe.ir.graph import COST, STAGE, stage_nodes
 from passes import Alias, AnalyticCost, Partition, PartitionError
 from passes.common.stage_names import stage_names
 from passes.partition.automatic import Auto
+from passes.partition.partition import within
 
 
 class Block(nn.Module):
@@ -124,3 +125,15 @@ def test_boundaries_say_where_cuts_may_be():
 def test_boundaries_that_are_none_are_refused(boundaries, message):
     with pytest.raises(PartitionError, match=message):
         cut(Model(2), 2, Auto(boundaries=boundaries))
+
+
+@pytest.mark.parametrize("spec", [["blocks.1"], {"stem": 0}, Auto(boundaries=["stem"])])
+def test_boundaries_are_refused_beside_a_partition_that_says_where_the_cut_is(spec):
+    with pytest.raises(PartitionError, match="boundaries says where an automatic cut may be, and"):
+        within(spec, ["blocks.*"])
+
+
+def test_boundaries_keep_the_other_settings_of_an_automatic_cut():
+    assert within("auto", ["blocks.*"]) == Auto(boundaries=["blocks.*"])
+    assert within(Auto(slack=0.0), ["blocks.*"]) == Auto(slack=0.0, boundaries=["blocks.*"])
+    assert within(["blocks.1"], None) == ["blocks.1"]
