@@ -464,12 +464,14 @@ def added(first: Any, second: Any) -> Any:
 
 
 @_op
-def replay(tape: Tape, halved: bool = False) -> None:
+def replay(tape: Tape) -> None:
     """Run a checkpointed stage again, while the gradients of its results are still being sent.
 
-    ``halved``: whether the backward of the stage is run in two halves.
+    ::
+
+        arguments --- stage --- tape
     """
-    _step.replay(tape, halved)
+    _step.replay(tape)
 
 
 @_op

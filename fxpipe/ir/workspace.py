@@ -59,7 +59,8 @@ class StageWorkspace:
 
     Attributes:
         forward: in a forward that keeps activations. It includes the results.
-        again: in a forward that keeps the stage's inputs only, beyond these.
+        again: in a forward that keeps the stage's inputs only, beyond these. It saves activations
+            too, and frees them at its end.
         backward: in a backward that frees activations as it goes, with the gradients of results.
         half: in the first half of a backward, which frees none.
         weights: in the second half of a backward: the largest gradient of a parameter, which is
@@ -89,7 +90,7 @@ def workspace_of(nodes: Sequence[fx.Node]) -> StageWorkspace:
     kept = sum(walk.kept.values())
     return StageWorkspace(
         walk.forward(walk.kept, {}) - kept,
-        walk.forward({}, walk.inputs) - sum(walk.inputs.values()),
+        walk.forward(walk.kept, walk.inputs) - sum(walk.inputs.values()),
         walk.backward(frees=True) - kept,
         walk.backward(frees=False) - kept,
         max((_workspace(node).weights for node in nodes), default=0),

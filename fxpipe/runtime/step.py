@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from fxpipe.ir._torch import pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.ir.tensors import memory_bytes, tensor_bytes
 from fxpipe.ir.text import kind
-from fxpipe.runtime.checkpointing.checkpoint import CheckpointOptions, Handle, checkpointed
+from fxpipe.runtime.checkpointing.rerun import Rerun
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import flattened, leaves_in, mapped
 from fxpipe.runtime.microbatch import weighted_sum
@@ -58,8 +57,7 @@ class Tape:
         self.grads: list[Tensor | None] = []  # gradients, one for each leaf of the arguments
         self.build: Callable[[list[Any]], Any] = tuple  # makes the arguments from their leaves
         self.results: list[list[Any]] = []  # of each result the leaves, or where they were made
-        self.handle: Handle | None = None  # recomputes the forward; None if not checkpointed
-        self.repeat: Callable[..., tuple[Any, ...]] | None = None  # the forward without checkpoint
+        self.rerun: Rerun | None = None  # makes the forward's call again; None: not checkpointed
         self.deferred: list[Deferred] = []  # backwards that the second half runs
         self.later: list[Callable[[], Iterable[Deferred]]] = []  # give more of these, in that half
         self.stage: nn.Module | None = None
@@ -76,6 +74,12 @@ class Tape:
             return self._record(function, leaves)
         finally:
             _recording.tape = outer
+
+    def record_ends(
+        self, function: Callable[..., tuple[Any, ...]], args: Any
+    ) -> tuple[tuple[Any, ...], list[list[Any]]]:
+        """As :meth:`record`. Returns the results, and the ends of the graph for each of them."""
+        return self.record(function, args), self.results
 
     def _record(
         self, function: Callable[..., tuple[Any, ...]], leaves: list[Any]
@@ -154,17 +158,6 @@ class _GraphEntry(torch.autograd.Function):
         return None, None, None, None
 
 
-@contextmanager
-def _recorded_by(tape: Tape | None) -> Iterator[None]:
-    """A context in which :func:`defer`, in this thread, puts the gradients of parameters off to the
-    second half of this tape's backward; with None it puts none off."""
-    outer, _recording.tape = getattr(_recording, "tape", None), tape
-    try:
-        yield
-    finally:
-        _recording.tape = outer
-
-
 def recording() -> Tape | None:
     """The tape of the forward that runs in this thread, whose backward may have a second half. None
     if no forward is recorded, or nothing may be put off in it."""
@@ -211,12 +204,14 @@ def forward(
         passed: indices of the arguments that later stages need, too. They follow the results, so
             that the gradients from those later stages come back through this stage's backward.
         single: whether the stage returns one result, and not a tuple of them.
-        checkpoint: whether the forward keeps no activations, and :func:`replay` runs it again.
+        checkpoint: whether the forward keeps no activations, and :func:`replay` runs it again
+            (:mod:`fxpipe.runtime.checkpointing.rerun`).
     """
     tape = Tape()
     tape.stage = stage
 
-    def results(outputs: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def run(*args: Any) -> tuple[Any, ...]:
+        outputs = stage.forward(*args)
         # The views are made after the stage has used the arguments. The backward runs in reverse,
         # so that the gradient from later stages comes first when an argument's are summed.
         return (
@@ -224,18 +219,15 @@ def forward(
             *(mapped(_view, args[i]) for i in passed),
         )
 
-    def run(*args: Any) -> tuple[Any, ...]:
-        return results(stage.forward(*args), args)
+    if not checkpoint:
+        return tape.record(run, args), tape
 
-    def run_checkpointed(*args: Any) -> tuple[Any, ...]:
-        with _recorded_by(None):  # a backward in halves uses the graph that replay() records
-            # Functions that draw random numbers are given seeds, so there is no state to keep.
-            seeded = CheckpointOptions(preserve_rng_state=False)
-            outputs, tape.handle = checkpointed(stage.forward, *args, options=seeded)
-        return results(outputs, args)
-
-    tape.repeat = run if checkpoint else None
-    return tape.record(run_checkpointed if checkpoint else run, args), tape
+    rerun = Rerun(stage, run, args)
+    results = rerun.first(tape.record_ends)
+    tape.results = [[] for _ in results]  # this frees the graph
+    if any(map(_has_history, itertools.chain.from_iterable(map(leaves_in, results)))):
+        tape.rerun = rerun
+    return results, tape
 
 
 def _view(value: Any) -> Any:
@@ -340,7 +332,9 @@ def added(first: Any, second: Any) -> Any:
 
 def backward(tape: Tape, grads: Sequence[Any]) -> Any:
     """Run the whole backward of a stage. Returns the gradients of the stage's arguments, and adds
-    those of its parameters to ``.grad``."""
+    those of its parameters to ``.grad``. A checkpointed stage is run again now, unless
+    :func:`replay` has done so."""
+    replay(tape)
     of_arguments = tape.backward(grads)
     weight_grad(tape)
     return of_arguments
@@ -348,7 +342,9 @@ def backward(tape: Tape, grads: Sequence[Any]) -> Any:
 
 def backward_input(tape: Tape, grads: Sequence[Any]) -> Any:
     """Run the first half of a backward. Returns the gradients of the stage's arguments, and adds to
-    ``.grad`` those of parameters that are not deferred."""
+    ``.grad`` those of parameters that are not deferred. A checkpointed stage is run again now,
+    unless :func:`replay` has done so."""
+    replay(tape)
     return tape.backward(grads)
 
 
@@ -363,21 +359,12 @@ def weight_grad(tape: Tape) -> None:
         run_backward(ends, grads, tuple(itertools.chain(*parameters)))
 
 
-def replay(tape: Tape, halved: bool = False) -> None:
-    """Run a checkpointed stage again, ahead of its backward.
-
-    ``halved``: whether that backward runs in halves. If so, the tape records this second run, and
-    its graph, in which gradients are deferred, replaces the first one.
-    """
-    if tape.handle is None or tape.repeat is None:  # it is not checkpointed
-        return
-    if not halved:
-        tape.handle.recompute()
-        return
-    with tape.handle.again() as inputs:
-        if inputs is not None:
-            args, _ = inputs
-            tape.record(tape.repeat, args)
+def replay(tape: Tape) -> None:
+    """Run a checkpointed stage again, ahead of its backward, which uses the graph that the tape
+    records now. A stage whose results require no gradient is not run again."""
+    rerun, tape.rerun = tape.rerun, None
+    if rerun is not None:
+        rerun.again(tape.record_ends)
 
 
 def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:

@@ -35,7 +35,8 @@ class Workspace:
 
     Attributes:
         forward: for a forward that keeps its activations.
-        again: for a forward that keeps its inputs only, since it is run again.
+        again: for a forward that keeps its inputs only, since it is run again: it frees at its end
+            what it has saved.
         backward: for a whole backward, which frees activations as it goes.
         half: for the first half of a backward; gradients that the second half needs take the place
             of activations that the first half has used.

@@ -29,7 +29,7 @@ def write_backward(draft: Draft, at: Action) -> None:
     stage = draft.flows.stages[at.stage]
     cell = draft.cell(at.stage, at.microbatch)
     if draft.is_checkpointed(at.microbatch):
-        draft.nodes.call(ops.replay, (cell.tape, *([True] if is_halved else [])), "replay", at)
+        draft.nodes.call(ops.replay, (cell.tape,), "replay", at)
     loss_stage = draft.flows.loss_stage
     whole = Action(at.stage, Kind.BACKWARD, at.microbatch)
     arrived = draft.traffic.arrive(range(at.stage + 1, loss_stage + 1), whole)

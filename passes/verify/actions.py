@@ -175,14 +175,6 @@ def _check_tape(recording: Recording, node: fx.Node) -> None:
         raise VerifyError(
             "the forward has kept no activations", node, recording.node, "a replay of the forward"
         )
-    if recording.replay is not None:
-        is_halved = node.target is ops.backward_input
-        if is_halved != (recording.replay.args[1:] == (True,)):
-            raise VerifyError(
-                "the forward has been run again for a backward of the other kind",
-                node,
-                recording.replay,
-            )
 
 
 def _check_gradients(node: fx.Node, recording: Recording, grads: Any) -> None:

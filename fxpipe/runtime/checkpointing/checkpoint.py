@@ -21,8 +21,7 @@ second run overlaps the copy of the incoming gradient (torchgpipe, section 3.3).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,20 +60,6 @@ class Handle:
         """Run the function again, if the graph still needs saved tensors that are not there."""
         if (frame := self._frame()) is not None:
             frame.recompute()
-
-    @contextmanager
-    def again(self) -> Iterator[Any]:
-        """A context with the surroundings of the call, in which the caller can repeat it.
-
-        Yields the arguments of the call, without autograd history; None if the graph of the call
-        saves no tensor, or has been freed, so that there is nothing to compute again.
-        """
-        frame = self._frame()
-        if frame is None:
-            yield None
-            return
-        with frame.again() as inputs:
-            yield inputs
 
 
 def checkpointed(

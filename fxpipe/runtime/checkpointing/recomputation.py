@@ -61,7 +61,7 @@ class SavedSlot:
 
     def __init__(self, frame: Frame, tensor: Tensor) -> None:
         self.frame = frame
-        self.like = _looks(tensor)
+        self.like = looks_of(tensor)
         self.value: Tensor | None = None
         self.version = 0  # of the value when it was put here
 
@@ -126,7 +126,7 @@ class Frame:
     @_hook
     def pack(self, tensor: Tensor) -> Any:
         if self.surroundings.has_parameter(tensor):
-            return tensor, _version(tensor)  # alive anyway, but an optimizer may write to it
+            return tensor, version_in(tensor)  # alive anyway, but an optimizer may write to it
         slot = SavedSlot(self, tensor)
         self.slots.append(weakref.ref(slot))
         return slot
@@ -194,7 +194,7 @@ class Repetition:
         finally:
             _here.repetition = outer
         self.check()
-        return {i for i, tensor, version in self.inputs if _version(tensor) != version}
+        return {i for i, tensor, version in self.inputs if version_in(tensor) != version}
 
     @property
     def is_done(self) -> bool:
@@ -223,19 +223,19 @@ class Repetition:
         return held
 
     def fill(self, slot: SavedSlot, tensor: Tensor) -> None:
-        looks = _looks(tensor)
+        looks = looks_of(tensor)
         if self.frame.checks and looks != slot.like:
             self.differences.append(
-                f"saved tensor {self.count} of {_name(self.frame.fn)} was {_said(slot.like)} in "
-                f"the forward and is {_said(looks)} in the recomputation"
+                f"saved tensor {self.count} of {_name(self.frame.fn)} was {said(slot.like)} in "
+                f"the forward and is {said(looks)} in the recomputation"
             )
             return
         if are_being_saved():
             if self.count in self.frame.copied:
                 with torch.no_grad():
                     tensor = tensor.clone()
-            self.inputs.append((self.count, tensor, _version(tensor)))
-        slot.value, slot.version = tensor, _version(tensor)
+            self.inputs.append((self.count, tensor, version_in(tensor)))
+        slot.value, slot.version = tensor, version_in(tensor)
 
     def check(self) -> None:
         """Raise a :class:`CheckpointError` if the function saved other tensors than before."""
@@ -268,7 +268,7 @@ def _held(tensor: Tensor) -> Tensor:
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, tuple):
         parameter, version = packed
-        _check_version(parameter, version, "a parameter")
+        check_version(parameter, version, "a parameter")
         return parameter  # type: ignore[no-any-return]
     slot: SavedSlot = packed
     with slot.frame.lock:
@@ -276,31 +276,31 @@ def _unpack(packed: Any) -> Tensor:
             slot.frame.recompute()
         tensor, slot.value = slot.value, None  # another backward (retain_graph) computes it again
     assert tensor is not None
-    _check_version(tensor, slot.version, f"a tensor ({_said(slot.like)})")
+    check_version(tensor, slot.version, f"a tensor ({said(slot.like)})")
     return tensor
 
 
-def _version(tensor: Tensor) -> int:
+def version_in(tensor: Tensor) -> int:
     """How often the tensor has been written to; 0 for inference tensors, which do not count it."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
-def _check_version(tensor: Tensor, version: int, what: str) -> None:
-    if _version(tensor) != version:
+def check_version(tensor: Tensor, version: int, what: str) -> None:
+    if version_in(tensor) != version:
         raise RuntimeError(
             f"{what} needed for the backward of a checkpointed function has been modified by an "
-            f"inplace operation: it is at version {_version(tensor)}, and version {version} was "
+            f"inplace operation: it is at version {version_in(tensor)}, and version {version} was "
             "expected"
         )
 
 
-def _looks(tensor: Tensor) -> tuple[Any, ...]:
+def looks_of(tensor: Tensor) -> tuple[Any, ...]:
     """The dtype, shape and device of a saved tensor, which must be the same in both runs."""
     with DisableTorchFunction():
         return tensor.dtype, tensor.shape, tensor.device
 
 
-def _said(looks: tuple[Any, ...]) -> str:
+def said(looks: tuple[Any, ...]) -> str:
     dtype, shape, device = looks
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 

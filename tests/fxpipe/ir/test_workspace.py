@@ -43,20 +43,21 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_values_that_are_used_later_and_gradients_are_there_beside_what_is_saved(chunks):
     first, second = workspaces(Residual(4), ["layers.2"], chunks)
-    # Forward: the result, beside all that is saved. Without saving: x, which is an input; then the
-    # linear's value and t with x + t being computed, or the next layer's.
+    # Forward: the result, beside all that is saved. If the stage is run again: beside its input,
+    # two t, the second layer's x, and either this layer's linear or the result.
     # Backward: the gradient of the result, and tanh's; then t and its gradient are free. In halves,
     # where nothing is freed, the gradient of x as well.
-    expected = StageWorkspace(forward=1, again=3, backward=2, half=3, kept_inputs=1)
+    expected = StageWorkspace(forward=1, again=4, backward=2, half=3, kept_inputs=1)
     assert values(second) == expected
     assert values(first).forward == expected.forward
 
 
 def test_a_chain_needs_its_value_and_the_next_one():
     _, second = workspaces(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))), ["3"])
-    # Each linear saves its input. The gradient of its value and that of its input are there at the
-    # same time; the saved input is free only then.
-    assert values(second) == StageWorkspace(forward=1, again=2, backward=2, half=2, kept_inputs=1)
+    # Each linear saves its input: if the stage is run again, two of these and the result are there
+    # beside the first one, which is the stage's. The gradient of a linear's value and that of its
+    # input are there at the same time; the saved input is free only then.
+    assert values(second) == StageWorkspace(forward=1, again=3, backward=2, half=2, kept_inputs=1)
 
 
 class Doubled(nn.Module):

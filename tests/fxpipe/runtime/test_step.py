@@ -147,7 +147,7 @@ def test_a_checkpointed_stage_is_run_again_once_and_its_gradients_come_in_halves
     plain.layers[0].register_forward_hook(lambda *_: runs.append(1))
     (y,), tape = forward(model, (x,), (), True, True)
     assert y.requires_grad and runs == [1]
-    replay(tape, halved=True)
+    replay(tape)
     (grad,) = backward_input(tape, (torch.ones_like(y),))
     assert gradients(plain) == [None] * 10 and runs == [1, 1]
     weight_grad(tape)
@@ -198,7 +198,7 @@ def test_a_checkpointed_stage_that_saves_nothing_is_not_run_again():
 
     x = torch.randn(3, requires_grad=True)
     (y,), tape = forward(Twice(), (x,), (), True, True)
-    replay(tape, halved=True)
+    replay(tape)
     (grad,) = backward_input(tape, (torch.ones_like(y),))
     weight_grad(tape)
     assert same(grad, torch.full((3,), 2.0))

@@ -1,0 +1,149 @@
+"""A checkpointed stage in a step: the stage is called once, and again ahead of its backward.
+
+::
+
+    forward     arguments ── stage ── results          its autograd graph is freed at once
+    replay      arguments ── stage ── (results)        its autograd graph is the backward's
+
+A step has no need for the hooks on saved tensors of :func:`fxpipe.checkpoint`: it says itself when
+a stage is run again, and where the backward begins, so that nobody but the step can ask for the
+first graph. Each of the two runs costs what a forward without checkpoint does. The first run
+records gradients too, since what a model computes may depend on whether it does
+(``nn.MultiheadAttention`` has another kernel without), and since a result has to say whether it
+requires a gradient. What this graph saves takes no memory that the second run would not take: it is
+freed before the stage's results are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
+from itertools import zip_longest
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, increment_version
+
+from fxpipe.ir._torch import pytree
+from fxpipe.ir.autograd import reached
+from fxpipe.runtime.checkpointing.effects import Effects
+from fxpipe.runtime.checkpointing.recomputation import (
+    CheckpointError,
+    check_version,
+    looks_of,
+    said,
+    version_in,
+)
+
+Function = Callable[..., tuple[Any, ...]]
+Record = Callable[[Function, tuple[Any, ...]], tuple[tuple[Any, ...], Sequence[Sequence[Any]]]]
+"""Calls a function with these arguments. Returns its results, without history, and for each result
+the ends of the autograd graph, at which the backward begins: edges of the graph, or tensors."""
+
+_within: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+"""The modules within each stage. They are looked up once, since a stage is called often."""
+
+
+class Rerun:
+    """A call of a stage that is made twice. The second call finds everything as the first did.
+
+    Args:
+        stage: the stage; the modules within it never become others.
+        function: calls the stage, and returns a tuple of results.
+        args: the function's arguments, which are kept until the second call.
+
+    The settings of the thread, such as autocast, are the same in both calls, since both are made in
+    one run of a lane. Random numbers depend on seeds, which are among the arguments.
+    """
+
+    def __init__(self, stage: nn.Module, function: Function, args: tuple[Any, ...]) -> None:
+        within = _within.get(stage)
+        if within is None:
+            within = _within[stage] = [each for each in stage.modules() if each is not stage]
+        self._modules, self._function, self._args = [stage, *within], function, args
+        self._given = _versions(_tensors(args))
+        self._parameters = self._written = _versions(())
+        self._context = copy_context()
+        self._effects = Effects(self._modules)
+
+    def first(self, record: Record) -> tuple[Any, ...]:
+        """Make the first call, and return its results."""
+        with self._effects.watched():
+            results, ends = record(self._function, self._args)
+        self._written = _versions(self._effects.written_parameters)
+        written = {id(each) for each, _ in self._written}
+        self._parameters = _versions(
+            each
+            for module in self._modules
+            for each in module._parameters.values()
+            if each is not None and id(each) not in written
+        )
+        self._looks, self._graph = _looks(results), _graph(ends)
+        return results
+
+    def again(self, record: Record) -> None:
+        """Make the second call, with the context variables (``contextvars``) of the first.
+
+        Raises:
+            RuntimeError: if an argument, or a parameter to which the stage itself does not write,
+                has been written to since the first call.
+            CheckpointError: if the results are not like those of the first call, or have another
+                autograd graph.
+        """
+        for versions, what in (self._given, "an argument"), (self._parameters, "a parameter"):
+            for tensor, version in versions:
+                check_version(tensor, version, what)
+        others = [each for each, version in self._written if version_in(each) != version]
+        with self._effects.as_before():
+            results, ends = self._context.run(record, self._function, self._args)
+        for parameter in others:
+            # It has other values again than this call has seen: if the graph has saved it, autograd
+            # now says so in the backward.
+            increment_version(parameter)
+        looks, graph = _looks(results), _graph(ends)
+        if looks != self._looks:
+            self._differ("gave", map(_said, self._looks), map(_said, looks))
+        if graph != self._graph:
+            self._differ("recorded", self._graph, graph)
+
+    def _differ(self, did: str, first: Iterable[str], second: Iterable[str]) -> NoReturn:
+        pairs = zip_longest(first, second, fillvalue="nothing")
+        one, other = next((one, other) for one, other in pairs if one != other)
+        raise CheckpointError(
+            f"the forward of {type(self._modules[0]).__name__} {did} {one}, and its recomputation "
+            f"{other}: it must do the same both times, so it may not depend on anything that "
+            "changes between them"
+        )
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    """The tensors in these values. A tensor is taken first, since a pytree takes longer."""
+    for value in values:
+        if type(value) is Tensor:
+            yield value
+        elif value is not None:
+            yield from (each for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(each, version_in(each)) for each in tensors]
+
+
+def _looks(results: Iterable[Any]) -> list[tuple[Any, ...]]:
+    return [(looks_of(tensor), tensor.requires_grad) for tensor in _tensors(results)]
+
+
+def _said(looks: tuple[Any, bool]) -> str:
+    look, requires_grad = looks
+    return f"a {said(look)}{' that requires a gradient' * requires_grad}"
+
+
+def _graph(ends: Iterable[Sequence[Any]]) -> list[str]:
+    """The names of the nodes of an autograd graph, in an order that the graph determines."""
+    made = [
+        end.node if isinstance(end, GradientEdge) else getattr(end, "grad_fn", None)
+        for each in ends
+        for end in each
+    ]
+    return [type(node).__name__ for node in reached(node for node in made if node is not None)]
