@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, increment_version
 
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.autograd import reached
-from fxpipe.runtime.checkpointing.effects import Effects
+from fxpipe.runtime.checkpointing.module_effects import ModuleEffects
 from fxpipe.runtime.checkpointing.recomputation import (
     CheckpointError,
     check_version,
@@ -65,7 +65,7 @@ class Rerun:
         self._given = _versions(_tensors(args))
         self._parameters = self._written = _versions(())
         self._context = copy_context()
-        self._effects = Effects(self._modules)
+        self._effects = ModuleEffects(self._modules)
 
     def first(self, record: Record) -> tuple[Any, ...]:
         """Make the first call, and return its results."""

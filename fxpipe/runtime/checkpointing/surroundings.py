@@ -11,7 +11,7 @@
     what it changes in the module       changed                     as before the first call
 
 So the second call computes what the first did, and leaves nothing behind. What a call changes in
-its module is in :mod:`fxpipe.runtime.checkpointing.effects`.
+its module is in :mod:`fxpipe.runtime.checkpointing.module_effects`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fxpipe.ir._torch import EnableTorchFunction, asks_torch_function
 from fxpipe.ir.tensors import memory_of
 from fxpipe.runtime.ambient import Ambient
-from fxpipe.runtime.checkpointing.effects import Effects, original
+from fxpipe.runtime.checkpointing.module_effects import ModuleEffects, original
 from fxpipe.runtime.random import RandomState
 
 
@@ -61,7 +61,7 @@ class Surroundings:
         self._memories = {memory_of(p) for p in parameters}
         devices = {t.device for t in (*tensors, *parameters)}
         self._random = RandomState(devices) if preserve_rng_state else None
-        self._effects = Effects(modules, writes_again)
+        self._effects = ModuleEffects(modules, writes_again)
 
     def watched(self) -> AbstractContextManager[None]:
         """A context for the first call, which notices what the module writes to."""

@@ -30,7 +30,7 @@ _stood_for: Any = WeakIdKeyDictionary()
 """By copies of buffers that second calls have used: the buffers themselves."""
 
 
-class Effects:
+class ModuleEffects:
     """What one call of a module changes in the module, read just before that call.
 
     Args:
