@@ -31,6 +31,8 @@ COPIES = "copies"  #: tuple[int, ...]: how many of each tensor of the value a mi
 GROWS = (
     "grows"  #: tuple[tuple[int, ...], ...]: of each tensor the dimensions that grow with the batch
 )
+SHAPES = "shapes"  #: Shapes (passes.common.shapes): of the tensors in a value of a step graph
+CARRIED = "carried"  #: Carried | None (passes.to_rank.carried): what a transfer carries
 LARGER = "larger"  #: the fake value for a larger batch; kept only while the two are compared
 BROUGHT = "brought"  #: str: at a stage's input, the path of the parameter that is copied there
 HOME = "home"  #: int: where a node copies a parameter to another stage: the stage that owns it

@@ -124,6 +124,11 @@ def scatter(tensor: Any, dim: InDim, chunks: int) -> tuple[Any, ...]:
     return tuple(tensor.narrow(dim, a, b - a) for a, b in _ranges(tensor.shape[dim], chunks))
 
 
+def rows_of_each(rows: int, chunks: int) -> list[int]:
+    """How many rows each of ``chunks`` micro-batches has, as :func:`scatter` cuts them."""
+    return [end - begin for begin, end in _ranges(rows, chunks)]
+
+
 def _ranges(rows: int, chunks: int) -> Iterator[tuple[int, int]]:
     """The first row of each micro-batch, and the first one after it."""
     size, extra = divmod(rows, chunks)

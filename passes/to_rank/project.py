@@ -29,8 +29,9 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir._torch import OuterModule
-from fxpipe.ir.graph import HOME, ORIGIN, STAGE, attribute, where
+from fxpipe.ir.graph import CARRIED, HOME, ORIGIN, STAGE, attribute, where
 from fxpipe.runtime.ranks.transport import Edge
+from passes.to_rank.carried import carried
 
 TRANSPORT = "transport"  # the name of the input through which a rank is given its transport
 
@@ -241,7 +242,7 @@ class _RankWriter:
             self.receives[transfer.node] = made
         else:
             return
-        made.meta[ORIGIN] = name
+        made.meta |= {ORIGIN: name, CARRIED: carried(self.gm, transfer.value)}
 
     def _call(
         self, function: Any, args: tuple[Any, ...], name: str, beside: fx.Node | None = None

@@ -17,7 +17,9 @@ from typing import Any
 from torch import fx
 
 from fxpipe import ops
+from fxpipe.ir.graph import SHAPES
 from fxpipe.schedule import Action, Kind
+from passes.common.shapes import shapes_of_gradient
 from passes.to_step.draft import Draft
 from passes.to_step.flows import is_differentiable
 
@@ -45,7 +47,8 @@ def write_backward(draft: Draft, at: Action) -> None:
     draft.note(cell.backward, at)
     for i, arg in enumerate(stage.call.args):
         if isinstance(arg, fx.Node) and arg in draft.flows.of:
-            cell.grads[arg] = draft.nodes.item(cell.backward, i, f"grad_{arg}", at)
+            made = cell.grads[arg] = draft.nodes.item(cell.backward, i, f"grad_{arg}", at)
+            made.meta[SHAPES] = shapes_of_gradient(arg)
     send_back(draft, stage.call.args, at)
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe import ops
+from fxpipe.ir.graph import SHAPES
 from fxpipe.schedule import Action
+from passes.common.shapes import shapes_of
 from passes.to_step.draft import Draft
 from passes.to_step.flows import StageCall
 
@@ -42,6 +44,7 @@ def write_forward(draft: Draft, at: Action) -> None:
     leaving: dict[int, dict[fx.Node, fx.Node]] = {}
     for index, value in enumerate(stage.gives):
         made = cell.values[value] = draft.nodes.item(results, index, value.name, at)
+        made.meta[SHAPES] = shapes_of(value)
         target = draft.flows.of[value].after(at.stage)
         if target is not None:
             leaving.setdefault(target, {})[value] = made

@@ -17,7 +17,9 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir._torch import pytree
+from fxpipe.ir.graph import SHAPES
 from fxpipe.schedule import Action, Kind
+from passes.common.shapes import shapes_of_gradient
 from passes.to_step.backward import send_back
 from passes.to_step.draft import Draft
 
@@ -64,6 +66,7 @@ def _take_apart(draft: Draft, output: Any, grads: fx.Node, at: Action) -> None:
             if output in found:
                 grads = draft.nodes.call(ops.added, (found[output], grads), "sum", at)
             found[output] = grads
+            grads.meta[SHAPES] = shapes_of_gradient(output)
     elif isinstance(output, dict | list | tuple):
         for index, part in output.items() if isinstance(output, dict) else enumerate(output):
             if any(isinstance(leaf, fx.Node) for leaf in pytree.tree_leaves(part)):

@@ -13,9 +13,10 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import HOME, STAGE
+from fxpipe.ir.graph import HOME, SHAPES, STAGE, attribute
 from fxpipe.runtime.streams import COPY
 from fxpipe.schedule import Action
+from passes.common.shapes import shape_of
 from passes.to_step.nodes import Nodes
 from passes.to_step.traffic import Traffic
 
@@ -49,6 +50,8 @@ class Replicas:
         for brought, replica in self.made.items():
             stage, home = brought.meta[STAGE], brought.meta[HOME]
             grad = self.nodes.call(ops.gathered, (replica,), f"{brought}_gathered", last[stage])
+            parameter = attribute(self.nodes.gm, str(replica.args[0].target))  # type: ignore[union-attr]
+            grad.meta[SHAPES] = (shape_of(parameter),)
             made = self.traffic.depart([grad], home, last[stage])
             start = self.nodes.stream(stage, COPY)
             (arrived,) = self.traffic.bring(made, start, last[home], [f"{brought}_grad"])

@@ -8,7 +8,7 @@ they exchange is what each of them needs.
     rank 1     receive (0, 1) number 0  ──────── receive (0, 1) number 1
 
 1. The transfers of an edge have the same numbers, in the same order, at both of its ends, and
-   transfers of the same number carry the same value.
+   transfers of the same number carry the same value, alike in shape and dtype.
 2. If every rank stops at each transfer until the other rank comes to it, all ranks come to their
    ends. In a real run ranks wait less: a receive does not stop a rank, only the first use of the
    received value does.
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import ORIGIN
+from fxpipe.ir.graph import CARRIED, ORIGIN
 from fxpipe.ir.printing import format_node
 from fxpipe.runtime.ranks.transport import Edge
 from passes.to_rank.project import edge_of, transfers_of
@@ -91,6 +91,9 @@ def _check_edge(edge: Edge, sent: Sequence[fx.Node], received: Sequence[fx.Node]
             raise TransferError(f"these come as number {number} of the edge {edge}: {pair}")
         if transmit.meta.get(ORIGIN) != receive.meta.get(ORIGIN):
             raise TransferError(f"the two ends mean different values: {pair}")
+        both = [end.meta.get(CARRIED) for end in (transmit, receive)]
+        if both[0] != both[1]:
+            raise TransferError(f"the two ends differ in shapes or dtypes, {both}: {pair}")
     if len(sent) != len(received):
         rank, longer, kind = (
             (source, sent, "receives") if len(sent) > len(received) else (target, received, "sends")

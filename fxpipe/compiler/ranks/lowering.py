@@ -7,10 +7,11 @@ import operator
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from fractions import Fraction
+from typing import Any, ClassVar
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from fxpipe import ops
 from fxpipe.compiler.bindings import bindings, stages_of
@@ -20,19 +21,65 @@ from fxpipe.compiler.layout import CutAlike
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.world import Ranks
-from fxpipe.ir.graph import MICROBATCH, ORIGIN, STAGE, WRITTEN, stage_nodes
+from fxpipe.ir.graph import (
+    CARRIED,
+    MICROBATCH,
+    ORIGIN,
+    SEED,
+    STAGE,
+    VALUE,
+    WRITTEN,
+    stage_nodes,
+)
 from fxpipe.ir.printing import format_graph
+from fxpipe.runtime.microbatch import InDim, rows_of_each
 from fxpipe.runtime.program import Program, lower
 from fxpipe.runtime.ranks.agreement import Agreement
 from fxpipe.runtime.ranks.errors import RankError
+from fxpipe.runtime.ranks.expected import Sizes
 from fxpipe.runtime.ranks.shards import Shards
 from fxpipe.runtime.ranks.transport import Edge, GroupTransport, Plan, Planned
 from passes import PartitionError, PostEarly, Project, Reduce, Unshard
 from passes.chain import Level, ToPipeline
+from passes.to_rank.carried import Carried
 from passes.to_rank.project import edge_of, transfers_of
 from passes.to_rank.reduce import GRADIENTS
 from passes.to_rank.unshard import SHARDS
 from passes.verify.transfers import verify
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The batch that a graph was traced with.
+
+    Args:
+        input: the index of an input that has a batch dimension.
+        dim: that dimension.
+        rows: the number of rows there.
+        chunks: the number of micro-batches of the graph.
+    """
+
+    input: int
+    dim: int
+    rows: int
+    chunks: int
+
+    @staticmethod
+    def of(stage_graph: fx.GraphModule, in_dims: Sequence[InDim], chunks: int) -> Traced | None:
+        """The batch of a stage graph; None if none of its inputs is known to have rows."""
+        inputs = stage_graph.graph.find_nodes(op="placeholder")
+        inputs = [node for node in inputs if SEED not in node.meta]
+        for index, (node, dim) in enumerate(zip(inputs, in_dims, strict=True)):
+            value = node.meta.get(VALUE)
+            if isinstance(dim, int) and isinstance(value, Tensor) and value.shape[dim]:
+                return Traced(index, dim, int(value.shape[dim]), chunks)
+        return None
+
+    def parts(self, values: Sequence[Any]) -> list[Fraction]:
+        """For each micro-batch of a run with these inputs, how many rows it has for each row of the
+        batch that was traced."""
+        rows = rows_of_each(values[self.input].shape[self.dim], self.chunks)
+        return [Fraction(count, self.rows) for count in rows]
 
 
 @dataclass
@@ -42,6 +89,8 @@ class RankProgram:
     graph_module: fx.GraphModule
     program: Program
     plan: Plan
+    carried: dict[Edge, list[Carried | None]]
+    """What each transfer between any two ranks carries, by edges and in order."""
 
 
 @dataclass
@@ -58,8 +107,19 @@ class RankUnrolled(Unrolled):
     """Whether losses and gradients are summed over replicas."""
     is_sharded: bool = False
     """Whether parameters are gathered that replicas have in shards."""
+    traced: Traced | None = None
+    """The batch that the graph was traced with; None if no input has a batch dimension."""
     programs: dict[bool, RankProgram] = field(default_factory=dict)
     """``programs[True]`` gives the output to every rank, ``programs[False]`` to the last only."""
+
+    def sizes(self, values: Sequence[Any], everywhere: bool) -> dict[Edge, list[Sizes | None]]:
+        """The bytes of the tensors and numbers of each transfer in a run with these inputs, by the
+        edges of all ranks and in order; None where they are not known."""
+        parts = None if self.traced is None else self.traced.parts(values)
+        return {
+            edge: [None if each is None else each.sizes(parts) for each in transfers]
+            for edge, transfers in self.programs[everywhere].carried.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -159,6 +219,7 @@ class RankLowering(Lowering):
             history,
             is_reduced=is_reduced,
             is_sharded=is_sharded,
+            traced=Traced.of(mode.stage_graph, mode.in_dims, chunks),
         )
         unrolled.digest = _digest(format_graph(gm))
         for everywhere in (True, False):
@@ -175,7 +236,8 @@ class RankLowering(Lowering):
             shared = frozenset(filter(self.transport.is_shared, unrolled.every_edge))
             own = PostEarly(shared)(parts[self.ranks.rank])
             mode.bindings += bindings(own, self.model)
-            unrolled.programs[everywhere] = RankProgram(own, lower(own), _plan(own, gm))
+            program, plan = lower(own), _plan(own, gm)
+            unrolled.programs[everywhere] = RankProgram(own, program, plan, _carried(parts))
         if self.shards is not None:
             self.shards.watch(mode.bindings)
         return unrolled
@@ -222,6 +284,15 @@ def _plan(own: fx.GraphModule, gm: fx.GraphModule) -> Plan:
         place, node = every[transfer.meta[ORIGIN]]
         plan.setdefault(edge_of(transfer)[0], []).append(Planned(place, _action(node)))
     return dict(sorted(plan.items()))
+
+
+def _carried(parts: Sequence[fx.GraphModule]) -> dict[Edge, list[Carried | None]]:
+    """What each transfer carries, by edges and in order, in the graphs of all ranks."""
+    found: dict[Edge, list[Carried | None]] = {}
+    for part in parts:
+        for node in part.graph.find_nodes(op="call_function", target=ops.transmit):
+            found.setdefault(edge_of(node)[0], []).append(node.meta[CARRIED])
+    return dict(sorted(found.items()))
 
 
 def _action(node: fx.Node) -> str:

@@ -25,7 +25,11 @@ from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.runtime.ranks.agreement import apart
 from fxpipe.runtime.ranks.errors import RankError, failure, is_final
+from fxpipe.runtime.ranks.expected import Sizes
 from fxpipe.runtime.ranks.replicas import Gradients
+from fxpipe.runtime.ranks.transport import Edge
+
+_MANY = 256  # kinds of runs whose sizes are remembered
 
 
 class RankRunner(Runner):
@@ -36,6 +40,7 @@ class RankRunner(Runner):
     def __init__(self, compiler: RankCompiler) -> None:
         super().__init__(compiler)
         self.program: RankProgram | None = None  # the program that has run last
+        self._sizes: dict[str, tuple[dict[Edge, list[Sizes | None]], str]] = {}
         self._failed = ""  # how a run has failed after which the ranks cannot go on together
 
     def _check_open(self) -> None:
@@ -110,7 +115,7 @@ class RankRunner(Runner):
         if compiler.homes:
             return super().run(unrolled, values)  # raises, as the model has no values yet
         mine = unrolled.programs[everywhere]
-        kind = self._agree(unrolled, values, everywhere)
+        kind, sizes = self._agree(unrolled, values, everywhere)
         self.program = mine
         absent = compiler.absent
         values = [value.to("meta") if absent.is_ghost(value) else value for value in values]
@@ -122,7 +127,7 @@ class RankRunner(Runner):
         program = partial(run_inline, mine.program, given, record)
         if record is not None:
             record.begin([])
-        return self._together(lambda: compiler.transport.run(program, mine.plan, 0, kind))
+        return self._together(lambda: compiler.transport.run(program, mine.plan, 0, kind, sizes))
 
     def _gradients(self) -> Gradients:
         compiler = self.compiler
@@ -162,28 +167,51 @@ class RankRunner(Runner):
             raise
         return result
 
-    def _agree(self, unrolled: RankUnrolled, values: list[Any], everywhere: bool) -> str:
+    def _agree(
+        self, unrolled: RankUnrolled, values: list[Any], everywhere: bool
+    ) -> tuple[str, dict[Edge, list[Sizes | None]]]:
         """Raise :class:`RankError` unless all ranks are about to run the same graph, those of this
         replica with values of the same shapes, and all parts with the same random numbers.
 
-        Returns a text that stands for the graph and these shapes.
+        Returns a text that stands for the graph and these shapes, and the sizes of the transfers
+        that follow from them.
         """
         agreement, ranks = self.compiler.agreement, self.compiler.ranks
         members = ranks.this_replica if ranks.parts is None else slice(None)
         run = f"run of {unrolled.digest}, {everywhere}"
         with agreement.together():
             self._refuse_absent(unrolled, values)
-            answer = f"{run}, with {_shapes(values)}", self._drawn_from(unrolled)
-            answers = agreement.ask(run, answer)[members]
-        texts: list[str] = [text for text, _ in answers]
+            text = f"{run}, with {_shapes(values)}"
+            sizes, digest = self._sizes_of(text, unrolled, values, everywhere)
+            answers = agreement.ask(run, (text, self._drawn_from(unrolled), digest))[members]
+        texts: list[str] = [text for text, *_ in answers]
         if len(set(texts)) > 1:
             raise RankError(apart(dict(zip(agreement.names[members], texts, strict=True))))
-        if len({state for _, state in answers if state}) > 1:
+        others = zip(agreement.names[members], answers, strict=True)
+        if differing := [name for name, (*_, theirs) in others if theirs != digest]:
+            raise RankError(
+                f"{agreement.names[agreement.rank]} and {differing[0]} have traced the model with "
+                "other shapes or dtypes of the tensors between stages: run the same versions of "
+                "the model and of PyTorch on all ranks"
+            )
+        if len({state for _, state, _ in answers if state}) > 1:
             raise RankError(
                 "the ranks that have parts of the same parameters would draw different random "
                 "numbers, for dropout say: call torch.manual_seed with the same number on all ranks"
             )
-        return texts[0]
+        return text, sizes
+
+    def _sizes_of(
+        self, text: str, unrolled: RankUnrolled, values: list[Any], everywhere: bool
+    ) -> tuple[dict[Edge, list[Sizes | None]], str]:
+        """The sizes of all transfers in a run, and a digest of them; remembered by a text that
+        stands for the graph and the shapes of the inputs."""
+        if text not in self._sizes:
+            sizes = unrolled.sizes(values, everywhere)
+            self._sizes[text] = sizes, hashlib.sha256(repr(sizes).encode()).hexdigest()
+            if len(self._sizes) > _MANY:
+                del self._sizes[next(iter(self._sizes))]
+        return self._sizes[text]
 
     def _drawn_from(self, unrolled: RankUnrolled) -> str:
         """Where other parts draw seeds, too: what those of this run depend on, which is the state

@@ -198,7 +198,7 @@ class GroupTransport:
         plan: Plan,
         key: int,
         kind: str,
-        sizes: Callable[[], Mapping[Edge, Sequence[Sizes | None]]] = dict,
+        sizes: Mapping[Edge, Sequence[Sizes | None]],
     ) -> Any:
         """Run a program that transmits and receives, and return what it returns.
 
@@ -207,7 +207,7 @@ class GroupTransport:
             key: a number that is the same on all ranks if their programs belong together.
             kind: a text that is the same on all ranks. Messages are expected to have the sizes that
                 they had in the last run of this kind.
-            sizes: gives what is expected in the first run of this kind, by edges and in order; at
+            sizes: those that are expected in the first run of this kind, by edges and in order; at
                 both ends of an edge the same.
 
         Raises what the program raises, on this rank. Raises :class:`RankError` if it has failed on
@@ -216,7 +216,8 @@ class GroupTransport:
         self._run += 1
         self.watch.begin(self._run)
         if kind not in self._kinds:
-            self._kinds[kind] = {edge: Expected(each) for edge, each in sizes().items()}
+            own = {edge: each for edge, each in sizes.items() if self.rank in edge}
+            self._kinds[kind] = {edge: Expected(each) for edge, each in own.items()}
         self._kinds.move_to_end(kind)
         while len(self._kinds) > _KINDS:
             self._kinds.popitem(last=False)

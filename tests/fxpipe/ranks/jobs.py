@@ -430,7 +430,7 @@ def messages(
         plan = {edge: [transport.Planned(0, "a value")] * len(values)}
         try:
             with noting_messages(sent):
-                got = way.run(program, plan, 0, "the same", lambda: {edge: sizes})
+                got = way.run(program, plan, 0, "the same", {edge: sizes})
             found.append(got if rank else sent)
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
@@ -443,3 +443,15 @@ def messages_that_meet(*args: Any) -> list[Any]:
     """:func:`messages`, where each transmit waits for its receive."""
     with rendezvous():
         return messages(*args)
+
+
+def sent_in_steps(group: dist.ProcessGroup, make: Make, calls: Sequence[Call], **options: Any):
+    """What this rank begins to send in each step, in order."""
+    found = []
+    with compiled(group, make, mean_loss, example_inputs=calls[0].args, **options) as pipe:
+        for call in calls:
+            sent: list[str] = []
+            with noting_messages(sent):
+                pipe.step(*call.args, target=call.target)
+            found.append(sent)
+    return found

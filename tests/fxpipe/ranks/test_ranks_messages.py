@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.fxpipe.ranks import jobs
-from tests.zoo import same
+from tests.zoo import Chain, same
 
 SMALL, LARGE = torch.ones(3), torch.arange(1000.0)
 _count = itertools.count()
@@ -61,3 +61,27 @@ def test_a_rank_that_fails_leaves_nothing_on_the_way(sent):
     assert there[1] == "ValueError: it is broken"
     assert here[1] == "RankError: rank 0 failed: ValueError: it is broken"
     assert there[2] == ["tensor", "header"] * 3
+
+
+def two():
+    return Chain(2)
+
+
+def test_shapes_of_values_and_gradients_are_known_in_the_first_step_of_any_number_of_rows(pool):
+    """The model is traced with eight rows. Of seven rows three micro-batches have two, and one has
+    one. The loss goes to the first rank, too: its dtype is known when it has been there once."""
+    calls = [jobs.Call((torch.randn(count, 3),), torch.randn(count)) for count in (8, 7, 7)]
+    options = {"chunks": 4, "partition": ["b"]}
+    first, last = pool.run(jobs.sent_in_steps, two, calls, ranks=2, **options)
+    described, known = ["tensor", "header", "header"], ["tensor", "header"]
+    assert first == [
+        [*described, *known * 3],
+        [*known * 3, *described],  # one row has other strides than two, which are described once
+        known * 4,
+    ]
+    losses = ["tensor"] * 5  # the mean, and those of the micro-batches
+    assert last == [
+        [*described, *known * 3, "header", "header", *losses],
+        [*known * 4, "header", "header", *losses],
+        [*known * 4, *losses, "header"],
+    ]

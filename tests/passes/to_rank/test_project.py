@@ -35,6 +35,7 @@ def step(model, starts, schedule="1f1b", microbatches=1, inputs=(X,), places=(),
         (0,),
         ("cpu",) * stages,
         Partition(stages, starts),
+        chunks=microbatches,
         places=places,
     )
     gm = torch.fx.symbolic_trace(model)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import ORIGIN
+from fxpipe.ir.graph import CARRIED, ORIGIN
 from passes import Project, TransferError
+from passes.common.shapes import Shape
+from passes.to_rank.carried import Carried
+from passes.to_rank.project import transfers_of
 from passes.verify.transfers import verify
 
 
@@ -47,6 +51,15 @@ def test_ends_that_meet_are_accepted():
 def test_ends_that_differ_are_named(first, second, message):
     with pytest.raises(TransferError, match=message):
         verify([program(0, *first), program(1, *second)])
+
+
+def test_ends_that_differ_in_shape_or_dtype_are_named():
+    programs = [program(rank, (0, 1, 0, "a")) for rank in range(2)]
+    for gm, dtype in zip(programs, (torch.float32, torch.float16), strict=True):
+        (transfer,) = transfers_of(gm)
+        transfer.meta[CARRIED] = Carried((Shape(dtype, (8, 3), (0,)),), 0)
+    with pytest.raises(TransferError, match="the two ends differ in shapes or dtypes"):
+        verify(programs)
 
 
 def test_ranks_that_wait_for_each_other_in_a_circle_are_named():
