@@ -25,7 +25,7 @@ from fxpipe.ir.tensors import tensors_of
 
 
 @dataclass(frozen=True)
-class Shape:
+class TensorShape:
     """The shape of a tensor, for the batch that the model was traced with.
 
     Args:
@@ -58,7 +58,7 @@ class Shape:
         return int(count) * self.dtype.itemsize if is_whole else None
 
 
-Shapes = tuple[Shape, ...]
+Shapes = tuple[TensorShape, ...]
 """The shapes of the tensors and numbers in a value, in order."""
 
 
@@ -77,11 +77,11 @@ def shapes_of_gradient(node: fx.Node) -> Shapes | None:
     return None if shapes is None else tuple(shape for shape in shapes if shape.requires_grad)
 
 
-def shape_of(tensor: Tensor, grows: tuple[int, ...] | None = ()) -> Shape:
+def shape_of(tensor: Tensor, grows: tuple[int, ...] | None = ()) -> TensorShape:
     """The shape of a tensor."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     stored = tuple(1 if stride == 0 else int(size) for size, stride in sizes)
-    return Shape(tensor.dtype, stored, grows, tensor.requires_grad)
+    return TensorShape(tensor.dtype, stored, grows, tensor.requires_grad)
 
 
 _NUMBERS = {int: torch.int64, float: torch.float64}
@@ -93,7 +93,9 @@ def _shapes_in(value: Any, grows: tuple[tuple[int, ...], ...] | None) -> Shapes 
         return None
     known = dict(zip(map(id, tensors), grows or (None,) * len(tensors), strict=True))
     return tuple(
-        shape_of(leaf, known[id(leaf)]) if isinstance(leaf, Tensor) else Shape(_NUMBERS[type(leaf)])
+        shape_of(leaf, known[id(leaf)])
+        if isinstance(leaf, Tensor)
+        else TensorShape(_NUMBERS[type(leaf)])
         for leaf in pytree.tree_leaves(value)
         if isinstance(leaf, Tensor) or type(leaf) in _NUMBERS
     )

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, attribute
 from fxpipe.runtime.ranks.expected import Sizes
-from passes.common.shapes import Shape, Shapes, shape_of, shapes_of
+from passes.common.shapes import Shapes, TensorShape, shape_of, shapes_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _shapes(gm: fx.GraphModule, node: fx.Node) -> Shapes | None:
     if node.target is ops.seeds:
         count = node.args[0]
         assert isinstance(count, int)
-        return (Shape(torch.int64),) * count
+        return (TensorShape(torch.int64),) * count
     if node.op == "get_attr":
         tensor = attribute(gm, str(node.target))
         return (shape_of(tensor),) if isinstance(tensor, Tensor) else None

@@ -49,7 +49,7 @@ from passes.verify.transfers import verify
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedRows:
     """The batch that a graph was traced with.
 
     Args:
@@ -65,14 +65,14 @@ class Traced:
     chunks: int
 
     @staticmethod
-    def of(stage_graph: fx.GraphModule, in_dims: Sequence[InDim], chunks: int) -> Traced | None:
+    def of(stage_graph: fx.GraphModule, in_dims: Sequence[InDim], chunks: int) -> TracedRows | None:
         """The batch of a stage graph; None if none of its inputs is known to have rows."""
         inputs = stage_graph.graph.find_nodes(op="placeholder")
         inputs = [node for node in inputs if SEED not in node.meta]
         for index, (node, dim) in enumerate(zip(inputs, in_dims, strict=True)):
             value = node.meta.get(VALUE)
             if isinstance(dim, int) and isinstance(value, Tensor) and value.shape[dim]:
-                return Traced(index, dim, int(value.shape[dim]), chunks)
+                return TracedRows(index, dim, int(value.shape[dim]), chunks)
         return None
 
     def parts(self, values: Sequence[Any]) -> list[Fraction]:
@@ -107,7 +107,7 @@ class RankUnrolled(Unrolled):
     """Whether losses and gradients are summed over replicas."""
     is_sharded: bool = False
     """Whether parameters are gathered that replicas have in shards."""
-    traced: Traced | None = None
+    traced: TracedRows | None = None
     """The batch that the graph was traced with; None if no input has a batch dimension."""
     programs: dict[bool, RankProgram] = field(default_factory=dict)
     """``programs[True]`` gives the output to every rank, ``programs[False]`` to the last only."""
@@ -219,7 +219,7 @@ class RankLowering(Lowering):
             history,
             is_reduced=is_reduced,
             is_sharded=is_sharded,
-            traced=Traced.of(mode.stage_graph, mode.in_dims, chunks),
+            traced=TracedRows.of(mode.stage_graph, mode.in_dims, chunks),
         )
         unrolled.digest = _digest(format_graph(gm))
         for everywhere in (True, False):

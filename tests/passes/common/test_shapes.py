@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from passes.common.shapes import Shape, shape_of, shapes_of, shapes_of_gradient
+from passes.common.shapes import TensorShape, shape_of, shapes_of, shapes_of_gradient
 from tests.zoo import after
 
 HALF, F32 = Fraction(1, 2), torch.float32
@@ -17,15 +17,15 @@ HALF, F32 = Fraction(1, 2), torch.float32
 @pytest.mark.parametrize(
     "shape, part, expected",
     [
-        (Shape(F32, (8, 3), (0,)), HALF, 4 * 3 * 4),
-        (Shape(F32, (8, 3), (0,)), Fraction(9, 8), 9 * 3 * 4),
-        (Shape(F32, (8, 3), ()), HALF, 8 * 3 * 4),  # as large for each micro-batch
-        (Shape(F32, (8, 8), (0, 1)), HALF, 4 * 4 * 4),  # every row with every row
-        (Shape(torch.int64), None, 8),
-        (Shape(F32, (8, 3), (0,)), None, None),
-        (Shape(F32, (3, 3), (0,)), HALF, None),  # a row and a half
-        (Shape(F32, (8, 3), None), Fraction(1), 8 * 3 * 4),
-        (Shape(F32, (8, 3), None), HALF, None),
+        (TensorShape(F32, (8, 3), (0,)), HALF, 4 * 3 * 4),
+        (TensorShape(F32, (8, 3), (0,)), Fraction(9, 8), 9 * 3 * 4),
+        (TensorShape(F32, (8, 3), ()), HALF, 8 * 3 * 4),  # as large for each micro-batch
+        (TensorShape(F32, (8, 8), (0, 1)), HALF, 4 * 4 * 4),  # every row with every row
+        (TensorShape(torch.int64), None, 8),
+        (TensorShape(F32, (8, 3), (0,)), None, None),
+        (TensorShape(F32, (3, 3), (0,)), HALF, None),  # a row and a half
+        (TensorShape(F32, (8, 3), None), Fraction(1), 8 * 3 * 4),
+        (TensorShape(F32, (8, 3), None), HALF, None),
     ],
 )
 def test_dimensions_that_grow_have_the_micro_batchs_part_of_the_rows(shape, part, expected):
@@ -33,7 +33,7 @@ def test_dimensions_that_grow_have_the_micro_batchs_part_of_the_rows(shape, part
 
 
 def test_a_dimension_that_repeats_the_same_memory_counts_once():
-    assert shape_of(torch.ones(3, 1).expand(3, 5)) == Shape(F32, (3, 1))
+    assert shape_of(torch.ones(3, 1).expand(3, 5)) == TensorShape(F32, (3, 1))
 
 
 class Several(nn.Module):
@@ -50,6 +50,6 @@ class Several(nn.Module):
 def test_a_gradient_has_the_shapes_of_those_tensors_that_can_have_one():
     gm = after("split", Several(), (torch.ones(8, 3),), ["b"], chunks=2)
     shapes = {str(node): (shapes_of(node), shapes_of_gradient(node)) for node in gm.graph.nodes}
-    wide = Shape(F32, (8, 4), (0,), requires_grad=True)
+    wide = TensorShape(F32, (8, 4), (0,), requires_grad=True)
     assert shapes["a"] == ((wide,), (wide,))
-    assert shapes["argmax"] == ((Shape(torch.int64, (8,), (0,)),), ())
+    assert shapes["argmax"] == ((TensorShape(torch.int64, (8,), (0,)),), ())

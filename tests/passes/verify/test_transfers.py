@@ -13,7 +13,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import CARRIED, ORIGIN
 from passes import Project, TransferError
-from passes.common.shapes import Shape
+from passes.common.shapes import TensorShape
 from passes.to_rank.carried import Carried
 from passes.to_rank.project import transfers_of
 from passes.verify.transfers import verify
@@ -57,7 +57,7 @@ def test_ends_that_differ_in_shape_or_dtype_are_named():
     programs = [program(rank, (0, 1, 0, "a")) for rank in range(2)]
     for gm, dtype in zip(programs, (torch.float32, torch.float16), strict=True):
         (transfer,) = transfers_of(gm)
-        transfer.meta[CARRIED] = Carried((Shape(dtype, (8, 3), (0,)),), 0)
+        transfer.meta[CARRIED] = Carried((TensorShape(dtype, (8, 3), (0,)),), 0)
     with pytest.raises(TransferError, match="the two ends differ in shapes or dtypes"):
         verify(programs)
 
