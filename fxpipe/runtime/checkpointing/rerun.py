@@ -23,10 +23,9 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, increment_version
+from torch.autograd.graph import increment_version
 
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.autograd import reached
 from fxpipe.runtime.checkpointing.module_effects import ModuleEffects
 from fxpipe.runtime.checkpointing.recomputation import (
     CheckpointError,
@@ -35,6 +34,7 @@ from fxpipe.runtime.checkpointing.recomputation import (
     said,
     version_in,
 )
+from fxpipe.runtime.penalty import leaves_of
 
 Function = Callable[..., tuple[Any, ...]]
 Record = Callable[[Function, tuple[Any, ...]], tuple[tuple[Any, ...], Sequence[Sequence[Any]]]]
@@ -79,7 +79,7 @@ class Rerun:
             for each in module._parameters.values()
             if each is not None and id(each) not in written
         )
-        self._looks, self._graph = _looks(results), _graph(ends)
+        self._looks, self._trained = _looks(results), _trained_by(ends)
         return results
 
     def again(self, record: Record) -> None:
@@ -88,8 +88,8 @@ class Rerun:
         Raises:
             RuntimeError: if an argument, or a parameter to which the stage itself does not write,
                 has been written to since the first call.
-            CheckpointError: if the results are not like those of the first call, or have another
-                autograd graph.
+            CheckpointError: if the results are not like those of the first call, or are computed
+                with other parameters.
         """
         for versions, what in (self._given, "an argument"), (self._parameters, "a parameter"):
             for tensor, version in versions:
@@ -101,19 +101,22 @@ class Rerun:
             # It has other values again than this call has seen: if the graph has saved it, autograd
             # now says so in the backward.
             increment_version(parameter)
-        looks, graph = _looks(results), _graph(ends)
+        looks = _looks(results)
         if looks != self._looks:
-            self._differ("gave", map(_said, self._looks), map(_said, looks))
-        if graph != self._graph:
-            self._differ("recorded", self._graph, graph)
+            pairs = zip_longest(map(_said, self._looks), map(_said, looks), fillvalue="nothing")
+            first, second = next((one, other) for one, other in pairs if one != other)
+            self._differ(f"gave {first}, and its recomputation {second}")
+        trained = _trained_by(ends)
+        if trained != self._trained:
+            runs = "first" if trained < self._trained else "second"
+            named = self._modules[0].named_parameters()
+            names = [name for name, each in named if each in trained ^ self._trained]
+            self._differ(f"used {', '.join(names)} only in the {runs} of its two runs")
 
-    def _differ(self, did: str, first: Iterable[str], second: Iterable[str]) -> NoReturn:
-        pairs = zip_longest(first, second, fillvalue="nothing")
-        one, other = next((one, other) for one, other in pairs if one != other)
+    def _differ(self, how: str) -> NoReturn:
         raise CheckpointError(
-            f"the forward of {type(self._modules[0]).__name__} {did} {one}, and its recomputation "
-            f"{other}: it must do the same both times, so it may not depend on anything that "
-            "changes between them"
+            f"the forward of {type(self._modules[0]).__name__} {how}: it must do the same both "
+            "times, so it may not depend on anything that changes between them"
         )
 
 
@@ -139,11 +142,11 @@ def _said(looks: tuple[Any, bool]) -> str:
     return f"a {said(look)}{' that requires a gradient' * requires_grad}"
 
 
-def _graph(ends: Iterable[Sequence[Any]]) -> list[str]:
-    """The names of the nodes of an autograd graph, in an order that the graph determines."""
-    made = [
-        end.node if isinstance(end, GradientEdge) else getattr(end, "grad_fn", None)
-        for each in ends
-        for end in each
-    ]
-    return [type(node).__name__ for node in reached(node for node in made if node is not None)]
+def _trained_by(ends: Iterable[Sequence[Any]]) -> set[Tensor]:
+    """The parameters that get gradients from a backward that begins at these ends.
+
+    The operators in the graph would tell more, but they may be others where a mode watches the
+    first run: ``reshape`` then calls ``view``.
+    """
+    leaves = leaves_of(end for each in ends for end in each)
+    return {leaf for leaf in leaves if isinstance(leaf, nn.Parameter)}
