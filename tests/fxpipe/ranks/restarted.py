@@ -66,6 +66,38 @@ def model(stages: int) -> Chain:
     return Chain(stages)
 
 
+def losses_of_loop(stages: int) -> list[str]:
+    """The loss of each step without a pipeline, in hexadecimal digits: each micro-batch by itself,
+    and its gradients added to those before."""
+    net = model(stages)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    losses = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for part, target in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
+            loss = mean_loss(net(part), target)
+            loss.backward(torch.full_like(loss, 1 / CHUNKS))
+            total = total + loss.detach() * (1 / CHUNKS)
+        optimizer.step()
+        losses.append(total.item().hex())
+    return losses
+
+
+def expected_losses(stages: int) -> list[str]:
+    """What is in the folder for each step, if training was started again at the step of the fault:
+    the number of the attempt, and the loss."""
+    return [
+        f"{int(step >= FAULTY_STEP)} {loss}" for step, loss in enumerate(losses_of_loop(stages))
+    ]
+
+
+def losses_in(folder: Path) -> list[str]:
+    """What the attempts have written to the folder for each step, as far as they have come."""
+    paths = (folder / f"loss_{step}" for step in range(STEPS))
+    return [path.read_text() for path in paths if path.exists()]
+
+
 class _Faulty:
     """Counts what happens in a step, and lets the fault happen at its place."""
 

@@ -10,19 +10,9 @@ import sys
 import time
 
 import pytest
-import torch
 
 from tests.fxpipe.ranks.faults import ended
-from tests.fxpipe.ranks.restarted import (
-    CHUNKS,
-    FAULTY_STEP,
-    STEPS,
-    TIMEOUT,
-    Fault,
-    batches,
-    model,
-)
-from tests.zoo import mean_loss
+from tests.fxpipe.ranks.restarted import TIMEOUT, Fault, expected_losses, losses_in
 
 pytestmark = pytest.mark.one_thread  # as each rank has
 
@@ -65,19 +55,7 @@ def test_training_goes_on_from_the_last_checkpoint_with_the_same_losses(tmp_path
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
 
-    net = model(3)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    for number, (x, y) in enumerate(batches()):
-        optimizer.zero_grad()
-        total = torch.zeros(())
-        for part, target in zip(x.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
-            loss = mean_loss(net(part), target)
-            loss.backward(torch.full_like(loss, 1 / CHUNKS))
-            total = total + loss.detach() * (1 / CHUNKS)
-        optimizer.step()
-        attempt = int(number >= FAULTY_STEP)
-        assert (tmp_path / f"loss_{number}").read_text() == f"{attempt} {total.item().hex()}"
-    assert number == STEPS - 1
+    assert losses_in(tmp_path) == expected_losses(3)
 
 
 def test_ctrl_c_ends_all_ranks_of_a_step_that_hangs(tmp_path):
