@@ -53,6 +53,19 @@ def torchgpipe(
     return {"torchgpipe 0.0.7": side}
 
 
+def show_speed_ups(title: str, seconds: dict[str, float]) -> None:
+    """Print how long each side takes, its speed-up over "one thread", and that of the ideal's."""
+    base = seconds["one thread"]
+    show(
+        title,
+        ["", "ms", "speed-up", "of the ideal 16/9"],
+        [
+            [name, f"{s * 1e3:.1f}", f"{base / s:.2f}", f"{base / s / IDEAL:.2f}"]
+            for name, s in seconds.items()
+        ],
+    )
+
+
 def main() -> None:
     keep_memory()
     torch.set_num_threads(2)
@@ -78,15 +91,7 @@ def main() -> None:
     with torch.no_grad():
         assert torch.equal(pipe(x), one_thread())
         seconds = medians(sides)
-    base = seconds["one thread"]
-    show(
-        f"forward of two stages, {CHUNKS} micro-batches",
-        ["", "ms", "speed-up", "of the ideal 16/9"],
-        [
-            [name, f"{s * 1e3:.1f}", f"{base / s:.2f}", f"{base / s / IDEAL:.2f}"]
-            for name, s in seconds.items()
-        ],
-    )
+    show_speed_ups(f"forward of two stages, {CHUNKS} micro-batches", seconds)
     pipe.close()
 
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from tests.benchmarks import step
-from tests.benchmarks.lanes import CHUNKS, HALF, IDEAL, net
-from tests.benchmarks.timing import keep_memory, medians, show
+from tests.benchmarks.lanes import CHUNKS, HALF, net, show_speed_ups
+from tests.benchmarks.timing import keep_memory, medians
 
 RANKS = 2
 
@@ -176,15 +176,7 @@ def main(name: str = "net") -> None:
             here.send(None)
         ranks.join()
     lanes.close()
-    base = seconds["one thread"]
-    show(
-        f"a step of {CHUNKS} micro-batches, {name}",
-        ["", "ms", "speed-up", "of the ideal 16/9"],
-        [
-            [side, f"{s * 1e3:.1f}", f"{base / s:.2f}", f"{base / s / IDEAL:.2f}"]
-            for side, s in seconds.items()
-        ],
-    )
+    show_speed_ups(f"a step of {CHUNKS} micro-batches, {name}", seconds)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
 
 Rank 1 raises an error, exits, is killed or is stopped, in the forward or backward of its stage or
 ahead of its transfer to rank 2, for the first, middle or last micro-batch. The process group waits
-for 15 seconds, which is how long it takes to find a rank that is stopped. Then all ranks are started
-again, and train on from the last checkpoint: the losses are compared with those of a loop over the
-micro-batches without a pipeline, bit by bit.
+for 15 seconds, which is how long it takes to find a rank that is stopped. Then all ranks are
+started again, and train on from the last checkpoint. The losses are compared, bit by bit, with
+those of a loop over the micro-batches without a pipeline.
 """
 
 from __future__ import annotations
@@ -137,13 +137,6 @@ if __name__ == "__main__":
         first = " ".join(found.said[0].replace(str(Path.cwd()), "").split())
         names = ", ".join(map(str, sorted(set(found.blamed))))
         losses = "the same" if found.losses == expected else str(found.losses)
-        row = (
-            fault.kind,
-            fault.where,
-            fault.microbatch,
-            f"{found.seconds:.1f} s",
-            names,
-            losses,
-            first,
-        )
+        where = fault.kind, fault.where, fault.microbatch
+        row = (*where, f"{found.seconds:.1f} s", names, losses, first)
         print("|", " | ".join(map(str, row)), "|", flush=True)

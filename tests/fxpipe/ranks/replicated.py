@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+import fxpipe
 from tests.fxpipe.ranks.jobs import BROKEN, Breaking, Call, Trained, compiled, made
 from tests.zoo import Chain, mean_loss
 
@@ -58,16 +60,32 @@ def train(
     first = batches[0][replica]
     with compiled_of(model, mesh, loss_fn, first, **options) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
-        losses, grads = [], {}
-        for parts in batches:
-            call = parts[replica]
-            if not is_accumulated:
-                optimizer.zero_grad()
-            given = {} if how is None else {"optimizer": optimizer, **how}
-            losses.append(pipe.step(*call.args, target=call.target, **given))
-            grads = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
-        state = {name: value.clone() for name, value in pipe.state_dict().items()}
-    return replica, Trained(losses, grads, state, None)
+        calls = [parts[replica] for parts in batches]
+        return replica, stepped(pipe, optimizer, calls, how, is_accumulated)
+
+
+def stepped(
+    pipe: fxpipe.Pipeline,
+    optimizer: torch.optim.Optimizer,
+    calls: Sequence[Call],
+    how: dict[str, Any] | None,
+    is_accumulated: bool,
+) -> Trained:
+    """Make a step for each call; ``how`` and ``is_accumulated`` are those of :func:`train`."""
+    losses, grads = [], {}
+    for call in calls:
+        if not is_accumulated:
+            optimizer.zero_grad()
+        given = {} if how is None else {"optimizer": optimizer, **how}
+        losses.append(pipe.step(*call.args, target=call.target, **given))
+        grads = {n: whole(p.grad) for n, p in pipe.named_parameters() if p.grad is not None}
+    state = {name: whole(value) for name, value in pipe.state_dict().items()}
+    return Trained(losses, grads, state, None)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of all of a tensor, which may be in shards."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def compiled_of(model: nn.Module, mesh: Any, loss_fn: Any, call: Call, **options: Any) -> Any:

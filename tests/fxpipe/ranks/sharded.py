@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.fxpipe.ranks.checkpoints import FLAT
 from tests.fxpipe.ranks.jobs import Call, Trained, made
-from tests.fxpipe.ranks.replicated import compiled_of, mesh_of
+from tests.fxpipe.ranks.replicated import compiled_of, mesh_of, stepped
 from tests.zoo import mean_loss
 
 WIDTH = 5  # which two replicas cannot share out evenly
@@ -82,28 +82,16 @@ def train(
     first = batches[0][replica]
     with compiled_of(model, mesh, mean_loss, first, **{**CUT, **options}) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
-        losses, grads = [], {}
-        for parts in batches:
-            call = parts[replica]
-            if not is_accumulated:
-                optimizer.zero_grad()
-            given = {} if how is None else {"optimizer": optimizer, **how}
-            losses.append(pipe.step(*call.args, target=call.target, **given))
-            grads = {n: whole(p.grad) for n, p in pipe.named_parameters() if p.grad is not None}
+        calls = [parts[replica] for parts in batches]
+        trained = stepped(pipe, optimizer, calls, how, is_accumulated)
         pipe.eval()
         with torch.no_grad():
-            output = pipe(*call.args, broadcast=True)
+            trained.output = pipe(*calls[-1].args, broadcast=True)
         names = [n for n, p in pipe.named_parameters() if isinstance(p, DTensor)]
         if written is not None:
             state, moments = get_state_dict(pipe, optimizer, options=FLAT)
             dcp.save({"model": state, "optimizer": moments}, checkpoint_id=written)
-        state = {name: whole(value) for name, value in pipe.state_dict().items()}
-    return replica, Trained(losses, grads, state, output), names
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be in shards."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return replica, trained, names
 
 
 class Sharing(Blocks):
