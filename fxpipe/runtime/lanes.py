@@ -36,7 +36,24 @@ from fxpipe.runtime.clock import Record
 from fxpipe.runtime.program import CALLER, Program
 from fxpipe.runtime.streams import HandOver, current, handed_over, has_streams, is_captured, on
 
-Job = Callable[[], None]
+
+class Job:
+    """A lane's part of a run, for the lane's thread to call.
+
+    Nothing of Python ends a thread in the middle, but an exception that another thread sets, or a
+    debugger. A job that goes without having been done then calls ``lost``, so that nobody waits.
+    """
+
+    def __init__(self, work: Callable[[], None], lost: Callable[[], None]) -> None:
+        self._work, self._lost, self._is_done = work, lost, False
+
+    def __call__(self) -> None:
+        self._work()
+        self._is_done = True
+
+    def __del__(self) -> None:
+        if not self._is_done:
+            self._lost()
 
 
 class _Dropped(Exception):
@@ -135,6 +152,16 @@ class _ProgramCall:
                 raise error
         finally:
             del error
+
+    def lose(self, lane: int) -> None:
+        """Fail the run, since the thread of a lane has ended ahead of its part of it."""
+        self.fail(
+            RuntimeError(
+                f"the thread of lane {lane} has been ended from outside, so that its part of the "
+                "call has not been done; the next call starts new threads"
+            )
+        )
+        self.rested[lane].set()
 
     def drop(self) -> None:
         """End the running lane's part, since the run has failed elsewhere."""
@@ -258,7 +285,8 @@ class Lanes:
         with self._lock:  # all lanes get their runs in one order, so that none waits for another
             for lane in lanes:
                 job = partial(run.in_lane, lane, program, ambient, taking[lane])
-                self._queues[lane].put(partial(copy_context().run, job))
+                work = partial(copy_context().run, job)
+                self._queues[lane].put(Job(work, partial(run.lose, lane)))
         for (node, others), value in zip(program.inputs.items(), values, strict=True):
             for lane in others:
                 run.inboxes[lane].post(node, value)
@@ -290,8 +318,13 @@ class Lanes:
         if self._process != os.getpid():  # a forked process has no threads of its parent
             self._reset()
         with self._lock:
-            if self._threads:
+            if self._threads and all(thread.is_alive() for thread in self._threads):
                 return
+            if self._close is not None:  # a lane has been ended from outside: end the others, too
+                self._close.detach()
+                for waiting in self._queues:
+                    waiting.put(None)
+            self._queues, self._threads = [], []
             on_cpu = sum(device.type == "cpu" for device in self._devices)
             total = torch.get_num_threads()
             share = max(1, total // max(1, on_cpu))
@@ -325,9 +358,13 @@ def _work(queue: SimpleQueue[Job | None], threads: int | None, ready: threading.
         torch.get_num_threads()
         torch.set_num_threads(threads)
     ready.release()
-    while (job := queue.get()) is not None:
-        job()
-        del job
+    try:
+        while (job := queue.get()) is not None:
+            job()
+            del job
+    finally:
+        while not queue.empty():  # if it is ended from outside: each job says that it is lost
+            queue.get()
 
 
 def _end(queues: list[SimpleQueue[Job | None]], threads: list[threading.Thread]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from fxpipe.ir.graph import CONTAINS, MICROBATCH, STAGE
+from fxpipe.ir.graph import CONTAINS, MICROBATCH, STAGE, attribute
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.source import model_frame
 
@@ -22,7 +22,9 @@ def where(node: fx.Node, error: BaseException) -> str:
     stage = _stage_module(node)
     contains = "" if stage is None else stage.meta.get(CONTAINS, "")
     said = f" (the stage contains {contains})" * bool(contains)
-    text = f"in fxpipe: stage {node.meta[STAGE]}, micro-batch {node.meta.get(MICROBATCH)}"
+    text = f"in fxpipe: stage {node.meta[STAGE]}"
+    if MICROBATCH in node.meta:
+        text += f", micro-batch {node.meta[MICROBATCH]}"
     inner = None if stage is None else _inner_node(stage, error)
     if inner is None:
         return f"{text}, node {node.name!r}{said}"
@@ -37,7 +39,7 @@ def _stage_module(node: fx.Node) -> fx.GraphModule | None:
     target = node.target if node.op == "call_module" else None
     if node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         target = node.args[0].target if node.args[0].op == "get_attr" else None
-    stage = module.get_submodule(str(target)) if module is not None and target else None
+    stage = attribute(module, str(target)) if module is not None and target else None
     return stage if isinstance(stage, fx.GraphModule) else None
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -463,7 +464,9 @@ class _InHalves(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.tape, ctx.parameters, ctx.starts = tape, parameters, []
+        # A step that fails leaves tapes whose graphs have not been used up. A graph that kept its
+        # tape, which keeps the graph, would never be freed.
+        ctx.tape, ctx.parameters, ctx.starts = weakref.ref(tape), parameters, []
 
         def start(value: Any) -> Any:
             if _is_inner(value):
@@ -490,7 +493,7 @@ class _InHalves(torch.autograd.Function):
                 (end,), (grad,), tuple(starts), retain_graph=retain, accumulate=False
             )
         if grad is not None and parameters:
-            ctx.tape.deferred.append((end, grad, parameters))
+            ctx.tape().deferred.append((end, grad, parameters))
         return None, None, None, None, None, *of_inputs
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
+import faulthandler
 import gc
 import os
 import select
@@ -536,3 +538,28 @@ def test_a_hook_may_close_the_pipeline():
     while lanes() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert lanes() == []
+
+
+def end(thread):
+    """Ends a thread, as soon as it runs Python again."""
+    identity = ctypes.c_ulong(thread.ident)
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(SystemExit)) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("lane", [0, 1])
+def test_a_lane_whose_thread_is_ended_from_outside_lets_nobody_wait(pipe, lane):
+    x = torch.randn(8, 4)
+    expected = pipe(x)
+    threads = list(pipe._runner._lanes._threads)
+    end(threads[lane])
+    faulthandler.dump_traceback_later(60, exit=True)  # if somebody waits nevertheless
+    try:
+        with pytest.raises(RuntimeError, match=f"lane {lane} has been ended from outside"):
+            pipe(x)
+        assert same(pipe(x), expected)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
