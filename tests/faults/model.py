@@ -1,0 +1,78 @@
+"""A small model with all that a failing step could leave in disorder: dropout, running statistics,
+a skip over a stage, a parameter of two stages, hooks, and a function with a backward of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+watch: list[Callable[[str], None]] = []
+"""The function that is called, by the name of the place, where the model's own code runs."""
+
+
+def at(place: str) -> None:
+    """Tell the watching function that the model's code has come to a place."""
+    for each in watch:
+        each(place)
+
+
+class Own(torch.autograd.Function):
+    """The identity, with a forward and a backward of a user's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        at("function, forward")
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        at("function, backward")
+        return grad
+
+
+def own(x: Tensor) -> Tensor:
+    """:class:`Own`, with a hook on the tensor that it gives."""
+    if type(x) is not Tensor:
+        return x  # traced with fake tensors
+    y = Own.apply(x)
+    if y.requires_grad:
+        y.register_hook(lambda grad: at("hook of a tensor"))
+    return y
+
+
+fx.wrap("own")
+
+
+class Net(nn.Module):
+    """Four layers, for three stages that begin at "b" and "c"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        self.bn, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.d.weight = self.a.weight
+        self.c.register_forward_hook(_forward_hook)
+        self.c.bias.register_post_accumulate_grad_hook(_gradient_hook)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        y = own(self.drop(self.bn(self.b(h))))
+        return self.d(torch.tanh(self.c(y)) + h)
+
+
+def _forward_hook(module: nn.Module, args: Any, output: Any) -> None:
+    if type(output) is Tensor:
+        at("hook of a module")
+
+
+def _gradient_hook(parameter: Tensor) -> None:
+    at("hook of a gradient")
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """The mean of squares."""
+    at("loss of the user's")
+    return (output - target).square().mean()
