@@ -24,6 +24,7 @@ from fxpipe.runtime.compiled.stage import Given, StageBackend
 from fxpipe.schedule import Schedule
 from fxpipe.trace import CustomTracer
 from passes import Chain, default_chain
+from passes.common.modes import Modes, modes_of
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec, within
 
@@ -46,7 +47,7 @@ def compile(
     partition: Spec = "auto",
     boundaries: Sequence[str] | None = None,
     costs: Costs = "auto",
-    checkpoint: str = "never",
+    checkpoint: Modes = "never",
     checkpoint_segments: int = 1,
     schedule: str | Schedule = "gpipe",
     stages: int | None = None,
@@ -95,7 +96,8 @@ def compile(
             path of a saved one, or a dict from names of nodes or modules to seconds. "auto":
             "measured" on accelerators if there are example inputs, else "analytic".
         checkpoint: which micro-batches keep no activations, but recompute them in the backward:
-            "never", "always", or "except_last" (all but the last).
+            "never", "always", or "except_last" (all but the last); or a list with one of these for
+            each stage.
         checkpoint_segments: the number of segments of a checkpointed stage. The inputs of all
             segments are kept, and each segment is recomputed on its own, so that the activations of
             only one segment exist at a time. (If a schedule puts weight gradients off, the
@@ -220,7 +222,7 @@ def compile(
         partition=within(partition, boundaries),
         costs=costs,
         can_measure=has_example,
-        checkpoint=checkpoint,
+        checkpoint=modes_of(checkpoint),
         checkpoint_segments=checkpoint_segments,
         deferred_batch_norm=deferred_batch_norm,
         in_dims=in_dims,

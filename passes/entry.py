@@ -17,6 +17,7 @@ from fxpipe.ir.text import summary
 from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import Dims, InDim
 from fxpipe.schedule import Schedule
+from passes.common.modes import Modes
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 
@@ -106,7 +107,7 @@ class ToPipeline:
     chunks: int
     in_dims: tuple[InDim, ...]
     out_dims: tuple[Dims, ...]
-    checkpoint: str = "never"
+    checkpoint: Modes = "never"
     checkpoint_segments: int = 1
     loss_weight: nn.Module | None = None
     compiled: CompiledStages | None = None
@@ -123,7 +124,7 @@ class ToStep:
     devices: tuple[str, ...]
     in_dims: tuple[InDim, ...]
     targets: tuple[bool, ...] = ()
-    checkpoint: str = "never"
+    checkpoint: Modes = "never"
     checkpoint_segments: int = 1
     summed: bool = False
     loss_weight: nn.Module | None = None

@@ -104,10 +104,12 @@ _PIPELINE = (
     ),
     click.option(
         "--checkpoint",
-        type=click.Choice(["never", "except_last", "always"]),
+        callback=lambda ctx, param, value: value.split(",") if "," in value else value,
         default="never",
         show_default=True,
-        help="Which micro-batches keep no activations, but recompute them in the backward.",
+        metavar="MODE|MODE,MODE",
+        help="Which micro-batches keep no activations, but recompute them in the backward: never, "
+        "except_last or always; or one of these for each stage.",
     ),
     click.option(
         "--memory",

@@ -28,6 +28,7 @@ from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of
 from fxpipe.trace import CustomTracer
 from passes import Chain, Checkpoint, Pass
 from passes.chain import chain_of
+from passes.common.modes import Modes, of_stages
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 from passes.partition.partition import Spec
@@ -48,7 +49,7 @@ class Options:
     loss_fn: LossFunction | None
     chunks: int | None
     partition: Spec
-    checkpoint: str
+    checkpoint: Modes
     checkpoint_segments: int
     deferred_batch_norm: bool
     in_dims: Any
@@ -105,6 +106,7 @@ class Options:
     def __post_init__(self) -> None:
         self._check_fit()
         Checkpoint(self.checkpoint, self.checkpoint_segments)  # raises for wrong values
+        of_stages(self.checkpoint, len(self.devices))  # raises for another number of stages
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
             raise TypeError(f"loss_fn is the class {name}: give an instance, {name}()")

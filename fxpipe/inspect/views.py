@@ -314,9 +314,9 @@ class Views:
         of_stages = [stage.cost for stage in self.stages]
         schedule = options.schedule_for(chunks, of_stages)
         kept = stage_memory(of_stages, layout, self.model_graph.graph)
-        if options.checkpoint != "never" and options.checkpoint_segments > 1:
+        if options.checkpoint_segments > 1:
             modules = [stage.module for stage in self.stages]
-            kept = in_segments(kept, modules, options.checkpoint_segments)
+            kept = in_segments(kept, modules, options.checkpoint_segments, options.checkpoint)
         loss = self._runner.last()[0].loss_memory
         memory = step_memory(kept, options.placement, chunks, options.checkpoint, loss)
         found = predicted(schedule, costs, layout, options.names, memory)

@@ -26,11 +26,11 @@ from fxpipe.runtime.microbatch import LISTED
 from fxpipe.schedule import Schedule, microbatches_of, placement_of
 from fxpipe.trace import CustomTracer, canonical
 from passes.chain import Chain, chain_of
+from passes.common.modes import Modes, modes_of
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
 from passes.partition.automatic import DoesNotFit
 from passes.partition.partition import Spec, within
-from passes.to_pipeline.checkpoint import Checkpoint
 
 __all__ = ["Plan", "PlannedStage", "plan"]
 
@@ -44,7 +44,7 @@ def plan(
     chunks: int | None = None,
     partition: Spec = "auto",
     boundaries: Sequence[str] | None = None,
-    checkpoint: str = "never",
+    checkpoint: Modes = "never",
     schedule: str | Schedule = "gpipe",
     stages: int | None = None,
     costs: Costs = "analytic",
@@ -96,7 +96,7 @@ def plan(
     if chunks is not None:
         chunks = count("chunks", chunks, "the number of micro-batches")
     partition = within(partition, boundaries)
-    Checkpoint(checkpoint)  # raises ValueError for any other word
+    checkpoint = modes_of(checkpoint)
     chain = chain_of(passes)
     specs = _specs(devices)
     limits = limits_of(memory, len(specs))

@@ -36,7 +36,7 @@ from fxpipe.schedule import (
     joined,
     simulate,
 )
-from passes.common.modes import checkpointed, recomputed
+from passes.common.modes import Modes, checkpointed, of_stages, recomputed
 from passes.common.skips import Hop, SkipLayout
 from passes.to_stages.segments import segmented
 
@@ -45,7 +45,7 @@ PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # the link assumed between any two 
 
 
 def estimated_costs(
-    costs: Sequence[Cost], chunks: int, checkpoint: str = "never"
+    costs: Sequence[Cost], chunks: int, checkpoint: Modes = "never"
 ) -> list[StageCost]:
     """The seconds that one micro-batch takes at each stage, from the costs of a mini-batch.
 
@@ -53,9 +53,9 @@ def estimated_costs(
     as for a matrix product. With checkpoints a backward begins with another forward; where only
     some micro-batches are checkpointed, each is given the average.
     """
-    again = recomputed(checkpoint, chunks)
     found = []
-    for cost in costs:
+    for cost, mode in zip(costs, of_stages(checkpoint, len(costs)), strict=True):
+        again = recomputed(mode, chunks)
         forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
         found.append(StageCost(forward, half + again * forward, half))
     return found
@@ -233,13 +233,15 @@ def _kept_results(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict
 
 
 def in_segments(
-    stages: Sequence[StageMemory], modules: Sequence[fx.GraphModule], count: int
+    stages: Sequence[StageMemory], modules: Sequence[fx.GraphModule], count: int, checkpoint: Modes
 ) -> list[StageMemory]:
-    """The memory of stages that are checkpointed in ``count`` segments: a stage keeps the inputs of
-    all of its segments, and recomputes the activations of one segment at a time."""
+    """The memory of stages, of which those that are checkpointed have ``count`` segments: such a
+    stage keeps the inputs of all of its segments, and recomputes the activations of one segment at
+    a time."""
+    modes = of_stages(checkpoint, len(stages))
     return [
-        replace(stage, **_of_segments(module, count))
-        for stage, module in zip(stages, modules, strict=True)
+        stage if mode == "never" else replace(stage, **_of_segments(module, count))
+        for stage, module, mode in zip(stages, modules, modes, strict=True)
     ]
 
 
@@ -247,7 +249,7 @@ def step_memory(
     stages: Sequence[StageMemory],
     placement: Sequence[int],
     chunks: int,
-    checkpoint: str,
+    checkpoint: Modes,
     loss: LossMemory = LossMemory(),
 ) -> Memory:
     """The memory of a training step, in the form that the simulator and the search for a schedule
@@ -258,7 +260,7 @@ def step_memory(
     return Memory(
         [stage.activations / chunks for stage in stages],
         fixed,
-        checkpointed=checkpointed(checkpoint, chunks),
+        checkpointed=[checkpointed(mode, chunks) for mode in of_stages(checkpoint, len(stages))],
         inputs=[stage.inputs / chunks for stage in stages],
         loss=loss.saved / chunks,
         shared_with_loss=loss.shared / chunks,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 from torch import fx
 
@@ -36,7 +37,7 @@ from fxpipe.schedule import (
 )
 from fxpipe.schedule.choice import AUTO
 from passes.chain import Chain, ToStages, run
-from passes.common.modes import recomputed
+from passes.common.modes import Modes, recomputed_by
 from passes.common.skips import Hop, SkipLayout, skip_layout
 from passes.common.stage_names import stage_names
 from passes.cost.analytic import relative_time
@@ -80,7 +81,7 @@ class PlannedLanes:
     placement: tuple[int, ...]
     schedule: str | Schedule
     chunks: int
-    checkpoint: str
+    checkpoint: Modes
     chain: Chain
     checkpoint_segments: int = 1
     names: tuple[str, ...] | None = None
@@ -106,7 +107,7 @@ class PlannedLanes:
         cut = ToStages((), (), devices=lanes, partition=self.cut(partition, part, reserve))
         rest = self.chain.passes(cut, since="partition", until="split")
         gm = next(rest)(gm)  # runs pass "partition"
-        again = recomputed(self.checkpoint, self.chunks)
+        again = recomputed_by(self.checkpoint, self.chunks, stages)
         found = problem(gm.graph, devices=devices, recomputed=again)
         stage = [node.meta[STAGE] for node in found.work]
         gm = run(rest, gm)
@@ -117,9 +118,9 @@ class PlannedLanes:
         layout = skip_layout(stage_graph)
         sent = _Sent(found, layout)
         kept = stage_memory(costs, layout, kept_graph)
-        if self.checkpoint != "never" and self.checkpoint_segments > 1:
-            modules = [stage_graph.get_submodule(f"stage_{i}") for i in range(stages)]
-            kept = in_segments(kept, modules, self.checkpoint_segments)  # type: ignore[arg-type]
+        if self.checkpoint_segments > 1:
+            modules: list[Any] = [stage_graph.get_submodule(f"stage_{i}") for i in range(stages)]
+            kept = in_segments(kept, modules, self.checkpoint_segments, self.checkpoint)
         memory = step_memory(kept, self.placement, self.chunks, self.checkpoint)
         report_progress("schedule")
         order, timeline = self._played(self._costs(found, stage, devices), sent, memory, reserve)

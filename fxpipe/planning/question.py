@@ -20,7 +20,7 @@ from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
 from fxpipe.trace import CustomTracer, trace, untouched
 from passes.chain import Chain, ToStages, default_chain, run
-from passes.common.modes import milder
+from passes.common.modes import Modes, milder
 from passes.partition.automatic import Auto, DoesNotFit
 from passes.partition.partition import Spec
 from passes.partition.ways import Change, ways_out
@@ -122,7 +122,7 @@ class PlanQuestion:
     schedule: str | Schedule
     stages: int | None
     chunks: int
-    checkpoint: str
+    checkpoint: Modes
     checkpoint_segments: int = 1
     names: tuple[str, ...] | None = None
 

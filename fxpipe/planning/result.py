@@ -14,6 +14,7 @@ from fxpipe.schedule import (
     Schedule,
     Timeline,
 )
+from passes.common.modes import Modes, is_never
 from passes.common.skips import SkipLayout
 
 ROUNDING = 1e-9  # sizes within this relative difference are equal: bytes are sums of fractions
@@ -83,7 +84,7 @@ class Plan:
     layout: SkipLayout
     schedule: Schedule
     timeline: Timeline
-    checkpoint: str
+    checkpoint: Modes
     gap: float
 
     @property
@@ -171,8 +172,9 @@ class Plan:
                 or "no stage sends anything"
             ),
         ]
-        if self.checkpoint != "never":
-            lines.append(f"checkpoint: {self.checkpoint}")
+        if not is_never(self.checkpoint):
+            modes = self.checkpoint
+            lines.append(f"checkpoint: {modes if isinstance(modes, str) else ', '.join(modes)}")
         return lines
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ a real run may differ from this by the results of a few actions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.bounds import spread
@@ -42,7 +42,7 @@ def held_over_time(
     """
     changes = MemoryChanges(memory, len(world.placement))
     running = memory.running or WhileRunning([Workspace()] * len(world.placement))
-    workspace = _Workspaces(running, memory.checkpointed)
+    workspace = _Workspaces(running, memory.again(len(world.placement)))
     launched = {} if memory.running is None else dict(_launches(spans, world))
     waiting = [_Waiting(world, memory, running, launched) for _ in range(lanes)]
     kept = spread(memory.fixed, lanes, "fixed memory of each lane")
@@ -73,13 +73,14 @@ def _actions(spans: Iterable[Span]) -> Iterator[tuple[Span, Action]]:
 class _Workspaces:
     """The bytes that actions need only while they run."""
 
-    def __init__(self, running: WhileRunning, checkpointed: int) -> None:
+    def __init__(self, running: WhileRunning, checkpointed: Sequence[int]) -> None:
         self._stages, self._loss = running.stages, running.loss
         self._checkpointed = checkpointed
 
     def of(self, action: Action) -> float:
         """The bytes beyond what is kept once the action has begun."""
-        stage, is_again = self._stages[action.stage], action.microbatch < self._checkpointed
+        stage = self._stages[action.stage]
+        is_again = action.microbatch < self._checkpointed[action.stage]
         match action.kind:
             case Kind.FORWARD:
                 own = stage.again if is_again else stage.forward
@@ -107,7 +108,8 @@ class _Waiting:
         self, world: World, memory: Memory, running: WhileRunning, launched: Mapping[Action, float]
     ) -> None:
         self._world, self._launched = world, launched
-        self._checkpointed, self._kept = memory.checkpointed, running.kept_results
+        self._checkpointed = memory.again(len(world.placement))
+        self._kept = running.kept_results
         self._results: list[tuple[float, float]] = []  # until when each one waits, and its bytes
 
     def at(self, action: Action) -> float:
@@ -119,7 +121,8 @@ class _Waiting:
 
     def leave(self, action: Action) -> None:
         """Note the results that an action leaves for others."""
-        is_kept = action.kind is Kind.FORWARD and action.microbatch >= self._checkpointed
+        is_again = action.microbatch < self._checkpointed[action.stage]
+        is_kept = action.kind is Kind.FORWARD and not is_again
         for user in _users(action, self._world):
             if (until := self._launched.get(user)) is not None:
                 size = self._world.bytes_between(action.stage, user.stage)

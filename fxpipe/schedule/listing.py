@@ -113,18 +113,15 @@ class _Lister:
         # A lane begins a micro-batch only if there is room for it at the lane's later stages too
         # (``later``), and to recompute one (``again``). Otherwise the micro-batches that a lane has
         # begun could fill its room, and none could be finished.
-        first, last = 0, problem.microbatches - 1
         self.later = [
             {
-                problem.is_checkpointed(i): problem.alone(
-                    [other for other in problem.own[lane] if other > stage], i
-                )
-                for i in (first, last)
+                kind: problem.alone([other for other in problem.own[lane] if other > stage], i)
+                for kind, i in problem.kinds.items()
             }
             for stage, lane in enumerate(problem.world.placement)
         ]
         self.again = [
-            max(problem.changes.of(Action(stage, Kind.BACKWARD, first))[0] for stage in own)
+            max(problem.changes.of(Action(stage, Kind.BACKWARD, 0))[0] for stage in own)
             for own in problem.own
         ]
 
@@ -154,8 +151,8 @@ class _Lister:
     def _has_room(self, lane: int, stage: int) -> bool:
         """Whether there is room to begin the next micro-batch of a stage."""
         forward = Action(stage, Kind.FORWARD, self.forwards[stage])
-        is_again = self.problem.is_checkpointed(forward.microbatch)
-        then = self.later[stage][is_again]
+        then = self.later[stage][self.problem.kind(forward.microbatch)]
+        is_again = self.problem.is_checkpointed(stage, forward.microbatch)
         if is_again or self.checkpointed[lane]:
             then = max(then, self.again[lane])
         return self._fits(lane, self.problem.changes.of(forward)[0] + then)
@@ -187,7 +184,7 @@ class _Lister:
     def _take(self, run: Run, lane: int, action: Action) -> None:
         stage, world = action.stage, self.problem.world
         self.kept[lane] += sum(self.problem.changes.of(action))
-        if self.problem.is_checkpointed(action.microbatch):
+        if self.problem.is_checkpointed(stage, action.microbatch):
             is_last = action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)
             self.checkpointed[lane] += (action.kind is Kind.FORWARD) - is_last
         if action.kind is Kind.WEIGHT_GRAD:

@@ -76,8 +76,9 @@ class Memory:
         fixed: the bytes that a lane holds all the time, such as parameters and their gradients: one
             number for all lanes, or one for each.
         released_by_input: the fraction of the activations that the input half of a backward frees.
-        checkpointed: the number of micro-batches that are checkpointed, which are the first ones.
-            They keep only ``inputs`` until their backward, which recomputes their activations.
+        checkpointed: the number of micro-batches that are checkpointed, which are the first ones:
+            one number for all stages, or one for each. They keep only ``inputs`` until their
+            backward, which recomputes their activations.
         inputs: the bytes that a stage keeps of a checkpointed micro-batch: one number for all
             stages, or one for each.
         loss: the bytes that the loss saves of a micro-batch for its backward.
@@ -91,12 +92,16 @@ class Memory:
     activations: Sequence[float]
     fixed: Bound = 0.0
     released_by_input: float = 0.0
-    checkpointed: int = 0
+    checkpointed: int | Sequence[int] = 0
     inputs: Bound = 0.0
     loss: float = 0.0
     shared_with_loss: float = 0.0
     kept_inputs: Bound = 0.0
     running: WhileRunning | None = None
+
+    def again(self, stages: int) -> list[int]:
+        """For each stage, how many micro-batches are checkpointed."""
+        return spread(self.checkpointed, stages, "checkpointed micro-batches of each stage")
 
 
 class MemoryChanges:
@@ -107,7 +112,7 @@ class MemoryChanges:
         inputs = spread(memory.inputs, stages, "inputs of each stage")
         shared = spread(memory.kept_inputs, stages, "inputs of each stage that are activations")
         released = memory.released_by_input
-        self.checkpointed = memory.checkpointed
+        self._checkpointed = memory.again(stages)
         self._kept = [_of_kept(size, released, 0.0) for size in sizes]
         self._again = [
             _of_checkpointed(size, received, each, released, 0.0)
@@ -122,8 +127,8 @@ class MemoryChanges:
 
     def of(self, action: Action) -> tuple[float, float]:
         """The bytes that an action adds when it begins, and when it ends; negative if it frees."""
-        changes = self._again if action.microbatch < self.checkpointed else self._kept
-        return changes[action.stage][action.kind]
+        is_again = action.microbatch < self._checkpointed[action.stage]
+        return (self._again if is_again else self._kept)[action.stage][action.kind]
 
 
 def _of_kept(size: float, released: float, loss: float) -> dict[Kind, tuple[float, float]]:

@@ -53,16 +53,32 @@ class SchedulingProblem:
         """By how many bytes each action changes what its lane keeps."""
         return MemoryChanges(self.memory, len(self.world.placement))
 
-    def is_checkpointed(self, microbatch: int) -> bool:
-        """Whether a micro-batch keeps only its inputs until its backward."""
-        return microbatch < self.memory.checkpointed
+    @cached_property
+    def _again(self) -> list[int]:
+        return self.memory.again(len(self.world.placement))
+
+    def is_checkpointed(self, stage: int, microbatch: int) -> bool:
+        """Whether a micro-batch keeps only its inputs at a stage until its backward."""
+        return microbatch < self._again[stage]
+
+    def kind(self, microbatch: int) -> tuple[bool, ...]:
+        """At which stages a micro-batch keeps only its inputs. Micro-batches of one kind need the
+        same memory."""
+        return tuple(microbatch < count for count in self._again)
+
+    @cached_property
+    def kinds(self) -> dict[tuple[bool, ...], int]:
+        """The first micro-batch of each kind."""
+        found: dict[tuple[bool, ...], int] = {}
+        for microbatch in sorted({0, *(n for n in self._again if n < self.microbatches)}):
+            found.setdefault(self.kind(microbatch), microbatch)
+        return found
 
     @property
     def is_order_free(self) -> bool:
         """Whether one of the best schedules takes the micro-batches in their order at every stage.
         That is so if all micro-batches are alike, or if the memory of lanes has no bound."""
-        is_mixed = 0 < self.memory.checkpointed < self.microbatches
-        return not is_mixed or all(map(math.isinf, self.room))
+        return len(self.kinds) == 1 or all(map(math.isinf, self.room))
 
     def alone(self, stages: Sequence[int], microbatch: int) -> float:
         """The most bytes that a lane keeps while it does nothing but the forwards and backwards of
@@ -70,9 +86,8 @@ class SchedulingProblem:
         return most_held(there_and_back(stages, microbatch), self.changes)
 
     def largest(self, stages: Sequence[int]) -> float:
-        """The most bytes that a lane keeps for a micro-batch that is alone in the pipeline: the
-        first or the last one, since the first may be checkpointed and the last not."""
-        return max(self.alone(stages, i) for i in (0, self.microbatches - 1))
+        """The most bytes that a lane keeps for a micro-batch that is alone in the pipeline."""
+        return max(self.alone(stages, i) for i in self.kinds.values())
 
     def misfit(self) -> str | None:
         """A sentence that says why no schedule fits the room of the lanes; None if one fits."""

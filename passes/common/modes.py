@@ -9,14 +9,51 @@
     always          again    again    again    again
 
 "keeps": the forward keeps its activations until the backward. "again": the forward keeps no
-activations, and is run again for the backward.
+activations, and is run again for the backward. All stages have one mode, or each has its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxpipe.schedule import Memory, Schedule, peaks
 
 MODES = ("never", "except_last", "always")
+
+Modes = str | Sequence[str]
+"""The mode of all stages, or the mode of each stage."""
+
+
+def modes_of(given: Modes) -> str | tuple[str, ...]:
+    """What a user gives as ``checkpoint``: one mode, or a tuple of one for each stage.
+
+    Raises ValueError for anything else.
+    """
+    modes = [given] if isinstance(given, str) else given
+    if not isinstance(modes, Sequence) or not modes or any(mode not in MODES for mode in modes):
+        raise ValueError(
+            f"checkpoint is {given!r}: give {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}, "
+            "or a list with one of these for each stage"
+        )
+    return given if isinstance(given, str) else tuple(given)
+
+
+def of_stages(modes: Modes, stages: int) -> list[str]:
+    """The mode of each stage.
+
+    Raises ValueError if there are modes for another number of stages.
+    """
+    if not isinstance(modes, str) and len(modes) != stages:
+        raise ValueError(
+            f"checkpoint has {len(modes)} modes, and there are {stages} stages: give one mode for "
+            "each stage, or one for all of them"
+        )
+    return [modes] * stages if isinstance(modes, str) else list(modes)
+
+
+def is_never(modes: Modes) -> bool:
+    """Whether all micro-batches keep their activations at all stages."""
+    return all(mode == "never" for mode in ([modes] if isinstance(modes, str) else modes))
 
 
 def is_checkpointed(mode: str, microbatch: int, chunks: int) -> bool:
@@ -29,9 +66,20 @@ def recomputed(mode: str, chunks: int) -> float:
     return {"never": 0.0, "except_last": 1 - 1 / chunks, "always": 1.0}[mode]
 
 
-def milder(mode: str) -> tuple[str, ...]:
-    """The modes that keep fewer activations than this one, and so need less memory."""
-    return MODES[MODES.index(mode) + 1 :]
+def recomputed_by(modes: Modes, chunks: int, stages: int) -> list[float]:
+    """The part of a mini-batch's forward that each stage runs a second time."""
+    return [recomputed(mode, chunks) for mode in of_stages(modes, stages)]
+
+
+def milder(modes: Modes) -> tuple[str, ...]:
+    """The modes that, given for all stages, keep fewer activations than these modes do at some
+    stage, and more at none; so they need less memory."""
+    given = [MODES.index(mode) for mode in ([modes] if isinstance(modes, str) else modes)]
+    return tuple(
+        mode
+        for i, mode in enumerate(MODES)
+        if all(i >= own for own in given) and any(i > own for own in given)
+    )
 
 
 def checkpointed(mode: str, chunks: int) -> int:
@@ -40,7 +88,7 @@ def checkpointed(mode: str, chunks: int) -> int:
 
 
 def alive(
-    mode: str, chunks: int, stages: int, order: Schedule | None = None, segments: int = 1
+    modes: Modes, chunks: int, stages: int, order: Schedule | None = None, segments: int = 1
 ) -> tuple[list[float], list[float]]:
     """For each stage, the number of micro-batches whose activations it holds at the same time, at
     most, and the number of checkpointed ones of which it holds the inputs only.
@@ -50,12 +98,13 @@ def alive(
         segments: in how many segments a checkpointed stage is recomputed, one at a time. They are
             taken to be equal, and the inputs of all but the first are not counted.
     """
-    again = checkpointed(mode, chunks)
-    if again == chunks and segments > 1:
-        activations, inputs = alive(mode, chunks, stages, order)
-        return [number / segments for number in activations], inputs
+    again = [checkpointed(mode, chunks) for mode in of_stages(modes, stages)]
+    if segments > 1:
+        activations, inputs = alive(modes, chunks, stages, order)
+        parts = [segments if count == chunks else 1 for count in again]
+        return [n / part for n, part in zip(activations, parts, strict=True)], inputs
     if order is None:
-        return [float(chunks - again + (again > 0))] * stages, [float(again)] * stages
+        return [float(chunks - n + (n > 0)) for n in again], [float(n) for n in again]
     ones, zeros = [1.0] * stages, [0.0] * stages
     of_activations = peaks(order, Memory(ones, checkpointed=again))
     of_inputs = peaks(order, Memory(zeros, checkpointed=again, inputs=1.0))

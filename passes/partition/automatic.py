@@ -113,11 +113,12 @@ def automatic(
     target: Machine,
     spec: Auto,
     devices: Sequence[DeviceSpec] | None = None,
-    again: float = 0.0,
+    again: Sequence[float] = (),
 ) -> tuple[CutProblem, Cut]:
     """The best cut of a model graph, whose nodes have costs, into the stages of a machine.
 
-    ``again`` is the fraction of the forward that checkpointing computes a second time.
+    ``again`` has, for each stage, the fraction of its forward that checkpointing runs a second
+    time; it is empty if there is none.
 
     Raises:
         DoesNotFit: if no cut fits into the devices' memory, or puts all pins into their stages.
@@ -188,7 +189,7 @@ def posed(
     target: Machine,
     spec: Auto,
     devices: Sequence[DeviceSpec] | None,
-    again: float,
+    again: Sequence[float],
 ) -> tuple[CutProblem, Machine, dict[int, int]]:
     """Pose the problem of an automatic cut: the DAG of the nodes, the machine, and the stages of
     the pinned nodes of the DAG.

@@ -21,7 +21,7 @@ from torch import fx
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import GAP, STAGE, stage_nodes
 from fxpipe.schedule import Schedule
-from passes.common.modes import milder, recomputed
+from passes.common.modes import Modes, milder, recomputed_by
 from passes.partition.automatic import Auto, DoesNotFit, automatic, posed, shortage
 from passes.partition.by_name import labels_of_mapping, labels_of_starts
 from passes.partition.cut.dag import Machine
@@ -82,7 +82,7 @@ class Partition:
     spec: Spec = "auto"
     devices: tuple[DeviceSpec, ...] | None = None
     chunks: int = 1
-    checkpoint: str = "never"
+    checkpoint: Modes = "never"
     order: Callable[[int], Schedule | None] | None = None
     placement: tuple[int, ...] | None = None
     explains: bool = True
@@ -150,8 +150,8 @@ class Partition:
         )
 
     @property
-    def _again(self) -> float:
-        return recomputed(self.checkpoint, self.chunks)
+    def _again(self) -> list[float]:
+        return recomputed_by(self.checkpoint, self.chunks, self.stages)
 
     def can_fit(self, graph: fx.Graph, spec: Auto) -> bool:
         """Whether some cut fits into memory; to say so takes less time than the fastest cut."""

@@ -37,7 +37,7 @@ from fxpipe.ir.graph import ALIAS, COST, SAME_AS, SAVED, VALUE, WRITES, is_work,
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.schedule import Schedule
-from passes.common.modes import alive
+from passes.common.modes import Modes, alive
 from passes.cost.analytic import edges_to, relative_time
 from passes.partition.cut.contract import contracted, grouped
 from passes.partition.cut.dag import OUTSIDE, Dag, Kept, Machine, Value
@@ -82,7 +82,7 @@ def problem(
     *,
     devices: Sequence[DeviceSpec] | None = None,
     groups: Iterable[Sequence[fx.Node]] = (),
-    recomputed: float = 0.0,
+    recomputed: Sequence[float] = (),
     in_order: bool = False,
 ) -> CutProblem:
     """The problem of cutting a model graph whose nodes have costs.
@@ -92,15 +92,17 @@ def problem(
         devices: the devices of the stages. Costs are times on the first of them; for the others
             they are scaled, node by node, as the descriptions of the devices say.
         groups: further groups of nodes that have to stay in one stage.
-        recomputed: the fraction of the forward that checkpointing runs a second time.
+        recomputed: for each stage, the fraction of its forward that checkpointing runs a second
+            time. None is run a second time if it is empty.
         in_order: whether only cuts are allowed that are contiguous in the graph's order.
     """
     work = list(stage_nodes(graph))
     position = {node: i for i, node in enumerate(work)}
     costs: list[Cost] = [node.meta[COST] for node in work]
     weights = np.array([[OBJECTIVES[objective](cost) for cost in costs]], dtype=np.float64)
-    if objective == "time" and recomputed:
-        weights = weights + recomputed * np.array([[cost.forward_s for cost in costs]])
+    if objective == "time" and any(recomputed):
+        again = np.array(recomputed[:1] if len(set(recomputed)) == 1 else recomputed)
+        weights = weights + again[:, None] * np.array([[cost.forward_s for cost in costs]])
     if objective == "time" and devices is not None and len(set(devices)) > 1:
         weights = weights * np.array(
             [[relative_time(node, device, devices[0]) for node in work] for device in devices]
@@ -130,7 +132,7 @@ def machine(
     devices: Sequence[DeviceSpec] | int,
     *,
     chunks: int = 1,
-    checkpoint: str = "never",
+    checkpoint: Modes = "never",
     order: Schedule | None = None,
     placement: Sequence[int] | None = None,
     segments: int = 1,

@@ -27,7 +27,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.counts import count
 from fxpipe.ir.graph import attribute
-from passes.common.modes import MODES, is_checkpointed
+from passes.common.modes import Modes, is_checkpointed, is_never, modes_of, of_stages
 from passes.to_pipeline.cells import Cell, Writer, cell_of, cells, items, outgoing, sweep
 from passes.to_stages.segments import segmented
 
@@ -38,24 +38,22 @@ class Checkpoint:
 
     Args:
         mode: which cells are checkpointed: none ("never"), all ("always"), or all but those of the
-            last micro-batch, whose backward follows its forward at once ("except_last").
+            last micro-batch, whose backward follows its forward at once ("except_last"); or one of
+            these for each stage.
         segments: the number of segments that a stage is cut into, each checkpointed by itself.
 
-    Raises ValueError for another mode, or for several segments with the mode "never".
+    Raises ValueError for another mode, for modes of another number of stages, or for several
+    segments with the mode "never".
     """
 
     name: ClassVar[str] = "checkpoint"
-    mode: str = "never"
+    mode: Modes = "never"
     segments: int = 1
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(
-                f"checkpoint is {self.mode!r}: give {', '.join(map(repr, MODES[:-1]))} or "
-                f"{MODES[-1]!r}"
-            )
+        modes_of(self.mode)
         count("checkpoint_segments", self.segments, "the number of segments that a stage is cut in")
-        if self.segments > 1 and self.mode == "never":
+        if self.segments > 1 and is_never(self.mode):
             raise ValueError(
                 f'checkpoint_segments is {self.segments}, but checkpoint is "never": give '
                 'checkpoint="always" or "except_last" with it'
@@ -64,8 +62,9 @@ class Checkpoint:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         found = cells(gm.graph)
         chunks = 1 + max((microbatch for microbatch, _ in found), default=0)
+        modes = of_stages(self.mode, 1 + max((stage for _, stage in found), default=0))
         for cell, nodes in found.items():
-            if is_checkpointed(self.mode, cell[0], chunks):
+            if is_checkpointed(modes[cell[1]], cell[0], chunks):
                 self._checkpoint(gm, cell, nodes)
         return sweep(gm)
 

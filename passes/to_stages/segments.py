@@ -12,6 +12,7 @@ that of the largest segment (Chen et al., "Training Deep Nets with Sublinear Mem
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -56,10 +57,13 @@ def _copied(stage: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(stage, graph)
 
 
-def opened(gm: fx.GraphModule, count: int) -> tuple[fx.GraphModule, list[int]]:
-    """The stage graph with segments for stages, and for each segment the stage it is part of."""
+def opened(gm: fx.GraphModule, counts: Sequence[int]) -> tuple[fx.GraphModule, list[int]]:
+    """The stage graph with segments for stages, and for each segment the stage it is part of.
+    ``counts`` has the number of segments of each stage, in the order of the stages."""
     calls = gm.graph.find_nodes(op="call_module")
-    parts = {call: segmented(attribute(gm, str(call.target)), count) for call in calls}
+    parts = {
+        call: segmented(attribute(gm, str(call.target)), counts[call.meta[STAGE]]) for call in calls
+    }
     stage_of: list[int] = []
     first: dict[int, int] = {}  # the first segment of each stage
     for call, inner in parts.items():

@@ -30,7 +30,7 @@ def write_backward(draft: Draft, at: Action) -> None:
     is_halved = at.kind is Kind.BACKWARD_INPUT
     stage = draft.flows.stages[at.stage]
     cell = draft.cell(at.stage, at.microbatch)
-    if draft.is_checkpointed(at.microbatch):
+    if draft.is_checkpointed(at):
         draft.nodes.call(ops.replay, (cell.tape,), "replay", at)
     loss_stage = draft.flows.loss_stage
     whole = Action(at.stage, Kind.BACKWARD, at.microbatch)

@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from fxpipe.ir.graph import ACTION, FIRST, TURN
 from fxpipe.schedule import Action, Kind
-from passes.common.modes import is_checkpointed
+from passes.common.modes import Modes, is_checkpointed, of_stages
 from passes.to_step.caller import Caller
 from passes.to_step.flows import Flows
 from passes.to_step.nodes import Nodes
@@ -59,7 +59,7 @@ class Draft:
         traffic: what travels between stages.
         caller: the inputs of the step graph.
         loss: the module that computes the loss of a micro-batch.
-        checkpoint: the checkpoint mode, one of :data:`passes.common.modes.MODES`.
+        checkpoint: the checkpoint mode of all stages, or the mode of each.
         halves: makes of a stage one whose backward can be run in two halves.
     """
 
@@ -69,7 +69,7 @@ class Draft:
         traffic: Traffic,
         caller: Caller,
         loss: nn.Module,
-        checkpoint: str,
+        checkpoint: Modes,
         halves: Callable[[fx.GraphModule], fx.GraphModule],
     ) -> None:
         self.nodes, self.traffic, self.caller = nodes, traffic, caller
@@ -116,9 +116,13 @@ class Draft:
             self._in_halves[stage] = self._make_halves(stage)
         return self._in_halves[stage]
 
-    def is_checkpointed(self, microbatch: int) -> bool:
-        """Whether the forwards of a micro-batch keep no activations."""
-        return is_checkpointed(self.checkpoint, microbatch, self.schedule.microbatches)
+    def is_checkpointed(self, at: Action) -> bool:
+        """Whether the forward of an action's stage and micro-batch keeps no activations."""
+        return is_checkpointed(self._modes[at.stage], at.microbatch, self.schedule.microbatches)
+
+    @cached_property
+    def _modes(self) -> list[str]:
+        return of_stages(self.checkpoint, len(self.flows.stages))
 
     def is_halved(self, at: Action) -> bool:
         """Whether the schedule cuts the backward of this action's cell into two halves."""

@@ -31,7 +31,7 @@ def write_forward(draft: Draft, at: Action) -> None:
     cell.values |= draft.traffic.arrive(range(at.stage), at)
     args = tuple(draft.value(arg, at) for arg in stage.call.args)
     passed = tuple(stage.call.args.index(value) for value in stage.passed)
-    is_checkpointed = draft.is_checkpointed(at.microbatch)
+    is_checkpointed = draft.is_checkpointed(at)
     call = draft.nodes.call(
         ops.forward,
         (_module(draft, stage, at), args, passed, stage.is_single, is_checkpointed),

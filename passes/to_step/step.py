@@ -38,6 +38,7 @@ from fxpipe.ir.graph import ACTION, STAGE
 from fxpipe.runtime.microbatch import InDim
 from fxpipe.schedule import Action, Kind, Needs, Schedule, joined
 from fxpipe.schedule.order import run_order
+from passes.common.modes import Modes, is_never, of_stages
 from passes.to_stages.segments import opened
 from passes.to_step.caller import Caller
 from passes.to_step.defer import Defer
@@ -79,7 +80,7 @@ class Step:
     devices: tuple[str, ...]
     in_dims: tuple[InDim, ...]
     targets: tuple[bool, ...] = ()
-    checkpoint: str = "never"
+    checkpoint: Modes = "never"
     checkpoint_segments: int = 1
     summed: bool = False
     loss_weight: nn.Module | None = None
@@ -97,7 +98,7 @@ class Step:
         step = replace(self, schedule=joined(self.schedule, edges))
         lanes = [list(step.schedule.actions(lane)) for lane in range(len(step.schedule.lanes))]
         actions = [action for _, action in run_order(lanes, Needs(step.schedule, edges).of)]
-        if self.checkpoint == "never" or self.checkpoint_segments == 1:
+        if is_never(self.checkpoint) or self.checkpoint_segments == 1:
             return step._written(gm, actions, [(stage,) for stage in range(stages)])
         return step._in_segments(gm, actions)
 
@@ -117,9 +118,12 @@ class Step:
         """The step graph of stages that are cut in segments.
 
         Segments are stages like any other, all in the lane of the stage that they are parts of; an
-        action of the stage is that action of each segment, one after the other.
+        action of the stage is that action of each segment, one after the other. A stage that is
+        never run again stays whole.
         """
-        cut, stage_of = opened(gm, self.checkpoint_segments)
+        modes = of_stages(self.checkpoint, self.schedule.stages)
+        counts = [1 if mode == "never" else self.checkpoint_segments for mode in modes]
+        cut, stage_of = opened(gm, counts)
         segments: list[list[int]] = [[] for _ in range(self.schedule.stages)]
         for segment, stage in enumerate(stage_of):
             segments[stage].append(segment)
@@ -138,7 +142,8 @@ class Step:
             lanes=tuple(tuple(taken_apart(self.schedule.actions(lane))) for lane in lanes),
         )
         devices = tuple(self.devices[stage] for stage in stage_of)
-        step = replace(self, schedule=schedule, devices=devices)
+        checkpoint = tuple(modes[stage] for stage in stage_of)
+        step = replace(self, schedule=schedule, devices=devices, checkpoint=checkpoint)
         labels = [(stage, i) for stage, own in enumerate(segments) for i in range(len(own))]
         result = step._written(cut, taken_apart(actions), labels)
         for node in result.graph.nodes:  # readers of the graph know stages, but no segments

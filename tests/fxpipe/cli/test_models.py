@@ -112,6 +112,15 @@ def test_compile_and_plan_cut_where_boundaries_allow_it(models):
         assert "stage 0: first, relu, second\nstage 1: third, mul\n" in text
 
 
+def test_each_stage_may_have_its_own_checkpoint_mode(models):
+    modes = ["--checkpoint", "always,never"]
+    text = succeeded("plan", "own_models:build", "--devices", "h100,h100", *modes)
+    assert "checkpoint: always, never" in text
+    succeeded("compile", "own_models:build", *TWO, *modes)
+    said = refused("compile", "own_models:build", "--devices", "cpu,cpu,cpu", *modes)
+    assert "checkpoint has 2 modes, and there are 3 stages" in said
+
+
 def test_memory_and_the_optimizer_can_be_given(models):
     for command, devices in (("compile", TWO), ("plan", ["--devices", "h100,h100"])):
         text = succeeded(
@@ -186,7 +195,7 @@ def test_plan_knows_schedules():
     [
         ([], "Missing option '--devices'"),
         (["--devices", "h100,b9"], "no device 'b9' is known: give one of"),
-        (["--devices", "h100", "--checkpoint", "often"], "'often' is not one of 'never'"),
+        (["--devices", "h100", "--checkpoint", "often"], "checkpoint is 'often': give 'never', "),
         (["--devices", "h100,h100", "--chunks", "-1"], "not in the range"),
     ],
 )

@@ -107,6 +107,23 @@ def test_checkpoints_take_time_and_save_memory():
     assert sum(s.compute_s for s in again.stages) > sum(s.compute_s for s in kept.stages)
 
 
+def test_a_stage_that_runs_again_alone_has_less_memory_and_less_work():
+    model, x = on_meta(UNet(8, 3), torch.zeros(16, 3, 16, 16))
+    kept, again, first = (
+        fxpipe.plan(
+            model, ["p40"] * 2, example_inputs=x, chunks=8, checkpoint=mode, schedule="1f1b"
+        )
+        for mode in ("never", "always", ["always", "never"])
+    )
+    # The first stage computes a third more, so that the cut gives it fewer nodes.
+    assert len(first.stages[0].nodes) < len(kept.stages[0].nodes)
+    assert kept.stages[1].seconds < first.stages[1].seconds < again.stages[1].seconds
+    assert first.stages[0].activation_bytes < kept.stages[0].activation_bytes
+    assert "checkpoint: always, never" in str(first)
+    with pytest.raises(ValueError, match="checkpoint has 2 modes, and there are 3 stages"):
+        fxpipe.plan(model, ["p40"] * 3, example_inputs=x, checkpoint=["always", "never"])
+
+
 def test_activations_of_one_stage_are_those_of_saved_tensor_hooks():
     make, inputs = MODELS["transformer"]
     model, x = make(), inputs(4)

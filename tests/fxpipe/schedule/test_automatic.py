@@ -137,7 +137,7 @@ def test_inputs_that_are_larger_than_activations_count_as_what_they_are():
     st.lists(st.integers(1, 4), min_size=4, max_size=4),
     st.lists(st.integers(0, 4), min_size=4, max_size=4),
     st.integers(1, 5),
-    st.integers(0, 5),
+    st.integers(0, 5) | st.lists(st.integers(0, 5), min_size=4, max_size=4),
     st.integers(0, 9),
     st.sampled_from([0.0, 0.5]),
 )

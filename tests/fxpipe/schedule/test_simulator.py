@@ -157,6 +157,15 @@ def test_memory_of_checkpointed_micro_batches_is_their_inputs_but_for_their_back
     assert held == ((0, 7), (0, 17), (1, 117), (2, 217), (4, 107), (6, 7))
 
 
+def test_each_stage_may_have_its_own_number_of_checkpointed_micro_batches():
+    schedule = Schedule.from_text("0F0 0F1 0B0 0B1 \n 1F0 1F1 1B0 1B1")
+    apart = [Memory([100, 100], checkpointed=n, inputs=10) for n in (2, 0)]
+    both = Memory([100, 100], checkpointed=[2, 0], inputs=10)
+    first, last = simulate(schedule, [UNIT] * 2, memory=both).memory
+    assert first == simulate(schedule, [UNIT] * 2, memory=apart[0]).memory[0]
+    assert last == simulate(schedule, [UNIT] * 2, memory=apart[1]).memory[1]
+
+
 def test_what_the_loss_saves_is_held_from_the_forward_of_the_last_stage_to_its_backward():
     schedule = Schedule.from_text("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1I1 1W1")
     memory = Memory([100, 100], fixed=7, checkpointed=1, inputs=10, loss=5, shared_with_loss=2)

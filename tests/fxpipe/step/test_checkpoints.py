@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as own_checkpoint
 
 import fxpipe
 from fxpipe import ops
-from fxpipe.ir.graph import STAGE
+from fxpipe.ir.graph import MICROBATCH, STAGE
 from fxpipe.schedule import Kind, Schedule, joined, named
 from tests.zoo import MLP, MODELS, gradients, mean_loss, parts, same, step_of_loop
 
@@ -37,6 +37,47 @@ def test_checkpoints_change_nothing(name, schedule, checkpoint):
             loss = pipe.step(*x, target=target)
         results.append([loss, gradients(model), list(model.buffers())])
     assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize(
+    ("schedule", "modes"),
+    [
+        ("gpipe", ["always", "never"]),
+        ("1f1b", ["never", "except_last"]),
+        ("zb_h1", ["except_last", "always"]),
+        ("zbv", ["never", "always", "never", "except_last"]),
+    ],
+)
+def test_stages_with_modes_of_their_own_change_nothing_and_only_they_run_again(
+    schedule, modes, segments
+):
+    make, inputs = MODELS["unet"]
+    first, x, target = make(), inputs(6), torch.randn(6)
+    results = []
+    for mode in ("never", modes):
+        model = copy.deepcopy(first)
+        with fxpipe.compile(
+            model,
+            ["cpu"] * 2,
+            chunks=3,
+            schedule=schedule,
+            checkpoint=mode,
+            checkpoint_segments=1 if mode == "never" else segments,
+            loss_fn=mean_loss,
+        ) as pipe:
+            loss = pipe.step(*x, target=target)
+            output = pipe(*x)
+            output.sum().backward()
+            results.append([loss, output.detach(), gradients(model)])
+    assert same(results[0], results[1])
+    count = {"never": 0, "except_last": 2, "always": 3}
+    for graph, again in ((pipe.step_graph, ops.replay), (pipe.graph_module, ops.checkpoint)):
+        nodes = graph.graph.find_nodes(op="call_function", target=again)
+        found = {(node.meta[STAGE], node.meta[MICROBATCH]) for node in nodes}
+        assert [sum(s == i for s, _ in found) for i in range(len(modes))] == [
+            count[mode] for mode in modes
+        ]
 
 
 def test_where_only_some_micro_batches_are_in_segments_the_order_is_the_schedules():

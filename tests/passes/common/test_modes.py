@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from passes.common.modes import MODES, is_checkpointed, milder, recomputed
+from fxpipe.schedule import named
+from passes.common.modes import (
+    MODES,
+    alive,
+    is_checkpointed,
+    is_never,
+    milder,
+    modes_of,
+    of_stages,
+    recomputed,
+)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -19,3 +29,35 @@ def test_milder_modes_keep_less():
         for other in milder(mode):
             assert recomputed(other, 4) > recomputed(mode, 4)
     assert not milder("always")
+    assert milder(["never", "except_last"]) == ("except_last", "always")
+    assert milder(["always", "never"]) == ("always",)
+    assert not milder(["always", "always"])
+
+
+def test_all_stages_have_one_mode_or_each_has_its_own():
+    assert modes_of("always") == "always" and of_stages("always", 2) == ["always", "always"]
+    assert modes_of(["never", "always"]) == ("never", "always")
+    assert of_stages(("never", "always"), 2) == ["never", "always"]
+    assert is_never("never") and is_never(["never", "never"]) and not is_never(["never", "always"])
+
+
+@pytest.mark.parametrize(
+    "given", ["sometimes", ["never", "sometimes"], [], None, 1, ["never", None]]
+)
+def test_other_modes_are_refused(given):
+    with pytest.raises(ValueError, match=r"checkpoint is .*: give 'never', 'except_last' or"):
+        modes_of(given)
+
+
+def test_modes_of_another_number_of_stages_are_refused():
+    with pytest.raises(ValueError, match="checkpoint has 3 modes, and there are 2 stages: give"):
+        of_stages(["never", "always", "never"], 2)
+
+
+@pytest.mark.parametrize("order", [None, named("1f1b", lanes=2, microbatches=4)])
+def test_of_each_stage_so_many_micro_batches_are_alive_as_its_mode_says(order):
+    apart = [alive(mode, 4, 2, order) for mode in ("always", "never")]
+    both = alive(["always", "never"], 4, 2, order)
+    assert both == tuple([apart[0][i][0], apart[1][i][1]] for i in range(2))
+    halved, _ = alive(["always", "never"], 4, 2, order, segments=2)
+    assert halved == [both[0][0] / 2, both[0][1]], "a stage that keeps all has no segments"

@@ -36,13 +36,20 @@ def test_a_stage_graph_of_segments_computes_what_that_of_stages_does(name):
     make, inputs = MODELS[name]
     model, x = make(), inputs(4)
     with fxpipe.compile(model, ["cpu"] * 2, example_inputs=x) as pipe:
-        gm, stage_of = opened(pipe.stage_graph, 3)
+        gm, stage_of = opened(pipe.stage_graph, [3, 3])
         calls = gm.graph.find_nodes(op="call_module")
         assert len(calls) == len(stage_of) > 2 and stage_of == sorted(stage_of)
         torch.manual_seed(0)
         wanted = pipe.stage_graph(*x)
         torch.manual_seed(0)
         assert same(gm(*x), wanted)
+
+
+def test_a_stage_of_one_segment_stays_whole_beside_one_of_several():
+    make, inputs = MODELS["unet"]
+    with fxpipe.compile(make(), ["cpu"] * 2, example_inputs=inputs(4)) as pipe:
+        _, stage_of = opened(pipe.stage_graph, [1, 3])
+    assert stage_of == [0, 1, 1, 1]
 
 
 class InPlace(nn.Module):
