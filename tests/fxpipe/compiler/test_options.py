@@ -41,7 +41,7 @@ def test_devices_that_cannot_be(devices, message):
         ({"schedule": "2f2b"}, "schedule is '2f2b': give one of gpipe, .*, or auto"),
         ({"schedule": "zbv", "stages": 3}, "zbv has 2 stages on each lane: 2 lanes take 4"),
         ({"schedule": "auto", "stages": 3}, "stages is 3: give as many for each of the 2 devices"),
-        ({"loss_fn": 3}, "loss_fn is a int: give a function of the output and the target"),
+        ({"loss_fn": 3}, "loss_fn is an int: give a function of the output and the target"),
         ({"loss_fn": nn.MSELoss}, r"loss_fn is the class MSELoss: give an instance, MSELoss\(\)"),
         ({"cache": 3}, "cache is 3: give the path of a folder"),
         ({"passes": 3}, "passes is a int: give a chain, such as fxpipe.default_chain"),
