@@ -3,6 +3,7 @@
 ::
 
     python -m tests.benchmarks.host
+    python -m tests.benchmarks.host --dropout           # each stage draws random numbers, too
     python -m tests.benchmarks.host --profile 1f1b      # where it goes, by cProfile
 
 Each stage is one small linear layer, so that hardly anything is computed. The time by which a
@@ -43,8 +44,10 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output * target).mean()
 
 
-def net(stages: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(stages)))
+def net(stages: int, draws: bool = False) -> nn.Sequential:
+    """A linear layer for each stage, with a dropout behind it if the stages are to draw."""
+    also = [nn.Dropout(0.1)] if draws else []
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), *also) for _ in range(stages)))
 
 
 def backward(model: Callable[[Tensor], Any], x: Tensor, target: Tensor) -> None:
@@ -56,13 +59,13 @@ def loop(model: nn.Module, x: Tensor, target: Tensor) -> None:
         (loss_fn(model(part), wanted) / CHUNKS).backward()
 
 
-def fxpipes(stages: int, x: Tensor, target: Tensor) -> dict[str, Run]:
+def fxpipes(stages: int, draws: bool, x: Tensor, target: Tensor) -> dict[str, Run]:
     """``step`` in the order of each schedule, and ``pipe(x)``."""
     runs: dict[str, Run] = {}
     cut = [str(i) for i in range(1, stages)]
     for schedule, checkpoint in itertools.product(SCHEDULES, ("never", "always")):
         pipe = fxpipe.compile(
-            net(stages),
+            net(stages, draws),
             ["cpu"] * stages,
             chunks=CHUNKS,
             schedule=schedule,
@@ -77,23 +80,25 @@ def fxpipes(stages: int, x: Tensor, target: Tensor) -> dict[str, Run]:
     return runs
 
 
-def torchgpipe(stages: int, x: Tensor, target: Tensor) -> dict[str, Run]:
+def torchgpipe(stages: int, draws: bool, x: Tensor, target: Tensor) -> dict[str, Run]:
     try:
         from torchgpipe import GPipe
     except ImportError:
         return {}
     places = ["cpu"] * stages
-    model = GPipe(net(stages), [1] * stages, devices=places, chunks=CHUNKS, checkpoint="never")
+    model = GPipe(
+        net(stages, draws), [1] * stages, devices=places, chunks=CHUNKS, checkpoint="never"
+    )
     return {"torchgpipe 0.0.7": partial(backward, model, x, target)}
 
 
-def pipelining(stages: int, x: Tensor, target: Tensor) -> dict[str, Run]:
+def pipelining(stages: int, draws: bool, x: Tensor, target: Tensor) -> dict[str, Run]:
     """Of torch.distributed; one stage is all that one rank has with these schedules."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     if stages > 1:
         return {}
-    stage = PipelineStage(net(1), 0, 1, torch.device("cpu"))
+    stage = PipelineStage(net(1, draws), 0, 1, torch.device("cpu"))
     schedule = Schedule1F1B(stage, CHUNKS, loss_fn=loss_fn)
     return {"torch.distributed.pipelining, 1F1B": partial(schedule.step, x, target=target)}
 
@@ -135,8 +140,9 @@ def profile(run: Run, times: int, lines: int) -> None:
 @click.command()
 @click.option("--stages", default="1,2,4", show_default=True)
 @click.option("--rounds", default=15, show_default=True)
+@click.option("--dropout", "draws", is_flag=True, help="Behind the linear layer of each stage.")
 @click.option("--profile", "profiled", help="Where the time of this run goes: 1f1b, pipe(x), ...")
-def main(stages: str, rounds: int, profiled: str | None) -> None:
+def main(stages: str, rounds: int, draws: bool, profiled: str | None) -> None:
     torch.set_num_threads(1)
     x, target = torch.randn(CHUNKS * 2, WIDTH), torch.randn(CHUNKS * 2, WIDTH)
     with tempfile.NamedTemporaryFile() as file:
@@ -145,9 +151,9 @@ def main(stages: str, rounds: int, profiled: str | None) -> None:
         )
     rows = []
     for count in map(int, stages.split(",")):
-        runs = {"loop": partial(loop, net(count), x, target)}
+        runs = {"loop": partial(loop, net(count, draws), x, target)}
         for others in fxpipes, torchgpipe, pipelining:
-            runs |= others(count, x, target)
+            runs |= others(count, draws, x, target)
         if profiled:
             for name, run in runs.items():
                 if profiled in name:

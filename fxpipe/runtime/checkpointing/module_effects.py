@@ -50,9 +50,13 @@ class ModuleEffects:
         is_learning = self._written is not None and self._written.is_learning
         return self._written.watched() if is_learning else _NOTHING  # type: ignore[union-attr]
 
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
+    def as_before(self) -> AbstractContextManager[None]:
         """A context for the second call, in which all of this is as it was before the first."""
+        is_written = self._written is not None and self._written.has_copies
+        return self._as_before() if is_written or self._state is not None else _NOTHING
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
         with (
             self._written.as_before() if self._written is not None else _NOTHING,
             self._state.as_before() if self._state is not None else _NOTHING,
@@ -96,6 +100,11 @@ class _WrittenState:
         names, parameters = known
         self.buffers = {n: module.get_buffer(n).detach().clone() for n in names}
         self.parameters = {n: module.get_parameter(n).detach().clone() for n in parameters}
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether there is anything that the module writes to."""
+        return bool(self.buffers or self.parameters)
 
     def own_parameters(self) -> list[Tensor]:
         """The module's own parameters of which there are copies."""
