@@ -183,11 +183,23 @@ class Pipeline(ModelProxy):
         Raises TypeError or ValueError for arguments of :meth:`step` that do not fit together.
         """
         optimizers = _listed(optimizer)
+        if optimizers == []:
+            raise ValueError("optimizer is an empty list: give an optimizer, or None for no step")
+        self._check_optimizers(optimizers, scaler, zero_grad, max_grad_norm)
+        return optimizers
+
+    def _check_optimizers(
+        self,
+        optimizers: list[Any] | None,
+        scaler: Any,
+        zero_grad: bool,
+        max_grad_norm: float | None,
+    ) -> None:
+        """Raise TypeError or ValueError for optimizers and other arguments of :meth:`step` that do
+        not fit together."""
         _check(scaler, optimizers or ())
         if zero_grad and optimizers is None:
             raise ValueError("zero_grad=True needs an optimizer=, which takes the gradients first")
-        if optimizers == []:
-            raise ValueError("optimizer is an empty list: give an optimizer, or None for no step")
         if max_grad_norm is not None and not max_grad_norm >= 0:
             raise ValueError(
                 f"max_grad_norm is {max_grad_norm!r}: give the largest norm that the gradients may "
@@ -198,7 +210,6 @@ class Pipeline(ModelProxy):
                 "max_grad_norm needs an optimizer=, which takes the clipped gradients; without one "
                 "call pipe.clip_grad_norm_(max_norm) after the step"
             )
-        return optimizers
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -115,7 +115,9 @@ class RankPipeline(Pipeline):
         compiler = self._runner.compiler
         with compiler.agreement.together():
             if optimizer is None and compiler.owners and not compiler.own_parameters():
-                optimizer = ()  # none can be made without parameters, and other ranks have some
+                # None can be made without parameters, and other ranks have some.
+                self._check_optimizers([], scaler, zero_grad, max_grad_norm)
+                return []
             if scaler is not None and optimizer is None:
                 raise ValueError(
                     "a scaler is given without an optimizer: ranks that unscale their gradients "
