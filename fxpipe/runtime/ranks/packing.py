@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Strided:
     strides: tuple[int, ...]
     requires_grad: bool
 
-    @property
+    @cached_property
     def stored(self) -> tuple[int, ...]:
         """The shape of what is stored: a dimension that repeats the same memory counts once."""
         return tuple(
@@ -44,12 +45,12 @@ class Strided:
             for size, stride in zip(self.shape, self.strides, strict=True)
         )
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """The size of the part."""
         return math.prod(self.stored) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         """Whether what is stored fills its memory, in some order of the dimensions."""
         expected = 1
@@ -60,7 +61,7 @@ class Strided:
                 expected *= size
         return True
 
-    @property
+    @cached_property
     def overlaps(self) -> bool:
         """Whether elements share memory otherwise than in dimensions of stride 0."""
         reach = 0
@@ -156,7 +157,7 @@ class Description:
     nesting: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The bytes of each part."""
         return tuple(leaf.bytes for leaf in self.leaves if not isinstance(leaf, Constant))
