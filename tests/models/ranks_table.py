@@ -158,7 +158,9 @@ def _process(rank: int, name: str, side: str, folder: str) -> None:
         line = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())[:160]
         said = f"{type(error).__name__}: {text} ({Path(line.filename).name}:{line.lineno})"
-        (Path(folder) / f"error_{rank}").write_text(said)
+        path = Path(folder) / f"said_{rank}"
+        path.write_text(said)
+        path.rename(Path(folder) / f"error_{rank}")  # whoever finds it finds it whole
         os._exit(1)
 
 
@@ -178,7 +180,6 @@ def outcome(name: str, side: str) -> str:
         while any(each.is_alive() for each in processes) and time.monotonic() - begun < PATIENCE:
             errors = sorted(Path(folder).glob("error_*"), key=lambda path: path.stat().st_mtime)
             if errors:
-                time.sleep(0.5)  # until it is written
                 break
             time.sleep(0.1)
         for process in processes:
