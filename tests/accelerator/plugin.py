@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.accelerator import sim
-
-STATUS = pytest.StashKey[int]()
 
 sim.load()
 torch.set_warn_always(True)  # or PyTorch warns once in a process
@@ -26,21 +23,6 @@ if os.environ.get("SIM_STACKS"):
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error:The AccumulateGrad node's stream")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    session.config.stash[STATUS] = int(exitstatus)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the process without the interpreter's own end: a thread of the autograd engine for the
-    simulated device that asks for the interpreter at that moment aborts the process ("terminate
-    called without an active exception"), after all tests have passed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(config.stash.get(STATUS, 1))
 
 
 @pytest.fixture(autouse=True)
