@@ -6,11 +6,10 @@ A node says where it belongs in ``node.meta``, under the keys below, beside fx's
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
 
 STAGE = "stage"  #: int
@@ -57,9 +56,13 @@ def where(node: fx.Node) -> dict[str, Any]:
 _WHERE = STAGE, MICROBATCH, LANE, DEVICE, STREAM
 
 
-def attribute(gm: fx.GraphModule, target: str) -> Any:
+def attribute(gm: nn.Module, target: str) -> Any:
     """The module, tensor or other value that a node's ``target`` names, as a path in ``gm``."""
-    return operator.attrgetter(target)(gm)
+    *path, name = target.split(".")
+    owner: Any = gm
+    for step in path:  # straight through the tables of modules: their look-up is slow
+        owner = getattr(owner, "_modules", {}).get(step) or getattr(owner, step)
+    return getattr(owner, name)
 
 
 def add_input(graph: fx.Graph, name: str, *default: Any) -> fx.Node:

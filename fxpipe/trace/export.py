@@ -52,8 +52,9 @@ class Strategy:
     track."""
     any_size: bool = False
     """Whether every dimension of the inputs is left symbolic, or the batch's only."""
-    layers_once: bool = False
-    """Whether of layers that repeat the first one is exported, and its nodes are copied."""
+    layers: Mapping[nn.Module, str] = field(default_factory=dict)
+    """The layers that repeat, with their paths: the first one is exported, and its nodes are copied
+    for the others."""
 
 
 class Failure(Exception):
@@ -81,7 +82,7 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
     first = strategy or Strategy(
         example.whole,
         any_size=example.any_size and is_plain,
-        layers_once=is_plain and example.is_compared and bool(repeated(model)),
+        layers=repeated(model) if is_plain and example.is_compared else {},
     )
     strategies, failures = [first], list[Failure]()
     # Gradients are on: under no_grad, modules may choose kernels that have no backward.
@@ -98,8 +99,8 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
             try:
                 return _attempt(example, each)
             except Failure as failure:
-                if each.layers_once:
-                    strategies.append(replace(each, layers_once=False))
+                if each.layers:
+                    strategies.append(replace(each, layers={}))
                     continue
                 if each.any_size:
                     strategies.append(replace(each, any_size=False))
@@ -140,8 +141,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
     ):
         try:
             calls: dict[str, whole.Opaque] = {}
-            layers = repeated(example.model) if strategy.layers_once else {}
-            once = Repeated(example.model, layers, calls)
+            once = Repeated(example.model, strategy.layers, calls)
             if strategy.whole:
                 calls |= whole.seen(strategy.whole, _runs(example))
             with (
@@ -159,10 +159,9 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
                 )
             _refuse_lost_tensors(program, example)
             sizes = sizes_of(program, example.batch_dims)
-            exported = program.module(check_guards=False)
-            if layers and (functions or checkpointed.found):
+            if strategy.layers and (functions or checkpointed.found):
                 raise DoesNotRepeat("it has backwards or checkpoints of its own")
-            graph_module = _on_the_model(exported, example, calls, once)
+            graph_module = _on_the_model(program, example, calls, once)
             checkpoints.enclose(graph_module, checkpointed)
             traced = Traced(graph_module, "export", example.binder(), structures[-1].fill)
             traced.sizes = sizes
@@ -180,8 +179,8 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
     traced.warning = _fixed_batch(program, sizes)
     traced.may_lose_gradients = bool(functions) or _has_regions_without_gradients(program)
     otherwise: Strategy | None = None
-    if strategy.layers_once:
-        otherwise = replace(strategy, layers_once=False)
+    if strategy.layers:
+        otherwise = replace(strategy, layers={})
     elif functions and not strategy.functions_as_nodes:
         otherwise = replace(strategy, functions_as_nodes=True)
     elif strategy.any_size:
@@ -367,29 +366,36 @@ def _fixed_batch(program: torch.export.ExportedProgram, sizes: Sizes) -> str:
 
 
 def _on_the_model(
-    exported: fx.GraphModule,
+    program: torch.export.ExportedProgram,
     example: Example,
     calls: Mapping[str, whole.Opaque],
     once: Repeated,
 ) -> fx.GraphModule:
-    """A copy of the exported graph that reads the model's own tensors under the model's own names,
-    and has no guards: fxpipe has guards of its own."""
+    """The graph of an exported program, whose inputs are those of the example only: it reads the
+    model's own tensors under the model's own names, where the program is given them. It has no
+    guards, as fxpipe has guards of its own."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, Any] = {}
     names = iter(example.names)
-    for node in sorted(exported.graph.nodes, key=lambda node: node.op != "placeholder"):
+    given = _given_tensors(program)
+    kinds = {node: _kind(node, given) for node in program.graph.nodes}
+    for node in sorted(kinds, key=lambda node: kinds[node] != "placeholder"):
         if node.target in _GUARDS and not _is_the_models_check(node):
             continue
-        if node.op == "placeholder":
+        if kinds[node] == "placeholder":
             name = next(names)
             copies[node] = graph.create_node("placeholder", name, name=name)
-        elif node.op == "get_attr":
-            target = str(node.target).removeprefix("model.")
+        elif kinds[node] == "get_attr":
+            own = given.get(node.name, str(node.target))
+            target = own.removeprefix("model.")
             try:
                 attributes[target] = operator.attrgetter(target)(example.model)
             except AttributeError:  # a constant, or a no_grad region: made by export
-                attributes[target] = operator.attrgetter(str(node.target))(exported)
+                if node.name in given:
+                    attributes[target] = (program.state_dict | program.constants)[own]
+                else:
+                    attributes[target] = operator.attrgetter(own)(program.graph_module)
             copies[node] = graph.create_node("get_attr", target, name=target.replace(".", "_"))
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -400,6 +406,18 @@ def _on_the_model(
     graph.eliminate_dead_code(partial(_is_needed, attributes))
     attributes |= whole.as_nodes(graph, calls, attributes)
     return fx.GraphModule(attributes, graph, type(example.model).__name__)
+
+
+def _given_tensors(program: torch.export.ExportedProgram) -> dict[str, str]:
+    """The placeholders of an exported program that stand for parameters, buffers and constants, by
+    their names, with the paths of these tensors."""
+    inputs = program.graph_signature.input_specs
+    return {spec.arg.name: spec.target for spec in inputs if spec.target is not None}
+
+
+def _kind(node: fx.Node, given: Mapping[str, str]) -> str:
+    """The kind of node that stands for a node of an exported program in the model's graph."""
+    return "get_attr" if node.op == "placeholder" and node.name in given else node.op
 
 
 def _is_the_models_check(node: fx.Node) -> bool:

@@ -60,7 +60,12 @@ LOCK = threading.RLock()
 
 @contextmanager
 def patched(
-    owner: type | ModuleType, name: str, replace: Callable[[Any], Any], *, elsewhere: bool = False
+    owner: type | ModuleType,
+    name: str,
+    replace: Callable[[Any], Any],
+    *,
+    elsewhere: bool = False,
+    tells_threads: bool = False,
 ) -> Iterator[None]:
     """Inside the ``with`` block ``replace(original)`` stands in the place of ``owner.name``, for
     this thread only; with ``elsewhere``, for all other threads only.
@@ -68,6 +73,10 @@ def patched(
     If ``owner`` is a class, the original is the object in its ``__dict__``, or in that of a base
     class: a function, a ``classmethod`` or a property; the replacement has to be of the same kind.
     If ``owner`` is a module, both are functions.
+
+    With ``tells_threads`` the replacement is seen by all threads, and has to call the original
+    itself for all but this one: it is for functions that are called so often that a second call for
+    each of them would take long.
     """
     with LOCK:
         is_own = name in vars(owner)
@@ -76,7 +85,9 @@ def patched(
         # lock: the new replacement calls the old one.
         replacement = replace(original.seen() if isinstance(original, _InOneThread) else original)
         others, ours = (replacement, original) if elsewhere else (original, replacement)
-        if isinstance(owner, ModuleType):
+        if tells_threads:
+            setattr(owner, name, replacement)
+        elif isinstance(owner, ModuleType):
             setattr(owner, name, _function_here(others, ours))
         else:
             kind = _DataHere if hasattr(type(original), "__set__") else _InOneThread
@@ -104,7 +115,6 @@ class _InOneThread:
         return self.replacement if threading.get_ident() == self.thread else self.original
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        # Written out, as each look-up of an attribute of a module may come here.
         is_here = threading.get_ident() == self.thread
         seen, bind = (self.replacement if is_here else self.original), self.binds[is_here]
         return seen if bind is None else bind(seen, instance, owner)

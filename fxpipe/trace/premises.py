@@ -25,6 +25,7 @@ import copy
 import operator
 import reprlib
 import sys
+import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +57,8 @@ MISSING = _Missing.MISSING
 """The value of an attribute that a module does not have."""
 
 _EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other guards check these
-_SLOTS = "__dict__", "__class__"  # read at every look-up of a parameter; no attributes of a forward
+# Read at every look-up of a parameter; no attributes of a forward.
+_TABLES = frozenset(("__dict__", "__class__", "_parameters", "_buffers", "_modules"))
 _INHERITED = frozenset(dir(nn.Module))
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
@@ -75,9 +77,13 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
     """
     reads: Reads = {}
     modules = set(model.modules())
+    thread, this_thread = threading.get_ident(), threading.get_ident
 
     def replace(original: Any) -> Callable[[nn.Module, str], Any]:
         def watched(self: nn.Module, name: str) -> Any:
+            # Compiling looks up millions of attributes, nearly all of them tables of modules.
+            if name in _TABLES or this_thread() != thread:
+                return original(self, name)
             try:
                 value = original(self, name)
             except AttributeError:  # it is a parameter, a buffer or a module, or it is missing
@@ -85,7 +91,7 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
                 if self in modules and attribute not in reads and _is_missed(self, name):
                     reads[attribute] = _state(MISSING)
                 raise
-            if name not in _EVERY and name not in _SLOTS and self in modules:
+            if name not in _EVERY and self in modules:
                 is_own = name in original(self, "__dict__")
                 is_state = not isinstance(value, nn.Module)
                 is_inherited = _is_plain(value) and name not in _INHERITED
@@ -95,7 +101,7 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
 
         return watched
 
-    with patched(nn.Module, "__getattribute__", replace):
+    with patched(nn.Module, "__getattribute__", replace, tells_threads=True):
         yield reads
 
 

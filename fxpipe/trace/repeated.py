@@ -27,6 +27,7 @@ graph differs, or nothing is compared (a model on "meta"), the model is exported
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,9 +62,11 @@ def repeated(model: nn.Module) -> dict[nn.Module, str]:
         if any(path == outer or path.startswith(f"{outer}.") for outer in found.values()):
             continue
         kinds: dict[Any, list[tuple[nn.Module, str]]] = {}
+        counts = Counter(map(type, container.children()))
         for name, child in container.named_children():
-            if len(list(child.modules())) >= PARTS and _is_by_itself(child, owners):
-                kind = _kind(child)
+            if counts[type(child)] < REPEATED or not _is_by_itself(child, owners):
+                continue
+            if len(kind := _kind(child)) >= PARTS:
                 kinds.setdefault(kind, []).append((child, f"{path}.{name}".removeprefix(".")))
         for each in kinds.values():
             if len(each) >= REPEATED:

@@ -24,7 +24,7 @@ from fxpipe.ir._torch import (
 )
 from fxpipe.ir.autograd import reached
 from fxpipe.ir.errors import NeedsValues
-from fxpipe.ir.graph import LARGER, VALUE, mutable
+from fxpipe.ir.graph import LARGER, VALUE, attribute, mutable
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.tensors import tensors_of
 
@@ -104,12 +104,18 @@ class FakeInterpreter(fx.Interpreter):
 
     def fake(self, value: Any) -> Any:
         """The value with a fake in place of each tensor; a tensor always gets the same fake."""
+        if isinstance(value, Tensor):
+            return self.mode.from_tensor(value, static_shapes=True)
         return pytree.tree_map_only(
             Tensor, lambda t: self.mode.from_tensor(t, static_shapes=True), value
         )
 
+    def fetch_attr(self, target: str) -> Any:
+        """The module, tensor or other value at this path."""
+        return attribute(self.module, target)
+
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.fake(super().get_attr(target, args, kwargs))
+        return self.fake(self.fetch_attr(target))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return _without_values(super().call_function, target, args, kwargs)
