@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.meaning.check import Problem, Trial
 from fxpipe.meaning.compare import Difference, difference
-from fxpipe.meaning.rounded import Rounded
+from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
 from fxpipe.meaning.sample import part
 from fxpipe.runtime.microbatch import ANY, SUM, Dim
 from fxpipe.trace.gradients import (
@@ -39,9 +39,6 @@ from fxpipe.trace.gradients import (
     projections,
     total,
 )
-
-NOISY_RUNS = 3  # of the whole sample with other last bits, where gradients differ
-NOISE = 4  # how many times larger than the effect of other last bits a difference has to be
 
 Recorded = Callable[[list[Tensor], Callable[[Any, bool], Any]], Any]
 """``recorded(tensors, use)`` runs a model on tensors while autograd records, and returns
@@ -104,7 +101,7 @@ def backward_problem(
     def noisy() -> list[tuple[Projections, dict[int, Tensor]]]:
         """The gradients on the whole sample, computed by operators that round otherwise."""
         several = []
-        for seed in range(NOISY_RUNS):
+        for seed in range(RUNS):
             with Rounded(seed):
                 several.append(on_the_whole())
         return several

@@ -29,8 +29,18 @@ from torch import Tensor
 
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import leaves
-from fxpipe.meaning.compare import MEAN, Difference, Reading, difference, growing, mean, reading
+from fxpipe.meaning.compare import (
+    MEAN,
+    Difference,
+    Reading,
+    difference,
+    growing,
+    mean,
+    reading,
+    tolerance,
+)
 from fxpipe.meaning.listed import is_a_row, rows_of
+from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
 from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
@@ -220,7 +230,7 @@ def _checked(
         if trial is None:
             break
         verdict.trial, count = trial, count + 1
-        for path, found in _compared(trial):
+        for path, found in _but_for_rounding(question, trial):
             if ignored(path):
                 fits[path] = (LISTED,) if is_a_row(path) else _by_shape(trial, path)
                 continue
@@ -244,6 +254,50 @@ def _checked(
     verdict.outputs = {path: _way(ways) for path, ways in fits.items() if ways}
     verdict.unclear = {path for path, ways in fits.items() if not _is_clear(ways)}
     return verdict
+
+
+def _but_for_rounding(
+    question: Question, trial: Trial
+) -> Iterator[tuple[str, tuple[Dim, ...] | Problem]]:
+    """How each output is put together, or what differs. An output that differs by no more than
+    rounding errors make of it is joined by its shape: of a difference of equal numbers, say, errors
+    are all that is left."""
+
+    @functools.cache
+    def rounded() -> list[tuple[dict[str, Any], float]]:
+        return [_rounded(question, trial, seed) for seed in range(RUNS)]
+
+    for path, found in _compared(trial):
+        apart = found.difference if isinstance(found, Problem) else None
+        ways = _by_shape(trial, path) if apart is not None and apart.share else ()
+        whole = trial.whole[path] if ways else None
+        if apart is not None and isinstance(whole, Tensor) and whole.is_floating_point():
+            scale = max(largest for _, largest in rounded())
+            others = [outputs.get(path) for outputs, _ in rounded()]
+            effects = [
+                difference(whole, other).largest
+                for other in others
+                if isinstance(other, Tensor) and other.shape == whole.shape
+            ]
+            allowed = min(tolerance(whole) * scale, NOISE * max(effects, default=0.0))
+            if apart.largest <= allowed:
+                yield path, ways
+                continue
+        yield path, found
+
+
+def _rounded(question: Question, trial: Trial, seed: int) -> tuple[dict[str, Any], float]:
+    """The outputs for the whole sample, with other last bits, and the largest number that has been
+    rounded; no outputs if the model does not take these bits."""
+    whole = part(trial.tensors, [None] * len(trial.tensors), 0, 0)
+    try:
+        with Rounded(seed) as mode:
+            outputs, _ = question.outputs(whole, sum(trial.sizes))
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return {}, 0.0
+    return outputs, mode.largest
 
 
 def ran(run: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | None]) -> Trial:
