@@ -60,8 +60,10 @@ def attribute(gm: nn.Module, target: str) -> Any:
     """The module, tensor or other value that a node's ``target`` names, as a path in ``gm``."""
     *path, name = target.split(".")
     owner: Any = gm
-    for step in path:  # straight through the tables of modules: their look-up is slow
-        owner = getattr(owner, "_modules", {}).get(step) or getattr(owner, step)
+    for step in path:  # straight through the tables of modules, whose own look-up is slow
+        modules: Any = getattr(owner, "_modules", None)
+        is_there = type(modules) is dict and step in modules  # TorchScript has tables of its own
+        owner = modules[step] if is_there else getattr(owner, step)
     return getattr(owner, name)
 
 
