@@ -26,7 +26,7 @@ _BY_SHAPE = {
     *(aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot),
     *(aten.convolution, aten.convolution_backward),
     *(aten.mean, aten.sum, aten.var, aten.var_mean, aten.std, aten.norm, aten.linalg_vector_norm),
-    *(aten._softmax, aten._log_softmax, aten.native_layer_norm, aten.native_group_norm),
+    *(aten.native_layer_norm, aten.native_group_norm),
     *(aten.exp, aten.log, aten.sin, aten.cos, aten.tanh, aten.sigmoid, aten.gelu, aten.silu),
 }
 """The operators whose last bits depend on the shapes of their arguments: products of several

@@ -75,8 +75,8 @@ def test_more_than_rounding_errors_is_seen_beside_them(then, kernels_that_round_
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: x @ x, torch.tanh, lambda x: x.softmax(0), lambda x: x.mean(0)],
-    ids=["a product", "tanh", "softmax", "mean"],
+    [lambda x: x @ x, torch.tanh, lambda x: x.mean(0)],
+    ids=["a product", "tanh", "mean"],
 )
 def test_what_kernels_round_by_shape_gets_other_last_bits(function):
     x = torch.rand(32, 32)
