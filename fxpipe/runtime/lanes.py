@@ -21,11 +21,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -35,25 +35,6 @@ from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.program import CALLER, Program
 from fxpipe.runtime.streams import HandOver, current, handed_over, has_streams, is_captured, on
-
-
-class Job:
-    """A lane's part of a run, for the lane's thread to call.
-
-    Nothing of Python ends a thread in the middle, but an exception that another thread sets, or a
-    debugger. A job that goes without having been done then calls ``lost``, so that nobody waits.
-    """
-
-    def __init__(self, work: Callable[[], None], lost: Callable[[], None]) -> None:
-        self._work, self._lost, self._is_done = work, lost, False
-
-    def __call__(self) -> None:
-        self._work()
-        self._is_done = True
-
-    def __del__(self) -> None:
-        if not self._is_done:
-            self._lost()
 
 
 class _Dropped(Exception):
@@ -257,7 +238,7 @@ class Lanes:
 
     def _reset(self) -> None:
         self._process = os.getpid()
-        self._queues: list[SimpleQueue[Job | None]] = []
+        self._queues: list[JobQueue] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._close: weakref.finalize[..., Lanes] | None = None
@@ -286,7 +267,7 @@ class Lanes:
             for lane in lanes:
                 job = partial(run.in_lane, lane, program, ambient, taking[lane])
                 work = partial(copy_context().run, job)
-                self._queues[lane].put(Job(work, partial(run.lose, lane)))
+                self._queues[lane].put(work, partial(run.lose, lane))
         for (node, others), value in zip(program.inputs.items(), values, strict=True):
             for lane in others:
                 run.inboxes[lane].post(node, value)
@@ -318,19 +299,19 @@ class Lanes:
         if self._process != os.getpid():  # a forked process has no threads of its parent
             self._reset()
         with self._lock:
-            if self._threads and all(thread.is_alive() for thread in self._threads):
+            if self._queues and not any(queue.has_ended for queue in self._queues):
                 return
             if self._close is not None:  # a lane has been ended from outside: end the others, too
                 self._close.detach()
                 for waiting in self._queues:
-                    waiting.put(None)
+                    waiting.end()
             self._queues, self._threads = [], []
             on_cpu = sum(device.type == "cpu" for device in self._devices)
             total = torch.get_num_threads()
             share = max(1, total // max(1, on_cpu))
             ready = threading.Semaphore(0)
             for i, device in enumerate(self._devices):
-                queue: SimpleQueue[Job | None] = SimpleQueue()
+                queue = JobQueue()
                 threads = share if device.type == "cpu" else None
                 thread = threading.Thread(
                     target=_work, args=(queue, threads, ready), name=f"fxpipe-lane-{i}", daemon=True
@@ -346,8 +327,75 @@ class Lanes:
             self._close = weakref.finalize(self, _end, self._queues, self._threads)
 
 
-def _work(queue: SimpleQueue[Job | None], threads: int | None, ready: threading.Semaphore) -> None:
-    """Run the jobs of a queue, in a lane's thread, until the queue gives None.
+class _Job:
+    """Work for a lane's thread to do.
+
+    Nothing of Python ends a thread in the middle, but an exception that another thread sets, or a
+    debugger. A job that is freed without having been done then calls ``lost``.
+    """
+
+    def __init__(self, work: Callable[[], None], lost: Callable[[], None]) -> None:
+        self._work, self._lost, self._is_done = work, lost, False
+
+    def __call__(self) -> None:
+        self._work()
+        self._is_done = True
+
+    def __del__(self) -> None:
+        if not self._is_done:
+            self._lost()
+
+
+class JobQueue:
+    """The jobs of a lane, which its thread does one after the other.
+
+    Attributes:
+        has_ended: whether no thread does them any more, since it was told to end, or has been
+            ended from outside.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self.has_ended = False
+
+    def put(self, work: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Let the thread do this work.
+
+        ``lost`` is called in its place if the thread has been ended from outside, so that nobody
+        waits for it.
+        """
+        self._jobs.put(_Job(work, partial(self._lose, lost)))
+        if self.has_ended:
+            self._clear()
+
+    def end(self) -> None:
+        """End the thread once it has done the jobs that have been put."""
+        self._jobs.put(None)
+
+    def work(self) -> None:
+        """Do the jobs, in this thread."""
+        try:
+            while (job := self._jobs.get()) is not None:
+                job()
+                del job
+        finally:
+            # Who puts a job looks at this afterwards: so one of the two finds every job.
+            self.has_ended = True
+            self._clear()
+
+    def _lose(self, lost: Callable[[], None]) -> None:
+        self.has_ended = True  # first: whoever learns of it starts new threads
+        lost()
+
+    def _clear(self) -> None:
+        """Free the jobs that are left."""
+        with suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
+
+
+def _work(queue: JobQueue, threads: int | None, ready: threading.Semaphore) -> None:
+    """Do the jobs of a queue, in a lane's thread.
 
     The thread refers to its queue only, and not to :class:`Lanes`, so that it keeps no pipeline
     alive.
@@ -358,18 +406,12 @@ def _work(queue: SimpleQueue[Job | None], threads: int | None, ready: threading.
         torch.get_num_threads()
         torch.set_num_threads(threads)
     ready.release()
-    try:
-        while (job := queue.get()) is not None:
-            job()
-            del job
-    finally:
-        while not queue.empty():  # if it is ended from outside: each job says that it is lost
-            queue.get()
+    queue.work()
 
 
-def _end(queues: list[SimpleQueue[Job | None]], threads: list[threading.Thread]) -> None:
+def _end(queues: list[JobQueue], threads: list[threading.Thread]) -> None:
     for queue in queues:
-        queue.put(None)
+        queue.end()
     # This may run in a lane, by a hook or when garbage is collected: a lane does not join lanes,
     # which may be waiting for it.
     if threading.current_thread() not in threads:

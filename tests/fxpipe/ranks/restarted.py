@@ -104,6 +104,7 @@ class _Faulty:
     def __init__(self, fault: Fault, folder: Path) -> None:
         self.fault, self.folder = fault, folder
         self.is_due, self.count = False, 0
+        self.transport: Any = None
 
     def begin(self, is_due: bool) -> None:
         self.is_due, self.count = is_due, 0
@@ -111,16 +112,19 @@ class _Faulty:
     def place(self, *_: Any) -> None:
         self.count += 1
         if self.is_due and self.count == self.fault.microbatch + 1:
+            # A process that ends or stops sends no more, also of what it has sent before. Others
+            # would then miss a value of an earlier micro-batch, or not, as it happens.
+            self.transport.finish()
             self.fault.happen(self.folder)
 
     def put(self, net: Chain, pipe: fxpipe.Pipeline) -> None:
         """Put the fault into the layer of stage 1, or into this rank's transport."""
+        transport = self.transport = pipe._runner.compiler.transport  # type: ignore[attr-defined]
         if self.fault.where == "forward":
             net.b.register_forward_hook(self.place)
         elif self.fault.where == "backward":
             net.b.register_full_backward_hook(self.place)
         else:
-            transport: Any = pipe._runner.compiler.transport  # type: ignore[attr-defined]
             transmit = transport.transmit
 
             def faulty(values: Any, edge: tuple[int, int], number: int) -> None:
