@@ -18,7 +18,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
@@ -31,10 +30,8 @@ from passes.verify.errors import VerifyError
 from passes.verify.links import bring
 from passes.verify.parts import check_parts, check_taken, use_parameters
 from passes.verify.record import Recording
-from passes.verify.values import Known, KnownTape, NotKnown, lane_of, leaves, mapped
-from passes.verify.visit import Visit, here, rule, said
-
-GRADIENT = "gradient"
+from passes.verify.values import Known, KnownTape, NotKnown, leaves, mapped
+from passes.verify.visit import GRADIENT, PARAMETER, Visit, rule, said
 
 
 @rule(ops.forward)
@@ -45,7 +42,7 @@ def _forward(visit: Visit, node: fx.Node) -> Any:
     stage = visit.stage(path, node)
     if stage.gives and single != (len(stage.gives) == 1):
         raise VerifyError(f"the stage gives {len(stage.gives)} results", node)
-    given = visit.ready(node, visit.given(args), here(node))
+    given = visit.ready(node, visit.given(args), visit.here())
     if any(i >= len(given) for i in passed):  # type: ignore[union-attr, operator]
         raise VerifyError("it passes on an argument that it does not have", node)
     check_taken(visit, node, stage, given)
@@ -59,7 +56,7 @@ def _forward(visit: Visit, node: fx.Node) -> Any:
     own = stage.gives or ((path,) if single else ())
     names = (*own, *(_name_of(given[i]) for i in passed))  # type: ignore[union-attr]
     results = tuple(
-        Known(name, node.meta.get(MICROBATCH), here(node), event.clock, node, giver)
+        Known(name, node.meta.get(MICROBATCH), visit.here(), event.clock, node, giver)
         for name in names
     )
     visit.step.recordings[node] = Recording(
@@ -78,8 +75,8 @@ def _loss(visit: Visit, node: fx.Node) -> Any:
     microbatch = node.meta.get(MICROBATCH)
     if number != microbatch:
         raise VerifyError(f"it is noted to be the loss of micro-batch {number}", node)
-    given = visit.ready(node, visit.given(output), here(node))
-    targets = visit.ready(node, visit.given(target), here(node))
+    given = visit.ready(node, visit.given(output), visit.here())
+    targets = visit.ready(node, visit.given(target), visit.here())
     visit.alike("the loss is given", node, (given, targets))
     visit.take(given)
     event = visit.event(node, (given, targets))
@@ -95,7 +92,7 @@ def _loss(visit: Visit, node: fx.Node) -> Any:
             stages.append(own.giver)
     if len(set(stages)) != len(stages):
         raise VerifyError("it is given the tape of one stage twice", node)
-    value = Known("loss", microbatch, here(node), event.clock, node)
+    value = Known("loss", microbatch, visit.here(), event.clock, node)
     return value, KnownTape(node)
 
 
@@ -119,7 +116,7 @@ def _gradients(visit: Visit, node: fx.Node, recording: Recording) -> Any:
         if not isinstance(of, Known):
             return None
         what = GRADIENT, of.what, of.giver
-        return Known(what, of.microbatch, here(node), event.clock, node)
+        return Known(what, of.microbatch, visit.here(), event.clock, node)
 
     return mapped(gradient, recording.given)
 
@@ -154,7 +151,7 @@ def _backward(visit: Visit, node: fx.Node) -> Any:
     recording = _taken(visit, node)
     visit.step.note_action(node)
     _check_tape(recording, node)
-    grads = visit.ready(node, visit.given(node.args[1]), here(node))
+    grads = visit.ready(node, visit.given(node.args[1]), visit.here())
     _check_gradients(node, recording, grads)
     visit.alike(("a backward is given", recording.giver), node, grads)
     event = visit.event(node, (grads, visit.given(node.args[2:])))
@@ -231,9 +228,7 @@ def _add_to(visit: Visit, parameters: dict[int, str], by: Event) -> None:
                     by.node,
                     done[number],
                 )
-        memory = (GRADIENT, number)
-        visit.effects.names[memory] = f"gradient of {name}"
-        visit.effects.write(memory, by)
+        visit.effects.write((GRADIENT, number), by)
 
 
 @rule(ops.weight_grad)
@@ -253,13 +248,13 @@ def _weight_grad(visit: Visit, node: fx.Node) -> Any:
 
 @rule(ops.added)
 def _added(visit: Visit, node: fx.Node) -> Any:
-    first, second = visit.ready(node, visit.given(node.args), here(node))
+    first, second = visit.ready(node, visit.given(node.args), visit.here())
     if isinstance(first, Known) and isinstance(second, Known):
         if first.what != second.what:
             raise VerifyError(
                 f"it adds {_words(first.what)} and {_words(second.what)}", node, second.maker
             )
-        return replace(first, clock=visit.event(node, (first, second)).clock, maker=node)
+        return first.at(first.place, visit.event(node, (first, second)).clock, node)
     return first if isinstance(first, Known) else second
 
 
@@ -276,7 +271,7 @@ def _replicate(visit: Visit, node: fx.Node) -> Any:
 
 @rule(ops.gathered)
 def _gathered(visit: Visit, node: fx.Node) -> Any:
-    (replica,) = visit.ready(node, visit.given(node.args), here(node))
+    (replica,) = visit.ready(node, visit.given(node.args), visit.here())
     if not isinstance(replica, Known) or replica.maker not in visit.step.replicas:
         raise VerifyError("it takes the gradient of what is no replica", node)
     visit.step.replicas[replica.maker].append(node)
@@ -284,7 +279,7 @@ def _gathered(visit: Visit, node: fx.Node) -> Any:
     event = visit.event(node)
     visit.effects.read((GRADIENT, replica.maker.name), event)
     _check_last(visit, node)
-    return Known((GRADIENT, replica.what, node.name), None, here(node), event.clock, node)
+    return Known((GRADIENT, replica.what, node.name), None, visit.here(), event.clock, node)
 
 
 def _check_last(visit: Visit, node: fx.Node) -> None:
@@ -299,7 +294,7 @@ def _accumulate(visit: Visit, node: fx.Node) -> Any:
     parameter = node.args[0]
     assert isinstance(parameter, fx.Node)
     path, number = str(parameter.target), id(attribute(visit.gm, str(parameter.target)))
-    (grad,) = visit.ready(node, (visit.given(node.args[1]),), here(node))
+    (grad,) = visit.ready(node, (visit.given(node.args[1]),), visit.here())
     if isinstance(grad, Known):
         _, of, taken = grad.what if isinstance(grad.what, tuple) else (None, None, None)
         if of != ("replica", path):
@@ -314,7 +309,7 @@ def _accumulate(visit: Visit, node: fx.Node) -> Any:
 
 def _check_home(visit: Visit, node: fx.Node, parameter: int, name: str) -> None:
     home = visit.homes.get(parameter)
-    if home is not None and (home.lane, home.stage) != (lane_of(node), node.meta.get(STAGE)):
+    if home is not None and (home.lane, home.stage) != (visit.lane, node.meta.get(STAGE)):
         raise VerifyError(
             f"the parameter {name} lives in stage {home.stage}, in lane {home.lane}", node
         )
@@ -346,7 +341,7 @@ def _optimize(visit: Visit, node: fx.Node) -> Any:
             earlier = visit.step.optimized[number]
             raise VerifyError(f"the parameter {name} is stepped twice", node, earlier)
         visit.effects.read((GRADIENT, number), event)
-        visit.effects.write(("parameter", number), event)
+        visit.effects.write((PARAMETER, number), event)
         visit.step.optimized[number] = node
         if visit.step.reduced and (number not in visit.step.reduced or not visit.step.sums):
             raise VerifyError(
@@ -373,9 +368,9 @@ def _reduced(visit: Visit, node: fx.Node) -> Any:
 
 @rule(ops.average)
 def _average(visit: Visit, node: fx.Node) -> Any:
-    losses = visit.ready(node, visit.given(node.args[0]), here(node))
+    losses = visit.ready(node, visit.given(node.args[0]), visit.here())
     check_parts(visit, node, losses)
-    return Known("loss", None, here(node), visit.event(node, losses).clock, node)
+    return Known("loss", None, visit.here(), visit.event(node, losses).clock, node)
 
 
 @rule(ops.total)

@@ -26,18 +26,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir.graph import STREAM
 from fxpipe.runtime.streams import COMPUTE
-from passes.to_pipeline.cells import CARRIERS, Cell, cell_of, cells, outgoing
+from passes.to_pipeline.cells import CARRIERS, Cell, cell_of
 from passes.to_pipeline.dependencies import may_have_gradient
 from passes.verify.errors import VerifyError
 
 GATES = (ops.wait, ops.fork, ops.join, ops.recompute)
-ORDER = (ops.wait, ops.recompute, ops.fork)
+ORDER: dict[object, int] = {ops.wait: 0, ops.recompute: 1, ops.fork: 2}
 """The gates that values pass as they leave a cell, in order. In the backward the fork comes first,
 so that nothing is run again before the next micro-batch is done; and a stage is run again ahead of
 the wait for the gradient, while this is still being copied."""
@@ -46,27 +47,88 @@ the wait for the gradient, while this is still being copied."""
 def check_backward(graph: fx.Graph) -> None:
     """Check that at every stage the backwards of the micro-batches come in one order, the last one
     first. Raises :class:`VerifyError` for a graph in which they may not."""
-    found = cells(graph)
-    for cell, nodes in found.items():
-        calls = [n for n in nodes if n.op == "call_module" or n.target is ops.checkpoint]
-        if not calls or not any(STREAM in node.meta for node in nodes):
+    is_checkpointed = graph.find_nodes(op="call_function", target=ops.checkpoint, sort=False)
+    if not is_checkpointed and not graph.find_nodes(op="call_module", sort=False):
+        return  # a step graph, in which each backward is a node
+    found = _nodes_by_cell(graph)
+    for (microbatch, stage), own in found.items():
+        if not own.calls or not own.has_streams:
             continue  # a cell of a graph without streams, which is run without gradients
-        if not _values(nodes):
+        if not own.leaving:
             continue  # nothing that the stage computes is used, so that it has no backward
-        _check_exit(cell, nodes, calls)
-        following = (cell[0] + 1, cell[1])
-        if following in found:
-            _check_order(cell, nodes, found[following])
+        _check_exit(own)
+        following = found.get((microbatch + 1, stage))
+        if following is not None:
+            _check_order(own, following)
 
 
-def _check_exit(cell: Cell, nodes: Sequence[fx.Node], calls: Sequence[fx.Node]) -> None:
+@dataclass(slots=True)
+class _CellContents:
+    """The nodes of a cell that matter for the order of backwards.
+
+    Args:
+        cell: the micro-batch and the stage.
+        first: the cell's first node.
+        calls: those that run the stage.
+        forks, joins: those that order backwards.
+        items: those that take an element out of what another node gives.
+        leaving: those whose values are used outside of the cell; phonies are none of them.
+        has_streams: whether nodes are noted on streams.
+        gates: by a node of the cell, the gates of the cell's exit that its value has passed, as far
+            as somebody has asked.
+    """
+
+    cell: Cell
+    first: fx.Node
+    calls: list[fx.Node] = field(default_factory=list)
+    forks: list[fx.Node] = field(default_factory=list)
+    joins: list[fx.Node] = field(default_factory=list)
+    items: list[fx.Node] = field(default_factory=list)
+    leaving: list[fx.Node] = field(default_factory=list)
+    has_streams: bool = False
+    gates: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+    def add(self, node: fx.Node) -> None:
+        """Add a node of the cell."""
+        function = node.target
+        if node.op == "call_module" or function is ops.checkpoint:
+            self.calls.append(node)
+        elif function is ops.fork:
+            self.forks.append(node)
+        elif function is ops.join:
+            self.joins.append(node)
+        elif function is operator.getitem:
+            self.items.append(node)
+        self.has_streams = self.has_streams or STREAM in node.meta
+
+
+def _nodes_by_cell(graph: fx.Graph) -> dict[Cell, _CellContents]:
+    """Sort the nodes of a graph by cells, in one walk."""
+    cell_by_node = {node: cell_of(node) for node in graph.nodes}
+    found: dict[Cell, _CellContents] = {}
+    for node, cell in cell_by_node.items():
+        if cell is None:
+            continue
+        own = found.get(cell)
+        if own is None:
+            own = found[cell] = _CellContents(cell, node)
+        own.add(node)
+        for user in node.users:
+            if cell_by_node[user] != cell:
+                if node.args[1:] != (1,) or not _is_of_fork(node):
+                    own.leaving.append(node)
+                break
+    return found
+
+
+def _check_exit(own: _CellContents) -> None:
     """Check the gates of a cell's exit: all that leaves passes each of them, in their order."""
-    leaving = _values(nodes)
-    passed: list[list[fx.Node]] = [_gates_of(node, cell) for node in leaving]
+    leaving = own.leaving
+    passed = [_gates_of(node, own) for node in leaving]
     gates = list(dict.fromkeys(gate for each in passed for gate in each))
     for gate in gates:
-        for node, own in zip(leaving, passed, strict=True):
-            if gate not in own:
+        for node, each in zip(leaving, passed, strict=True):
+            if gate not in each:
                 raise VerifyError(
                     "all values that leave a cell pass its gates together, so that no gradient "
                     f"enters before all have come: this one passes by {gate.name}",
@@ -78,25 +140,22 @@ def _check_exit(cell: Cell, nodes: Sequence[fx.Node], calls: Sequence[fx.Node]) 
             "several values leave the cell, and no gate lets their gradients enter together",
             leaving[0],
         )
-    own = [gate for gate in gates if gate.target in ORDER]
-    if sorted(own, key=lambda gate: ORDER.index(gate.target)) != own:
+    ranks = [ORDER[gate.target] for gate in gates if gate.target in ORDER]
+    if sorted(ranks) != ranks:
         raise VerifyError(
-            "values leave a cell by a wait, a recompute and a fork, in this order", own[-1], own[0]
+            "values leave a cell by a wait, a recompute and a fork, in this order",
+            gates[-1],
+            gates[0],
         )
-    is_checkpointed = any(call.target is ops.checkpoint for call in calls)
+    is_checkpointed = any(call.target is ops.checkpoint for call in own.calls)
     again = [gate for gate in gates if gate.target is ops.recompute]
     if is_checkpointed != bool(again) or len(again) > 1:
         raise VerifyError(
             "a checkpointed stage is run again by one recompute, which all that leaves it passes",
-            (again or calls)[-1],
+            (again or own.calls)[-1],
         )
-    if again and again[0].args[1] is not _handle(calls[-1]):
+    if again and again[0].args[1] is not _handle(own.calls[-1]):
         raise VerifyError("the part of a stage that ran last is run again first", again[0])
-
-
-def _values(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The values of a cell that are used outside of it; phonies are none."""
-    return [node for node in outgoing(nodes) if node.args[1:] != (1,) or not _is_of_fork(node)]
 
 
 def _is_of_fork(node: fx.Node) -> bool:
@@ -108,31 +167,27 @@ def _handle(call: fx.Node) -> fx.Node | None:
     return next((user for user in call.users if user.args[1:] == (1,)), None)
 
 
-def _gates_of(node: fx.Node, cell: Cell) -> list[fx.Node]:
+def _gates_of(node: fx.Node, own: _CellContents) -> list[fx.Node]:
     """The gates of a cell's exit that a value has passed, in the order of the forward."""
-    gates: list[fx.Node] = []
-    while cell_of(node) == cell:
-        if node.target in GATES:
-            if _is_entry(node):
-                break
-            gates.append(node)
-        elif node.target is not operator.getitem:
-            break
-        before = node.args[0]
-        if node.target is operator.getitem or isinstance(before, fx.Node):
-            assert isinstance(before, fx.Node)
-            node = before
-        else:
-            inner = [each for each in _flat(before) if cell_of(each) == cell]
-            if not inner:
-                break
-            chains = [_gates_of(each, cell) for each in inner]
-            return _common(chains) + gates[::-1]
-    return gates[::-1]
+    if node not in own.gates:
+        own.gates[node] = _found_gates(node, own)
+    return own.gates[node]
+
+
+def _found_gates(node: fx.Node, own: _CellContents) -> list[fx.Node]:
+    is_item = node.target is operator.getitem
+    if not is_item and (node.target not in GATES or _is_entry(node)):
+        return []
+    inner = [each for each in _flat(node.args[0]) if cell_of(each) == own.cell]
+    before = _common([_gates_of(each, own) for each in inner])
+    return before if is_item else [*before, node]
 
 
 def _common(chains: Sequence[list[fx.Node]]) -> list[fx.Node]:
-    return [gate for gate in chains[0] if all(gate in chain for chain in chains[1:])]
+    first = chains[0] if chains else []
+    if all(chain == first for chain in chains):
+        return first
+    return [gate for gate in first if all(gate in chain for chain in chains)]
 
 
 def _is_entry(gate: fx.Node) -> bool:
@@ -157,20 +212,18 @@ def _flat(values: object) -> list[fx.Node]:
     return [each for part in values for each in _flat(part)] if isinstance(values, tuple) else []
 
 
-def _check_order(cell: Cell, nodes: Sequence[fx.Node], following: Sequence[fx.Node]) -> None:
-    forks = [node for node in nodes if node.target is ops.fork]
-    joins = [node for node in following if node.target is ops.join and _fork_of(node) in forks]
-    microbatch, stage = cell
+def _check_order(own: _CellContents, following: _CellContents) -> None:
+    joins = [node for node in following.joins if _fork_of(node) in own.forks]
+    microbatch, stage = own.cell
     late = (
         f"the backward of micro-batch {microbatch} at stage {stage} is not made to come after that "
         f"of micro-batch {microbatch + 1}"
     )
     if not joins:
-        node = (forks or _values(nodes))[-1]
-        raise VerifyError(late, following[0], node, "a join of the fork's phony")
+        node = (own.forks or own.leaving)[-1]
+        raise VerifyError(late, following.first, node, "a join of the fork's phony")
     join = joins[0]
-    arriving = [node for node in following if _is_awaited_tensor(node)]
-    entering = [node for node in arriving if may_have_gradient(node)]
+    entering = [n for n in following.items if _is_awaited(n) and may_have_gradient(n)]
     if _is_entry(join):
         missed = [node for node in entering if any(user is not join for user in node.users)]
         if missed:
@@ -178,8 +231,8 @@ def _check_order(cell: Cell, nodes: Sequence[fx.Node], following: Sequence[fx.No
         return
     if entering:
         raise VerifyError(late, join, entering[0], "the join where these values arrive")
-    for node in _values(following):
-        if join not in _gates_of(node, (microbatch + 1, stage)):
+    for node in following.leaving:
+        if join not in _gates_of(node, following):
             raise VerifyError(late, node, join, f"{node.name} among the join's values")
 
 
@@ -188,7 +241,7 @@ def _fork_of(join: fx.Node) -> object:
     return phony.args[0] if isinstance(phony, fx.Node) and phony.args else None
 
 
-def _is_awaited_tensor(node: fx.Node) -> bool:
-    """Whether a node is a value for which the compute stream has waited as it arrived."""
-    source = node.args[0] if node.target is operator.getitem else None
+def _is_awaited(item: fx.Node) -> bool:
+    """Whether an element is a value for which the compute stream has waited as it arrived."""
+    source = item.args[0]
     return isinstance(source, fx.Node) and source.target is ops.wait and _is_entry(source)

@@ -19,17 +19,16 @@ comparison of numbers, so that a graph is checked in time linear in its nodes, t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
 Clock = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """The work of a node in a lane: the ``time``-th event of the lane. ``clock`` says which events
-    of all lanes happen before this one; the event itself is among them."""
+class Event(NamedTuple):
+    """The work of a node in a lane. ``clock`` says how many events of each lane happen before this
+    one; the event itself is among them."""
 
     node: fx.Node
     lane: int
@@ -52,12 +51,8 @@ class Clocks:
 
     def event(self, node: fx.Node, lane: int, known: Iterable[Clock]) -> Event:
         """The next event of a lane, which has waited for values with these clocks."""
-        now = list(self.joined([self._now[lane], *known]))
+        every = {self._now[lane], *known}
+        now = [*map(max, *every)] if len(every) > 1 else [*every.pop()]
         now[lane] += 1
-        self._now[lane] = tuple(now)
-        return Event(node, lane, self._now[lane])
-
-    def joined(self, clocks: Iterable[Clock]) -> Clock:
-        """The clock that knows of all events that any of these clocks knows of."""
-        every = [*clocks]
-        return tuple(map(max, *every)) if len(every) > 1 else every[0] if every else self.start
+        clock = self._now[lane] = tuple(now)
+        return Event(node, lane, clock)

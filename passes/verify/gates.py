@@ -24,8 +24,6 @@ from passes.verify.values import (
     KnownHandle,
     KnownPhony,
     KnownPortal,
-    Spot,
-    lane_of,
     leaves,
 )
 from passes.verify.visit import Visit, rule
@@ -58,7 +56,7 @@ def _of_lane(visit: Visit, node: fx.Node) -> Any:
     for value in leaves(values):
         inner = value.value if isinstance(value, KnownPortal) else value
         if isinstance(inner, Known):
-            visit.ready(node, inner, Spot(lane_of(node), inner.place.role))
+            visit.ready(node, inner, visit.here(inner.place.role))
     return values
 
 

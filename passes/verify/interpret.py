@@ -43,12 +43,23 @@ _WITH_RULES = actions, gates, links, parts, shards  # files that register rules 
 def follow(visit: Visit) -> Iterator[fx.Node]:
     """Visit all nodes of a graph. Yields a node whose value another rank has not sent yet, and goes
     on once it has."""
+    known, names, paths = visit.known, set[str](), set[object]()
     for node in visit.gm.graph.nodes:
-        while _must_wait(visit, node):
-            yield node
-        visit.places.check(node)
+        if node.target is ops.arrived:
+            while _must_wait(visit, node):
+                yield node
+        for each in node.all_input_nodes:
+            if each not in known:
+                raise VerifyError("it uses a value that is not computed ahead of it", node, each)
+        if node.op in ("get_attr", "call_module") and node.target not in paths:
+            visit.at(str(node.target), node)
+            paths.add(node.target)
+        visit.begin(node)
+        names.add(node.name)
         key = node.target if node.op == "call_function" else node.op
-        visit.known[node] = RULES.get(key, RULES[node.op])(visit, node)
+        known[node] = (RULES.get(key) or RULES[node.op])(visit, node)
+        if len(names) < len(known):
+            raise VerifyError(f"another node has the name {node.name}, too", node)
 
 
 def check_end(visit: Visit) -> None:
@@ -58,7 +69,7 @@ def check_end(visit: Visit) -> None:
 
 
 def _must_wait(visit: Visit, node: fx.Node) -> bool:
-    if node.target is not ops.arrived or visit.is_one_of_several:
+    if visit.is_one_of_several:
         return False
     (received,) = node.all_input_nodes
     return edge_of(received) not in visit.exchange.arrivals

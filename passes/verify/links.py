@@ -13,7 +13,6 @@ A skip's portal is moved in the same way, and is opened in the stage that uses t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -36,10 +35,9 @@ from passes.verify.values import (
     NotKnown,
     Role,
     Spot,
-    lane_of,
     mapped,
 )
-from passes.verify.visit import Visit, here, rule, said
+from passes.verify.visit import PARAMETER, Visit, rule, said
 
 
 @rule(ops.copy, ops.send)
@@ -64,11 +62,11 @@ def carried(visit: Visit, node: fx.Node, value: Any, source: str) -> Any:
         device = visit.places.device_of(value.place.lane)
         if device is not None and source != (own := stream_name(device, COPY)):
             raise VerifyError(f"{said(value)} leaves on the stream {own!r}", node, value.maker)
-        if value.place.lane > lane_of(node) and node.target is ops.copy:
+        if value.place.lane > visit.lane and node.target is ops.copy:
             raise VerifyError(
                 f"{said(value)} comes from stage {value.place.lane}, which is no earlier one", node
             )
-    return replace(value, place=here(node, Role.ARRIVING), maker=node)
+    return value.at(visit.here(Role.ARRIVING), value.clock, node)
 
 
 @rule(ops.wait)
@@ -76,24 +74,26 @@ def _wait(visit: Visit, node: fx.Node) -> Any:
     """Values that have arrived are ready to be used; values that a lane has made, to leave."""
     values, leaves_lane = visit.given(node.args[0]), str(node.args[2]).endswith(COPY)
     before, after = (Role.COMPUTE, Role.LEAVING) if leaves_lane else (Role.ARRIVING, Role.COMPUTE)
-    visit.ready(node, values, here(node, before))
+    visit.ready(node, values, visit.here(before))
     clock = visit.event(node, (values,)).clock
-    return mapped(lambda value: _moved_to(value, here(node, after), clock), values)
+    place = visit.here(after)
+    return mapped(lambda value: _moved_to(value, place, clock), values)
 
 
 def _moved_to(known: Any, place: Spot, clock: Clock) -> Any:
+    if isinstance(known, Known):
+        is_anywhere = known.place.role is Role.ANYWHERE
+        return known if is_anywhere else known.at(place, clock, known.maker)
     if isinstance(known, KnownPortal):
-        return replace(known, value=_moved_to(known.value, place, clock))
+        return KnownPortal(_moved_to(known.value, place, clock), known.blue)
     if isinstance(known, KnownResults):
-        return replace(known, place=place, clock=clock)
-    if not isinstance(known, Known) or known.place.role is Role.ANYWHERE:
-        return known
-    return replace(known, place=place, clock=clock)
+        return KnownResults(known.what, known.microbatch, place, clock, known.maker)
+    return known
 
 
 @rule(ops.portal_blue)
 def _portal_blue(visit: Visit, node: fx.Node) -> Any:
-    (value,) = visit.ready(node, visit.given(node.args), here(node))
+    (value,) = visit.ready(node, visit.given(node.args), visit.here())
     visit.portals[node] = []
     return KnownPortal(value, node) if isinstance(value, Known) else value
 
@@ -104,16 +104,16 @@ def _portal_copy(visit: Visit, node: fx.Node) -> Any:
     if not isinstance(portal, KnownPortal):
         raise VerifyError("it moves what is no portal", node)
     visit.portals[portal.blue].append(node)
-    return replace(portal, value=carried(visit, node, portal.value, source))
+    return KnownPortal(carried(visit, node, portal.value, source), portal.blue)
 
 
 @rule(ops.portal_orange)
 def _portal_orange(visit: Visit, node: fx.Node) -> Any:
-    (portal,) = visit.ready(node, visit.given(node.args), here(node))
+    (portal,) = visit.ready(node, visit.given(node.args), visit.here())
     if not isinstance(portal, KnownPortal):
         raise VerifyError("it opens what is no portal", node)
     visit.portals[portal.blue].append(node)
-    return replace(portal.value, maker=node)
+    return portal.value.at(portal.value.place, portal.value.clock, node)
 
 
 @rule(ops.bring)
@@ -126,10 +126,10 @@ def bring(visit: Visit, node: fx.Node) -> Any:
     if not isinstance(parameter, KnownState):
         raise VerifyError("it brings a parameter", node)
     if isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr":
-        memory = ("parameter", id(attribute(visit.gm, parameter.path)))
+        memory = (PARAMETER, id(attribute(visit.gm, parameter.path)))
         visit.effects.names.setdefault(memory, f"parameter {parameter.path}")
         visit.effects.read(memory, event)
-    return Known(("replica", parameter.path), None, here(node), event.clock, node)
+    return Known(("replica", parameter.path), None, visit.here(), event.clock, node)
 
 
 @rule(ops.transmit)

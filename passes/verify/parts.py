@@ -10,7 +10,6 @@ the micro-batches together.
 from __future__ import annotations
 
 import operator
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -34,7 +33,7 @@ from passes.verify.values import (
     leaves,
     named,
 )
-from passes.verify.visit import Visit, here, rule, said
+from passes.verify.visit import PARAMETER, Visit, rule, said
 
 
 @rule("placeholder")
@@ -67,7 +66,8 @@ def _getitem(visit: Visit, node: fx.Node) -> Any:
     if isinstance(known, KnownResults):
         return _result(known, index)
     if isinstance(known, Known):  # an element of a value that is no single tensor
-        return replace(known, what=(known.what, index))
+        what = known.what, index
+        return Known(what, known.microbatch, known.place, known.clock, known.maker, known.giver)
     try:
         return known[index]
     except (IndexError, KeyError, TypeError) as error:
@@ -83,11 +83,11 @@ def _result(known: KnownResults, index: Any) -> Known:
 @rule("call_function", "call_method")
 def _unknown_function(visit: Visit, node: fx.Node) -> Any:
     """A function that is not of the vocabulary, which a user's pass has added: it computes."""
-    given = visit.ready(node, visit.given((node.args, node.kwargs)), here(node))
+    given = visit.ready(node, visit.given((node.args, node.kwargs)), visit.here())
     visit.take(given)
     clock = visit.event(node, (given,)).clock
     what = (str(node.target), str(named(given)))
-    return Known(what, node.meta.get(MICROBATCH), here(node), clock, node)
+    return Known(what, node.meta.get(MICROBATCH), visit.here(), clock, node)
 
 
 @rule("call_module")
@@ -98,7 +98,7 @@ def _stage(visit: Visit, node: fx.Node) -> Any:
 def run_stage(visit: Visit, node: fx.Node, path: str, args: Any) -> Any:
     """A stage runs on values that are ready in its lane. Returns what is known of its results."""
     stage = visit.stage(path, node)
-    given = visit.ready(node, visit.given(args), here(node))
+    given = visit.ready(node, visit.given(args), visit.here())
     check_taken(visit, node, stage, given)
     visit.alike(("a stage is given", path), node, given)
     event = visit.event(node, given)
@@ -106,7 +106,7 @@ def run_stage(visit: Visit, node: fx.Node, path: str, args: Any) -> Any:
     visit.effects.write(("state", path), event)
     visit.given_by |= dict.fromkeys(stage.gives, node)
     results = KnownResults(
-        (path, stage.gives), node.meta.get(MICROBATCH), here(node), event.clock, node
+        (path, stage.gives), node.meta.get(MICROBATCH), visit.here(), event.clock, node
     )
     return _result(results, 0) if len(stage.gives) == 1 else results
 
@@ -118,10 +118,8 @@ def use_parameters(visit: Visit, stage: StageSummary, by: Event) -> None:
         raise VerifyError(
             f"the parameters of stage {number} are {visit.step.shards[number]}", by.node
         )
-    for each, name in stage.parameters.items():
-        memory = ("parameter", each)
-        visit.effects.names[memory] = f"parameter {name}"
-        visit.effects.read(memory, by)
+    for each in stage.parameters:
+        visit.effects.read((PARAMETER, each), by)
 
 
 def check_taken(visit: Visit, node: fx.Node, stage: StageSummary, given: Any) -> None:
@@ -165,27 +163,27 @@ def _weights(visit: Visit, node: fx.Node) -> Any:
 @rule(ops.gather)
 def _gather(visit: Visit, node: fx.Node) -> Any:
     """The parts of an output, of all micro-batches in order, by the lane of the last one."""
-    parts = visit.ready(node, visit.given(node.args[0]), here(node))
+    parts = visit.ready(node, visit.given(node.args[0]), visit.here())
     check_parts(visit, node, parts)
     clock = visit.event(node, parts).clock
-    return Known(node.name, None, here(node), clock, node)
+    return Known(node.name, None, visit.here(), clock, node)
 
 
 def check_parts(visit: Visit, node: fx.Node, parts: Any) -> None:
     """Check that there is one part of each micro-batch, in order, and that all have one name."""
     visit.take(parts)
+    first, is_known = named(parts[:1]), NOT_KNOWN not in leaves(parts[:1])
     for i, part in enumerate(parts):
-        for value in leaves(part):
+        values = leaves(part)
+        for value in values:
             if isinstance(value, Known) and value.microbatch not in (i, None):
                 raise VerifyError(
                     f"{said(value)} stands where that of micro-batch {i} should", node, value.maker
                 )
-        if not any(isinstance(leaf, NotKnown) for leaf in leaves((part, parts[0]))) and (
-            named(part) != named(parts[0])
-        ):
+        if is_known and NOT_KNOWN not in values and (names := named(part)) != first[0]:
             raise VerifyError(
-                f"the parts of micro-batches are different values: {named(parts[0])} of "
-                f"micro-batch 0, {named(part)} of micro-batch {i}",
+                f"the parts of micro-batches are different values: {first[0]} of "
+                f"micro-batch 0, {names} of micro-batch {i}",
                 node,
             )
 

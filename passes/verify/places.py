@@ -11,6 +11,8 @@ of that device which its function uses.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from torch import fx
 
 from fxpipe import ops
@@ -21,6 +23,8 @@ from passes.verify.values import lane_of
 
 CARRIERS = (ops.copy, ops.portal_copy, ops.send)
 TRANSFERS = (ops.transmit, ops.receive, ops.arrived)
+BRINGING = (ops.bring, ops.replicate)
+NAMING_STREAMS = {*CARRIERS, *BRINGING, ops.wait}  # the functions whose arguments name two streams
 
 
 class Places:
@@ -30,12 +34,23 @@ class Places:
         self._devices: dict[int, tuple[fx.Node, str]] = {}  # by lane: a node there, the device
         self._lanes: dict[int, fx.Node] = {}  # by stage: a node of the stage, for its lane
         self._has_streams = any(STREAM in node.meta for node in graph.nodes)
+        self._checked: set[Hashable] = set()
 
-    def check(self, node: fx.Node) -> None:
+    def check(self, node: fx.Node, lane: int) -> None:
         """Check that a lane is on one device, and that a node's stream is one of that device, of
-        the kind that the node's function uses."""
-        if STAGE not in node.meta:
+        the kind that the node's function uses.
+
+        Of nodes for which all of this is the same, the first one is checked."""
+        meta, function = node.meta, node.target
+        if STAGE not in meta:
             return
+        streams = node.args[1:3] if function in NAMING_STREAMS else ()
+        place = meta[STAGE], lane, meta.get(DEVICE), meta.get(STREAM), function, streams
+        if place not in self._checked:
+            self._check(node, lane)
+            self._checked.add(place)
+
+    def _check(self, node: fx.Node, lane: int) -> None:
         if (STREAM in node.meta) != self._has_streams:
             raise VerifyError(
                 "either all nodes of stages are noted on a device and a stream, or none: give "
@@ -45,15 +60,15 @@ class Places:
         if DEVICE not in node.meta:
             return
         known_to_be = self._lanes.setdefault(node.meta[STAGE], node)
-        if lane_of(known_to_be) != lane_of(node):
+        if lane_of(known_to_be) != lane:
             raise VerifyError(
                 f"stage {node.meta[STAGE]} is in lane {lane_of(known_to_be)}, and this node in "
-                f"lane {lane_of(node)}",
+                f"lane {lane}",
                 node,
                 known_to_be,
             )
         device = str(node.meta[DEVICE])
-        first, known = self._devices.setdefault(lane_of(node), (node, device))
+        first, known = self._devices.setdefault(lane, (node, device))
         if known != device:
             raise VerifyError(
                 f"stages of one lane are on two devices, {known} and {device}", node, first
@@ -65,7 +80,7 @@ class Places:
             raise VerifyError(
                 f"it belongs to the stream {own!r}, and is noted on another one", node
             )
-        if node.target in (*CARRIERS, ops.wait, ops.bring, ops.replicate):
+        if node.target in NAMING_STREAMS:
             self._check_streams(node, device)
 
     def device_of(self, lane: int) -> str | None:
@@ -79,7 +94,7 @@ class Places:
         if node.target is ops.wait:
             if (source, target) not in ((compute, copy), (copy, compute)):
                 raise VerifyError(f"a wait of this stage is between {compute!r} and {copy!r}", node)
-        elif node.target in (ops.bring, ops.replicate):
+        elif node.target in BRINGING:
             if (source, target) != (copy, compute):
                 raise VerifyError(
                     f"a parameter is brought on {copy!r}, to be used on {compute!r}", node

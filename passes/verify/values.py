@@ -14,10 +14,10 @@ tuples, lists and dicts are known one by one; what is no tensor is known as it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -34,8 +34,7 @@ class Role(StrEnum):
     ANYWHERE = "anywhere"  #: it is a number on the host, or unknown
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """Where a value is ready: a lane, and the role of the lane's streams that may use it."""
 
     lane: int
@@ -56,7 +55,7 @@ GIVEN = Spot(CALLER, Role.COMPUTE)  # of the caller's tensors
 ANYWHERE = Spot(CALLER, Role.ANYWHERE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # a frozen one takes three times as long to be made
 class Known:
     """A tensor, or whatever else travels as one value.
 
@@ -76,6 +75,10 @@ class Known:
     clock: Clock
     maker: fx.Node
     giver: Hashable = None
+
+    def at(self, place: Spot, clock: Clock, maker: fx.Node) -> Known:
+        """Give what is known of the value where a node has moved it to."""
+        return Known(self.what, self.microbatch, place, clock, maker, self.giver)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,7 @@ class KnownParts:
     is_copied: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class KnownResults:
     """The results of a stage that is called by a node; ``what`` names the stage."""
 
@@ -142,48 +145,53 @@ class NotKnown:
 
 
 NOT_KNOWN = NotKnown()
+_SEQUENCES = list, tuple
+_NESTED = list, tuple, dict
 
 
 def mapped(function: Callable[[Any], Any], known: Any) -> Any:
     """What is known, with each value in tuples, lists and dicts replaced by ``function(value)``."""
-    if isinstance(known, list | tuple):
-        return tuple(mapped(function, each) for each in known)
+    if isinstance(known, _SEQUENCES):
+        return tuple([mapped(function, each) for each in known])
     if isinstance(known, dict):
         return {key: mapped(function, each) for key, each in known.items()}
     return function(known)
 
 
-def leaves(known: Any) -> Iterator[Any]:
+def leaves(known: Any) -> list[Any]:
     """The values in tuples, lists and dicts, one after the other."""
-    if isinstance(known, list | tuple):
-        for each in known:
-            yield from leaves(each)
-    elif isinstance(known, dict):
-        for each in known.values():
-            yield from leaves(each)
-    else:
-        yield known
+    if isinstance(known, dict):
+        return leaves([*known.values()])
+    if not isinstance(known, _SEQUENCES):
+        return [known]
+    found: list[Any] = []
+    for each in known:
+        if isinstance(each, _NESTED):
+            found += leaves(each)
+        else:
+            found.append(each)
+    return found
 
 
 def named(known: Any) -> Any:
     """What is known as names alone: the same for all micro-batches, in all places."""
+    return mapped(_name, known)
 
-    def name(leaf: Any) -> Any:
-        match leaf:
-            case Known() | KnownParts() | KnownResults():
-                return leaf.what
-            case KnownPortal():
-                return "portal", leaf.value.what
-            case KnownTape():
-                return "tape", leaf.maker.target
-            case KnownState():
-                return "state", leaf.path
-            case KnownPhony() | KnownHandle():
-                return type(leaf).__name__
-            case _:
-                return leaf
 
-    return mapped(name, known)
+def _name(leaf: Any) -> Any:
+    match leaf:
+        case Known() | KnownParts() | KnownResults():
+            return leaf.what
+        case KnownPortal():
+            return "portal", leaf.value.what
+        case KnownTape():
+            return "tape", leaf.maker.target
+        case KnownState():
+            return "state", leaf.path
+        case KnownPhony() | KnownHandle():
+            return type(leaf).__name__
+        case _:
+            return leaf
 
 
 def lane_of(node: fx.Node) -> int:

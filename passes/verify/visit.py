@@ -7,7 +7,7 @@ node is given. Rules are in a file for each subject.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,11 @@ from passes.verify.record import Exchange, StepRecord
 from passes.verify.stages import StageSummary, stage_of, writes_to_what_it_is_given
 from passes.verify.values import (
     CALLER,
+    NOT_KNOWN,
     Known,
     KnownPortal,
     KnownResults,
     KnownState,
-    NotKnown,
     Role,
     Spot,
     lane_of,
@@ -38,6 +38,11 @@ from passes.verify.values import (
 Rule = Callable[["Visit", fx.Node], Any]
 RULES: dict[Any, Rule] = {}
 """By a function of the vocabulary, or by the ``op`` of a node: its rule."""
+
+PARAMETER, GRADIENT = "parameter", "gradient"  # kinds of memory
+
+_WITH_CLOCK = Known, KnownResults
+_SEQUENCES = list, tuple
 
 
 def rule(*keys: Any) -> Callable[[Rule], Rule]:
@@ -73,8 +78,11 @@ class Visit:
         transmits = gm.graph.find_nodes(op="call_function", target=ops.transmit)
         self.is_one_of_several = exchange is None and bool(transmits)
         """Whether other ranks have parts of the same program, of which nothing is known."""
-        lanes = {lane_of(node) for node in gm.graph.nodes} | {CALLER}
-        self._number = {lane: i for i, lane in enumerate(sorted(lanes))}
+        self._lanes = {node: lane_of(node) for node in gm.graph.nodes}
+        lanes = sorted({CALLER, *self._lanes.values()})
+        self._number = {lane: i for i, lane in enumerate(lanes)}
+        self._spots = {lane: {role: Spot(lane, role) for role in Role} for lane in lanes}
+        self.lane = CALLER  # of the node that is visited
         self.clocks = Clocks(len(lanes))
         self.effects = MemoryUses()
         self.places = Places(gm.graph)
@@ -89,39 +97,47 @@ class Visit:
         self._alike: dict[Any, tuple[fx.Node, Any]] = {}
         self._find_homes()
 
-    def event(self, node: fx.Node, given: Iterable[Any] = ()) -> Event:
+    def begin(self, node: fx.Node) -> None:
+        """Begin the visit of a node."""
+        self.lane = self._lanes[node]
+        self.places.check(node, self.lane)
+
+    def here(self, role: Role = Role.COMPUTE) -> Spot:
+        """Give the place in the visited node's lane where the streams of this role use values."""
+        return self._spots[self.lane][role]
+
+    def event(self, node: fx.Node, given: Any = ()) -> Event:
         """The event of a node's work in its lane, which knows what these values know."""
-        clocks = (
-            each.clock for each in leaves(tuple(given)) if isinstance(each, Known | KnownResults)
-        )
-        self.events[node] = self.clocks.event(node, self._number[lane_of(node)], clocks)
-        return self.events[node]
+        clocks = [each.clock for each in leaves(given) if isinstance(each, _WITH_CLOCK)]
+        event = self.clocks.event(node, self._number[self.lane], clocks)
+        self.events[node] = event
+        return event
 
     def ready(self, node: fx.Node, given: Any, place: Spot) -> Any:
         """Check that values are ready at the place where a node uses them, and belong to the node's
         micro-batch. Returns the values."""
         for value in leaves(given):
             inner = value.value if isinstance(value, KnownPortal) else value
-            if isinstance(inner, Known | KnownResults):
+            if isinstance(inner, _WITH_CLOCK):
                 self._check_ready(node, inner, place)
             elif isinstance(inner, KnownState):
                 self._check_home(node, inner)
         return given
 
     def _check_ready(self, node: fx.Node, value: Known | KnownResults, place: Spot) -> None:
-        microbatch = node.meta.get(MICROBATCH)
-        if None not in (microbatch, value.microbatch) and microbatch != value.microbatch:
+        meta, at = node.meta, value.place
+        microbatch = meta.get(MICROBATCH)
+        if microbatch != value.microbatch and None not in (microbatch, value.microbatch):
             raise VerifyError(
                 f"a node of micro-batch {microbatch} is given a value of micro-batch "
                 f"{value.microbatch}",
                 node,
                 value.maker,
             )
-        at = value.place
-        if STAGE in node.meta and STREAM not in node.meta:
-            return  # in a graph without streams, one thread runs all nodes of a rank
         if at == place or at.role is Role.ANYWHERE:
             return
+        if STAGE in meta and STREAM not in meta:
+            return  # in a graph without streams, one thread runs all nodes of a rank
         is_made_here = at.role in (Role.COMPUTE, Role.LEAVING)  # by the lane's compute stream
         if is_made_here and place.role is Role.COMPUTE and place.lane in (at.lane, CALLER):
             return  # the caller's thread, too, computes on the streams of the lanes
@@ -136,31 +152,42 @@ class Visit:
         """Check that a parameter that a node is given lives in the node's lane."""
         tensor = attribute(self.gm, state.path)
         home = self.homes.get(id(tensor))
-        if home is not None and STAGE in node.meta and home.lane != lane_of(node):
+        if home is not None and STAGE in node.meta and home.lane != self.lane:
             raise VerifyError(
                 f"the parameter {state.path} lives in lane {home.lane}, and is used in lane "
-                f"{lane_of(node)} without having been brought there",
+                f"{self.lane} without having been brought there",
                 node,
             )
 
     def _find_homes(self) -> None:
         """Note in which lane each parameter of the stages lives: each has one home."""
-        for node in self.gm.graph.nodes:
-            for path in _stages_run_by(node):
-                stage = self.stage(path, node)
-                for number, name in stage.parameters.items():
-                    own = ParameterHome(lane_of(node), node.meta.get(STAGE), name)
-                    if (home := self.homes.setdefault(number, own)).lane != own.lane:
-                        raise VerifyError(
-                            f"the parameter {name} has two homes, the lanes {home.lane} and "
-                            f"{lane_of(node)}: both would add to its gradient at the same time",
-                            node,
-                        )
+        lanes: dict[str, int] = {}  # by a stage's path: the lane that was met last
+        for node, path in _calls_of_stages(self.gm.graph):
+            lane = self._lanes[node]
+            if lanes.get(path) == lane:
+                continue
+            lanes[path] = lane
+            for number, name in self.stage(path, node).parameters.items():
+                own = ParameterHome(lane, node.meta.get(STAGE), name)
+                if (home := self.homes.setdefault(number, own)).lane != lane:
+                    raise VerifyError(
+                        f"the parameter {name} has two homes, the lanes {home.lane} and {lane}: "
+                        "both would add to its gradient at the same time",
+                        node,
+                    )
+
+    def at(self, path: str, node: fx.Node) -> Any:
+        """Give what the graph module has at a path, which ``node`` names."""
+        try:
+            return attribute(self.gm, path)
+        except AttributeError as error:
+            raise VerifyError(f"the graph module has nothing at {path}", node) from error
 
     def stage(self, path: str, node: fx.Node) -> StageSummary:
         """What is known of the stage at a path; ``node`` runs it."""
-        if path not in self._stages:
-            module = attribute(self.gm, path)
+        known = self._stages.get(path)
+        if known is None:
+            module = self.at(path, node)
             written = writes_to_what_it_is_given(module)
             if written is not None:
                 raise VerifyError(
@@ -168,28 +195,32 @@ class Visit:
                     "stage may still use: it has to write to a copy",
                     node,
                 )
-            self._stages[path] = stage_of(module, path)
-        return self._stages[path]
+            known = self._stages[path] = stage_of(module, path)
+            for number, name in known.parameters.items():
+                self.effects.names[PARAMETER, number] = f"parameter {name}"
+                self.effects.names[GRADIENT, number] = f"gradient of {name}"
+        return known
 
     def given(self, args: Any) -> Any:
         """What is known of an argument, in which nodes stand for their values."""
         if isinstance(args, fx.Node):
             return self.known[args]
-        if isinstance(args, list | tuple):
-            return tuple(self.given(each) for each in args)
+        if isinstance(args, _SEQUENCES):
+            return tuple([self.given(each) for each in args])
         if isinstance(args, dict):
             return {key: self.given(each) for key, each in args.items()}
         return args
 
     def alike(self, key: Any, node: fx.Node, known: Any) -> None:
         """Check that something is the same for all micro-batches: what a stage is given, say."""
-        if any(isinstance(leaf, NotKnown) for leaf in leaves(known)):
+        if NOT_KNOWN in leaves(known):
             return
-        first, before = self._alike.setdefault(key, (node, named(known)))
-        if before != named(known):
+        names = named(known)
+        first, before = self._alike.setdefault(key, (node, names))
+        if before != names:
             raise VerifyError(
                 f"micro-batches {first.meta.get(MICROBATCH)} and {node.meta.get(MICROBATCH)} "
-                f"are not treated alike: {before} in one, {named(known)} in the other",
+                f"are not treated alike: {before} in one, {names} in the other",
                 node,
                 first,
             )
@@ -201,11 +232,6 @@ class Visit:
                 self.taken.add(leaf.what)
             elif isinstance(leaf, KnownResults) and isinstance(leaf.what, tuple):
                 self.taken.update(leaf.what[1])
-
-
-def here(node: fx.Node, role: Role = Role.COMPUTE) -> Spot:
-    """Give the place in a node's lane where the streams of this role use values."""
-    return Spot(lane_of(node), role)
 
 
 def said(value: Known | KnownResults) -> str:
@@ -220,11 +246,12 @@ def _needed(at: Spot, place: Spot) -> str:
     return f"a wait of the {'copy' if place.role is Role.LEAVING else 'compute'} stream"
 
 
-def _stages_run_by(node: fx.Node) -> Iterator[str]:
-    """The path of the stage that a node runs, if it runs one."""
-    if node.op == "call_module":
-        yield str(node.target)
-    elif node.target in (ops.checkpoint, ops.forward):
-        (module, *_) = node.args
-        assert isinstance(module, fx.Node)
-        yield str(module.target)
+def _calls_of_stages(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
+    """Give the nodes that run stages, and the paths of these."""
+    found = [(node, str(node.target)) for node in graph.find_nodes(op="call_module")]
+    for function in (ops.checkpoint, ops.forward):
+        for node in graph.find_nodes(op="call_function", target=function):
+            module = node.args[0]
+            assert isinstance(module, fx.Node)
+            found.append((node, str(module.target)))
+    return found

@@ -164,6 +164,28 @@ def test_a_stage_in_two_lanes_is_refused():
     assert "stage 2 is in lane 2, and this node in lane 0" in refused(step(), "wait_s2_mb1", change)
 
 
+def test_a_value_that_is_used_ahead_of_its_node_is_refused():
+    assert "it uses a value that is not computed ahead of it" in refused(
+        pipeline(), "wait_s1_mb0", lambda node: node.append(node.all_input_nodes[0])
+    )
+
+
+def test_a_stage_that_the_graph_module_does_not_have_is_refused():
+    def change(node: fx.Node) -> None:
+        node.target = "stage_7"
+
+    assert "the graph module has nothing at stage_7" in refused(pipeline(), "stage_1_mb0", change)
+
+
+def test_two_nodes_of_one_name_are_refused_as_the_generated_code_would_mix_them_up():
+    def change(node: fx.Node) -> None:
+        node.name = "stage_0_mb0"
+
+    assert "another node has the name stage_0_mb0, too" in refused(
+        pipeline(), "stage_1_mb0", change
+    )
+
+
 @pytest.mark.parametrize("kind", ["function", "method"])
 def test_a_call_of_a_users_pass_is_accepted_where_its_stream_has_the_values(kind):
     def put_ahead_of(stage: fx.Node) -> None:
