@@ -15,7 +15,8 @@ Seconds are CPU seconds of all calls, and of the first one. Memory is how much t
 the process grows from the first call to the last, and that for each compilation after the first.
 ``differs`` is the largest difference from the loop over micro-batches, relative to the largest
 value; "0" are equal bits. ``fail`` counts the calls that raised an error; the errors are printed
-below the table.
+below the table. The numbers of a model are printed as JSON as soon as they are there; the table
+comes at the end.
 """
 
 from __future__ import annotations
@@ -351,11 +352,14 @@ def main(models: str, shapes: int, one: str | None) -> None:
     for name in names:
         if name not in MODELS:
             raise click.BadParameter(f"no model {name!r}: there are {', '.join(MODELS)}")
-    results = [apart(name, shapes) for name in names]
+    results = []
+    for name in names:
+        results.append(apart(name, shapes))
+        print(json.dumps(results[-1]), flush=True)
     Console(width=120).print(shown(results))
     for result in results:
-        print(*(f"{result['model']}: {error}" for error in result["errors"]), sep="\n", end="")
-    print(json.dumps(results))
+        for error in result["errors"]:
+            print(f"{result['model']}: {error}")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,14 @@ in eval mode, then in train mode again. Then it runs one forward and one backwar
 takes the first compilation from the cache on disk, where the first process has left it (which takes
 some of the time of the first column).
 
+Llama 3 with 70 B parameters is on "meta" and is not compiled: its row is that of a plan for sixteen
+H100 with 1F1B, checkpoints and Adam, for 16 rows of 4096 tokens.
+
 Seconds are CPU seconds of the process, which hardly depend on what else the machine does. Memory is
 the largest resident set of the process in that phase, less the resident set ahead of the phase; in
 the table it is in units of the model's parameters. (Linux starts a process's peak anew when "5" is
-written to its ``/proc/self/clear_refs``.) The table is followed by the numbers, in GiB, as JSON.
+written to its ``/proc/self/clear_refs``.) The numbers of a model, in GiB, are printed as JSON as
+soon as they are there; the table comes at the end.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.planning import plan
 
 ROWS = CHUNKS = 4
 LANES = ["cpu"] * 2
@@ -89,6 +94,25 @@ def llama_1b() -> Made:
     return LlamaForCausalLM(config).bfloat16(), {"input_ids": ids}
 
 
+def llama_70b() -> Made:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        ids = torch.zeros(len(PLANNED_FOR), 4096, dtype=torch.long)
+        return LlamaForCausalLM(config).bfloat16(), {"input_ids": ids}
+
+
 def linear8() -> Made:
     layers = [nn.Linear(4096, 4096) for _ in range(8)]
     return nn.Sequential(*layers), {"input": torch.randn(ROWS, 4096)}
@@ -100,7 +124,10 @@ MODELS: dict[str, Callable[[], Made]] = {
     "resnet152": resnet152,
     "llama_1b": llama_1b,
     "linear8": linear8,
+    "llama_70b": llama_70b,
 }
+PLANNED = {"llama_70b"}
+PLANNED_FOR = ["h100"] * 16
 
 
 @contextmanager
@@ -125,9 +152,10 @@ def started(name: str, tracer: str) -> Made:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # A small model first, so that what is imported when one compiles is not counted.
-    small = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with fxpipe.compile(small, LANES, tracer=tracer) as pipe:
-        pipe(torch.ones(4, 4))
+    for front_end in "symbolic", "export":
+        small = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with fxpipe.compile(small, LANES, tracer=front_end) as pipe:
+            pipe(torch.ones(4, 4))
     model, inputs = MODELS[name]()
     return model.train(), inputs
 
@@ -135,11 +163,7 @@ def started(name: str, tracer: str) -> Made:
 def measured(name: str, tracer: str, cache: str) -> dict[str, Any]:
     """Compile one model and run it once, in this process."""
     model, inputs = started(name, tracer)
-    result: dict[str, Any] = {
-        "model": name,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "parameters_gib": sum(p.nbytes for p in model.parameters()) / 2**30,
-    }
+    result = _sizes(name, model)
     pipe = fxpipe.compile(model, LANES, chunks=CHUNKS, tracer=tracer, cache=cache)
     with phase(result, "compile"):
         pipe.prepare(**inputs)
@@ -158,6 +182,31 @@ def measured(name: str, tracer: str, cache: str) -> dict[str, Any]:
     return result
 
 
+def planned(name: str, tracer: str) -> dict[str, Any]:
+    """Plan the pipeline of one model, in this process."""
+    model, inputs = started(name, tracer)
+    result = _sizes(name, model)
+    with phase(result, "plan"):
+        plan(
+            model,
+            PLANNED_FOR,
+            example_kwargs=inputs,
+            chunks=len(PLANNED_FOR),
+            schedule="1f1b",
+            checkpoint="always",
+            tracer=tracer,
+        )
+    return result
+
+
+def _sizes(name: str, model: nn.Module) -> dict[str, Any]:
+    return {
+        "model": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters_gib": sum(p.nbytes for p in model.parameters()) / 2**30,
+    }
+
+
 def from_the_cache(name: str, tracer: str, cache: str) -> dict[str, Any]:
     """Compile one model that another process has compiled already."""
     model, inputs = started(name, tracer)
@@ -170,17 +219,30 @@ def from_the_cache(name: str, tracer: str, cache: str) -> dict[str, Any]:
 
 
 def apart(name: str, tracer: str) -> dict[str, Any]:
-    """Both, each in a process of its own."""
+    """Both, each in a process of its own; or the plan."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.real_models"]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as cache:
         options = ["--one", name, "--tracer", tracer, "--cache", cache]
-        for again in ([], ["--again"]):
+        for again in ([],) if name in PLANNED else ([], ["--again"]):
             done = subprocess.run(
                 [*command, *options, *again], stdout=subprocess.PIPE, text=True, check=True
             )
             found |= json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def shown_plans(results: list[dict[str, Any]]) -> Table:
+    """The numbers of plans, a row for each model."""
+    table = Table("", "parameters", "plan", "memory", title="Plans", title_justify="left")
+    for result in results:
+        table.add_row(
+            result["model"],
+            f"{result['parameters_gib']:.2f} GiB",
+            f"{result['plan_s']:.1f} s",
+            f"{result['plan_gib']:.2f} GiB",
+        )
+    return table
 
 
 def shown(results: list[dict[str, Any]]) -> Table:
@@ -209,15 +271,25 @@ def shown(results: list[dict[str, Any]]) -> Table:
 def main(models: str, tracer: str, one: str | None, cache: str, again: bool) -> None:
     """Compile models of real size, and train one step of each."""
     if one is not None:
-        print(json.dumps((from_the_cache if again else measured)(one, tracer, cache)))
+        if one in PLANNED:
+            print(json.dumps(planned(one, tracer)))
+        else:
+            print(json.dumps((from_the_cache if again else measured)(one, tracer, cache)))
         return
     names = models.split(",")
     for name in names:
         if name not in MODELS:
             raise click.BadParameter(f"no model {name!r}: there are {', '.join(MODELS)}")
-    results = [apart(name, tracer) for name in names]
-    Console(width=120).print(shown(results))
-    print(json.dumps(results))
+    results = []
+    for name in names:
+        results.append(apart(name, tracer))
+        print(json.dumps(results[-1]), flush=True)
+    compiled = [result for result in results if result["model"] not in PLANNED]
+    plans = [result for result in results if result["model"] in PLANNED]
+    if compiled:
+        Console(width=120).print(shown(compiled))
+    if plans:
+        Console(width=120).print(shown_plans(plans))
 
 
 if __name__ == "__main__":
