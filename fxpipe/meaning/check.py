@@ -81,6 +81,11 @@ class Question:
     in_lists: bool = False
     run_parts: Callable[[list[Tensor]], tuple[Any, Hashable]] | None = None
 
+    @property
+    def has_values(self) -> bool:
+        """Whether any tensor of the example has values; on "meta" only shapes are compared."""
+        return any(not tensor.is_meta for tensor in self.tensors)
+
     def outputs(
         self, tensors: list[Tensor], rows: int, start: int | None = None
     ) -> tuple[dict[str, Any], Hashable]:
@@ -203,7 +208,7 @@ def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likel
     """The verdict of samples of these sizes. If the parts do not give the whole for a sample whose
     integers are mixed, this counts only if they do not for whole rows either: the model may not be
     made for rows with mixed integers."""
-    verdict = _checked(question, ignored, is_likely, LEVELS)
+    verdict = _checked(question, ignored, is_likely, LEVELS if question.has_values else (GIVEN,))
     if verdict.trial is None or verdict.trial.level != MIXED or not verdict.is_wrong:
         return verdict
     less = _checked(question, ignored, False, LEVELS[1:])
@@ -240,6 +245,8 @@ def _checked(
             else:
                 before = fits.get(path) or found
                 fits[path] = tuple(way for way in before if way in found) or found
+        if not question.has_values:
+            break  # all samples are the same
         clear = all(_is_clear(ways) for ways in fits.values()) and not failed
         if clear and is_likely and not _may_fit_by_chance(trial, question.dims):
             break

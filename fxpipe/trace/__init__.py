@@ -21,6 +21,7 @@ the random number generators as they were.
     patches              the functions of PyTorch that are patched during a trace
     folded               the tensors of the model of which a graph has constants
     state, settled       what a call changes on modules, beside tensors
+    repeated, operators  layers that repeat are exported once
     whole, functions, checkpoints, regions, conditions, reads, running
                          how parts are kept that torch.export cannot look into
     containers           notices lists that a call changes although its graph does not see it

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,7 @@ from fxpipe.trace.errors import Refused, may_be_the_models, sentence
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
+from fxpipe.trace.operators import operators_of
 from fxpipe.trace.patches import data_used, eased, fx_here, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
 from fxpipe.trace.regions import enclose_unknown_sizes, enclose_vmaps
@@ -55,6 +56,9 @@ class Strategy:
     layers: Mapping[nn.Module, str] = field(default_factory=dict)
     """The layers that repeat, with their paths: the first one is exported, and its nodes are copied
     for the others."""
+    operators: Mapping[str, Hashable] | None = None
+    """What each call of these layers runs, where no comparison shows that they are alike; None
+    where one does."""
 
 
 class Failure(Exception):
@@ -82,8 +86,10 @@ def front_end(example: Example, strategy: Strategy | None = None) -> Traced:
     first = strategy or Strategy(
         example.whole,
         any_size=example.any_size and is_plain,
-        layers=repeated(model) if is_plain and example.is_compared else {},
+        layers=repeated(model) if is_plain else {},
     )
+    if not example.is_compared:
+        first = replace(first, operators=operators_of(example, first.layers))
     strategies, failures = [first], list[Failure]()
     # Gradients are on: under no_grad, modules may choose kernels that have no backward.
     with (
@@ -141,7 +147,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
     ):
         try:
             calls: dict[str, whole.Opaque] = {}
-            once = Repeated(example.model, strategy.layers, calls)
+            once = Repeated(example.model, strategy.layers, calls, strategy.operators)
             if strategy.whole:
                 calls |= whole.seen(strategy.whole, _runs(example))
             with (

@@ -20,15 +20,16 @@ parameters of its own. That it cannot do anything else follows from this:
   theirs but through what it returns.
 
 The graph as a whole is compared with the model like any other, which shows whether a layer goes by
-something outside of the modules, such as a global variable. Where something does not fit, or the
-graph differs, or nothing is compared (a model on "meta"), the model is exported without this.
+something outside of the modules, such as a global variable. On "meta", where nothing has values to
+compare, layers have to run the same operators (:mod:`fxpipe.trace.operators`). Where something does
+not fit, or the graph differs, the model is exported without this.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,12 +169,17 @@ class Repeated:
         model: the model.
         layers: those that repeat, with their paths.
         calls: gets the operators of this export, by their keys.
+        operators: what each call of a layer runs, if that has to be the same; None if not.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Mapping[nn.Module, str], calls: MutableMapping[str, Opaque]
+        self,
+        model: nn.Module,
+        layers: Mapping[nn.Module, str],
+        calls: MutableMapping[str, Opaque],
+        operators: Mapping[str, Hashable] | None = None,
     ) -> None:
-        self.model, self.layers, self.calls = model, layers, calls
+        self.model, self.layers, self.calls, self.operators = model, layers, calls, operators
         self._kinds = {layer: _kind(layer) for layer in layers}
         self._first: list[_Layer] = []
         self._again: dict[str, tuple[_Layer, str]] = {}
@@ -201,6 +207,7 @@ class Repeated:
                 layer.given == given
                 and _fit(layer.inputs, inputs)
                 and self._is_alike(module, layer)
+                and self._runs_alike(key, layer.key)
             ):
                 self._read_alike(module, layer)
                 name = f"again {key}"
@@ -235,6 +242,11 @@ class Repeated:
             state_of(other, name) == self._reads[own, name]
             for own, other, name in self._pairs(module, layer)
         )
+
+    def _runs_alike(self, key: str, first: str) -> bool:
+        """Whether two calls run the same operators, where that has been noted."""
+        known = self.operators
+        return known is None or (key in known and known[key] == known.get(first))
 
     def _pairs(self, module: nn.Module, layer: _Layer) -> list[tuple[nn.Module, nn.Module, str]]:
         """The attributes that a layer has read: its module, that of the other layer, the name."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.trace import Traced, trace
+from fxpipe.trace.example import Example
+from fxpipe.trace.operators import operators_of
 from tests.fxpipe.trace.small import run
 
 
@@ -20,7 +24,7 @@ class Layer(nn.Module):
         self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is not Tensor:
+        if torch.compiler.is_exporting():
             Layer.exported += 1
         return x + self.linear(self.norm(x)).relu()
 
@@ -249,14 +253,108 @@ def test_what_layers_compute_by_a_global_variable_shows_in_the_comparison() -> N
     assert exported(WithGlobal())[1] == 6, "once for all layers, and then each by itself"
 
 
-def test_where_nothing_is_compared_each_layer_is_exported_by_itself() -> None:
-    """A graph of a model on "meta" is trained with later, and a global variable may tell its layers
-    apart."""
-    with torch.device("meta"):
-        model, x = WithGlobal(), torch.randn(6, 4)
-    graph = trace(model, (x,), tracer="export", check=False).graph_module.graph
-    factors = [
-        node.args[1]
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
-    ]
-    assert factors == [1, 2, 3, 4, 5]
+def on_meta(model: nn.Module, *inputs: Tensor) -> tuple[fx.Graph, int]:
+    """The graph of a model on "meta", and how often a layer has been exported. Nothing is compared:
+    the graph is trained with later, when the model has been loaded."""
+    Layer.exported = 0
+    inputs = inputs or (torch.randn(6, 4, device="meta"),)
+    traced = trace(model.to("meta"), inputs, tracer="export", check=False)
+    return traced.graph_module.graph, Layer.exported
+
+
+def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    return graph.find_nodes(op="call_function", target=target)
+
+
+def test_where_nothing_has_values_layers_that_run_the_same_operators_are_exported_once() -> None:
+    graph, times = on_meta(model := Net())
+    assert times == 1
+    assert {str(n.target) for n in graph.find_nodes(op="get_attr")} == {*model.state_dict()}
+    assert len(calls(graph, torch.ops.aten.linear.default)) == 6
+
+
+def test_so_are_layers_of_a_model_whose_values_are_not_looked_at() -> None:
+    Layer.exported = 0
+    trace(Net(), (torch.randn(6, 4),), tracer="export", check=False)
+    assert Layer.exported == 1
+
+
+def test_a_global_variable_shows_in_the_operators_where_nothing_is_compared() -> None:
+    graph, times = on_meta(WithGlobal())
+    assert times == 5
+    assert [node.args[1] for node in calls(graph, torch.ops.aten.mul.Tensor)] == [1, 2, 3, 4, 5]
+
+
+class Double(torch.autograd.Function):
+    """The identity, whose gradient is twice what it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class WithBackward(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        Counter.count += 1
+        x = super().forward(x)
+        return Double.apply(x) if Counter.count == 4 else x.clone()
+
+
+class OneWithBackward(WithGlobal):
+    def __init__(self) -> None:
+        Net.__init__(self, WithBackward)
+
+
+def test_a_backward_of_a_layers_own_shows_although_its_operators_are_those_of_the_others() -> None:
+    """Whatever becomes of that backward in the graph, the other layers are no copies of it, and it
+    is no copy of theirs."""
+    example = Example.of(
+        model := OneWithBackward().to("meta"), (torch.randn(6, 4, device="meta"),), {}, None
+    )
+    noted = operators_of(example, {layer: f"layers.{i}" for i, layer in enumerate(model.layers)})
+    assert [noted[f"layers.{i}"] == noted["layers.0"] for i in range(5)] == [1, 1, 1, 0, 1]
+    operators = [noted[f"layers.{i}"][0] for i in (0, 3)]  # type: ignore[index]
+    assert operators[0] == operators[1]
+
+
+class Leaky(Layer):
+    """The third layer leaves a tensor that it does not return."""
+
+    left: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counter.count += 1
+        x = self.linear(super().forward(x))
+        if Counter.count == 3:
+            self.left.append(x)
+        return x.relu()
+
+
+def test_a_layer_is_like_no_other_if_what_it_does_not_return_is_used() -> None:
+    class Model(WithGlobal):
+        def __init__(self) -> None:
+            Net.__init__(self, Leaky)
+
+        def forward(self, x: Tensor) -> Tensor:
+            left: list[Tensor] = []
+            Leaky.left = left
+            return super().forward(x) + left[0]
+
+    graph, times = on_meta(Model())
+    *_, left = calls(graph, torch.ops.aten.add.Tensor)
+    assert times > 1
+    assert list(left.args[1].meta["nn_module_stack"].values())[-1][0] == "layers.2.linear"
+
+
+def test_layers_are_exported_by_themselves_if_the_model_does_not_run_without_values() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.compiler.is_exporting():
+                raise ValueError("this model is for export only")
+            return super().forward(x)
+
+    assert on_meta(Model())[1] == 5
