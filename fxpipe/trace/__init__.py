@@ -262,6 +262,8 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
                 is_export = check and front_end is export.front_end
                 if is_export and stack.enter_context(recorders.changing_called(example)):
                     references = checks.references(example)
+                if references and name == "custom":
+                    references = [*references[:1], *checks.at_more_rows(example), *references[1:]]
                 with phase(name, quiet=True):
                     traced = front_end(example)
                 warning = traced.warning

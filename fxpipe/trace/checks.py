@@ -61,6 +61,19 @@ def references(example: Example) -> list[Reference]:
     return found
 
 
+def at_more_rows(example: Example) -> list[Reference]:
+    """A run of the model on one row more than the example has, as a list of one; an empty list if
+    the model does not take it.
+
+    It shows a batch size of the example that is a constant of the graph where the graph takes at
+    most so many rows: ``x[:4]`` of fewer rows is ``x``. A front end of this package notes such a
+    constant (:mod:`fxpipe.trace.sizes`), or leaves all sizes symbolic; a tracer of the user's may
+    do neither.
+    """
+    batch = example.batch or 0
+    return _at_size(example, batch + 1, watched=True) if batch > 2 else []  # else it has been run
+
+
 def smallest_reference(example: Example, *, recorded: bool = False) -> Reference:
     """One run of the model on as few rows as it takes; what the model raises on the example itself
     is passed on.

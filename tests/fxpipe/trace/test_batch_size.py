@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxpipe.trace import TraceError, trace
+import fxpipe
+from fxpipe.trace import Args, Kwargs, TraceError, trace
 from tests.fxpipe.trace.small import MLP, run, x
 
 
@@ -103,3 +106,37 @@ def test_a_model_that_takes_no_larger_batch_is_compared_on_the_example():
 
     with pytest.raises(TraceError, match="differs on the example: output"):
         trace(AtMostFour(), (torch.randn(4, 3),), tracer=tracer)
+
+
+class UpToItsRows(nn.Module):
+    """A slice up to the number of rows, which is a Python integer: of fewer rows a slice up to the
+    example's number of rows is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[: int(x.shape[0])]
+
+
+def frozen(model: nn.Module, args: Args, kwargs: Kwargs) -> fx.GraphModule:
+    """A tracer of a user's that makes a constant of the batch size."""
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    linear = graph.call_module("linear", (given,))
+    graph.output(graph.call_function(operator.getitem, (linear, slice(None, len(args[0])))))
+    return fx.GraphModule(model, graph)
+
+
+def test_a_constant_of_a_users_tracer_shows_on_more_rows_than_the_example_has() -> None:
+    model = UpToItsRows()
+    with pytest.raises(TraceError, match="its graph differs at batch size 5"):
+        trace(model, (x(4),), tracer=frozen)
+
+
+def test_a_constant_of_torch_export_is_a_guard() -> None:
+    model = UpToItsRows()
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, tracer="export") as pipe:
+        for rows in 4, 16, 10:
+            torch.testing.assert_close(pipe(x(rows)), model(x(rows)))
