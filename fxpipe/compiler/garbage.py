@@ -12,19 +12,17 @@ Python searches every object of the process for cycles that nobody refers to. Th
 PyTorch alone are half a million, and hardly one of them is garbage: a tenth of the time of a
 compilation went into it.
 
-Memory that a compilation has freed is given back to the system at its end. The C library keeps what
-lies between pieces that are still in use: after a few runs of a model, that may be as much as all
-of its parameters.
+Memory that a compilation has freed is given back to the system at its end (:mod:`fxpipe.ir.heap`).
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+from fxpipe.ir.heap import give_back
 
 _lock = threading.Lock()
 _users = 0  # how many compilations are under way, in all threads
@@ -54,19 +52,3 @@ def older_objects_set_aside() -> Iterator[None]:
                 gc.unfreeze()
                 _has_frozen = False
         give_back()
-
-
-def give_back() -> None:
-    """Give memory that has been freed back to the system, where the C library is glibc."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library, or Windows
-        return None
-    return found

@@ -137,6 +137,12 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def viewed(tensor: Tensor) -> Tensor:
+    """The tensor of which autograd takes another one for a view; the other one itself if it is no
+    view."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def gradient_kinds(node: Any) -> list[tuple[Any, torch.dtype, torch.device]]:
     """The shape, dtype and device of each gradient that a node of an autograd graph takes. A nested
     tensor has no shape: what is given in its place equals no shape."""

@@ -17,12 +17,13 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from fxpipe.ir._torch import gradient_kinds
+from fxpipe.ir._torch import gradient_kinds, viewed
 from fxpipe.ir.autograd import Edge, Node, next_edges, reached
+from fxpipe.ir.heap import give_back
 from fxpipe.ir.progress import phase
 from fxpipe.ir.tensors import own_part
 
@@ -31,6 +32,7 @@ Result = TypeVar("Result")
 TOLERANCE = 1e-3  # relative to a gradient's norm: two runs may add up in different orders
 AHEAD = 12  # nodes by which uses of leaves are told apart
 SOME = 2**20  # elements of a gradient that are copied at a time
+AT_ONCE = 2**24  # bytes of activations after which what is free is given back to the system
 SMALL = 0.01  # a gradient below this share of the largest one may be a mere rounding error
 
 
@@ -49,13 +51,22 @@ def without_saved_tensors(run: Callable[[], Result]) -> Result:
     So it must have no side effects.
     """
     missed: list[bool] = []
+    freed = 0  # bytes of activations, most of which have been freed since
+
+    def drop(tensor: Tensor) -> None:
+        """Save nothing in place of a tensor."""
+        nonlocal freed
+        freed += _bytes_of_activation(tensor)
+        if freed > AT_ONCE:
+            freed = 0
+            give_back()
 
     def refuse(_: None) -> NoReturn:
         missed.append(True)
         raise RuntimeError("no tensors have been saved for this backward")
 
     try:
-        with saved_tensors_hooks(_dropped, refuse):
+        with saved_tensors_hooks(drop, refuse):
             result = run()
         if not missed:
             return result
@@ -65,8 +76,13 @@ def without_saved_tensors(run: Callable[[], Result]) -> Result:
     return run()
 
 
-def _dropped(tensor: Tensor) -> None:
-    """What is saved in place of a tensor."""
+def _bytes_of_activation(tensor: Tensor) -> int:
+    """The bytes in the host's memory of a tensor that an operator saves for its backward; 0 for a
+    parameter, which stays."""
+    is_here = type(tensor) is Tensor and tensor.is_cpu and tensor.layout == torch.strided
+    if not is_here or isinstance(viewed(tensor), nn.Parameter):
+        return 0
+    return tensor.nbytes
 
 
 _AS_IT_IS = {

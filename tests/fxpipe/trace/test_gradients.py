@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from fxpipe.trace import TraceError, trace
+from fxpipe.trace import TraceError, gradients, trace
 from fxpipe.trace.gradients import history_of, projections, without_saved_tensors
 from tests.fxpipe.trace.small import x
 
@@ -303,3 +303,37 @@ def test_all_gradients_are_compared_where_a_user_has_written_one(monkeypatch) ->
     match = r"another gradient for layers\.20\.weight$"
     with pytest.raises(TraceError, match=match.replace("$", "")):
         trace(Custom(), (x(),), tracer="export")
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def test_memory_is_given_back_as_a_run_without_saved_tensors_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(gradients, "give_back", lambda: given.append(True))
+    rows = 2 * gradients.AT_ONCE // (20 * 8 * 4)
+    without_saved_tensors(lambda: Wide()(torch.ones(rows, 8)))
+    assert 2 <= len(given) <= 4, "inputs of 19 layers, and results of 20 tanh"
+    del given[:]
+    with torch.device("meta"):
+        without_saved_tensors(lambda: Wide()(torch.ones(rows, 8)))
+    assert not given
+
+
+def test_parameters_among_saved_tensors_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(gradients, "give_back", lambda: given.append(True))
+    monkeypatch.setattr(gradients, "AT_ONCE", 2000)
+    layer, x = nn.Linear(64, 64), torch.ones(1, 64, requires_grad=True)
+    without_saved_tensors(lambda: layer(x))
+    assert not given

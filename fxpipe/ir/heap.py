@@ -1,0 +1,30 @@
+"""Memory that has been freed, and that the C library keeps.
+
+glibc keeps what lies between pieces that are still in use, and lets its heap grow by tens of
+megabytes before it gives anything back. A run of a model frees as much as all activations take, of
+which hardly two have one size, so that the heap may become several times as large as what is in use
+at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+
+def give_back() -> None:
+    """Give memory that has been freed back to the system, where the C library is glibc. This takes
+    some milliseconds."""
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # another C library, or Windows
+        return None
+    return found
