@@ -63,7 +63,8 @@ class Calls:
         if any(isinstance(a, Tensor) and a.is_leaf and a.requires_grad for a in args):
             # A parameter is among the arguments: gradients are recorded in every run.
             settings = replace(settings, reentrant=False)
-        number, before = len(self.found), next(reversed(graph.nodes), None)
+        # Of PyTorch 2.11 the reversed list of nodes is no iterator.
+        number, before = len(self.found), next(iter(reversed(graph.nodes)), None)
         self.found.append(settings)
         for node in map(_node_of, args):
             if node is not None:
