@@ -35,6 +35,7 @@ from passes.verify.values import (
     NotKnown,
     Role,
     Spot,
+    leaves,
     mapped,
 )
 from passes.verify.visit import PARAMETER, Visit, rule, said
@@ -135,6 +136,9 @@ def bring(visit: Visit, node: fx.Node) -> Any:
 @rule(ops.transmit)
 def _transmit(visit: Visit, node: fx.Node) -> Any:
     given = visit.given(node.args[1])
+    for value in leaves(given):
+        if isinstance(value, Known):
+            visit.ready(node, value, value.place)  # it belongs to the same micro-batch
     visit.take(given)
     visit.exchange.arrivals[edge_of(node)] = given
     return None
@@ -151,4 +155,8 @@ def _arrived(visit: Visit, node: fx.Node) -> Any:
         return NOT_KNOWN
     (received,) = node.all_input_nodes
     sent = visit.exchange.arrivals[edge_of(received)]
+    for value in leaves(sent):
+        if isinstance(value, Known):
+            visit.ready(node, value, value.place)
+            visit.ready(received, value, value.place)
     return mapped(lambda value: _moved_to(value, ANYWHERE, visit.clocks.start), sent)

@@ -28,11 +28,14 @@ NAMING_STREAMS = {*CARRIERS, *BRINGING, ops.wait}  # the functions whose argumen
 
 
 class Places:
-    """The lanes of stages and the devices of lanes, as the nodes of a graph note them."""
+    """The lanes of stages and the devices of lanes, as the nodes of a graph note them.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    ``lanes``: by a stage, a node of the stage, which notes the stage's lane.
+    """
+
+    def __init__(self, graph: fx.Graph, lanes: dict[int, fx.Node]) -> None:
         self._devices: dict[int, tuple[fx.Node, str]] = {}  # by lane: a node there, the device
-        self._lanes: dict[int, fx.Node] = {}  # by stage: a node of the stage, for its lane
+        self._lanes = lanes
         self._has_streams = any(STREAM in node.meta for node in graph.nodes)
         self._checked: set[Hashable] = set()
 

@@ -55,6 +55,8 @@ class Exchange:
 
     arrivals: dict[tuple[Edge, int], Any] = field(default_factory=dict)
     """What is known of the values that have been transmitted, by edge and number."""
+    lanes: dict[int, fx.Node] = field(default_factory=dict)
+    """By a stage: the first node of it in any graph, which notes the stage's lane."""
     taken_home: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     """By the node that has taken a replica's gradient: those that have added it to the
     parameter's, maybe on another rank."""

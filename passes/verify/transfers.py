@@ -19,6 +19,7 @@ they exchange is what each of them needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
@@ -29,6 +30,7 @@ from fxpipe.runtime.ranks.transport import Edge
 from passes.to_rank.project import edge_of, transfers_of
 from passes.verify.interpret import check_end, follow
 from passes.verify.record import Exchange
+from passes.verify.verify import meaning_of
 from passes.verify.visit import Visit
 
 
@@ -49,7 +51,18 @@ def verify(graphs: Sequence[fx.GraphModule]) -> None:
     _check_values(graphs)
 
 
+def meaning_of_ranks(graphs: Sequence[fx.GraphModule]) -> list[Any]:
+    """What the graph of each rank computes, given what the other ranks send: see
+    :func:`passes.verify.verify.meaning`."""
+    return [meaning_of(visit) for visit in _followed(graphs)]
+
+
 def _check_values(graphs: Sequence[fx.GraphModule]) -> None:
+    for visit in _followed(graphs):
+        check_end(visit)
+
+
+def _followed(graphs: Sequence[fx.GraphModule]) -> list[Visit]:
     """Follow the values of all ranks together: what one transmits, another receives."""
     exchange = Exchange()
     visits = [Visit(gm, exchange) for gm in graphs]
@@ -63,8 +76,7 @@ def _check_values(graphs: Sequence[fx.GraphModule]) -> None:
             rank, node = min(waiting.items())
             raise TransferError(f"{_said(rank, node)}: no rank sends what this one waits for")
         running = {rank: running[rank] for rank in waiting}
-    for visit in visits:
-        check_end(visit)
+    return visits
 
 
 def _check_edges(programs: Sequence[Sequence[fx.Node]]) -> None:

@@ -78,7 +78,11 @@ def meaning(gm: fx.GraphModule) -> Any:
     differ only in when values wait and travel, ahead of their uses, and in the order of nodes that
     have nothing to do with each other.
     """
-    visit = _followed(gm)
+    return meaning_of(_followed(gm))
+
+
+def meaning_of(visit: Visit) -> Any:
+    """What the graph of a visit that is done computes; see :func:`meaning`."""
     said = {
         node: (str(node.target), node.meta.get(STAGE), node.meta.get(MICROBATCH))
         for node in visit.events

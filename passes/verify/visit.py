@@ -85,7 +85,7 @@ class Visit:
         self.lane = CALLER  # of the node that is visited
         self.clocks = Clocks(len(lanes))
         self.effects = MemoryUses()
-        self.places = Places(gm.graph)
+        self.places = Places(gm.graph, self.exchange.lanes)
         self.known: dict[fx.Node, Any] = {}
         self.events: dict[fx.Node, Event] = {}
         self.portals: dict[fx.Node, list[fx.Node]] = {}  # by the blue node: moves and takers

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.skipif(
     [
         ["tests/accelerator/races.py"],
         ["tests/accelerator/pipelines.py"],
+        ["tests/accelerator/mutated.py"],
         ["tests/accelerator/times.py"],
         ["tests/accelerator/memory.py"],
         [

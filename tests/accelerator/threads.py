@@ -53,6 +53,11 @@ class _Queue:
         takes(known)
         return item
 
+    def get_nowait(self) -> Any:
+        known, item = self._queue.get_nowait()
+        takes(known)
+        return item
+
     def empty(self) -> bool:
         return self._queue.empty()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.schedule import named
-from passes import Partition, default_chain
+from passes import Partition, Project, default_chain
 from passes.chain import ToPipeline, ToStages, ToStep
 from tests.zoo import Tied, Transformer, UNet, images
 
@@ -116,3 +116,12 @@ def step_graph(
     for rewrite in default_chain().passes(context):
         gm = rewrite(gm)
     return gm
+
+
+def rank_graphs(
+    name: str, schedule: str = "1f1b", checkpoint: str = "never", chunks: int = 3, ranks: int = 4
+) -> list[fx.GraphModule]:
+    """The graphs of all ranks of a model in four stages."""
+    order = named(schedule, lanes=ranks, microbatches=chunks, stages=4)
+    gm = step_graph(name, schedule, checkpoint, 1, chunks, ranks)
+    return [Project(order.placement, rank)(gm) for rank in range(ranks)]

@@ -6,6 +6,8 @@ the same.
 
     python -m tests.passes.verify.mutants            all graphs: a table, and those that survive
     python -m tests.passes.verify.mutants --quick    one schedule, one checkpoint mode
+    python -m tests.passes.verify.mutants --each 50  of each graph each 50th mutant
+    python -m tests.passes.verify.mutants --ranks    the transfers of ranks
 
 A mutant that is accepted computes the same if each lane computes the same nodes on the same values
 in the same order (:func:`passes.verify.verify.meaning`): then only waits and copies have moved, and
@@ -17,7 +19,8 @@ from __future__ import annotations
 import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, product
 from typing import Any
 
 import click
@@ -27,9 +30,10 @@ from fxpipe import ops
 from fxpipe.ir.graph import LANE, MICROBATCH, STAGE, STREAM
 from fxpipe.ir.printing import format_node
 from passes import VerifyError
+from passes.verify.transfers import TransferError, meaning_of_ranks, verify
 from passes.verify.values import lane_of
 from passes.verify.verify import Verify, meaning
-from tests.passes.verify.graphs import MODELS, pipeline_graph, step_graph
+from tests.passes.verify.graphs import MODELS, pipeline_graph, rank_graphs, step_graph
 
 GATES = (ops.copy, ops.send, ops.wait, ops.join, ops.recompute)
 ACTIONS = (
@@ -41,6 +45,7 @@ MUTATED = (
     *(*GATES, *ACTIONS, *CARRIED, ops.fork, ops.checkpoint, ops.gathered, ops.gather),
     *(ops.forward, ops.loss, ops.loss_backward, ops.backward, ops.backward_input, ops.average),
 )
+TRANSFERS = (ops.transmit, ops.receive, ops.arrived)
 Change = Callable[[fx.Node], bool]
 """Changes a graph at a node. Returns False if there is nothing to change there."""
 
@@ -190,16 +195,18 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def mutants(gm: fx.GraphModule) -> Iterator[tuple[str, str, Mutant]]:
-    """All mutants of a graph: the change, the node in words, the mutant."""
-    names = [n.name for n in gm.graph.nodes if n.target in MUTATED or n.op == "call_module"]
-    for name in names:
-        for what, change in CHANGES.items():
-            mutant = Mutant(gm)
-            node = next(n for n in mutant.graph.nodes if n.name == name)
-            said = format_node(node)
-            if change(node):
-                yield what, said, mutant
+def mutants(
+    gm: fx.GraphModule, functions: Sequence[Any] = MUTATED, each: int = 1
+) -> Iterator[tuple[str, str, Mutant]]:
+    """All mutants of a graph at nodes that run stages or call one of these functions, or the first
+    of so many each: the change, the node in words, the mutant."""
+    names = [n.name for n in gm.graph.nodes if n.target in functions or n.op == "call_module"]
+    for name, (what, change) in islice(product(names, CHANGES.items()), 0, None, each):
+        mutant = Mutant(gm)
+        node = next(n for n in mutant.graph.nodes if n.name == name)
+        said = format_node(node)
+        if change(node):
+            yield what, said, mutant
 
 
 def verdict(gm: fx.GraphModule, mutant: Mutant) -> str:
@@ -213,6 +220,50 @@ def verdict(gm: fx.GraphModule, mutant: Mutant) -> str:
     except VerifyError:
         return "refused"
     return "the same" if meaning(mutant) == meaning(gm) else "missed"
+
+
+def verdict_of_ranks(parts: Sequence[fx.GraphModule], rank: int, mutant: Mutant) -> str:
+    """What becomes of a mutant of one rank's graph among the graphs of all: see :func:`verdict`."""
+    try:
+        mutant.graph.lint()
+    except RuntimeError:
+        return "no graph"
+    changed: list[Any] = [*parts[:rank], mutant, *parts[rank + 1 :]]
+    try:
+        verify(changed)
+    except (VerifyError, TransferError):
+        return "refused"
+    return "the same" if meaning_of_ranks(changed) == meaning_of_ranks(parts) else "missed"
+
+
+def judged(quick: bool, each: int) -> Iterator[tuple[str, Iterator[tuple[str, str, str]]]]:
+    """By the name of a graph: of its mutants the change, the node and the verdict."""
+    for name, gm in graphs(quick):
+        yield name, _judged(gm, each)
+
+
+def _judged(gm: fx.GraphModule, each: int) -> Iterator[tuple[str, str, str]]:
+    for what, node, mutant in mutants(gm, MUTATED, each):
+        yield what, node, verdict(gm, mutant)
+
+
+def judged_of_ranks(quick: bool, each: int) -> Iterator[tuple[str, Iterator[tuple[str, str, str]]]]:
+    """As :func:`judged`, for the transfers of the graphs of ranks."""
+
+    def verdicts(parts: list[fx.GraphModule]) -> Iterator[tuple[str, str, str]]:
+        for rank, gm in enumerate(parts):
+            for what, node, mutant in mutants(gm, TRANSFERS, each):
+                yield what, f"rank {rank}, {node}", verdict_of_ranks(parts, rank, mutant)
+
+    modes = ["except_last"] if quick else ["never", "except_last", "always"]
+    schedules = {"1f1b": 4} if quick else {"1f1b": 4, "interleaved_1f1b": 2, "zb_h1": 4, "zbv": 2}
+    for model in MODELS:
+        if model == "writing":
+            continue  # which is refused on ranks
+        for schedule, ranks in schedules.items():
+            for mode in modes:
+                parts = rank_graphs(model, schedule, mode, 4, ranks)
+                yield f"{ranks} ranks, {model}, {schedule}, {mode}", verdicts(parts)
 
 
 def graphs(quick: bool) -> Iterator[tuple[str, fx.GraphModule]]:
@@ -233,26 +284,27 @@ def graphs(quick: bool) -> Iterator[tuple[str, fx.GraphModule]]:
 
 @click.command()
 @click.option("--quick", is_flag=True, help="Fewer schedules and checkpoint modes.")
+@click.option("--each", default=1, help="Of each graph the first mutant of so many.")
+@click.option("--ranks", is_flag=True, help="The transfers of ranks' graphs.")
 @click.option("--show", default=10, help="How many mutants that are missed are shown for a graph.")
-def main(quick: bool, show: int) -> None:
+def main(quick: bool, each: int, ranks: bool, show: int) -> None:
     """Change each node of real graphs, and print what the verifier says."""
     every: Counter[str] = Counter()
-    for name, gm in graphs(quick):
+    for name, verdicts in (judged_of_ranks if ranks else judged)(quick, each):
         found: Counter[str] = Counter()
         missed = []
-        for what, node, mutant in mutants(gm):
-            said = verdict(gm, mutant)
+        for what, node, said in verdicts:
             found[said] += 1
             if said == "missed":
                 missed.append(f"    {what}: {node}")
         every += found
         print(f"{name}: {dict(found)}", flush=True)
         print("\n".join(missed[:show]), end="\n" if missed else "")
-    judged = every["refused"] + every["the same"] + every["missed"]
+    count = every["refused"] + every["the same"] + every["missed"]
     caught = every["refused"] + every["the same"]
     print(
-        f"{judged} mutants: {every['refused']} refused, {every['the same']} compute the same, "
-        f"{every['missed']} missed: {caught / judged:.2%} found; {every['no graph']} more are no "
+        f"{count} mutants: {every['refused']} refused, {every['the same']} compute the same, "
+        f"{every['missed']} missed: {caught / count:.2%} found; {every['no graph']} more are no "
         "graphs"
     )
     sys.exit(every["missed"] > 0)

@@ -9,8 +9,11 @@ from itertools import islice
 
 import pytest
 
-from tests.passes.verify.graphs import pipeline_graph, step_graph
-from tests.passes.verify.mutants import mutants, verdict
+from fxpipe.ir.graph import LANE, MICROBATCH, STAGE
+from passes import VerifyError
+from passes.verify.transfers import verify
+from tests.passes.verify.graphs import pipeline_graph, rank_graphs, step_graph
+from tests.passes.verify.mutants import TRANSFERS, Mutant, mutants, verdict, verdict_of_ranks
 
 GRAPHS = {
     "a pipeline with skips, checkpointed": lambda: pipeline_graph("U-Net", "always"),
@@ -33,3 +36,28 @@ def test_every_mutant_is_refused_or_computes_the_same(name):
         found.setdefault(verdict(gm, mutant), []).append(f"{what}: {node}")
     assert "missed" not in found, found["missed"]
     assert len(found["refused"]) > 9
+
+
+@pytest.mark.parametrize(
+    "schedule, ranks", [("1f1b", 4), ("zbv", 2)], ids=["a stage a rank", "two stages a rank"]
+)
+def test_every_mutant_of_what_ranks_exchange_is_refused_or_computes_the_same(schedule, ranks):
+    parts = rank_graphs("tied", schedule, "except_last", 4, ranks)
+    found: dict[str, list[str]] = {}
+    for rank, gm in enumerate(parts):
+        for what, node, mutant in islice(mutants(gm, TRANSFERS), rank, None, 13):
+            said = verdict_of_ranks(parts, rank, mutant)
+            found.setdefault(said, []).append(f"{what}: rank {rank}, {node}")
+    assert "missed" not in found, found["missed"]
+    assert len(found["refused"]) > 9
+
+
+@pytest.mark.parametrize("key", [STAGE, MICROBATCH, LANE])
+@pytest.mark.parametrize("function", TRANSFERS)
+def test_a_transfer_that_is_noted_in_another_cell_or_lane_is_refused(function, key):
+    parts = rank_graphs("U-Net", "1f1b", "never", 3, 4)
+    mutant = Mutant(parts[1])
+    node = next(node for node in mutant.graph.nodes if node.target is function)
+    node.meta = node.meta | {key: node.meta[key] + 1}
+    with pytest.raises(VerifyError):
+        verify([parts[0], mutant, *parts[2:]])
