@@ -13,6 +13,7 @@ next question with its error, so that no rank waits for another that does not co
 from __future__ import annotations
 
 import pickle
+import struct
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,16 +22,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.errors import LostRank, RankError, failure, reason
 from fxpipe.runtime.ranks.groups import new_group
-from fxpipe.runtime.ranks.worker import Worker
 
 _SPOKEN, _FAILED = 0, 1
 _SHORT = 512  # bytes that travel at once; what is longer travels in a second message
-_HEAD = 16  # bytes that say the kind of an answer, and its length
+_HEAD = struct.Struct("qq")  # the kind of an answer, and its length
 
 
 def apart(places: Mapping[str, str]) -> str:
@@ -73,7 +72,6 @@ class Agreement:
         )
         places = dist.get_process_group_ranks(self._group)
         self._order = [places.index(member) for member in members]
-        self._worker = Worker("fxpipe-agreement")
         self.alarm = Alarm(self.rank, len(members))
         self.alarm.name = self.ask("name", uuid.uuid4().hex)[0]
 
@@ -121,7 +119,7 @@ class Agreement:
     def _gathered(self, kind: int, data: bytes) -> tuple[list[int], list[Any]]:
         """The kinds of all ranks' answers, and the answers."""
         try:
-            every = self.alarm.wait(self._worker.do(lambda: self._every(kind, data)))
+            every = self._every(kind, data)
         except RankError:
             raise
         except RuntimeError as error:
@@ -137,33 +135,24 @@ class Agreement:
         return f"{cause}; {said}" if cause else said
 
     def _every(self, kind: int, data: bytes) -> list[tuple[int, bytes]]:
-        head = torch.tensor([kind, len(data)]).view(torch.uint8)
-        short = torch.zeros(_HEAD + _SHORT, dtype=torch.uint8)
-        first = torch.cat([head, _bytes(data[:_SHORT])])
-        short[: len(first)] = first
-        found = self._gather(short)
-        heads = [each[:_HEAD].view(torch.int64).tolist() for each in found]
+        """The kinds and the pickles of all ranks' answers."""
+        short = _HEAD.pack(kind, len(data)) + data[:_SHORT]
+        found = self._gather(short, _HEAD.size + _SHORT)
+        heads = [_HEAD.unpack_from(each) for each in found]
         left = max(length for _, length in heads) - _SHORT
-        texts = [each[_HEAD:] for each in found]
+        texts = [each[_HEAD.size :] for each in found]
         if left > 0:
-            rest = torch.zeros(left, dtype=torch.uint8)
-            rest[: max(len(data) - _SHORT, 0)] = _bytes(data[_SHORT:])
-            texts = [torch.cat(both) for both in zip(texts, self._gather(rest), strict=True)]
-        return [
-            (kind, text[:length].numpy().tobytes())
-            for (kind, length), text in zip(heads, texts, strict=True)
-        ]
+            rest = self._gather(data[_SHORT:], left)
+            texts = [begin + end for begin, end in zip(texts, rest, strict=True)]
+        return [(kind, text[:length]) for (kind, length), text in zip(heads, texts, strict=True)]
 
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in self._order]
-        dist.all_gather(found, tensor, group=self._group)
-        return [found[place] for place in self._order]
+    def _gather(self, data: bytes, size: int) -> list[bytes]:
+        """What all ranks give, each filled up to a number of bytes."""
+        own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in self._order]
+        self.alarm.wait_for(dist.all_gather(found, own, group=self._group, async_op=True))
+        return [found[place].numpy().tobytes() for place in self._order]
 
     def close(self) -> None:
-        """End the threads that talk to other ranks."""
-        self._worker.end()
+        """End the thread that talks to the store."""
         self.alarm.close()
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.tensor(list(data), dtype=torch.uint8)

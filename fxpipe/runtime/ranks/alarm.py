@@ -18,8 +18,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from fxpipe.ir._torch import store_of_ranks
 from fxpipe.runtime.ranks.errors import RankError
@@ -106,11 +109,20 @@ class Alarm:
     def wait(self, future: Future[T]) -> T:
         """The result of a future. Raises :class:`RankError` if a rank rings the alarm for good
         before."""
+        return self._waited(partial(future.result, _POLL), future.done)
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Wait until a collective that has begun on the host is done. Raises :class:`RankError` if
+        a rank rings the alarm for good before."""
+        self._waited(partial(work.wait, timedelta(seconds=_POLL)), work.is_completed)
+
+    def _waited(self, wait: Callable[[], T], is_done: Callable[[], bool]) -> T:
+        """What ``wait()`` returns, which raises an error when it has waited for a while."""
         while True:
             try:
-                return future.result(timeout=_POLL)
-            except TimeoutError:
-                if future.done():
+                return wait()
+            except (TimeoutError, RuntimeError):
+                if is_done():
                     raise
             if self._asked(lambda: self._read(self._key("over"))):
                 raise RankError(self.heard())

@@ -18,6 +18,13 @@ from collections.abc import Sequence
 
 Sizes = tuple[int, ...]
 """The bytes of each part of a message, as :mod:`fxpipe.runtime.ranks.packing` makes parts."""
+_SMALL = 1024  # bytes
+
+
+def is_small(size: int) -> bool:
+    """Whether a part of this size, if it is expected, travels in the header: to copy it there takes
+    less than to send it by itself."""
+    return size <= _SMALL
 
 
 class Expected:

@@ -3,7 +3,7 @@
 ::
 
     rank 0    transmit ── memory of the tensors ── header ── description ──┐   in this order, on an
-    rank 1    receive ┄┄ (a thread for each edge takes them) ┄┄ arrived ◁──┘   edge of its own
+    rank 1    receive ┄┄ (a thread for each edge awaits them) ┄ arrived ◁──┘   edge of its own
 
 An edge is a pair of ranks, in one direction; messages on it arrive in the order in which they were
 sent. PyTorch has one communicator for both directions of a pair, which NCCL makes at its first use.
@@ -19,11 +19,12 @@ ranks, they cannot wait for each other in a circle.
 Nothing travels ahead of tensors whose sizes the receiver knows (see
 :mod:`fxpipe.runtime.ranks.expected`): it has memory for them when they come. The header comes
 behind them. It says which run the message belongs to, whether a gradient is missing, and whether
-the rank has failed in place of sending. Where sizes follow from values, the header is ahead. The
-description (see :mod:`fxpipe.runtime.ranks.packing`) is sent only at its first use on an edge;
-later headers refer to it by number. Headers travel by gloo, from host to host. With a group that
-talks from device to device (NCCL) the header is always ahead: a rank that fails then need not send
-what others expect from its device.
+the rank has failed in place of sending. Tensors of no more than a kilobyte, such as losses, travel
+in the header itself. Where sizes follow from values, the header is ahead. The description (see
+:mod:`fxpipe.runtime.ranks.packing`) is sent only at its first use on an edge; later headers refer
+to it by number. Headers travel by gloo, from host to host. With a group that talks from device to
+device (NCCL) the header is always ahead: a rank that fails then need not send what others expect
+from its device.
 
 A run that fails on one rank ends on the others too: what the rank still had to transmit is sent as
 a failure, and what it still had to receive is taken and dropped. Afterwards every edge is as empty
@@ -46,7 +47,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,18 +55,21 @@ from torch import Tensor
 
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.errors import LostRank, RankError, failure, is_final, reason
-from fxpipe.runtime.ranks.expected import Expected, Sizes
+from fxpipe.runtime.ranks.expected import Expected, Sizes, is_small
 from fxpipe.runtime.ranks.groups import host_group, new_group
 from fxpipe.runtime.ranks.packing import Description, packed, unpacked
 from fxpipe.runtime.ranks.watch import Watch
 from fxpipe.runtime.ranks.worker import Worker
 from fxpipe.runtime.streams import await_made, current, has_streams, made, on
 
+T = TypeVar("T")
 Edge = tuple[int, int]
 """The rank that transmits, and the rank that receives."""
 
 COMMUNICATORS = "FXPIPE_COMMUNICATORS"  # an environment variable
-_CONTROL, _PAYLOAD, _MET = 7101, 7102, 7103  # tags, which gloo keeps apart
+# Tags, which gloo keeps apart: receives of one kind are posted before those of another have come.
+HEADER, TENSOR, TEXT, REST, MET = range(7101, 7106)
+_HEADER_BYTES = 3 * 8
 _FAILED, _ONCE = -1, -2  # in a header, in place of the number of a description
 _MANY = 4096  # descriptions that are remembered for an edge
 _KINDS = 256  # kinds of runs whose sizes are remembered
@@ -278,9 +282,7 @@ class GroupTransport:
         """Send a message on an edge. Once the network has failed there, nothing is sent."""
         transfer = edge.done
         edge.done += 1
-        ahead, behind = self._around(edge, transfer, number, parts)
-        header = [torch.tensor([self._key, number, len(text)])] + ([_bytes(text)] if text else [])
-        message = _Message(ahead, header, behind)
+        message = self._message(edge, transfer, number, text, parts)
         if not self.is_shared(edge.ends):
             works = self._issue(edge, transfer, message)
             edge.worker.do(partial(self._wait, edge, transfer, works, message))
@@ -296,18 +298,25 @@ class GroupTransport:
 
         edge.worker.do(send)
 
-    def _around(
-        self, edge: _EdgeEnd, transfer: int, number: int, parts: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What to send ahead of the header, and behind it. Where parts are expected of which there
-        are none, or others, memory of the expected sizes is sent in their place."""
+    def _message(
+        self, edge: _EdgeEnd, transfer: int, number: int, text: bytes, parts: list[Tensor]
+    ) -> _Message:
+        """What to send. Where parts are expected of which there are none, or others, memory of the
+        expected sizes is sent in their place, and the parts come behind the header."""
         expected = self._expected(edge, transfer)
         sizes = tuple(part.numel() for part in parts)
         if number != _FAILED:
             edge.expected.note(transfer, sizes)
-            if sizes == expected:
-                return parts, []
-        return [torch.zeros(size, dtype=torch.uint8) for size in expected or ()], parts
+        is_expected = number != _FAILED and sizes == expected
+        rest = [] if is_expected else parts
+        parts = parts if is_expected else [_zeros(size) for size in expected or ()]
+        if self._by_host:
+            parts = [part.cpu() for part in parts]
+        header = torch.tensor([self._key, number, len(text)]).view(torch.uint8)
+        if small := [part for part in parts if is_small(part.numel())]:
+            header = torch.cat([header, *small])
+        large = [part for part in parts if not is_small(part.numel())]
+        return _Message(large, header, _bytes(text), [part for part in rest if part.numel()])
 
     def _expected(self, edge: _EdgeEnd, transfer: int) -> Sizes | None:
         return edge.expected.of(transfer) if self._by_host else None
@@ -316,30 +325,31 @@ class GroupTransport:
         """Begin to send a message."""
         peer = self.ranks[edge.ends[1]]
         with self._or_lost(edge, transfer):
-            works = self._issued(edge, peer, message, message.ahead)
-            works += [dist.isend(t, peer, self._control, tag=_CONTROL) for t in message.header]
-            works += self._issued(edge, peer, message, message.behind)
+            works = self._issued(edge, message, message.large, TENSOR)
+            works.append(dist.isend(message.header, peer, self._control, tag=HEADER))
+            if message.text.numel():
+                works.append(dist.isend(message.text, peer, self._control, tag=TEXT))
+            works += self._issued(edge, message, message.rest, REST)
             if self._is_rendezvous:
-                dist.recv(torch.empty(1), peer, self._control, tag=_MET)
+                dist.recv(torch.empty(1), peer, self._control, tag=MET)
         return works
 
     def _issued(
-        self, edge: _EdgeEnd, peer: int, message: _Message, parts: list[Tensor]
+        self, edge: _EdgeEnd, message: _Message, parts: list[Tensor], tag: int
     ) -> list[Any]:
         works: list[Any] = []
         for part in parts:
-            if part.numel():
-                part = part.cpu() if self._by_host else part
-                message.sent.append(part)
-                works += self._exchange(dist.isend, part, peer, edge)
+            part = part.cpu() if self._by_host else part
+            message.sent.append(part)
+            works += self._exchange(dist.isend, part, self.ranks[edge.ends[1]], edge, tag)
         return works
 
-    def _exchange(self, how: Any, part: Tensor, peer: int, edge: _EdgeEnd) -> list[Any]:
+    def _exchange(self, how: Any, part: Tensor, peer: int, edge: _EdgeEnd, tag: int) -> list[Any]:
         """Begin to send or to receive a part. With NCCL a pair of ranks has a communicator, except
         for what is sent in a batch, which uses the one of the whole group."""
         if not self.is_shared(edge.ends) or self._by_host:
             source, target = edge.ends
-            return [how(part, peer, self._payload[source < target], tag=_PAYLOAD)]
+            return [how(part, peer, self._payload[source < target], tag=tag)]
         return dist.batch_isend_irecv([dist.P2POp(how, part, peer, self._channels.shared)])
 
     def _wait(self, edge: _EdgeEnd, transfer: int, works: list[Any], message: _Message) -> None:
@@ -382,38 +392,54 @@ class GroupTransport:
         return Planned(place, f"{value}transfer {number} of the edge {edge}")
 
     def receive(self, edge: Edge, number: int) -> _Receiving:
-        """Let the edge's thread receive the next message. Returns at once."""
+        """Begin to receive the next message. Returns at once; the edge's thread waits for what
+        comes.
+
+        What is expected is asked for now, so that the other rank can send it at once. An edge that
+        shares its communicator asks for it when what was asked for earlier has come.
+        """
         there = self._edge(edge)
         there.check(number)
         there.done += 1
-        taken = there.worker.do(partial(self._take, there, number, self._key))
+        ask: Callable[[], _Asked] = partial(self._asked, there, number)
+        if self._by_host and not self.is_shared(edge):
+            ask = _tried(ask)
+        taken = there.worker.do(partial(self._take, there, number, self._key, ask))
         waiting = partial(self.watch.waiting, edge[0], self._planned(edge, number).said)
         return _Receiving(taken, self.device, waiting)
 
-    def _take(self, edge: _EdgeEnd, number: int, key: int) -> Any:
-        with self._or_lost(edge, number):
-            return self._taken(edge, number, key)
-
-    def _taken(self, edge: _EdgeEnd, transfer: int, key: int) -> Any:
+    def _asked(self, edge: _EdgeEnd, transfer: int) -> _Asked:
+        """Begin to receive a message: the tensors that are expected, and the header."""
         peer = self.ranks[edge.ends[0]]
+        works: list[Any] = []
         if self._is_rendezvous:
-            dist.send(torch.empty(1), peer, self._control, tag=_MET)
+            works.append(dist.isend(torch.zeros(1), peer, self._control, tag=MET))
         expected = self._expected(edge, transfer)
-        ahead = [self._part(edge, size) for size in expected or ()]
-        header = torch.empty(3, dtype=torch.int64)
-        dist.recv(header, peer, self._control, tag=_CONTROL)
-        theirs, number, length = header.tolist()
+        sizes = expected or ()
+        large = [self._part(edge, size, TENSOR) for size in sizes if not is_small(size)]
+        small = [size for size in sizes if is_small(size)]
+        header = torch.empty(_HEADER_BYTES + sum(small), dtype=torch.uint8)
+        works.append(dist.irecv(header, peer, self._control, tag=HEADER))
+        return _Asked(expected, large, header, works)
+
+    def _take(self, edge: _EdgeEnd, number: int, key: int, ask: Callable[[], _Asked]) -> Any:
+        with self._or_lost(edge, number):
+            return self._taken(edge, number, key, ask())
+
+    def _taken(self, edge: _EdgeEnd, transfer: int, key: int, asked: _Asked) -> Any:
+        peer = self.ranks[edge.ends[0]]
+        came = asked.came(self.device)
+        theirs, number, length = asked.header[:_HEADER_BYTES].view(torch.int64).tolist()
         text = torch.empty(length, dtype=torch.uint8)
         if length:
-            dist.recv(text, peer, self._control, tag=_CONTROL)
-        came = [part() for part in ahead]
+            dist.recv(text, peer, self._control, tag=TEXT)
         if number == _FAILED:
             raise RankError(bytes(text.tolist()).decode())
         description = edge.description(number, bytes(text.tolist()))
         edge.expected.note(transfer, description.sizes)
         with on(*edge.streams):
-            if description.sizes != expected:
-                came = [self._part(edge, size)() for size in description.sizes]
+            if description.sizes != asked.expected:
+                came = [self._part(edge, size, REST)() for size in description.sizes]
             values = unpacked(description, came)
         for stream in edge.streams:
             made(values, stream)
@@ -425,12 +451,12 @@ class GroupTransport:
             )
         return values
 
-    def _part(self, edge: _EdgeEnd, size: int) -> Callable[[], Tensor]:
+    def _part(self, edge: _EdgeEnd, size: int, tag: int) -> Callable[[], Tensor]:
         """Begin to receive a part. Returns what waits for it, and returns it."""
         device = torch.device("cpu") if self._by_host else self.device
         part = torch.empty(size, dtype=torch.uint8, device=device)
         peer = self.ranks[edge.ends[0]]
-        works = self._exchange(dist.irecv, part, peer, edge) if size else []
+        works = self._exchange(dist.irecv, part, peer, edge, tag) if size else []
 
         def come() -> Tensor:
             for work in works:
@@ -501,13 +527,49 @@ def _limit() -> int:
 
 @dataclass
 class _Message:
-    """What is sent for a transfer, in this order: parts that the receiver expects, the header with
-    the text that belongs to it, and parts that it does not expect."""
+    """What is sent for a transfer, in this order: large parts that the receiver expects, the header
+    with the small ones, the text that belongs to it, and parts that the receiver does not
+    expect."""
 
-    ahead: list[Tensor]
-    header: list[Tensor]
-    behind: list[Tensor]
+    large: list[Tensor]
+    header: Tensor
+    text: Tensor
+    rest: list[Tensor]
     sent: list[Tensor] = field(default_factory=list)  # the parts in the memory that is sent
+
+
+@dataclass
+class _Asked:
+    """A message whose expected parts and header may still be on their way."""
+
+    expected: Sizes | None
+    large: list[Callable[[], Tensor]]
+    header: Tensor
+    works: list[Any]
+
+    def came(self, device: torch.device) -> list[Tensor]:
+        """Wait for the header, and for the expected parts, which are returned."""
+        parts = [wait() for wait in self.large]
+        for work in self.works:
+            work.wait()
+        large, begin, every = iter(parts), _HEADER_BYTES, []
+        for size in self.expected or ():
+            if is_small(size):
+                every.append(self.header[begin : begin + size].clone().to(device))
+                begin += size
+            else:
+                every.append(next(large))
+        return every
+
+
+def _tried(begin: Callable[[], T]) -> Callable[[], T]:
+    """Run a function now. Returns one that returns its result, or raises its error."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(begin())
+    except RuntimeError as error:
+        future.set_exception(error)
+    return future.result
 
 
 class _EdgeEnd:
@@ -554,4 +616,8 @@ class _EdgeEnd:
 
 
 def _bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else _zeros(0)
+
+
+def _zeros(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8)

@@ -329,13 +329,18 @@ def apart(group: dist.ProcessGroup, kind: str) -> str:
     is_other = dist.get_rank(group) == 1
     x, y = torch.ones(8, 3), torch.ones(8)
     width = 4 if is_other and kind == "model" else 3
-    options = {"check": False} if kind == "options" else {}
+    options: dict[str, Any] = {"check": False} if kind in ("options", "shapes") else {}
     if is_other and kind == "options":
-        options = {"checkpoint": "always", "check": False}
+        options["checkpoint"] = "always"
+    if kind == "shapes":
+        options |= {"tracer": "symbolic", "partition": ["1", "2", "3"]}
 
     def make() -> nn.Module:
         if is_other and kind == "error":
             return Refusing()
+        if kind == "shapes":  # modules that the graph keeps whole
+            padded = nn.ZeroPad1d((0, int(is_other))), nn.AdaptiveAvgPool1d(3)
+            return nn.Sequential(nn.Linear(3, 3), *padded, nn.Linear(3, 3))
         return nn.Sequential(*(nn.Linear(3, width), nn.Linear(width, 3)) * 2)
 
     try:
@@ -382,11 +387,19 @@ def without_inputs(group: Where, make: Make, call: Call, is_meta: bool, **option
 
 @contextmanager
 def noting_messages(sent: list[str]):
-    """Note what this process begins to send: headers, and the memory of tensors."""
+    """Note what this process begins to send: headers, descriptions as text, and the memory of
+    tensors that the receiver expects or does not ("rest")."""
     isend = dist.isend
+    kinds = {
+        transport.HEADER: "header",
+        transport.TEXT: "text",
+        transport.TENSOR: "tensor",
+        transport.REST: "rest",
+    }
 
     def noted(tensor: Tensor, *args: Any, tag: int = 0, **kwargs: Any) -> Any:
-        sent.append({transport._CONTROL: "header", transport._PAYLOAD: "tensor"}[tag])
+        if tag in kinds:
+            sent.append(kinds[tag])
         return isend(tensor, *args, tag=tag, **kwargs)
 
     dist.isend = noted

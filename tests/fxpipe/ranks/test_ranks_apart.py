@@ -109,12 +109,16 @@ def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it_as_long_as_their_g
         ("model", "have not compiled the same: they differ in their parameters and buffers"),
         ("options", "have not compiled the same: they differ in their options"),
         ("batch", "the ranks have come to different places"),
+        ("shapes", "have traced the model with other shapes or dtypes of the tensors between"),
         ("error", "rank 1 failed: ValueError: not here"),
     ],
 )
 def test_ranks_that_do_not_do_the_same_all_say_so(pool, kind, message):
     said = pool.run(jobs.apart, kind)
     for rank, each in enumerate(said):
+        if kind == "shapes":  # of the model on rank 1
+            other = 0 if rank == 1 else 1
+            assert each.startswith(f"RankError: rank {rank} and rank {other} have traced"), each
         if (kind, rank) == ("error", 1):
             assert each.startswith("ValueError: not here")
         else:
