@@ -4,8 +4,20 @@
     python -m tests.benchmarks.ranks gpt2       # GPT-2 small, whose head is a weight of its own
 
 Beside it, in the same processes as fxpipe's ranks: torch.distributed.pipelining with 1F1B. Every
-lane and rank has one intra-op thread, both pipelines have the same two stages and 8 micro-batches,
+lane and rank has one intra-op thread, all pipelines have the same two stages and 8 micro-batches,
 and a side does a forward and a backward. The ideal for 1F1B is 16/9 = 1.78 of one thread.
+
+In 1F1B the second rank computes a micro-batch while the first one computes the one ahead of it, and
+both then wait until values have crossed, twice for each micro-batch::
+
+    rank 0 | F0 F1 .. B0 F2 .. B1 F3 ..        F2 begins when the gradient of micro-batch 0 is here
+    rank 1 | .. F0 B0 .. F1 B1 .. F2 B2
+
+With a forward ahead, which is what ``interleaved_1f1b`` does for one stage a rank, values cross
+while both compute, for the memory of one more micro-batch on the first rank::
+
+    rank 0 | F0 F1 F2 B0 F3 B1
+    rank 1 | .. F0 B0 F1 B1 F2 B2
 """
 
 from __future__ import annotations
@@ -14,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,7 +40,7 @@ from tests.benchmarks import step
 from tests.benchmarks.lanes import CHUNKS, HALF, net, show_speed_ups
 from tests.benchmarks.timing import keep_memory, medians
 
-RANKS = 2
+RANKS, AHEAD = 2, "interleaved_1f1b"
 
 
 @dataclass(frozen=True)
@@ -94,13 +107,14 @@ CASES = {
 }
 
 
-def _compiled(case: Case, where: Any) -> fxpipe.Pipeline:
+def _compiled(case: Case, where: Any, schedule: str = "1f1b") -> fxpipe.Pipeline:
     torch.manual_seed(1)
     return fxpipe.compile(
         case.make(),
         where,
         chunks=CHUNKS,
-        schedule="1f1b",
+        schedule=schedule,
+        stages=RANKS,
         loss_fn=case.loss_fn,
         partition=[str(case.cut)],
         example_inputs=case.batch()[:1],
@@ -116,21 +130,20 @@ def _rank(rank: int, name: str, store: str, orders: Sequence[Connection]) -> Non
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     case = CASES[name]
     x, target = case.batch()
-    pipe = _compiled(case, dist.group.WORLD)
+    pipes = {name: _compiled(case, dist.group.WORLD, name) for name in ("1f1b", AHEAD)}
     torch.manual_seed(1)
     layers = list(case.make())
     half = nn.Sequential(*(layers[: case.cut] if rank == 0 else layers[case.cut :]))
     stage = PipelineStage(half, rank, RANKS, torch.device("cpu"))
     schedule = Schedule1F1B(stage, CHUNKS, loss_fn=case.loss_fn)
     given = ((x,), {}) if rank == 0 else ((), {"target": target})
-    sides = {
-        "fxpipe": lambda: pipe.step(x, target=target),
-        "torch": lambda: schedule.step(*given[0], **given[1]),
-    }
+    sides = {name: partial(pipe.step, x, target=target) for name, pipe in pipes.items()}
+    sides["torch"] = lambda: schedule.step(*given[0], **given[1])
     while (asked := orders[rank].recv()) is not None:
         sides[asked]()
         orders[rank].send("done")
-    pipe.close()
+    for pipe in pipes.values():
+        pipe.close()
     dist.destroy_process_group()
 
 
@@ -167,7 +180,8 @@ def main(name: str = "net") -> None:
             {
                 "one thread": one_thread,
                 "fxpipe, two lanes": lambda: lanes.step(x, target=target),
-                "fxpipe, two ranks": ask("fxpipe"),
+                "fxpipe, two ranks": ask("1f1b"),
+                "fxpipe, two ranks, a forward ahead": ask(AHEAD),
                 "torch.distributed.pipelining 1F1B": ask("torch"),
             },
             case.rounds,

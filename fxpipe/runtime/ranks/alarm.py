@@ -122,8 +122,8 @@ class Alarm:
             try:
                 return wait()
             except (TimeoutError, RuntimeError):
-                if is_done():
-                    raise
+                if is_done():  # it has failed, or it has come since
+                    return wait()
             if self._asked(lambda: self._read(self._key("over"))):
                 raise RankError(self.heard())
 

@@ -549,9 +549,9 @@ class _Asked:
 
     def came(self, device: torch.device) -> list[Tensor]:
         """Wait for the header, and for the expected parts, which are returned."""
-        parts = [wait() for wait in self.large]
-        for work in self.works:
+        for work in reversed(self.works):  # the header comes last: when it is there, so is all
             work.wait()
+        parts = [wait() for wait in self.large]
         large, begin, every = iter(parts), _HEADER_BYTES, []
         for size in self.expected or ():
             if is_small(size):

@@ -103,6 +103,10 @@ def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it_as_long_as_their_g
         assert f"{waited}transfer 0 of the edge (1, 2)" in said[rank]
 
 
+def test_an_answer_that_comes_when_a_rank_has_just_stopped_waiting_is_taken(pool):
+    assert pool.run(jobs.just_in_time, ranks=2) == ["here"] * 2
+
+
 @pytest.mark.parametrize(
     "kind, message",
     [
