@@ -40,6 +40,15 @@ class TensorShape:
     grows: tuple[int, ...] | None = ()
     requires_grad: bool = False
 
+    def __str__(self) -> str:
+        """The dtype and the sizes. Those that grow are said as multiples of the part of the rows
+        that a micro-batch has: ``float32 (8·part, 3)``."""
+        grows = range(len(self.sizes)) if self.grows is None else self.grows
+        sizes = [
+            f"{size}·part" if dim in grows else str(size) for dim, size in enumerate(self.sizes)
+        ]
+        return f"{str(self.dtype).removeprefix('torch.')} ({', '.join(sizes)})"
+
     def bytes(self, part: Fraction | None) -> int | None:
         """The bytes of the tensor for a micro-batch; None if they cannot be known.
 

@@ -35,6 +35,12 @@ class Carried:
     shapes: Shapes
     microbatch: int | None
 
+    def __str__(self) -> str:
+        """What is carried, for people."""
+        said = ", ".join(map(str, self.shapes)) or "no tensors"
+        is_part = "·part" in said
+        return f"{said}, part: the micro-batch's share of the rows" if is_part else said
+
     def sizes(self, parts: Sequence[Fraction] | None) -> Sizes | None:
         """The bytes of each tensor and number in a run; None if they cannot be known.
 

@@ -30,7 +30,7 @@ from fxpipe.inspect.draw.picture import (
     width_of,
 )
 from fxpipe.inspect.draw.step import FILL, MEANING, actions_of
-from fxpipe.ir.graph import STAGE
+from fxpipe.ir.graph import CARRIED, STAGE
 from fxpipe.schedule import Action, Kind
 from passes.to_rank.project import edge_of, transfers_of
 
@@ -71,15 +71,17 @@ def draw_ranks(graphs: Sequence[fx.GraphModule]) -> graphviz.Source:
 def draw_rank(gm: fx.GraphModule, rank: int) -> graphviz.Source:
     """Draw the graph of one rank: its actions, and what it receives and sends, in the order in
     which the rank comes to them. A circle is a transfer; its number counts those between the two
-    ranks in this direction. A transfer begins at its circle, and an action waits for the ones that
-    it needs."""
+    ranks in this direction; the tooltip says the dtypes and shapes that it carries. A transfer
+    begins at its circle, and an action waits for the ones that it needs."""
     program = _RankBoxes(gm, rank)
     above: dict[int, list[_RankBox]] = {}
     below: dict[int, list[_RankBox]] = {}
     links = []
     for node in transfers_of(gm):
         edge, number = edge_of(node)
-        box = _RankBox(f"edge_{edge[0]}_{edge[1]}_{number}", str(number), "white", tip=node.name)
+        carried = node.meta.get(CARRIED)
+        tip = f"{node.name}: {carried or 'what it carries follows from values'}"
+        box = _RankBox(f"edge_{edge[0]}_{edge[1]}_{number}", str(number), "white", tip)
         program.order[box] = program.places[node]
         (below if edge[0] == rank else above).setdefault(sum(edge) - rank, []).append(box)
         if edge[0] == rank:

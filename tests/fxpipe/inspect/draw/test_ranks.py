@@ -11,7 +11,7 @@ from fxpipe.inspect.draw import draw_rank, draw_ranks
 from passes import Reduce, Unshard
 from passes.to_rank.project import edge_of, transfers_of
 from tests.fxpipe.inspect.draw.test_levels import clusters, edges, laid_out
-from tests.passes.to_rank.test_project import TOKENS, projected, step
+from tests.passes.to_rank.test_project import TOKENS, X, projected, step
 from tests.zoo import Chain, Tied
 
 SCHEDULES = ["gpipe", "1f1b", "zb_h1"]
@@ -73,6 +73,13 @@ def test_the_picture_of_one_rank_has_a_circle_for_each_transfer_in_the_order_of_
         ends = [pair for pair in lines if name in pair]
         assert len(ends) == 1 and ends[0].index(name) == int(here == rank)
     assert all(at[tail][0] < at[head][0] for tail, head in lines)
+
+
+def test_the_tooltip_of_a_transfer_says_what_it_carries():
+    source = draw_rank(chain()[3], 3).source
+    tips = re.findall(r'edge_2_3_0"? \[.*?tooltip="([^"]*)"', source)
+    shape = f"float32 ({len(X)}·part, 3), part: the micro-batch's share of the rows"
+    assert tips == [f"receive_wait_s2_mb0_1: {shape}"]
 
 
 def test_shared_weights_and_seeds_have_boxes_where_they_leave_and_sums_where_they_begin():
