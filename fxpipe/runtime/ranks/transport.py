@@ -401,14 +401,14 @@ class GroupTransport:
         there = self._edge(edge)
         there.check(number)
         there.done += 1
-        ask: Callable[[], _Asked] = partial(self._asked, there, number)
+        ask: Callable[[], _Incoming] = partial(self._asked, there, number)
         if self._by_host and not self.is_shared(edge):
             ask = _tried(ask)
         taken = there.worker.do(partial(self._take, there, number, self._key, ask))
         waiting = partial(self.watch.waiting, edge[0], self._planned(edge, number).said)
         return _Receiving(taken, self.device, waiting)
 
-    def _asked(self, edge: _EdgeEnd, transfer: int) -> _Asked:
+    def _asked(self, edge: _EdgeEnd, transfer: int) -> _Incoming:
         """Begin to receive a message: the tensors that are expected, and the header."""
         peer = self.ranks[edge.ends[0]]
         works: list[Any] = []
@@ -420,13 +420,13 @@ class GroupTransport:
         small = [size for size in sizes if is_small(size)]
         header = torch.empty(_HEADER_BYTES + sum(small), dtype=torch.uint8)
         works.append(dist.irecv(header, peer, self._control, tag=HEADER))
-        return _Asked(expected, large, header, works)
+        return _Incoming(expected, large, header, works)
 
-    def _take(self, edge: _EdgeEnd, number: int, key: int, ask: Callable[[], _Asked]) -> Any:
+    def _take(self, edge: _EdgeEnd, number: int, key: int, ask: Callable[[], _Incoming]) -> Any:
         with self._or_lost(edge, number):
             return self._taken(edge, number, key, ask())
 
-    def _taken(self, edge: _EdgeEnd, transfer: int, key: int, asked: _Asked) -> Any:
+    def _taken(self, edge: _EdgeEnd, transfer: int, key: int, asked: _Incoming) -> Any:
         peer = self.ranks[edge.ends[0]]
         came = asked.came(self.device)
         theirs, number, length = asked.header[:_HEADER_BYTES].view(torch.int64).tolist()
@@ -539,7 +539,7 @@ class _Message:
 
 
 @dataclass
-class _Asked:
+class _Incoming:
     """A message whose expected parts and header may still be on their way."""
 
     expected: Sizes | None
