@@ -137,9 +137,14 @@ class GivenCost:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm = AnalyticCost(self.device, self.optimizer_states, self.chunks)(gm)
         work = {node.name: node for node in stage_nodes(gm.graph)}
+        given: Mapping[str, float | Cost]
         if isinstance(self.costs, Profile):
             _check_whole(self.costs, work)
-        given = self.costs.costs if isinstance(self.costs, Profile) else self.costs
+            # Passes that come later add nodes, such as those of shared parameters, to the graph of
+            # a compiled model, of which the profile may be.
+            given = {name: cost for name, cost in self.costs.costs.items() if name in work}
+        else:
+            given = self.costs
         _check_times(given)
         estimates = {node: node.meta[COST] for node in work.values()}
         for node, cost in estimates.items():

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from fxpipe.ir.graph import RANDOM, SEED, VALUE, add_input, rename_in_meta, stage_nodes
+from fxpipe.ir.graph import RANDOM, SEED, VALUE, add_input, stage_nodes
 from fxpipe.runtime.random import Method, Seeded
 
 
@@ -42,13 +42,8 @@ class Random:
         for index, node in enumerate(drawing):
             target = f"{node.name}_seeded"
             gm.add_submodule(target, Seeded(_function(gm, node), index))
-            with gm.graph.inserting_before(node):
-                args = (seed, *node.args)
-                call = gm.graph.create_node("call_module", target, args, node.kwargs, name=target)
-            call.meta = node.meta
-            node.replace_all_uses_with(call)
-            gm.graph.erase_node(node)
-        rename_in_meta(gm.graph, {node.name: f"{node.name}_seeded" for node in drawing})
+            # It keeps its name, by which users and saved profiles know it.
+            node.op, node.target, node.args = "call_module", target, (seed, *node.args)
         gm.recompile()
         return gm
 

@@ -26,7 +26,7 @@ from torch import fx, nn
 
 from fxpipe import ops
 from fxpipe.ir.cost import Cost
-from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, attribute, rename_in_meta, stage_nodes
+from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, attribute, stage_nodes
 from passes.common.fakes import FakeInterpreter, backward_edges, fake_mode
 
 
@@ -48,7 +48,6 @@ class Shared:
         interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
         several = _by_nodes(gm) | _by_edges(interpreter)
         shared: dict[int, fx.Node] = {}
-        renamed: dict[str, str] = {}
 
         def share(parameter: nn.Parameter, user: fx.Node) -> fx.Node:
             """The ``share`` node of a parameter; it is made ahead of the parameter's first user."""
@@ -75,8 +74,7 @@ class Shared:
                 module = gm.get_submodule(str(node.target))
                 own = {name: p for name, p in _parameters(module) if id(p) in several}
                 if own:
-                    call = _call(node, {name: share(p, node) for name, p in own.items()})
-                    renamed[node.name] = call.name
+                    _give(node, {name: share(p, node) for name, p in own.items()})
         for node in gm.graph.find_nodes(op="get_attr"):
             if not node.users:
                 gm.graph.erase_node(node)
@@ -85,32 +83,20 @@ class Shared:
                 # The model leaves such a parameter without a gradient, where ``share`` would give
                 # it one of zeros.
                 node.meta[NO_BACKWARD] = True
-        rename_in_meta(gm.graph, renamed)
         if shared:
             gm.recompile()
         return gm
 
 
-def _call(node: fx.Node, values: dict[str, fx.Node]) -> fx.Node:
-    """Replace a call of a module by one that runs it with these values for some parameters.
+def _give(node: fx.Node, values: dict[str, fx.Node]) -> None:
+    """Make a node that calls a module one that runs it with these values for some parameters.
 
-    ``values`` are by the parameters' names in the module. Returns the new call.
+    ``values`` are by the parameters' names in the module. The node keeps its name, by which users
+    and saved profiles know it.
     """
-    graph = node.graph
-    with graph.inserting_before(node):
-        name = f"{node.name}_module"
-        module = graph.create_node("get_attr", node.target, name=name)
-        call = graph.create_node(
-            "call_function",
-            ops.call,
-            (module, values, *node.args),
-            node.kwargs,
-            name=f"{node.name}_call",
-        )
-    call.meta = node.meta
-    node.replace_all_uses_with(call)
-    graph.erase_node(node)
-    return call
+    with node.graph.inserting_before(node):
+        module = node.graph.create_node("get_attr", node.target, name=f"{node.name}_module")
+    node.op, node.target, node.args = "call_function", ops.call, (module, values, *node.args)
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

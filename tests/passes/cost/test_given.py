@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import fx, nn
 
+import fxpipe
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import COST, stage_nodes
 from passes import Alias, AnalyticCost
 from passes.cost.choice import cost_pass
 from passes.cost.given import GivenCost, Profile, ProfileError
 from passes.cost.measured import MeasuredCost
-from tests.zoo import Chain
+from tests.zoo import Chain, Tied
 
 
 def traced(model=None):
@@ -110,3 +111,21 @@ def test_the_pass_is_known_by_what_is_asked_for(tmp_path):
     assert isinstance(cost_pass(tmp_path / "p.json", ()), GivenCost)
     with pytest.raises(ValueError, match='costs is \'guessed\': give "analytic", "measured", the'):
         cost_pass("guessed", ())
+
+
+class Dropped(Tied):
+    """A model with a tied weight, that draws random numbers."""
+
+    def forward(self, tokens):
+        return nn.functional.dropout(super().forward(tokens), 0.1)
+
+
+@pytest.mark.parametrize("devices", [["cpu", "cpu"], ["cpu", "cpu:0"]])
+def test_the_profile_of_a_pipeline_is_one_of_its_model(devices):
+    """Passes have given nodes a seed, and brought a shared parameter to another device."""
+    model, tokens = Dropped(), torch.randint(11, (4, 4))
+    with fxpipe.compile(model, devices, chunks=2, example_inputs=(tokens,)) as pipe:
+        profile = Profile.of(pipe.model_graph)
+    with fxpipe.compile(model, devices, chunks=2, costs=profile) as again:
+        again.prepare(tokens)
+        assert Profile.of(again.model_graph).costs == profile.costs

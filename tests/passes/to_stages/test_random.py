@@ -98,9 +98,9 @@ def test_what_draws_is_given_the_seed_and_a_number_of_its_own():
 x: input
 seed: input = None
 a = a(x)
-drop_seeded = drop_seeded(seed, a)
-dropout_seeded = dropout_seeded(seed, drop_seeded, p=0.1, training=True, inplace=False)
-return dropout_seeded
+drop = drop_seeded(seed, a)
+dropout = dropout_seeded(seed, drop, p=0.1, training=True, inplace=False)
+return dropout
 """,
     )
     assert [gm.drop_seeded.index, gm.dropout_seeded.index] == [0, 1]

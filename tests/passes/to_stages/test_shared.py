@@ -99,21 +99,21 @@ tokens: input
 embed_weight = self.embed.weight
 embed_weight_shared = share(embed_weight)
 embed_module = self.embed
-embed_call = call(embed_module, {'weight': embed_weight_shared}, tokens)
+embed = call(embed_module, {'weight': embed_weight_shared}, tokens)
 mix_weight = self.mix.weight
 mix_weight_shared = share(mix_weight)
 mix_bias = self.mix.bias
 mix_bias_shared = share(mix_bias)
 mix_module = self.mix
-mix_call = call(mix_module, {'weight': mix_weight_shared, 'bias': mix_bias_shared}, embed_call)
-tanh = tanh(mix_call)
+mix = call(mix_module, {'weight': mix_weight_shared, 'bias': mix_bias_shared}, embed)
+tanh = tanh(mix)
 other = other(tanh)
 tanh_1 = tanh(other)
 mix_1_module = self.mix
-mix_1_call = call(mix_1_module, {'weight': mix_weight_shared, 'bias': mix_bias_shared}, tanh_1)
+mix_1 = call(mix_1_module, {'weight': mix_weight_shared, 'bias': mix_bias_shared}, tanh_1)
 head_module = self.head
-head_call = call(head_module, {'weight': embed_weight_shared}, mix_1_call)
-return head_call
+head = call(head_module, {'weight': embed_weight_shared}, mix_1)
+return head
 """,
     )
 
@@ -169,7 +169,7 @@ def test_a_shared_parameter_lives_with_its_first_user_and_travels_to_other_devic
     assert [(h.value, h.source, h.target, h.once) for h in pipe.skip_layout.hops] == [
         ("embed.weight", 0, 1, True),  # not with each micro-batch: pass "tied"
         ("tokens", None, 0, False),
-        ("mix_1_call", 0, 1, False),
+        ("mix_1", 0, 1, False),
     ]
 
 

@@ -54,11 +54,11 @@ return stage_1
             format_graph(pipe.stages[1].module),
             """\
 embed_weight_s1: input
-mix_1_call: input
+mix_1: input
 embed_weight_shared_s1 = share(embed_weight_s1)  # stage 1
 head_module = self.head
-head_call = call(head_module, {'weight': embed_weight_shared_s1}, mix_1_call)  # stage 1
-return head_call
+head = call(head_module, {'weight': embed_weight_shared_s1}, mix_1)  # stage 1
+return head
 """,
         )
         brought = pipe.graph.find_nodes(op="call_function", target=ops.bring)
@@ -93,9 +93,9 @@ def test_on_one_device_it_goes_the_way_of_all_values():
 
 CUTS = {
     "there": (TWO, ["head"]),
-    "there and back": (["cpu", "cpu:0", "cpu"], ["mix_1_call", "head"]),
-    "both weights": (TWO, ["mix_1_call"]),
-    "twice": (["cpu", "cpu:0", "cpu:0"], ["mix_1_call", "head"]),
+    "there and back": (["cpu", "cpu:0", "cpu"], ["mix_1", "head"]),
+    "both weights": (TWO, ["mix_1"]),
+    "twice": (["cpu", "cpu:0", "cpu:0"], ["mix_1", "head"]),
 }
 
 
