@@ -58,9 +58,6 @@ class _Queue:
         takes(known)
         return item
 
-    def empty(self) -> bool:
-        return self._queue.empty()
-
 
 class _Inbox(lanes.Inbox):
     """An inbox that hands over, with each value, what the lane knew that has posted it.
