@@ -97,7 +97,9 @@ def compile(
             "measured" on accelerators if there are example inputs, else "analytic".
         checkpoint: which micro-batches keep no activations, but recompute them in the backward:
             "never", "always", or "except_last" (all but the last); or a list with one of these for
-            each stage.
+            each stage. "auto": the compiler chooses the mode of each stage together with the cut,
+            so that the step fits into the memory that is known (see ``memory``) and takes least
+            time; without a limit of memory it is "never".
         checkpoint_segments: the number of segments of a checkpointed stage. The inputs of all
             segments are kept, and each segment is recomputed on its own, so that the activations of
             only one segment exist at a time. (If a schedule puts weight gradients off, the

@@ -109,7 +109,8 @@ _PIPELINE = (
         show_default=True,
         metavar="MODE|MODE,MODE",
         help="Which micro-batches keep no activations, but recompute them in the backward: never, "
-        "except_last or always; or one of these for each stage.",
+        "except_last or always; one of these for each stage; or auto, for what fits the memory and "
+        "takes least time.",
     ),
     click.option(
         "--memory",

@@ -53,7 +53,7 @@ class Compiler(Staging):
 
     def __init__(self, model: nn.Module, options: Options, layout: Layout | None = None) -> None:
         super().__init__(model, options, layout)
-        self.lowering = Lowering(model, options)
+        self.lowering = Lowering(model, options, self.layout)
         self.cache = Cache(model)
         self.compilations = Compilations(type(model).__name__)
         self._folder = None if options.cache is None else Folder(options.cache)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
+from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.ir.graph import GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes
@@ -36,6 +37,7 @@ class Fitting:
         memory: the bytes that each lane may take; None: no limit.
         context: what is known of the compilation from the model graph to the stage graph.
         ways_out: returns a sentence that says with which other options the model would fit.
+        layout: learns which micro-batches the stages keep.
 
     Raises :class:`DoesNotFit` if no cut fits.
     """
@@ -45,42 +47,25 @@ class Fitting:
     memory: tuple[float | None, ...]
     context: ToStages
     ways_out: Callable[[PlanQuestion], str]
+    layout: Layout
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
-        question = self._question(gm)
+        chunks = self.context.traced_chunks or self.context.chunks
+        question = question_of(self.options, self.memory, gm, self.context, chunks)
         try:
             plan = question.answer()
         except DoesNotFit as error:
             raise DoesNotFit(f"{error}; {self.ways_out(question)}") from None
         if not plan.fits:
             self._warn(plan)
+        self.layout.modes = plan.checkpoint
         stages = plan.partition
         for node in stage_nodes(gm.graph):
             node.meta[STAGE] = stages[node.name]
         if question.is_automatic and math.isfinite(plan.gap):
             gm.meta[GAP] = plan.gap
         return gm
-
-    def _question(self, gm: fx.GraphModule) -> PlanQuestion:
-        options, context = self.options, self.context
-        lanes = options.lanes
-        chunks = context.traced_chunks or context.chunks
-        known = CostedModel(gm, gm, context, options.passes, {chunks: copied(gm)})
-        return PlanQuestion(
-            known,
-            options.partition,
-            tuple(
-                spec.with_memory(limit)
-                for spec, limit in zip(options.specs, self.memory, strict=True)
-            ),
-            options.schedule,
-            len(options.devices) if len(options.devices) != len(lanes) else None,
-            chunks,
-            options.checkpoint,
-            options.checkpoint_segments,
-            tuple(map(str, lanes)),
-        )
 
     def _warn(self, plan: Plan) -> None:
         short = ", ".join(
@@ -93,3 +78,27 @@ class Fitting:
             'partition="auto" for a cut that fits, or more memory',
             stacklevel=2,
         )
+
+
+def question_of(
+    options: Options,
+    memory: Sequence[float | None],
+    gm: fx.GraphModule,
+    context: ToStages,
+    chunks: int,
+) -> PlanQuestion:
+    """The question which plan there is for a model graph that has costs for ``chunks``
+    micro-batches, on the lanes of the options, each with so many bytes of memory (None: no limit).
+    """
+    lanes = options.lanes
+    return PlanQuestion(
+        CostedModel(gm, gm, context, options.passes, {chunks: copied(gm)}),
+        options.partition,
+        tuple(spec.with_memory(limit) for spec, limit in zip(options.specs, memory, strict=True)),
+        options.schedule,
+        len(options.devices) if len(options.devices) != len(lanes) else None,
+        chunks,
+        options.checkpoint,
+        options.checkpoint_segments,
+        tuple(map(str, lanes)),
+    )

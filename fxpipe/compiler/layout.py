@@ -1,5 +1,6 @@
-"""The layout of a model: where it has been cut into stages. Later traces of it (for another mode,
-or other arguments) are cut alike, so that its parameters stay on their devices."""
+"""The layout of a model: where it has been cut into stages, and which micro-batches these keep.
+Later traces of it (for another mode, or other arguments) are cut alike, so that its parameters stay
+on their devices."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from fxpipe import ops
 from fxpipe.ir.graph import STAGE, attribute, stage_nodes
 from fxpipe.runtime.checkpointing.regions import WITHIN
 from passes import Pass
+from passes.common.modes import AUTO, Modes
 from passes.partition.automatic import cut_around
 from passes.partition.pieces import warn_of_the_heaviest
 from passes.partition.problem import order_of_sums, reads_before_writes, together
@@ -24,10 +26,13 @@ class Layout:
 
     Args:
         stages: the number of stages.
+        checkpoint: the checkpoint modes of the stages. For "auto" all activations are kept, unless
+            the cut says otherwise (``modes``): without a limit of memory that takes least time.
     """
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, checkpoint: Modes = "never") -> None:
         self.stages = stages
+        self.modes: Modes = "never" if checkpoint == AUTO else checkpoint
         self.labels: dict[str, int] = {}  # the stages of nodes, by their names
         self.homes: dict[str, int] = {}  # the stages of parameters, by their paths in the model
         self.keeps_sums = True  # whether gradients are summed in the model's order, see ``learn``

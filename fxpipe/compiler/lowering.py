@@ -14,6 +14,7 @@ from torch import fx, nn
 from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.history import History
+from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.loss import Loss, LossWeight, Target
 from fxpipe.compiler.options import Options
 from fxpipe.ir.progress import phase
@@ -21,14 +22,16 @@ from fxpipe.runtime.compiled.stage import as_it_is
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim
 from fxpipe.runtime.program import lower
 from passes.chain import ToPipeline, ToStep
+from passes.common.modes import is_never
 
 
 class Lowering:
     """Unrolls the stage graph of a mode over micro-batches, and lowers the resulting graph."""
 
-    def __init__(self, model: nn.Module, options: Options) -> None:
+    def __init__(self, model: nn.Module, options: Options, layout: Layout) -> None:
         self.model = model
         self.options = options
+        self.layout = layout
 
     def pipeline(self, mode: Mode, chunks: int) -> Unrolled:
         """The pipeline graph for ``chunks`` micro-batches, and its programs."""
@@ -38,8 +41,8 @@ class Lowering:
             chunks=chunks,
             in_dims=tuple(mode.in_dims),
             out_dims=tuple(mode.out_dims),
-            checkpoint=options.checkpoint,
-            checkpoint_segments=options.checkpoint_segments,
+            checkpoint=self.layout.modes,
+            checkpoint_segments=self._segments,
             compiled=mode.compiled,
             loss_weight=self._loss_weight(mode),
         )
@@ -55,18 +58,23 @@ class Lowering:
         options = self.options
         context = ToStep(
             loss=Loss(options.loss_fn, mode.traced.rebuild, target.nesting),
-            schedule=options.schedule_for(chunks, mode.costs),
+            schedule=options.schedule_for(chunks, mode.costs, self.layout.modes),
             devices=options.names,
             in_dims=tuple(mode.in_dims),
             targets=target.has_batch,
-            checkpoint=options.checkpoint,
-            checkpoint_segments=options.checkpoint_segments,
+            checkpoint=self.layout.modes,
+            checkpoint_segments=self._segments,
             summed=loss_dim == SUM,
             loss_weight=self._loss_weight(mode, target) if loss_dim == WEIGHTED else None,
             weighs_inputs=loss_dim == WEIGHTED and options.loss_fn is None,
             compiled=mode.compiled,
         )
         return self._lowered(mode, f"step of {chunks}", context, chunks)
+
+    @property
+    def _segments(self) -> int:
+        """The number of segments of the stages: one, if no micro-batch is checkpointed."""
+        return 1 if is_never(self.layout.modes) else self.options.checkpoint_segments
 
     def _lowered(
         self, mode: Mode, title: str, context: ToPipeline | ToStep, chunks: int

@@ -28,6 +28,7 @@ from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of
 from fxpipe.trace import CustomTracer
 from passes import Chain, Checkpoint, Pass
 from passes.chain import chain_of
+from passes.common import modes
 from passes.common.modes import Modes, of_stages
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
@@ -106,7 +107,8 @@ class Options:
     def __post_init__(self) -> None:
         self._check_fit()
         Checkpoint(self.checkpoint, self.checkpoint_segments)  # raises for wrong values
-        of_stages(self.checkpoint, len(self.devices))  # raises for another number of stages
+        if self.checkpoint != modes.AUTO:
+            of_stages(self.checkpoint, len(self.devices))  # raises for another number of stages
         if isinstance(self.loss_fn, type):
             name = self.loss_fn.__name__
             raise TypeError(f"loss_fn is the class {name}: give an instance, {name}()")
@@ -167,14 +169,14 @@ class Options:
         """The description of each lane's device, without a limit of memory."""
         return tuple(map(spec_of, self.lanes))
 
-    def schedule_for(self, chunks: int, costs: Sequence[Cost]) -> Schedule:
+    def schedule_for(self, chunks: int, costs: Sequence[Cost], checkpoint: Modes) -> Schedule:
         """The schedule of a training step with ``chunks`` micro-batches. ``costs`` has each stage's
-        cost for a mini-batch."""
+        cost for a mini-batch, and ``checkpoint`` says which micro-batches stages keep."""
         return schedule_of(
             self.schedule,
             self.placement,
             chunks,
-            lambda: estimated_costs(costs, chunks, self.checkpoint),
+            lambda: estimated_costs(costs, chunks, checkpoint),
             whole=self._chunks,
         )
 

@@ -100,7 +100,7 @@ class Staging(ABC):
     def __init__(self, model: nn.Module, options: Options, layout: Layout | None = None) -> None:
         self.model = model
         self.options = options
-        self.layout = layout or Layout(len(options.devices))
+        self.layout = layout or Layout(len(options.devices), options.checkpoint)
         self.homes: dict[str, torch.device] = {}
         """The device of its stage for each tensor of the model that is still on "meta"."""
         self._slot = CacheSlot(model)
@@ -451,15 +451,18 @@ class Staging(ABC):
         options = self.options
         limits = options.memory or self._free_memory()
         if any(limit is not None for limit in limits):
-            return Fitting(options, limits, context, partial(self._ways_out, context, inputs))
-        cut = passes.Partition(len(options.devices), options.partition)
+            ways_out = partial(self._ways_out, context, inputs)
+            return Fitting(options, limits, context, ways_out, self.layout)
+        chunks = context.traced_chunks or context.chunks
+        cut = passes.Partition(
+            len(options.devices), options.partition, chunks=chunks, checkpoint=options.checkpoint
+        )
         has_own = isinstance(options.partition, Auto) and options.partition.devices is not None
         if len(set(options.names)) == 1 or has_own:
             return cut  # nothing has to travel, or the user says how it does
         return replace(
             cut,
             devices=tuple(options.specs[lane] for lane in options.placement),
-            chunks=context.traced_chunks or context.chunks,
             placement=tuple(options.names.index(name) for name in options.names),
         )
 

@@ -46,6 +46,7 @@ from fxpipe.planning.estimates import (
 )
 from fxpipe.schedule import AUTO, StageCost, Timeline
 from passes import Project
+from passes.common.modes import Modes
 from passes.common.skips import SkipLayout, skip_layout
 from passes.to_rank.project import Crossings
 
@@ -307,20 +308,24 @@ class Views:
 
     def _estimated(self, chunks: int) -> list[StageCost]:
         costs = [stage.cost for stage in self.stages]
-        return estimated_costs(costs, chunks, self._options.checkpoint)
+        return estimated_costs(costs, chunks, self._modes)
 
     def _simulated(self, chunks: int, costs: Sequence[StageCost]) -> Timeline:
         options, layout = self._options, self.skip_layout
         of_stages = [stage.cost for stage in self.stages]
-        schedule = options.schedule_for(chunks, of_stages)
+        schedule = options.schedule_for(chunks, of_stages, self._modes)
         kept = stage_memory(of_stages, layout, self.model_graph.graph)
         if options.checkpoint_segments > 1:
             modules = [stage.module for stage in self.stages]
-            kept = in_segments(kept, modules, options.checkpoint_segments, options.checkpoint)
+            kept = in_segments(kept, modules, options.checkpoint_segments, self._modes)
         loss = self._runner.last()[0].loss_memory
-        memory = step_memory(kept, options.placement, chunks, options.checkpoint, loss)
+        memory = step_memory(kept, options.placement, chunks, self._modes, loss)
         found = predicted(schedule, costs, layout, options.names, memory)
         return replace(found, lanes=tuple(self.lane_names))
+
+    @property
+    def _modes(self) -> Modes:
+        return self._runner.compiler.layout.modes
 
     @property
     def lane_names(self) -> list[str]:

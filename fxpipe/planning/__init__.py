@@ -4,7 +4,6 @@ not be here."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -14,17 +13,13 @@ from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import kind
-from fxpipe.meaning.asked import Asked
-from fxpipe.meaning.call import meaning_of
-from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.limits import Memory, limits_of
 from fxpipe.planning.optimizer import optimizer_states as count_states
-from fxpipe.planning.question import CostedModel, PlanQuestion, sketch
+from fxpipe.planning.question import CostSettings, PlanQuestion, costed
 from fxpipe.planning.result import Plan, PlannedStage
 from fxpipe.runtime.ambient import compiling
-from fxpipe.runtime.microbatch import LISTED
 from fxpipe.schedule import Schedule, microbatches_of, placement_of
-from fxpipe.trace import CustomTracer, canonical
+from fxpipe.trace import CustomTracer
 from passes.chain import Chain, chain_of
 from passes.common.modes import Modes, modes_of
 from passes.cost.analytic import ADAM
@@ -105,23 +100,19 @@ def plan(
     optimizer_states = count_states(optimizer, optimizer_states)
     placement = placement_of(schedule, len(specs), stages)
     whole = microbatches_of(schedule, chunks, len(placement))
-    args, kwargs = canonical(model, example_inputs, example_kwargs or {})
     with compiling():
-        args, kwargs = out_of_inference_mode((args, kwargs))
-        found = meaning_of(model, args, kwargs, Asked(in_dims, check=False)).in_dims
-        if LISTED in found:
-            raise ValueError(
-                "no plan can be made for an input that is a list with one element for each row: "
-                "stack its elements to one tensor, or give their batch dimensions in in_dims"
-            )
-        dims = [dim if isinstance(dim, int) else None for dim in found]
-        report_progress("trace")
-        gm, known = sketch(model, args, kwargs, dims, tracer, chunks, chain)
-        known = replace(known, costs=costs, spec=specs[0], optimizer_states=optimizer_states)
-        batch = batch_size(known.inputs, dims)
+        prices, batch = costed(
+            model,
+            (example_inputs, example_kwargs or {}),
+            CostSettings(costs, specs[0], optimizer_states),
+            in_dims=in_dims,
+            tracer=tracer,
+            chunks=chunks,
+            chain=chain,
+        )
         microbatches = max(1, min(whole, batch or 1))
         question = PlanQuestion(
-            CostedModel(model, gm, known, chain),
+            prices,
             partition,
             specs,
             schedule.first(microbatches) if isinstance(schedule, Schedule) else schedule,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 from torch import fx
 
@@ -15,6 +14,7 @@ from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import COST, GAP, STAGE
 from fxpipe.ir.progress import report_progress
 from fxpipe.planning.estimates import (
+    StageMemory,
     estimated_costs,
     in_segments,
     stage_memory,
@@ -37,12 +37,12 @@ from fxpipe.schedule import (
 )
 from fxpipe.schedule.choice import AUTO
 from passes.chain import Chain, ToStages, run
-from passes.common.modes import Modes, recomputed_by
+from passes.common.modes import Modes, choices, of_stages, plain
 from passes.common.skips import Hop, SkipLayout, skip_layout
 from passes.common.stage_names import stage_names
 from passes.cost.analytic import relative_time
 from passes.partition.cut.bounds import gap, lower_bound
-from passes.partition.cut.dag import prices
+from passes.partition.cut.dag import Machine, prices
 from passes.partition.partition import Partition, Spec
 from passes.partition.problem import CutProblem, machine, problem
 
@@ -62,6 +62,57 @@ class _Sent:
     def gradient_bytes(self, hop: Hop) -> int:
         """The bytes of the gradient that comes back for a value, for a mini-batch."""
         return batch_bytes(self._values[hop.value], trained=True)
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model that has been cut into stages, ahead of the decision which micro-batches these keep.
+
+    Attributes:
+        gm: the model graph.
+        problem: the problem that the cut solves.
+        stage: the stage of each node of the problem.
+        devices: the description of each stage's device, with the memory that the cut could take.
+        contains: what is in each stage, in words.
+        modules: the stages.
+        sent: what the stages send to each other.
+        kept: the bytes that each stage keeps, if no micro-batch is checkpointed.
+        reserve: the bytes of each stage that the cut has left free.
+    """
+
+    gm: fx.GraphModule
+    problem: CutProblem
+    stage: tuple[int, ...]
+    devices: tuple[DeviceSpec, ...]
+    contains: tuple[str, ...]
+    modules: tuple[fx.GraphModule, ...]
+    sent: _Sent
+    kept: tuple[StageMemory, ...]
+    reserve: tuple[float, ...]
+
+    def nodes_of(self, stage: int) -> tuple[str, ...]:
+        """The names of a stage's nodes."""
+        pairs = zip(self.problem.work, self.stage, strict=True)
+        return tuple(node.name for node, own in pairs if own == stage)
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A predicted training step.
+
+    Attributes:
+        modes: which micro-batches are checkpointed.
+        kept: the bytes that each stage keeps.
+        memory: the same, as the simulator takes it.
+        order: the schedule.
+        timeline: the prediction.
+    """
+
+    modes: Modes
+    kept: tuple[StageMemory, ...]
+    memory: Memory
+    order: Schedule
+    timeline: Timeline
 
 
 @dataclass(frozen=True)
@@ -95,45 +146,68 @@ class PlannedLanes:
         """The number of the device that each stage runs on: lanes of one name share a device."""
         return tuple(self._names.index(self._names[lane]) for lane in self.placement)
 
-    def planned(
+    def cut_up(
         self, gm: fx.GraphModule, partition: Spec, part: int, reserve: Sequence[float] = ()
-    ) -> Plan:
-        """The plan for a model graph that has costs. A stage may take ``1 / part`` of the memory of
-        its device, less the bytes that are in ``reserve`` for it."""
+    ) -> CutModel:
+        """Cut a model graph that has costs. A stage may take ``1 / part`` of the memory of its
+        device, less the bytes that are in ``reserve`` for it."""
         devices = self._devices(part, reserve)
-        stages = len(devices)
         report_progress("partition")
         lanes = tuple(self._names[lane] for lane in self.placement)
         cut = ToStages((), (), devices=lanes, partition=self.cut(partition, part, reserve))
         rest = self.chain.passes(cut, since="partition", until="split")
         gm = next(rest)(gm)  # runs pass "partition"
-        again = recomputed_by(self.checkpoint, self.chunks, stages)
-        found = problem(gm.graph, devices=devices, recomputed=again)
-        stage = [node.meta[STAGE] for node in found.work]
+        found = problem(gm.graph, devices=devices)
+        stage = tuple(node.meta[STAGE] for node in found.work)
         gm = run(rest, gm)
         costs = stage_costs(gm.graph)
         contains = stage_names(gm.graph)
         kept_graph = gm.graph
         stage_graph = run(self.chain.passes(cut, since="split"), gm)
         layout = skip_layout(stage_graph)
-        sent = _Sent(found, layout)
-        kept = stage_memory(costs, layout, kept_graph)
-        if self.checkpoint_segments > 1:
-            modules: list[Any] = [stage_graph.get_submodule(f"stage_{i}") for i in range(stages)]
-            kept = in_segments(kept, modules, self.checkpoint_segments, self.checkpoint)
-        memory = step_memory(kept, self.placement, self.chunks, self.checkpoint)
-        report_progress("schedule")
-        order, timeline = self._played(self._costs(found, stage, devices), sent, memory, reserve)
-        target = machine(
-            devices,
-            chunks=self.chunks,
-            checkpoint=self.checkpoint,
-            order=order,
-            placement=self._places,
-            segments=self.checkpoint_segments,
+        return CutModel(
+            gm,
+            found,
+            stage,
+            tuple(devices),
+            tuple(contains),
+            tuple(stage_graph.get_submodule(f"stage_{i}") for i in range(len(devices))),  # type: ignore[misc]
+            _Sent(found, layout),
+            tuple(stage_memory(costs, layout, kept_graph)),
+            tuple(reserve),
         )
-        priced = prices(found.whole, target, stage)
-        held = [round(n) for n in peaks(order, memory).stages]
+
+    def modes(self, cut: CutModel) -> tuple[str, ...]:
+        """The mode of each stage of a cut: that given or, for "auto", the one with which the stage
+        takes least time of those that its memory has room for."""
+        chosen = choices(self.checkpoint)
+        order = self._order(len(cut.devices))
+        priced = prices(cut.problem.whole, self._machine(cut, self.checkpoint, order), cut.stage)
+        stages = len(cut.devices)
+        return tuple(of_stages(chosen[way], stages)[i] for i, way in enumerate(priced.way))
+
+    def step(self, cut: CutModel, modes: Modes, order: Schedule | None = None) -> PlannedStep:
+        """The training step of a cut whose stages have these modes, as the simulator predicts it.
+
+        ``order``: its schedule; None: the one that the user asks for.
+        """
+        kept = cut.kept
+        if self.checkpoint_segments > 1:
+            kept = tuple(in_segments(kept, cut.modules, self.checkpoint_segments, modes))
+        memory = step_memory(kept, self.placement, self.chunks, modes)
+        costs = self._costs(cut, modes)
+        edges, once = traffic(cut.sent.layout, self.chunks, cut.sent.gradient_bytes)
+        links = Links(edges, between=self._between(), once=once)
+        order = order or self._ordered(costs, links, memory, cut.reserve)
+        timeline = simulate(order, costs, links, memory)
+        return PlannedStep(plain(of_stages(modes, len(cut.devices))), kept, memory, order, timeline)
+
+    def plan(self, cut: CutModel, step: PlannedStep) -> Plan:
+        """The plan that has this cut and this step."""
+        target = self._machine(cut, step.modes, step.order)
+        priced = prices(cut.problem.whole, target, cut.stage)
+        kept, timeline = step.kept, step.timeline
+        held = [round(n) for n in peaks(step.order, step.memory).stages]
         known = [sum(round(kept[i].fixed) + held[i] for i in own) for own in self._stages_on]
         running = [max(0, round(n - k)) for n, k in zip(timeline.peak_memory, known, strict=True)]
         return Plan(
@@ -142,9 +216,9 @@ class PlannedLanes:
                 PlannedStage(
                     i,
                     self.placement[i],
-                    devices[i],
-                    contains[i],
-                    tuple(n.name for n, s in zip(found.work, stage, strict=True) if s == i),
+                    self.specs[self.placement[i]],
+                    cut.contains[i],
+                    cut.nodes_of(i),
                     float(priced.compute[i]),
                     float(priced.link[i]),
                     float(priced.times[i]),
@@ -153,13 +227,23 @@ class PlannedLanes:
                     running[self.placement[i]] // len(self._stages_on[self.placement[i]]),
                     float(priced.memory[i]),
                 )
-                for i in range(stages)
+                for i in range(len(cut.devices))
             ),
-            layout,
-            order,
+            cut.sent.layout,
+            step.order,
             timeline,
-            self.checkpoint,
-            gm.meta.get(GAP, gap(priced.slowest, lower_bound(found.dag, target))),
+            step.modes,
+            cut.gm.meta.get(GAP, gap(priced.slowest, lower_bound(cut.problem.dag, target))),
+        )
+
+    def _machine(self, cut: CutModel, modes: Modes, order: Schedule | None) -> Machine:
+        return machine(
+            cut.devices,
+            chunks=self.chunks,
+            checkpoint=modes,
+            order=order,
+            placement=self._places,
+            segments=self.checkpoint_segments,
         )
 
     @property
@@ -206,15 +290,6 @@ class PlannedLanes:
             return None
         return named(schedule, lanes=lanes, stages=stages, microbatches=self.chunks)
 
-    def _played(
-        self, costs: Sequence[StageCost], sent: _Sent, memory: Memory, reserve: Sequence[float]
-    ) -> tuple[Schedule, Timeline]:
-        """The schedule of a step, and its timeline as the simulator predicts it."""
-        edges, once = traffic(sent.layout, self.chunks, sent.gradient_bytes)
-        links = Links(edges, between=self._between(), once=once)
-        order = self._ordered(costs, links, memory, reserve)
-        return order, simulate(order, costs, links, memory)
-
     def _ordered(
         self, costs: Sequence[StageCost], links: Links, memory: Memory, reserve: Sequence[float]
     ) -> Schedule:
@@ -239,18 +314,17 @@ class PlannedLanes:
                 return search(max_bytes=[limit * (1 + ROUNDING) for limit in limits])
         return search()
 
-    def _costs(
-        self, found: CutProblem, stage: Sequence[int], devices: Sequence[DeviceSpec]
-    ) -> list[StageCost]:
+    def _costs(self, cut: CutModel, modes: Modes) -> list[StageCost]:
         """The seconds that a micro-batch takes at each stage, on the stage's own device."""
+        devices = cut.devices
         forward, backward = [0.0] * len(devices), [0.0] * len(devices)
-        for node, s in zip(found.work, stage, strict=True):
+        for node, s in zip(cut.problem.work, cut.stage, strict=True):
             is_another = devices[s] != devices[0]
             times = relative_time(node, devices[s], devices[0]) if is_another else 1.0
             forward[s] += times * node.meta[COST].forward_s
             backward[s] += times * node.meta[COST].backward_s
         costs = [Cost(forward_s=f, backward_s=b) for f, b in zip(forward, backward, strict=True)]
-        return estimated_costs(costs, self.chunks, self.checkpoint)
+        return estimated_costs(costs, self.chunks, modes)
 
     def _between(self) -> dict[tuple[int, int], Link]:
         """The link between each pair of lanes, which is as slow as the slower of their devices'

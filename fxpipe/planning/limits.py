@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,22 +71,39 @@ def free_memory(devices: Sequence[torch.device], model: nn.Module) -> tuple[floa
     """The bytes of each lane's device that a model may take: what is free there, what PyTorch has
     reserved and does not use, and what the model and its gradients take already. Lanes on one
     device have equal parts. None for a CPU, and for a device that does not say how much is free."""
-    free = {device: _free(device, model) for device in set(devices)}
-    found = ((free[device], devices.count(device)) for device in tuple(devices))
-    return tuple(None if amount is None else amount / count for amount, count in found)
+    used = {
+        device: torch.accelerator.memory_allocated(device) - _held(model, device)
+        for device in set(devices)
+        if _reachable(device) is not None
+    }
+    return _shared_out(devices, lambda device, most: most - used[device])
 
 
-def _free(device: torch.device, model: nn.Module) -> float | None:
+def reachable_memory(devices: Sequence[torch.device]) -> tuple[float | None, ...]:
+    """The bytes of each lane's device that this process has taken or can take. Lanes on one device
+    have equal parts. None for a CPU, and for a device that does not say how much is free."""
+    return _shared_out(devices, lambda device, most: most)
+
+
+def _shared_out(
+    devices: Sequence[torch.device], part: Callable[[torch.device, float], float]
+) -> tuple[float | None, ...]:
+    """A part of what is reachable on each lane's device, divided by the number of its lanes."""
+    most = {device: _reachable(device) for device in set(devices)}
+    return tuple(
+        None if (found := most[device]) is None else part(device, found) / devices.count(device)
+        for device in devices
+    )
+
+
+def _reachable(device: torch.device) -> float | None:
     if device.type in ("cpu", "meta"):
         return None
     try:
         free, _ = torch.accelerator.get_memory_info(device)
-        unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(
-            device
-        )
+        return float(free + torch.accelerator.memory_reserved(device))
     except (RuntimeError, NotImplementedError, AttributeError):  # its backend does not tell
         return None
-    return float(free + unused + _held(model, device))
 
 
 def _held(model: nn.Module, device: torch.device) -> int:

@@ -14,13 +14,20 @@ from torch import fx, nn
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import AnotherStrategy, is_the_models
 from fxpipe.ir.progress import report_progress
+from fxpipe.meaning.asked import Asked
+from fxpipe.meaning.call import meaning_of
+from fxpipe.meaning.sample import batch_size, out_of_inference_mode
+from fxpipe.planning.keeping import Keeping
 from fxpipe.planning.lanes import PlannedLanes
-from fxpipe.planning.result import Plan
+from fxpipe.planning.result import ROUNDING, Plan
+from fxpipe.runtime.microbatch import LISTED
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
-from fxpipe.trace import CustomTracer, trace, untouched
+from fxpipe.trace import CustomTracer, canonical, trace, untouched
 from passes.chain import Chain, ToStages, default_chain, run
+from passes.common import modes
 from passes.common.modes import Modes, milder
+from passes.cost.choice import Costs
 from passes.partition.automatic import Auto, DoesNotFit
 from passes.partition.partition import Spec
 from passes.partition.ways import Change, ways_out
@@ -91,8 +98,56 @@ class CostedModel:
         return copied(self.known[chunks])
 
 
+@dataclass(frozen=True)
+class CostSettings:
+    """Where the costs of nodes come from, as :func:`fxpipe.plan` takes it: ``costs``, the
+    description of the first device, and how many tensors the optimizer keeps for a parameter."""
+
+    costs: Costs
+    spec: DeviceSpec
+    optimizer_states: float
+
+
+def costed(
+    model: nn.Module,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    settings: CostSettings,
+    *,
+    in_dims: Any,
+    tracer: str | CustomTracer,
+    chunks: int | None,
+    chain: Chain,
+) -> tuple[CostedModel, int | None]:
+    """Trace a model for plans. Returns it, and the number of rows of the example's mini-batch, None
+    if the example has no batch.
+
+    Raises ValueError for an input that is a list with an element for each row.
+    """
+    args, kwargs = out_of_inference_mode(canonical(model, *inputs))
+    found = meaning_of(model, args, kwargs, Asked(in_dims, check=False)).in_dims
+    if LISTED in found:
+        raise ValueError(
+            "no plan can be made for an input that is a list with one element for each row: "
+            "stack its elements to one tensor, or give their batch dimensions in in_dims"
+        )
+    dims = [dim if isinstance(dim, int) else None for dim in found]
+    report_progress("trace")
+    gm, known = sketch(model, args, kwargs, dims, tracer, chunks, chain)
+    known = replace(
+        known,
+        costs=settings.costs,
+        spec=settings.spec,
+        optimizer_states=settings.optimizer_states,
+    )
+    return CostedModel(model, gm, known, chain), batch_size(known.inputs, dims)
+
+
 ROUNDS = 6
 """How often a model is cut again because its stages need more memory than the search has known."""
+
+
+FEW = 16
+"""With more stages than these the model is not cut again for other modes than the first found."""
 
 
 def _shortage(plan: Plan) -> str:
@@ -151,32 +206,65 @@ class PlanQuestion:
         The searches of a cut and of a schedule know what stages keep, but not what they need while
         they run, which depends on the order of the step. So if a device has too little memory for
         its part of a predicted step, the bytes by which the searches were wrong are held in
-        reserve, and the model is planned again. If a device has several stages, each may first take
-        all of its memory; if that does not fit, an equal part of it.
+        reserve, and the model is planned again. Of several plans that fit it is the fastest. If a
+        device has several stages, each may first take all of its memory; if that does not fit, an
+        equal part of it.
 
         Raises :class:`DoesNotFit`, without advice, if no cut is found that fits.
         """
+        found: list[Plan] = []
         short: Plan | None = None
         for part in (1,) if self._several == 1 else (1, self._several):
             reserve = (0.0,) * len(self._lanes.placement)
             for _ in range(ROUNDS):
                 try:
-                    found = self._planned(part, reserve)
+                    as_cut, plan = self._planned(part, reserve)
                 except DoesNotFit:
                     break
-                if found.fits or not self.is_automatic:
-                    return found
-                short = found
-                more = self._missing(found, reserve)
+                found += [plan] if plan.fits or not self.is_automatic else []
+                if as_cut.fits or not self.is_automatic:
+                    break
+                short = plan
+                more = self._missing(as_cut, reserve)
                 if more == reserve:
                     break
                 reserve = more
+            if found:
+                return self._improved(min(found, key=lambda plan: plan.seconds))
         raise DoesNotFit(self.shortage() if short is None else _shortage(short))
 
-    def _planned(self, part: int, reserve: tuple[float, ...]) -> Plan:
-        found = self._lanes.planned(self.prices.of(self.chunks), self.partition, part, reserve)
-        planned = (replace(s, device=self.specs[s.lane]) for s in found.stages)
-        return replace(found, stages=tuple(planned))
+    def _planned(self, part: int, reserve: tuple[float, ...]) -> tuple[Plan, Plan]:
+        """A plan whose stages have the modes that the cut has chosen for them, and one whose stages
+        have the best modes that are found; the same plan twice if the user gives the modes."""
+        lanes = self._lanes
+        cut = lanes.cut_up(self.prices.of(self.chunks), self.partition, part, reserve)
+        step = lanes.step(cut, lanes.modes(cut))
+        as_cut = lanes.plan(cut, step)
+        if self.checkpoint != modes.AUTO:
+            return as_cut, as_cut
+        return as_cut, lanes.plan(cut, Keeping(lanes, cut).settled(step))
+
+    def _improved(self, plan: Plan) -> Plan:
+        """A faster plan, if cutting anew for modes that recompute less at one stage leads to it.
+
+        The search for a cut and its modes looks at the slowest stage; cuts that are alike in this
+        may differ in how long a step takes.
+        """
+        if self.checkpoint != modes.AUTO or not self.is_automatic:
+            return plan
+        stages = len(plan.stages)
+        for stage in range(stages if stages <= FEW else 0):
+            now = modes.of_stages(plan.checkpoint, stages)
+            for mode in modes.MODES[: modes.MODES.index(now[stage])]:
+                given = modes.plain([*now[:stage], mode, *now[stage + 1 :]])
+                try:
+                    other = replace(self, checkpoint=given).answer()
+                except DoesNotFit:
+                    continue
+                if other.seconds < plan.seconds * (1 - ROUNDING):
+                    plan = other
+                    break
+        return plan
 
     def _missing(self, found: Plan, reserve: tuple[float, ...]) -> tuple[float, ...]:
         """The reserve of each stage with which the search would have known that a plan does not

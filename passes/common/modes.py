@@ -9,7 +9,8 @@
     always          again    again    again    again
 
 "keeps": the forward keeps its activations until the backward. "again": the forward keeps no
-activations, and is run again for the backward. All stages have one mode, or each has its own.
+activations, and is run again for the backward. All stages have one mode, or each has its own. For
+"auto" the compiler chooses the mode of each stage when it cuts the model.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from collections.abc import Sequence
 from fxpipe.schedule import Memory, Schedule, peaks
 
 MODES = ("never", "except_last", "always")
+AUTO = "auto"  # asks the compiler for the mode of each stage
 
 Modes = str | Sequence[str]
-"""The mode of all stages, or the mode of each stage."""
+"""The mode of all stages, or the mode of each stage; or "auto", until the model has been cut."""
 
 
 def modes_of(given: Modes) -> str | tuple[str, ...]:
-    """What a user gives as ``checkpoint``: one mode, or a tuple of one for each stage.
+    """What a user gives as ``checkpoint``: one mode, "auto", or a tuple of one for each stage.
 
     Raises ValueError for anything else.
     """
+    if isinstance(given, str) and given == AUTO:
+        return given
     modes = [given] if isinstance(given, str) else given
     if not isinstance(modes, Sequence) or not modes or any(mode not in MODES for mode in modes):
         raise ValueError(
-            f"checkpoint is {given!r}: give {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}, "
-            "or a list with one of these for each stage"
+            f"checkpoint is {given!r}: give {', '.join(map(repr, MODES))}, a list with one of "
+            f"these for each stage, or {AUTO!r}"
         )
     return given if isinstance(given, str) else tuple(given)
 
@@ -41,14 +45,26 @@ def modes_of(given: Modes) -> str | tuple[str, ...]:
 def of_stages(modes: Modes, stages: int) -> list[str]:
     """The mode of each stage.
 
-    Raises ValueError if there are modes for another number of stages.
+    Raises ValueError if there are modes for another number of stages, or for "auto".
     """
+    if isinstance(modes, str) and modes == AUTO:
+        raise ValueError(f"checkpoint is {AUTO!r}: the modes are known once the model has been cut")
     if not isinstance(modes, str) and len(modes) != stages:
         raise ValueError(
             f"checkpoint has {len(modes)} modes, and there are {stages} stages: give one mode for "
             "each stage, or one for all of them"
         )
     return [modes] * stages if isinstance(modes, str) else list(modes)
+
+
+def choices(modes: Modes) -> tuple[Modes, ...]:
+    """The modes among which a stage may choose: those given, or for "auto" each there is."""
+    return MODES if isinstance(modes, str) and modes == AUTO else (modes,)
+
+
+def plain(modes: Sequence[str]) -> Modes:
+    """One mode, if it is that of all stages; else the mode of each stage."""
+    return modes[0] if len(set(modes)) == 1 else tuple(modes)
 
 
 def is_never(modes: Modes) -> bool:
@@ -73,7 +89,9 @@ def recomputed_by(modes: Modes, chunks: int, stages: int) -> list[float]:
 
 def milder(modes: Modes) -> tuple[str, ...]:
     """The modes that, given for all stages, keep fewer activations than these modes do at some
-    stage, and more at none; so they need less memory."""
+    stage, and more at none; so they need less memory. None if the compiler chooses the modes."""
+    if modes == AUTO:
+        return ()
     given = [MODES.index(mode) for mode in ([modes] if isinstance(modes, str) else modes)]
     return tuple(
         mode

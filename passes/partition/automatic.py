@@ -113,18 +113,14 @@ def automatic(
     target: Machine,
     spec: Auto,
     devices: Sequence[DeviceSpec] | None = None,
-    again: Sequence[float] = (),
 ) -> tuple[CutProblem, Cut]:
     """The best cut of a model graph, whose nodes have costs, into the stages of a machine.
-
-    ``again`` has, for each stage, the fraction of its forward that checkpointing runs a second
-    time; it is empty if there is none.
 
     Raises:
         DoesNotFit: if no cut fits into the devices' memory, or puts all pins into their stages.
         PartitionError: if there is no cut for another reason.
     """
-    found, target, pins = posed(graph, target, spec, devices, again)
+    found, target, pins = posed(graph, target, spec, devices)
     best = solve(found.dag, target, slack=spec.slack, pins=pins)
     if best is None:
         raise DoesNotFit("the model does not fit into the devices' memory")
@@ -189,7 +185,6 @@ def posed(
     target: Machine,
     spec: Auto,
     devices: Sequence[DeviceSpec] | None,
-    again: Sequence[float],
 ) -> tuple[CutProblem, Machine, dict[int, int]]:
     """Pose the problem of an automatic cut: the DAG of the nodes, the machine, and the stages of
     the pinned nodes of the DAG.
@@ -206,7 +201,6 @@ def posed(
         spec.objective,
         devices=devices,
         groups=groups,
-        recomputed=again,
         in_order=spec.in_order,
     )
     if spec.objective != "time":  # bytes or FLOPs cannot be compared with the seconds of links

@@ -21,7 +21,7 @@ from torch import fx
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import GAP, STAGE, stage_nodes
 from fxpipe.schedule import Schedule
-from passes.common.modes import Modes, milder, recomputed_by
+from passes.common.modes import Modes, milder
 from passes.partition.automatic import Auto, DoesNotFit, automatic, posed, shortage
 from passes.partition.by_name import labels_of_mapping, labels_of_starts
 from passes.partition.cut.dag import Machine
@@ -136,7 +136,7 @@ class Partition:
 
     def solved(self, graph: fx.Graph, spec: Auto) -> tuple[CutProblem, Cut]:
         """The automatic cut of a model graph with costs."""
-        return automatic(graph, self._machine, spec, self.devices, self._again)
+        return automatic(graph, self._machine, spec, self.devices)
 
     @property
     def _machine(self) -> Machine:
@@ -149,14 +149,10 @@ class Partition:
             segments=self.segments,
         )
 
-    @property
-    def _again(self) -> list[float]:
-        return recomputed_by(self.checkpoint, self.chunks, self.stages)
-
     def can_fit(self, graph: fx.Graph, spec: Auto) -> bool:
         """Whether some cut fits into memory; to say so takes less time than the fastest cut."""
         try:
-            found, target, pins = posed(graph, self._machine, spec, self.devices, self._again)
+            found, target, pins = posed(graph, self._machine, spec, self.devices)
         except PartitionError:  # the model has fewer nodes than stages
             return False
         return can_fit(found.dag, target, pins)
@@ -164,7 +160,7 @@ class Partition:
     def shortage(self, graph: fx.Graph, spec: Auto) -> str:
         """A sentence that says how much memory is missing on which device, as
         :func:`passes.partition.automatic.shortage` writes it."""
-        return shortage(*posed(graph, self._machine, spec, self.devices, self._again))
+        return shortage(*posed(graph, self._machine, spec, self.devices))
 
     def _ways_out(self, graph: fx.Graph, spec: Auto) -> str:
         """A sentence that says which other options, or how many devices, would make the model

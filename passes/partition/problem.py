@@ -37,10 +37,10 @@ from fxpipe.ir.graph import ALIAS, COST, SAME_AS, SAVED, VALUE, WRITES, is_work,
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.tensors import tensors_of
 from fxpipe.schedule import Schedule
-from passes.common.modes import Modes, alive
+from passes.common.modes import Modes, alive, choices, recomputed_by
 from passes.cost.analytic import edges_to, relative_time
 from passes.partition.cut.contract import contracted, grouped
-from passes.partition.cut.dag import OUTSIDE, Dag, Kept, Machine, Value
+from passes.partition.cut.dag import OUTSIDE, Dag, Kept, Machine, Value, Way
 
 OBJECTIVES: Mapping[str, Callable[[Cost], float]] = {
     "time": lambda cost: cost.seconds,
@@ -82,7 +82,6 @@ def problem(
     *,
     devices: Sequence[DeviceSpec] | None = None,
     groups: Iterable[Sequence[fx.Node]] = (),
-    recomputed: Sequence[float] = (),
     in_order: bool = False,
 ) -> CutProblem:
     """The problem of cutting a model graph whose nodes have costs.
@@ -92,26 +91,24 @@ def problem(
         devices: the devices of the stages. Costs are times on the first of them; for the others
             they are scaled, node by node, as the descriptions of the devices say.
         groups: further groups of nodes that have to stay in one stage.
-        recomputed: for each stage, the fraction of its forward that checkpointing runs a second
-            time. None is run a second time if it is empty.
         in_order: whether only cuts are allowed that are contiguous in the graph's order.
     """
     work = list(stage_nodes(graph))
     position = {node: i for i, node in enumerate(work)}
     costs: list[Cost] = [node.meta[COST] for node in work]
     weights = np.array([[OBJECTIVES[objective](cost) for cost in costs]], dtype=np.float64)
-    if objective == "time" and any(recomputed):
-        again = np.array(recomputed[:1] if len(set(recomputed)) == 1 else recomputed)
-        weights = weights + again[:, None] * np.array([[cost.forward_s for cost in costs]])
+    forward = np.array([[cost.forward_s for cost in costs]]) * (objective == "time")
     if objective == "time" and devices is not None and len(set(devices)) > 1:
-        weights = weights * np.array(
+        relative = np.array(
             [[relative_time(node, device, devices[0]) for node in work] for device in devices]
         )
+        weights, forward = weights * relative, forward * relative
     saved, kept = _saved(work, costs)
     reads = ((position[a], position[b]) for a, b in reads_before_writes(work))
     sums = ((position[a], position[b]) for a, b in order_of_sums(graph))
     whole = Dag(
         seconds=weights,
+        forward=forward,
         values=tuple(_values(graph, position)),
         order=tuple(pairwise(range(len(work))))
         if in_order
@@ -146,16 +143,21 @@ def machine(
             of them, except shared parameters.
         checkpoint: as for :func:`fxpipe.compile`. A stage keeps the activations of micro-batches
             that are not checkpointed, and of the one whose forward is being computed again; of the
-            others that are under way it keeps the inputs that it receives.
+            others that are under way it keeps the inputs that it receives. For "auto" the ways of
+            the machine are all modes, in the order of :data:`passes.common.modes.MODES`.
         order: the order of a training step, which decides how many micro-batches are under way at
             once at each stage; None: it may be all of them.
         placement: for each stage the number of its device. Between stages on one device nothing has
             to travel. None: each stage has a device of its own.
         segments: in how many segments a checkpointed stage is recomputed.
     """
+    k = devices if isinstance(devices, int) else len(devices)
+    ways = []
+    for modes in choices(checkpoint):
+        held, received = (np.asarray(n) / chunks for n in alive(modes, chunks, k, order, segments))
+        ways.append(Way(held, received, np.array(recomputed_by(modes, chunks, k))))
     if isinstance(devices, int):
-        return Machine(devices)
-    k = len(devices)
+        return Machine(k, ways=tuple(ways))
     where = np.arange(k) if placement is None else np.asarray(placement)
     is_here = where[:, None] == where
     bandwidth = np.array(
@@ -165,14 +167,12 @@ def machine(
         [[max(a.link_latency_s, b.link_latency_s) for b in devices] for a in devices]
     )
     limits = [np.inf if device.memory is None else device.memory for device in devices]
-    held, received = (np.asarray(n) / chunks for n in alive(checkpoint, chunks, k, order, segments))
     return Machine(
         k,
         bandwidth=np.where(is_here, np.inf, bandwidth),
         latency=np.where(is_here, 0.0, chunks * latency),
         memory=np.array(limits),
-        held=held,
-        received=received,
+        ways=tuple(ways),
         apart=np.where(is_here, 0.0, 1.0),
     )
 

@@ -41,6 +41,7 @@ pytestmark = pytest.mark.skipif(
         ["tests/accelerator/mutated.py"],
         ["tests/accelerator/times.py"],
         ["tests/accelerator/memory.py"],
+        ["tests/accelerator/fitting.py"],
         [
             f"tests/fxpipe/runtime/{what}.py"
             for what in ("test_streams", "test_random", "checkpointing/test_surroundings")

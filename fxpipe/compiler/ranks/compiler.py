@@ -63,7 +63,7 @@ class RankCompiler(Compiler):
             ranks.group, ranks.device, ranks.timeout, names, watch, self.alarm
         )
         self.lowering = RankLowering(
-            model, options, ranks, self.agreement, self.transport, self.shards
+            model, options, self.layout, ranks, self.agreement, self.transport, self.shards
         )
         self.owners: dict[str, list[int]] = {}
         """The ranks that have each tensor of the model which a compiled graph uses, by its name, as

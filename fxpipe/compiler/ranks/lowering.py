@@ -17,7 +17,7 @@ from fxpipe import ops
 from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.history import History
-from fxpipe.compiler.layout import CutAlike
+from fxpipe.compiler.layout import CutAlike, Layout
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.world import Ranks
@@ -146,7 +146,8 @@ class Agreed:
         if self.agreement.rank == 0:
             gm = self.cut(gm)
         ours = {node.name: node.meta.get(STAGE) for node in stage_nodes(gm.graph)}
-        labels: dict[str, int] = self.agreement.ask("cut", ours)[0]
+        labels: dict[str, int]
+        labels, layout.modes = self.agreement.ask("cut", (ours, layout.modes))[0]
         if labels.keys() != ours.keys():
             name = min(labels.keys() ^ ours.keys())
             both = self.agreement.names[0], self.agreement.names[self.agreement.rank]
@@ -173,12 +174,13 @@ class RankLowering(Lowering):
         self,
         model: nn.Module,
         options: Options,
+        layout: Layout,
         ranks: Ranks,
         agreement: Agreement,
         transport: GroupTransport,
         shards: Shards | None,
     ) -> None:
-        super().__init__(model, options)
+        super().__init__(model, options, layout)
         self.ranks, self.agreement, self.transport = ranks, agreement, transport
         self.shards = shards
 
@@ -268,7 +270,7 @@ class RankLowering(Lowering):
         return {
             "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
             "schedules": str(options.schedule),
-            "options": f"{options.placement}, {options.checkpoint}, {options.checkpoint_segments}, "
+            "options": f"{options.placement}, {self.layout.modes}, {options.checkpoint_segments}, "
             f"{self.transport.communicators} communicators",
             "parameters and buffers": _digest("\n".join(tensors)),
             "stages": _digest(stages.replace(str(device), device.type)),

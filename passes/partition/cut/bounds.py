@@ -20,8 +20,8 @@ PRECISION = 1e-6
 
 def lower_bound(dag: Dag, machine: Machine) -> float:
     """Seconds that the slowest stage of any cut takes at least."""
-    rows = dag.seconds[[s % len(dag.seconds) for s in range(machine.stages)]]
-    low = max(_shared_out(rows), float(dag.weight.max(initial=0.0)))
+    rows = machine.fastest(dag)
+    low = max(_shared_out(rows), float(rows.min(axis=0).max(initial=0.0)))
     sums = np.concatenate([np.zeros((len(rows), 1)), rows.cumsum(axis=1)], axis=1)
     is_atom = np.array(_atoms(dag), dtype=bool)
     high = max(low, float(rows.sum(axis=1).min()))

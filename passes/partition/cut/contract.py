@@ -79,6 +79,7 @@ def _renumbered(dag: Dag, home: list[int], size: int) -> tuple[Dag, list[int]]:
     order = dict.fromkeys((home[u], home[v]) for u, v in dag.order if home[u] != home[v])
     small = Dag(
         seconds=np.stack([summed(row) for row in dag.seconds]),
+        forward=np.stack([summed(row) for row in dag.forward]),
         values=tuple(merged.values()),
         order=tuple(order),
         fixed=summed(dag.fixed),

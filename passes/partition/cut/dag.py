@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+ROOM = 1 + 1e-12  # bytes are sums of fractions, which differ by rounding
 OUTSIDE = -1  # the source of an input of the model, which goes straight to its first user
 
 
@@ -69,6 +70,8 @@ class Dag:
         seconds: ``[rows, n]``: the time of each node, one row for all stages, or one for each.
         values: the data edges.
         order: pairs ``(u, v)``: v must not be in an earlier stage than u, which gives it no value.
+        forward: ``[rows, n]``: the part of ``seconds`` that the forward takes, which a stage that
+            keeps less runs a second time; all zero if it is empty.
         fixed: ``[n]``: bytes that a node occupies, whatever the schedule (parameters and such).
         saved: ``[n]``: bytes that a node keeps for the backward of one mini-batch.
         kept: memory that several nodes keep together, which is not in ``saved``.
@@ -78,6 +81,7 @@ class Dag:
     seconds: Floats
     values: tuple[Value, ...] = ()
     order: tuple[tuple[int, int], ...] = ()
+    forward: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     fixed: Floats = field(default_factory=lambda: np.zeros(0))
     saved: Floats = field(default_factory=lambda: np.zeros(0))
     kept: tuple[Kept, ...] = ()
@@ -87,6 +91,8 @@ class Dag:
         for name in "fixed", "saved":
             if not len(getattr(self, name)):
                 object.__setattr__(self, name, np.zeros(self.size))
+        if not self.forward.size:
+            object.__setattr__(self, "forward", np.zeros_like(self.seconds))
         for u, v in self.edges:
             if not u < v:
                 raise ValueError(f"edge {u} -> {v}: number the nodes in a topological order")
@@ -126,6 +132,31 @@ class Dag:
 
 
 @dataclass(frozen=True, eq=False)
+class Way:
+    """How much a stage keeps for its backward, and how much it computes a second time instead. Each
+    is one number for all stages, or ``[k]``.
+
+    Args:
+        held: the fraction of a mini-batch's saved bytes that is alive at one time.
+        received: the fraction of the bytes that a stage receives which it keeps, as the arguments
+            of a checkpoint.
+        again: the fraction of its forward that a stage runs a second time.
+    """
+
+    held: Floats | float = 1.0
+    received: Floats | float = 0.0
+    again: Floats | float = 0.0
+
+    def of(self, stages: int) -> tuple[Floats, Floats, Floats]:
+        """The three numbers for each of the stages."""
+        held, received, again = (
+            np.broadcast_to(np.asarray(given, dtype=np.float64), (stages,))
+            for given in (self.held, self.received, self.again)
+        )
+        return held, received, again
+
+
+@dataclass(frozen=True, eq=False)
 class Machine:
     """The stages and the links between them.
 
@@ -134,9 +165,8 @@ class Machine:
         bandwidth, latency: ``[k, k]``, bytes per second and seconds per tensor, from stage to
             stage. None: links cost nothing.
         memory: ``[k]``, bytes. None: no limit.
-        held: ``[k]``: the fraction of a mini-batch's saved bytes that is alive at one time.
-        received: ``[k]``: the fraction of the bytes that a stage receives which it keeps, as the
-            arguments of a checkpoint.
+        ways: the ways in which a stage may keep what its backward needs. Each stage goes the one
+            that takes it least time of those that its memory has room for.
         apart: ``[k, k]``: 1 where two stages are on different devices, else 0. None: all are.
     """
 
@@ -144,8 +174,7 @@ class Machine:
     bandwidth: Floats | None = None
     latency: Floats | None = None
     memory: Floats | None = None
-    held: Floats | None = None
-    received: Floats | None = None
+    ways: tuple[Way, ...] = (Way(),)
     apart: Floats | None = None
 
     def __post_init__(self) -> None:
@@ -154,8 +183,6 @@ class Machine:
             "bandwidth": np.full((k, k), np.inf),
             "latency": np.zeros((k, k)),
             "memory": np.full(k, np.inf),
-            "held": np.ones(k),
-            "received": np.zeros(k),
             "apart": np.ones((k, k)),
         }
         for name, default in defaults.items():
@@ -164,6 +191,28 @@ class Machine:
             if value.shape != default.shape:
                 raise ValueError(f"{name} has shape {value.shape}: {k} stages need {default.shape}")
             object.__setattr__(self, name, value)
+
+    @cached_property
+    def held(self) -> Floats:
+        """``[ways, k]``, see :class:`Way`."""
+        return np.stack([way.of(self.stages)[0] for way in self.ways])
+
+    @cached_property
+    def received(self) -> Floats:
+        """``[ways, k]``, see :class:`Way`."""
+        return np.stack([way.of(self.stages)[1] for way in self.ways])
+
+    @cached_property
+    def again(self) -> Floats:
+        """``[ways, k]``, see :class:`Way`."""
+        return np.stack([way.of(self.stages)[2] for way in self.ways])
+
+    def fastest(self, dag: Dag) -> Floats:
+        """``[k, n]``: the seconds of each node at each stage, if the stage goes the way that takes
+        least time, whatever memory it needs."""
+        rows = [s % len(dag.seconds) for s in range(self.stages)]
+        least: Floats = dag.seconds[rows] + self.again.min(axis=0)[:, None] * dag.forward[rows]
+        return least
 
     def hop(self, source: int, target: int, volume: float, count: int) -> float:
         """Seconds for which a transfer between two stages occupies the links of both."""
@@ -179,6 +228,7 @@ class Prices:
     link: Floats  # seconds that its hops take, both directions
     times: Floats  # the longer of the two: copies run beside computation
     memory: Floats  # bytes
+    way: tuple[int, ...]  # the number of the machine's way that each stage goes
     sent: float  # bytes of all hops in the forward
     penalty: float = 0.0  # of all units, for each stage that has a part of them
 
@@ -194,7 +244,7 @@ class Prices:
 
     def fits(self, machine: Machine) -> bool:
         """Whether every stage has the memory that it needs."""
-        return bool((self.memory <= np.asarray(machine.memory) * (1 + 1e-12)).all())
+        return bool((self.memory <= np.asarray(machine.memory) * ROOM).all())
 
 
 def route(value: Value, stage: Sequence[int]) -> list[int]:
@@ -207,20 +257,21 @@ def route(value: Value, stage: Sequence[int]) -> list[int]:
 def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
     """The time, memory and traffic of each stage, with node ``i`` in stage ``stage[i]``.
 
-    Nodes in stage -1 are left out.
+    Nodes in stage -1 are left out. A stage for which no way has room goes the one that needs least
+    memory.
     """
     k = machine.stages
     label = np.asarray(stage)
-    compute, fixed, saved = np.zeros(k), np.zeros(k), np.zeros(k)
+    once, forward, fixed, saved = np.zeros(k), np.zeros(k), np.zeros(k), np.zeros(k)
     for s in range(k):
         inside = label == s
-        compute[s] = dag.seconds[s % len(dag.seconds)][inside].sum()
+        once[s] = dag.seconds[s % len(dag.seconds)][inside].sum()
+        forward[s] = dag.forward[s % len(dag.forward)][inside].sum()
         fixed[s], saved[s] = dag.fixed[inside].sum(), dag.saved[inside].sum()
     link, taken_in = np.zeros(k), np.zeros(k)
     sent = 0.0
     labels: list[int] = label.tolist()
-    assert machine.held is not None and machine.received is not None
-    assert machine.apart is not None
+    assert machine.apart is not None and machine.memory is not None
     for kept in dag.kept:
         for s in {labels[node] for node in kept.nodes} - {OUTSIDE}:
             saved[s] += kept.size
@@ -237,8 +288,14 @@ def prices(dag: Dag, machine: Machine, stage: Sequence[int]) -> Prices:
                 fixed[target] += machine.apart[visited[0], target] * value.volume
             else:
                 taken_in[target] += value.size
-    memory = fixed + machine.held * saved + machine.received * taken_in
+    needed = fixed + machine.held * saved + machine.received * taken_in  # [ways, k]
+    takes = once + machine.again * forward
+    has_room = needed <= machine.memory * ROOM
+    fastest, smallest = np.where(has_room, takes, np.inf).argmin(axis=0), needed.argmin(axis=0)
+    way = np.where(has_room.any(axis=0), fastest, smallest)
+    compute, memory = takes[way, range(k)], needed[way, range(k)]
     penalty = 0.0
     for unit in dag.units:
         penalty += unit.penalty * len({labels[node] for node in unit.nodes} - {OUTSIDE})
-    return Prices(compute, link, np.maximum(compute, link), memory, sent, penalty)
+    times = np.maximum(compute, link)
+    return Prices(compute, link, times, memory, tuple(way.tolist()), sent, penalty)

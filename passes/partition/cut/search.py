@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.partition.cut.dag import OUTSIDE, Dag, Floats, Ints, Machine, prices
+from passes.partition.cut.dag import OUTSIDE, ROOM, Dag, Floats, Ints, Machine, prices
 from passes.partition.cut.downsets import Family
 
 EQUAL = 1e-9  # relative: sums of the same floats in different orders differ by less than this
@@ -72,7 +72,9 @@ class Search:
 
     def __post_init__(self) -> None:
         self.bits = self.family.astype(np.float64)
-        self.weights = self.bits @ self.dag.seconds.T  # [downset, row]
+        self.fastest = self.machine.fastest(self.dag)  # [stage, node]
+        self.weights = self.bits @ self.fastest.T  # [downset, stage]
+        self.forward = self.bits @ self.dag.forward.T  # [downset, row]
         self.fixed, self.saved = self.bits @ self.dag.fixed, self.bits @ self.dag.saved
         self.count = self.family.sum(axis=1)
         self.small_bits = self.bits.astype(np.float32)
@@ -153,12 +155,10 @@ class Search:
     def _boundaries(self) -> list[Ints]:
         """The downsets that may be the boundary before stage 0, 1, ...: those for which neither the
         stages before the boundary nor the stages after it exceed the limit, even at best."""
-        k, rows = self.machine.stages, self.dag.seconds
-        n = self.dag.size
+        k, rows, n = self.machine.stages, self.fastest, self.dag.size
         found: list[Ints] = [np.flatnonzero(self.count == 0)]
         for s in range(1, k):
-            early = rows[[t % len(rows) for t in range(s)]].min(axis=0)
-            late = rows[[t % len(rows) for t in range(s, k)]].min(axis=0)
+            early, late = rows[:s].min(axis=0), rows[s:].min(axis=0)
             behind, ahead = self.bits @ early, self.bits @ late
             fits = (behind <= s * self.limit * (1 + EQUAL)) & (
                 late.sum() - ahead <= (k - s) * self.limit * (1 + EQUAL) + EQUAL * late.sum()
@@ -174,7 +174,8 @@ class Search:
         return found
 
     def _weight(self, stage: int, where: Ints) -> Floats:
-        weights: Floats = self.weights[where, stage % len(self.dag.seconds)]
+        """The seconds that nodes before a boundary take, the way that takes least time."""
+        weights: Floats = self.weights[where, stage]
         return weights
 
     # ------------------------------------------------------------------------------ what it costs
@@ -189,7 +190,8 @@ class Search:
         can &= self.count[first][:, None] < self.count[then][None, :]
         common = self.small_bits[first] @ self.small_bits[then].T
         can &= common == self.count[first][:, None]
-        can &= self._fits(stage, first, then)
+        compute = compute + self._taken_again(stage, first, then, can)
+        can &= compute <= limit * (1 + EQUAL)
         if not can.any():
             return np.full(can.shape, np.inf), can
         times = compute
@@ -251,29 +253,47 @@ class Search:
             total = total + waits[:, begun].astype(np.float64) @ (comes * self.penalty[begun]).T
         return total
 
-    def _fits(self, stage: int, first: Ints, then: Ints) -> NDArray[np.bool_]:
+    def _taken_again(self, stage: int, first: Ints, then: Ints, can: NDArray[np.bool_]) -> Floats:
+        """The seconds by which a stage between two downsets takes longer than it would by the way
+        that takes least time, since its memory has room for other ways only; inf where it has room
+        for none. They are computed where the stage ``can`` be."""
         m = self.machine
-        assert m.memory is not None and m.held is not None and m.received is not None
-        assert m.apart is not None
+        assert m.memory is not None
+        found = np.full(can.shape, np.inf)
         if np.isinf(m.memory[stage]):
-            return np.ones((len(first), len(then)), dtype=bool)
-        alive = self.fixed + m.held[stage] * self.saved
-        need = alive[then][None, :] - alive[first][:, None]
+            return np.zeros_like(found)
+        fixed, saved, taken_in = self._bytes(stage, first, then)
+        row = self.forward[:, stage % len(self.dag.forward)]
+        forward = row[then][None, :] - row[first][:, None]
+        more = m.again[:, stage] - m.again[:, stage].min()
+        for way in np.argsort(more, kind="stable"):
+            need = fixed + m.held[way, stage] * saved + m.received[way, stage] * taken_in
+            fits = need <= m.memory[stage] * ROOM
+            found = np.where(fits & np.isinf(found), more[way] * forward, found)
+            if not (can & np.isinf(found)).any():
+                break
+        return found
+
+    def _bytes(self, stage: int, first: Ints, then: Ints) -> tuple[Floats, Floats, Floats | float]:
+        """What a stage between two downsets occupies whatever the schedule, what it saves for the
+        backward of a mini-batch, and what it receives for it."""
+        m = self.machine
+        assert m.apart is not None
+        fixed = self.fixed[then][None, :] - self.fixed[first][:, None]
+        saved = self.saved[then][None, :] - self.saved[first][:, None]
         if len(self.rank):
             waits = self.keepers[first][:, self.keeper] == self.rank
             kept = np.flatnonzero(waits.any(axis=0))
             comes = self.keepers[np.ix_(then, self.keeper[kept])] > self.rank[kept]
-            need = need + m.held[stage] * (
-                waits[:, kept].astype(np.float64) @ (comes * self.kept_size[kept]).T
-            )
+            saved = saved + waits[:, kept].astype(np.float64) @ (comes * self.kept_size[kept]).T
         # A value that stays takes memory, whichever of the stages on other devices sends it.
         if self.stays.any() and m.apart[:stage, stage].any():
-            need = need + self._sent(first, then, self.stays)
-        if m.received[stage]:
-            need = need + m.received[stage] * self._sent(first, then, self.taken_in)
-            need += m.received[stage] * ((1 - self.begun[first]) * self.inputs) @ self.begun[then].T
-        fits: NDArray[np.bool_] = need <= m.memory[stage] * (1 + 1e-12)
-        return fits
+            fixed = fixed + self._sent(first, then, self.stays)
+        if not m.received[:, stage].any():
+            return fixed, saved, 0.0
+        taken_in = self._sent(first, then, self.taken_in)
+        taken_in += ((1 - self.begun[first]) * self.inputs) @ self.begun[then].T
+        return fixed, saved, taken_in
 
     # ------------------------------------------------------------------------------------ the walk
 

@@ -270,7 +270,11 @@ def _exact_but_for_pendants(dag: Dag, task: Task, found: Sequence[int] | None) -
     is_pendant = home_of != np.arange(dag.size)
     if not is_pendant.any():
         return None
-    bare = replace(dag, seconds=np.where(is_pendant, 0.0, dag.seconds))
+    bare = replace(
+        dag,
+        seconds=np.where(is_pendant, 0.0, dag.seconds),
+        forward=np.where(is_pendant, 0.0, dag.forward),
+    )
     small, home = contracted(bare, cluster)
     if small.size < task.machine.stages:
         return None
@@ -347,13 +351,14 @@ def _by_memory(dag: Dag, machine: Machine) -> Dag:
     """The DAG with the fraction of a stage's memory that each node takes in place of its seconds.
 
     These fractions are lower bounds: memory that several nodes keep counts for the first of them
-    only, and values that are brought to a stage do not count.
+    only, values that are brought to a stage do not count, and each stage goes the way that holds
+    least.
     """
-    assert machine.memory is not None and machine.held is not None
+    assert machine.memory is not None
     saved = dag.saved.copy()
     for kept in dag.kept:
         saved[min(kept.nodes)] += kept.size
-    need = dag.fixed[None, :] + machine.held[:, None] * saved[None, :]
+    need = dag.fixed[None, :] + machine.held.min(axis=0)[:, None] * saved[None, :]
     return Dag(need / machine.memory[:, None], order=tuple(dag.edges))
 
 

@@ -45,7 +45,9 @@ def test_all_stages_have_one_mode_or_each_has_its_own():
     "given", ["sometimes", ["never", "sometimes"], [], None, 1, ["never", None]]
 )
 def test_other_modes_are_refused(given):
-    with pytest.raises(ValueError, match=r"checkpoint is .*: give 'never', 'except_last' or"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint is .*: give 'never', 'except_last', 'always', a list"
+    ):
         modes_of(given)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from passes.partition.cut.dag import OUTSIDE, Dag, Kept, Machine, Unit, Value
+from passes.partition.cut.dag import OUTSIDE, Dag, Kept, Machine, Unit, Value, Way
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def random_dag(rng: random.Random, n: int, *, edges: float = 1.5, rows: int = 1)
         kept=tuple(kept),
         units=tuple(units),
         seconds=base * np.array(speeds),
+        forward=base * np.array(speeds) * np.array([rng.choice([0.0, 0.3, 0.5]) for _ in range(n)]),
         values=tuple(values),
         order=tuple(order),
         fixed=np.array([float(rng.randrange(5)) for _ in range(n)]),
@@ -77,8 +78,13 @@ def random_case(rng: random.Random) -> Case:
     if rng.random() < 0.3:
         share = (dag.fixed.sum() + dag.saved.sum()) / k
         options["memory"] = np.array([share * rng.choice([1, 1.5, 2]) for _ in range(k)])
-        options["held"] = np.array([rng.choice([0.5, 1.0]) for _ in range(k)])
-        options["received"] = np.full(k, rng.choice([0.0, 0.5]))
+        held = np.array([rng.choice([0.5, 1.0]) for _ in range(k)])
+        ways = [Way(held, rng.choice([0.0, 0.5]), rng.choice([0.0, 1.0]))]
+        ways += [
+            Way(held * rng.choice([0.25, 0.5]), rng.choice([0.0, 0.5]), rng.choice([0.5, 1.0]))
+            for _ in range(rng.choice([0, 1, 2]))
+        ]
+        options["ways"] = tuple(ways)
     pins = {rng.randrange(n): rng.randrange(k)} if rng.random() < 0.15 else {}
     return Case(dag, Machine(k, **options), pins)
 
@@ -106,19 +112,25 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
     definition."""
     dag, m = case.dag, case.machine
     k = m.stages
-    compute, link, memory, sent = [0.0] * k, [0.0] * k, [0.0] * k, 0.0
+    seconds, forward, link, sent = [0.0] * k, [0.0] * k, [0.0] * k, 0.0
+    fixed, saved, taken_in = [0.0] * k, [0.0] * k, [0.0] * k
     for node, s in enumerate(labels):
-        compute[s] += dag.seconds[s if len(dag.seconds) > 1 else 0][node]
-        memory[s] += dag.fixed[node] + m.held[s] * dag.saved[node]
+        seconds[s] += dag.seconds[s if len(dag.seconds) > 1 else 0][node]
+        forward[s] += dag.forward[s if len(dag.seconds) > 1 else 0][node]
+        fixed[s] += dag.fixed[node]
+        saved[s] += dag.saved[node]
     for kept in dag.kept:
         for s in {labels[node] for node in kept.nodes}:
-            memory[s] += m.held[s] * kept.size
+            saved[s] += kept.size
     for value in dag.values:
         at = None if value.source == OUTSIDE else labels[value.source]
         for target in sorted({labels[user] for user in value.users}):
             if target == at:
                 continue
-            memory[target] += value.volume if value.once else m.received[target] * value.size
+            if value.once:
+                fixed[target] += value.volume
+            else:
+                taken_in[target] += value.size
             if at is not None:
                 time = value.volume / m.bandwidth[at][target] + value.count * m.latency[at][target]
                 link[at] += time
@@ -127,9 +139,17 @@ def costs(case: Case, labels: Sequence[int]) -> tuple[float, float, bool]:
             at = target
     for unit in dag.units:
         sent += unit.penalty * len({labels[node] for node in unit.nodes})
-    times = [max(c, x) for c, x in zip(compute, link, strict=True)]
-    fits = all(a <= b * (1 + 1e-9) for a, b in zip(memory, m.memory, strict=True))
-    return max(times), sent, fits
+    slowest, fits = 0.0, True
+    for s in range(k):
+        room = [
+            seconds[s] + way.of(k)[2][s] * forward[s]
+            for way in m.ways
+            if fixed[s] + way.of(k)[0][s] * saved[s] + way.of(k)[1][s] * taken_in[s]
+            <= m.memory[s] * (1 + 1e-9)
+        ]
+        fits &= bool(room)
+        slowest = max(slowest, link[s], min(room, default=0.0))
+    return slowest, sent, fits
 
 
 def row(*seconds: float, **options) -> Dag:

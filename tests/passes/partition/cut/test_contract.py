@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from passes.partition.cut.contract import contracted, grouped
-from passes.partition.cut.dag import Machine, Value, prices
+from passes.partition.cut.dag import Machine, Value, Way, prices
 from tests.passes.partition.cut.random_dags import random_dag, row
 
 
@@ -30,7 +30,7 @@ def test_a_cut_of_the_clusters_costs_what_the_same_cut_of_the_nodes_costs(seed):
     rng = random.Random(seed)
     dag = random_dag(rng, 12)
     small, home = contracted(dag, grouped(12, [rng.sample(range(12), 2) for _ in range(3)]))
-    machine = Machine(3, bandwidth=np.full((3, 3), 2.0), received=np.ones(3))
+    machine = Machine(3, bandwidth=np.full((3, 3), 2.0), ways=(Way(received=1.0),))
     for _ in range(5):
         stage = sorted(rng.randrange(3) for _ in range(small.size))  # by topological order
         coarse = prices(small, machine, stage)
