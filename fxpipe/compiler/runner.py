@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.options import Options
+from fxpipe.compiler.shortage import shortage
 from fxpipe.ir._torch import TransformType, has_tangent, is_forward_mode, transforms
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Homes, Source, load, materialize
@@ -162,7 +163,8 @@ class Runner:
         calling thread would not hold in other threads: modes that intercept operators, and the
         exclusive use of the random number generators.
 
-        ``record`` notes what each lane does, and when.
+        ``record`` notes what each lane does, and when. A note on an error of a device that has run
+        out of memory says what would need less.
 
         Raises RuntimeError if the model has parameters without values, or while a graph is
         captured on a lane's device.
@@ -171,9 +173,15 @@ class Runner:
             raise RuntimeError(_no_values(self.compiler))
         refuse_capture(self.compiler.options.lanes)
         in_a_lane = self._lanes.is_one(threading.current_thread())  # a hook may call the pipeline
-        if unrolled.lanes is None or in_a_lane or is_intercepted() or is_alone():
-            return run_inline(unrolled.inline, values, record)
-        return self._lanes.run(unrolled.lanes, values, record)
+        try:
+            if unrolled.lanes is None or in_a_lane or is_intercepted() or is_alone():
+                return run_inline(unrolled.inline, values, record)
+            return self._lanes.run(unrolled.lanes, values, record)
+        except torch.OutOfMemoryError as error:
+            assert self._last is not None
+            with suppress(Exception):  # it is the error of the call that matters
+                error.add_note(shortage(self.options, self.compiler.layout, *self._last))
+            raise
 
     def unscale(self, stepping: Stepping, scaler: GradScaler) -> None:
         """Divide all gradients by a scaler's scale, ahead of the step of the optimizers."""

@@ -1,0 +1,71 @@
+"""Shortage: what to say when a device runs out of memory in the middle of a call.
+
+::
+
+    torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB ...
+    in fxpipe: stage 1, micro-batch 3, node ... from        where: fxpipe.runtime.notes
+      x = self.layer(x)
+    in fxpipe: a training step of 8 micro-batches was predicted to need 20.1 GiB on lane 0 (cuda:0,
+    where 22.0 GiB are to be had), ...; with a tenth less it would fit with checkpoint="auto" ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from fxpipe import ops
+from fxpipe.compiler.compiled import Mode
+from fxpipe.compiler.fitting import question_of
+from fxpipe.compiler.layout import Layout
+from fxpipe.compiler.options import Options
+from fxpipe.ir.graph import STAGE, stage_nodes
+from fxpipe.ir.text import human_bytes
+from fxpipe.planning.limits import reachable_memory
+from fxpipe.planning.question import copied
+from passes.chain import ToStages
+
+LESS = 0.9
+"""Settings are named that are predicted to need at most this part of what the step has been
+predicted to need: a prediction that has come true too late is too low."""
+
+
+def shortage(options: Options, layout: Layout, mode: Mode, chunks: int) -> str:
+    """The note for an error of a device that has too little memory: what a training step has been
+    predicted to need on each lane, and settings that are predicted to need less."""
+    gm = _ahead_of_the_cut(mode.model_graph)
+    stages = {node.name: node.meta[STAGE] for node in stage_nodes(gm.graph)}
+    context = ToStages((), (), chunks=chunks)
+    asked = question_of(options, (None,) * len(options.lanes), gm, context, chunks)
+    plan = replace(asked, partition=stages, checkpoint=layout.modes).answer()
+    room = options.memory or reachable_memory(options.lanes)
+    said = ", ".join(
+        f"{human_bytes(round(needed))} on lane {lane} ({options.lanes[lane]}"
+        + ("" if limit is None else f", where {human_bytes(round(limit))} are to be had")
+        + ")"
+        for lane, (needed, limit) in enumerate(zip(plan.memory, room, strict=True))
+    )
+    limits = [
+        LESS * (needed if limit is None else min(needed, limit))
+        for needed, limit in zip(plan.memory, room, strict=True)
+    ]
+    less = tuple(spec.with_memory(limit) for spec, limit in zip(options.specs, limits, strict=True))
+    ways = replace(asked, specs=less, checkpoint=layout.modes).ways_out(None)
+    return (
+        f"in fxpipe: a training step of {chunks} micro-batches was predicted to need {said}; for a "
+        f"tenth less, {ways}"
+    )
+
+
+def _ahead_of_the_cut(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a model graph in which no shared parameter is brought to other devices, as ahead of
+    pass "tied"."""
+    gm = copied(gm)
+    for node in gm.graph.find_nodes(op="call_function", target=ops.bring):
+        (parameter,) = node.all_input_nodes
+        (home,) = (user for user in parameter.users if user.target is ops.share)
+        for brought in list(node.users):
+            brought.replace_all_uses_with(home)
+    gm.graph.eliminate_dead_code()
+    return gm
