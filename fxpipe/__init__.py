@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fxpipe.runtime.ranks.errors import RankError
     from fxpipe.schedule import Schedule, ScheduleError, simulate
     from fxpipe.trace import TraceError
+    from fxpipe.tuning.results import Tuning
+    from fxpipe.tuning.tune import tune
     from passes.chain import Chain, default_chain
     from passes.cost.given import Profile
     from passes.partition.automatic import Auto, DoesNotFit
@@ -41,6 +43,7 @@ __all__ = [
     "ScheduleError",
     "Stage",
     "TraceError",
+    "Tuning",
     "backend",
     "checkpoint",
     "compile",
@@ -49,6 +52,7 @@ __all__ = [
     "plan",
     "simulate",
     "skip",
+    "tune",
 ]
 
 _HOMES = {
@@ -68,6 +72,8 @@ _HOMES = {
     "DeviceSpec": "fxpipe.ir.devices",
     "Plan": "fxpipe.planning",
     "plan": "fxpipe.planning",
+    "Tuning": "fxpipe.tuning.results",
+    "tune": "fxpipe.tuning.tune",
     "backend": "fxpipe.dynamo",
     "BackendError": "fxpipe.dynamo",
     "Profile": "passes.cost.given",

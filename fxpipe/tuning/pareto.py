@@ -1,0 +1,77 @@
+"""The Pareto front of time against memory, and its picture.
+
+::
+
+    memory │  x                 x  a trial for which another one is both faster and smaller
+           │  o   x             o  one of the front
+           │    o───o
+           └───────── time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from xml.sax.saxutils import escape
+
+from fxpipe.ir.text import human_bytes, human_time
+
+_WIDTH, _HEIGHT, _MARGIN = 640, 400, 70
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """The numbers of the points for which no other point is at most as large in both numbers, and
+    smaller in one; in the order of the first number. Of equal points it has the first."""
+    found: list[int] = []
+    least = float("inf")
+    for i in sorted(range(len(points)), key=lambda i: (*points[i], i)):
+        if points[i][1] < least:
+            found.append(i)
+            least = points[i][1]
+    return found
+
+
+def picture(points: Sequence[tuple[float, float]], names: Sequence[str]) -> str:
+    """The points in SVG: seconds to the right, bytes upwards, with a line through the front. Each
+    point has its name as a tooltip."""
+    right = max((x for x, _ in points), default=1.0) or 1.0
+    top = max((y for _, y in points), default=1.0) or 1.0
+
+    def at(point: tuple[float, float]) -> tuple[float, float]:
+        inner = _WIDTH - 2 * _MARGIN, _HEIGHT - 2 * _MARGIN
+        return (
+            _MARGIN + inner[0] * point[0] / right,
+            _HEIGHT - _MARGIN - inner[1] * point[1] / top,
+        )
+
+    chosen = front(points)
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(points[i]) for i in chosen))
+    left, below = at((0.0, 0.0))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" font-size="12">',
+        "<style>svg{color:#222;background:#fff}"
+        "@media(prefers-color-scheme:dark){svg{color:#ddd;background:#1b1b1b}}</style>",
+        f'<path d="M{left},{_MARGIN} V{below} H{_WIDTH - _MARGIN}" fill="none" '
+        'stroke="currentColor"/>',
+        f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 20}" text-anchor="middle" fill="currentColor">'
+        "predicted time of a step</text>",
+        f'<text x="20" y="{_MARGIN - 20}" fill="currentColor">memory of the fullest device</text>',
+    ]
+    for part in (0.25, 0.5, 0.75, 1.0):
+        x, y = at((part * right, part * top))
+        parts += [
+            f'<text x="{x:.1f}" y="{below + 18}" text-anchor="middle" fill="currentColor">'
+            f"{human_time(part * right)}</text>",
+            f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">'
+            f"{human_bytes(round(part * top))}</text>",
+        ]
+    parts.append(f'<polyline points="{line}" fill="none" stroke="#0072B2" stroke-width="1.5"/>')
+    for i, (point, name) in enumerate(zip(points, names, strict=True)):
+        x, y = at(point)
+        colour = "#0072B2" if i in chosen else "#999999"
+        title = f"{name}: {human_time(point[0])}, {human_bytes(round(point[1]))}"
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">'
+            f"<title>{escape(title)}</title></circle>"
+        )
+    return "\n".join([*parts, "</svg>"])

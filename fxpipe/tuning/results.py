@@ -1,0 +1,157 @@
+"""What tuning has tried: the trials, the best of them, a table, a picture and a file."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from fxpipe.ir.text import human_bytes, human_time
+from fxpipe.tuning.pareto import front, picture
+from passes.partition.automatic import DoesNotFit
+
+
+@dataclass(frozen=True)
+class TuningTrial:
+    """One way to run the model, and what is predicted for it.
+
+    Attributes:
+        options: the arguments of :func:`fxpipe.compile`: "chunks", "schedule", "checkpoint" and
+            "partition", and "stages" if there are several on a device.
+        seconds: the predicted time of a training step; inf if it does not fit.
+        memory: the predicted bytes of each lane at the most.
+        bubble: the predicted fraction of the lanes' time in which they are idle.
+        measured: the measured time of a step in seconds; None: it has not been measured.
+        why: why it does not fit, or could not be measured; empty otherwise.
+    """
+
+    options: Mapping[str, Any]
+    seconds: float
+    memory: tuple[float, ...] = ()
+    bubble: float = 0.0
+    measured: float | None = None
+    why: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the devices have the memory that it is predicted to need."""
+        return math.isfinite(self.seconds)
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """By what trials are compared: those that have been measured come first, by that time."""
+        return (math.inf, self.seconds) if self.measured is None else (self.measured, self.seconds)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What :func:`tune` has tried; ``str`` of it is a table, the best first."""
+
+    trials: tuple[TuningTrial, ...]
+
+    @property
+    def best(self) -> TuningTrial:
+        """The fastest trial: ``fxpipe.compile(model, devices, **tuning.best.options)``.
+
+        Raises :class:`fxpipe.DoesNotFit` if none fits.
+        """
+        found = min(self.trials, key=lambda trial: trial.key)
+        if not found.fits:
+            raise DoesNotFit(f"nothing that was tried fits; the last said: {self.trials[-1].why}")
+        return found
+
+    @property
+    def front(self) -> tuple[TuningTrial, ...]:
+        """The trials for which no other one is both faster and takes less memory on its fullest
+        device (the Pareto front), the fastest first."""
+        fitting = [trial for trial in self.trials if trial.fits]
+        points = [(trial.seconds, max(trial.memory)) for trial in fitting]
+        return tuple(fitting[i] for i in front(points))
+
+    def draw(self) -> str:
+        """The trials as points, time against memory, with the front as a line, in SVG."""
+        fitting = [trial for trial in self.trials if trial.fits]
+        points = [(trial.seconds, max(trial.memory)) for trial in fitting]
+        return picture(points, [said(trial) for trial in fitting])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trials to a file, as JSON."""
+        trials = [
+            {
+                **vars(trial),
+                "seconds": trial.seconds if trial.fits else None,
+                "memory": list(trial.memory),
+            }
+            for trial in self.trials
+        ]
+        Path(path).write_text(json.dumps({"fxpipe tuning": 1, "trials": trials}, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Tuning:
+        """Read a file that :meth:`save` has written.
+
+        Raises ValueError for another file.
+        """
+        try:
+            read = json.loads(Path(path).read_text(encoding="utf-8"))
+            trials = [
+                TuningTrial(
+                    dict(each["options"]),
+                    math.inf if each["seconds"] is None else float(each["seconds"]),
+                    tuple(map(float, each["memory"])),
+                    float(each["bubble"]),
+                    None if each["measured"] is None else float(each["measured"]),
+                    str(each["why"]),
+                )
+                for each in read["trials"]
+            ]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} is no file that Tuning.save has written ({error})") from error
+        return Tuning(tuple(trials))
+
+    def __rich__(self) -> Group:
+        table = Table(title="tuning", title_justify="left")
+        table.add_column("schedule")
+        for column in ("stages", "chunks"):
+            table.add_column(column, justify="right")
+        table.add_column("checkpoint")
+        is_measured = any(trial.measured is not None for trial in self.trials)
+        for column in ("step", *["measured"] * is_measured, "bubble", "most memory"):
+            table.add_column(column, justify="right")
+        shown = [trial for trial in sorted(self.trials, key=lambda t: t.key) if trial.fits]
+        for trial in shown:
+            modes = trial.options["checkpoint"]
+            table.add_row(
+                str(trial.options["schedule"]),
+                str(trial.options.get("stages", len(trial.memory))),
+                str(trial.options["chunks"]),
+                modes if isinstance(modes, str) else ", ".join(modes),
+                human_time(trial.seconds),
+                *["" if trial.measured is None else human_time(trial.measured)] * is_measured,
+                f"{trial.bubble:.0%}",
+                human_bytes(round(max(trial.memory))) + " *" * (trial in self.front),
+            )
+        return Group(
+            table,
+            f"{len(shown)} of {len(self.trials)} settings fit; * none is both faster and smaller",
+        )
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
+        console.print(self, soft_wrap=True, highlight=False)
+        text: str = console.file.getvalue()  # type: ignore[attr-defined]
+        return text
+
+
+def said(trial: TuningTrial) -> str:
+    modes = trial.options["checkpoint"]
+    checkpoint = modes if isinstance(modes, str) else ", ".join(modes)
+    return f"{trial.options['schedule']}, {trial.options['chunks']} chunks, {checkpoint}"

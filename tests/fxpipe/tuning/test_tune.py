@@ -1,0 +1,134 @@
+"""Tuning: many settings are planned, and the best few measured."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.tuning.pareto import front, picture
+from fxpipe.tuning.results import Tuning, TuningTrial
+from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
+from tests.zoo import UNet
+
+
+def planned(**options):
+    """The plan for a U-Net on two devices, and its trials."""
+    model, x = on_meta(UNet(4, 3), torch.zeros(16, 3, 32, 32))
+    return fxpipe.tune(model, [FREE_LINKS] * 2, x, progress=False, **options)
+
+
+def test_the_best_trial_is_the_fastest_plan_of_all_settings():
+    found = planned(schedules=["gpipe", "1f1b", "zbv"], chunks=[2, 4, 8])
+    assert len(found.trials) == 9
+    model, x = on_meta(UNet(4, 3), torch.zeros(16, 3, 32, 32))
+    every = [
+        fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=x, chunks=chunks, schedule=schedule)
+        for schedule in ("gpipe", "1f1b", "zbv")
+        for chunks in (2, 4, 8)
+    ]
+    assert found.best.seconds == min(plan.seconds for plan in every)
+    assert [trial.seconds for trial in found.trials] == sorted(plan.seconds for plan in every)
+
+
+def test_by_default_all_schedules_and_chunks_of_twice_the_number_are_tried():
+    found = planned()
+    assert {trial.options["chunks"] for trial in found.trials} == {2, 4, 8, 16}
+    assert {trial.options["schedule"] for trial in found.trials} >= {"gpipe", "1f1b", "zbv"}
+
+
+def test_what_does_not_fit_is_recomputed_or_left_out():
+    free = planned(schedules=["gpipe"], chunks=[4, 16])
+    limit = 0.8 * max(free.trials[0].memory)
+    found = planned(schedules=["gpipe"], chunks=[4, 16], memory=limit)
+    assert found.best.options["checkpoint"] != "never"
+    assert all(max(trial.memory) <= limit for trial in found.trials if trial.fits)
+    none = planned(schedules=["gpipe"], chunks=[4, 16], memory="1KiB")
+    assert not any(trial.fits for trial in none.trials)
+    with pytest.raises(fxpipe.DoesNotFit, match="nothing that was tried fits"):
+        none.best  # noqa: B018
+    assert "0 of 2 settings fit" in str(none)
+
+
+def test_the_best_are_measured_and_make_a_pipeline(tmp_path):
+    torch.manual_seed(0)
+    model, x = UNet(4, 3), torch.randn(8, 3, 16, 16)
+    found = fxpipe.tune(
+        model,
+        ["cpu", "cpu"],
+        (x,),
+        schedules=["gpipe", "1f1b"],
+        chunks=[2, 4],
+        measure=2,
+        rounds=1,
+        target=torch.randn(8, 3, 16, 16),
+        loss_fn=nn.MSELoss(),
+        progress=False,
+    )
+    measured = [trial for trial in found.trials if trial.measured is not None]
+    assert len(measured) == 2
+    assert found.best == min(measured, key=lambda trial: trial.measured)
+    assert all(parameter.grad is None for parameter in model.parameters()), "copies have trained"
+
+    found.save(tmp_path / "tuning.json")
+    again = Tuning.load(tmp_path / "tuning.json")
+    assert again == found
+    with fxpipe.compile(model, ["cpu", "cpu"], **again.best.options) as pipe:
+        pipe(x)
+        assert pipe._runner.last()[1] == again.best.options["chunks"]
+
+
+def test_the_table_shows_what_is_chosen():
+    text = str(planned(schedules=["gpipe", "1f1b"], chunks=[4]))
+    assert "schedule" in text
+    assert "1f1b" in text
+    assert "2 of 2 settings fit" in text
+
+
+def test_the_front_has_what_no_other_is_better_than_in_both():
+    assert front([(1, 9), (2, 5), (3, 6), (2, 5), (4, 1), (1, 8)]) == [5, 1, 4]
+    assert front([]) == []
+
+
+def test_the_picture_has_a_point_for_each_and_a_line_through_the_front():
+    drawing = picture([(1.0, 2**20), (2.0, 2**19), (2.0, 2**21)], ["a", "b <", "c"])
+    assert drawing.count("<circle") == 3
+    assert "<title>b &lt;: 2.00 s, 512.0 KiB</title>" in drawing
+    assert drawing.count("<polyline") == 1
+    assert len(drawing.split('points="')[1].split('"')[0].split()) == 2
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"trials": [1]}', '{"trials": [{}]}'])
+def test_a_file_of_something_else_is_refused(tmp_path, content):
+    path = tmp_path / "tuning.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"is no file that Tuning\.save has written"):
+        Tuning.load(path)
+
+
+def test_what_does_not_fit_is_saved_without_a_time(tmp_path):
+    Tuning((TuningTrial({"checkpoint": "never"}, math.inf, why="too small"),)).save(
+        tmp_path / "t.json"
+    )
+    assert json.loads((tmp_path / "t.json").read_text())["trials"][0]["seconds"] is None
+    assert not Tuning.load(tmp_path / "t.json").trials[0].fits
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "said"),
+    [
+        ("cpu", {}, "devices is 'cpu': give a list"),
+        ([], {}, "devices is \\[\\]: give a list"),
+        (["h100", "cpu"], {}, "and not both"),
+        (["h100"] * 2, {"measure": 1}, "give devices that are here"),
+        (["cpu"] * 2, {"chunks": [0]}, "chunks is 0"),
+        (["cpu"] * 2, {"schedules": ["2f2b"]}, "schedule is '2f2b'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(devices, options, said):
+    with pytest.raises(ValueError, match=said):
+        fxpipe.tune(nn.Linear(2, 2), devices, (torch.zeros(4, 2),), progress=False, **options)
