@@ -297,6 +297,14 @@ def is_in_a_group() -> bool:
     return group is not None and group() is not None
 
 
+def non_reentrant_generator() -> tuple[str, bool]:
+    """The name of the function of ``torch.utils.checkpoint`` which every checkpoint that is not
+    reentrant calls, and whether it takes its settings by name, as it does from PyTorch 2.15 on."""
+    name = "_checkpoint_without_reentrant_generator"
+    is_by_name = hasattr(torch.utils.checkpoint, f"{name}_impl")
+    return f"{name}_impl" if is_by_name else name, is_by_name
+
+
 _WITHOUT_OWN_BACKWARD = {Tensor, torch.nn.Parameter, torch.autograd.graph.GradientEdge}
 
 

@@ -14,8 +14,8 @@ region as well: the gradients are equal, while export, which would see its forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from operator import getitem
@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointFunction, noop_context_fn
 
+from fxpipe.ir._torch import non_reentrant_generator
 from fxpipe.ir.graph import WHOLE
 from fxpipe.runtime.checkpointing import checkpoint
 from fxpipe.runtime.checkpointing.checkpoint import CheckpointOptions
@@ -99,6 +100,10 @@ def graph_of_export() -> fx.Graph | None:
     return None if mode is None else mode.tracer.graph
 
 
+_ASKED = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""The settings of a checkpoint that is not reentrant, in the order of PyTorch's arguments."""
+
+
 @contextmanager
 def noted(graph: Callable[[], fx.Graph | None]) -> Iterator[Calls]:
     """Yields the checkpoint calls of the model that this thread traces inside the ``with`` block,
@@ -118,21 +123,35 @@ def noted(graph: Callable[[], fx.Graph | None]) -> Iterator[Calls]:
 
         return classmethod(apply)
 
+    def note(args: Sequence[Any], asked: Mapping[str, Any]) -> AbstractContextManager[None]:
+        context_fn = asked["context_fn"]
+        options = CheckpointOptions(
+            asked["preserve_rng_state"],
+            asked["early_stop"],
+            None if context_fn is noop_context_fn else context_fn,
+            asked["determinism_check"],
+            asked["debug"],
+            writes_again=True,
+        )
+        return calls.noted(Settings(options), args)
+
     def non_reentrant(original: Any) -> Any:
         def generate(function: Any, *options: Any, **kwargs: Any) -> Iterator[None]:
             if calls.graph() is None:
                 yield from original(function, *options, **kwargs)
                 return
-            preserve, context_fn, determinism_check, debug, early_stop, *args = options
-            asked = CheckpointOptions(
-                preserve,
-                early_stop,
-                None if context_fn is noop_context_fn else context_fn,
-                determinism_check,
-                debug,
-                writes_again=True,
-            )
-            with calls.noted(Settings(asked), (*args, *kwargs.values())):
+            *asked, args = *options[: len(_ASKED)], options[len(_ASKED) :]
+            with note((*args, *kwargs.values()), dict(zip(_ASKED, asked, strict=True))):
+                yield
+
+        return generate
+
+    def non_reentrant_by_name(original: Any) -> Any:
+        def generate(function: Any, args: Any, kwargs: Any, **asked: Any) -> Iterator[None]:
+            if calls.graph() is None:
+                yield from original(function, args, kwargs, **asked)
+                return
+            with note((*args, *kwargs.values()), asked):
                 yield
 
         return generate
@@ -149,9 +168,11 @@ def noted(graph: Callable[[], fx.Graph | None]) -> Iterator[Calls]:
 
         return checkpointed
 
+    generator, is_by_name = non_reentrant_generator()
+    replacement = non_reentrant_by_name if is_by_name else non_reentrant
     with (
         patched(CheckpointFunction, "apply", reentrant),
-        patched(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", non_reentrant),
+        patched(torch.utils.checkpoint, generator, replacement),
         patched(checkpoint, "checkpointed", ours),
     ):
         yield calls

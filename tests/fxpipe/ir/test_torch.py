@@ -189,6 +189,21 @@ def test_backwards_that_share_what_checkpoints_recompute_are_noticed():
             assert _torch.is_in_a_group()
 
 
+def test_the_generator_is_the_one_that_a_checkpoint_calls(monkeypatch):
+    """When PyTorch 2.15 is the oldest, the settings always come by name."""
+    name, is_by_name = _torch.non_reentrant_generator()
+    original, called = getattr(torch.utils.checkpoint, name), []
+
+    def noted(*args, **kwargs):
+        called.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.utils.checkpoint, name, noted)
+    torch.utils.checkpoint.checkpoint(torch.sin, torch.ones(2), use_reentrant=False)
+    assert len(called) == 1
+    assert ("preserve_rng_state" in called[0]) == is_by_name
+
+
 def test_functional_transforms_are_told_from_the_outermost_to_the_innermost():
     seen = []
     torch.func.grad(torch.func.vmap(lambda x: seen.append(_torch.transforms()) or x))
