@@ -1,0 +1,242 @@
+"""What is chosen for models under limits of memory, from just the weights to everything.
+
+    python -m tests.benchmarks.fits [--models gpt2 unet ...] [--devices 2 4 8] [--limits 10]
+        [--chunks 4 8] [--exhaustive] [--csv FILE]
+
+Each model, in its real size and on "meta", is planned with ``checkpoint="auto"`` for A100s that may
+take so much: the lowest limit is an even part of parameters, gradients, the two states of Adam and
+buffers; the highest is what the fastest plan needs that keeps all activations. The schedule is
+1F1B, with so many micro-batches for each device as ``--chunks`` says, of which the fastest number
+counts.
+
+"over free" is how much longer the step takes than without a limit, by prediction. With
+``--exhaustive`` all modes of all stages are also planned, each with a cut of its own, which is done
+for two devices only: "over best" is how much longer the chosen step takes than the best of these,
+and "(none)" says that none of them fits either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import fxpipe
+from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.text import human_bytes, human_time
+from fxpipe.planning.question import CostedModel, CostSettings, PlanQuestion, costed
+from fxpipe.planning.result import Plan
+from fxpipe.runtime.ambient import compiling
+from passes.common.modes import AUTO, MODES
+from passes.cost.analytic import ADAM
+from tests.benchmarks.nets import UNet
+
+ROWS = 64
+Made = tuple[nn.Module, dict[str, Any]]
+
+
+def tokens(vocabulary: int, length: int = 1024) -> dict[str, Tensor]:
+    """A mini-batch of token numbers."""
+    return {"input_ids": torch.zeros(ROWS, length, dtype=torch.long)}
+
+
+def gpt2() -> Made:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(use_cache=False)
+    return GPT2LMHeadModel(config), tokens(config.vocab_size)
+
+
+def llama_1b() -> Made:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        use_cache=False,
+        dtype="bfloat16",
+    )
+    return LlamaForCausalLM(config), tokens(config.vocab_size, 2048)
+
+
+def vit_l16() -> Made:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
+    )
+    return ViTForImageClassification(config), {"pixel_values": torch.zeros(ROWS, 3, 224, 224)}
+
+
+def unet() -> Made:
+    return UNet(5, 64), {"x": torch.zeros(ROWS, 3, 192, 192)}
+
+
+def t5() -> Made:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12, use_cache=False)
+    ids = tokens(config.vocab_size, 512)["input_ids"]
+    return T5ForConditionalGeneration(config), {"input_ids": ids, "decoder_input_ids": ids}
+
+
+def mixtral() -> Made:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=32_000,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        use_cache=False,
+        dtype="bfloat16",
+    )
+    return MixtralForCausalLM(config), tokens(config.vocab_size)
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    made.__name__: made for made in (gpt2, llama_1b, vit_l16, unet, t5, mixtral)
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with costs, on so many devices."""
+
+    prices: CostedModel
+    devices: int
+    chunks: tuple[int, ...]
+
+    def plan(self, limit: float | None, checkpoint: Any = AUTO) -> Plan | None:
+        """The fastest plan under a limit of memory; None if none fits."""
+        found: list[Plan] = []
+        spec = DeviceSpec.of("a100").with_memory(limit)
+        for chunks in self.chunks:
+            question = PlanQuestion(
+                self.prices,
+                "auto",
+                (spec,) * self.devices,
+                "1f1b",
+                None,
+                chunks * self.devices,
+                checkpoint,
+            )
+            with suppress(fxpipe.DoesNotFit):
+                found.append(question.answer())
+        return min(found, key=lambda plan: plan.seconds, default=None)
+
+    def best_of_all(self, limit: float) -> float:
+        """The seconds of the fastest plan, of those with any modes; inf if none fits."""
+        every = itertools.product(MODES, repeat=self.devices)
+        plans = [self.plan(limit, modes) for modes in every]
+        return min((plan.seconds for plan in plans if plan), default=math.inf)
+
+    def just_the_weights(self) -> float:
+        """An even part of what all stages keep whatever the schedule."""
+        free = self.plan(None, "never")
+        assert free is not None
+        return sum(stage.state_bytes for stage in free.stages) / self.devices
+
+
+def priced(name: str) -> CostedModel:
+    """A model with costs on A100s."""
+    with torch.device("meta"):
+        model, inputs = MODELS[name]()
+        inputs = {key: value.to("meta") for key, value in inputs.items()}
+    with compiling():
+        found, _ = costed(
+            model.train(),
+            ((), inputs),
+            CostSettings("analytic", DeviceSpec.of("a100"), ADAM),
+            in_dims=None,
+            tracer="auto",
+            chunks=None,
+            chain=fxpipe.default_chain(),
+        )
+    return found
+
+
+def rows_of(name: str, case: Case, limits: int, is_exhaustive: bool) -> list[list[str]]:
+    """The rows of the table for a model on so many devices."""
+    free = case.plan(None)
+    assert free is not None
+    low, high = case.just_the_weights(), max(free.memory)
+    found = []
+    for i in range(limits):
+        limit = low + (high - low) * i / max(1, limits - 1)
+        begin = time.process_time()
+        plan = case.plan(limit)
+        took = time.process_time() - begin
+        row = [name, str(case.devices), human_bytes(round(limit))]
+        if plan is None:
+            row += ["does not fit", "", "", "", ""]
+        else:
+            modes = plan.checkpoint
+            row += [
+                modes if isinstance(modes, str) else " ".join(modes),
+                str(plan.chunks),
+                human_time(plan.seconds),
+                f"{plan.seconds / free.seconds - 1:+.1%}",
+                f"{max(plan.memory) / limit:.0%}",
+            ]
+        row.append(f"{took:.1f} s")
+        if is_exhaustive:
+            best = case.best_of_all(limit) if case.devices == 2 else math.nan
+            if math.isinf(best):
+                row.append("(none)")
+            else:
+                row.append(
+                    "" if math.isnan(best) or not plan else f"{plan.seconds / best - 1:+.2%}"
+                )
+        found.append(row)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--devices", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--limits", type=int, default=10)
+    parser.add_argument("--chunks", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--exhaustive", action="store_true")
+    parser.add_argument("--csv", type=Path)
+    given = parser.parse_args()
+    columns = ["model", "devices", "limit", "checkpoint", "chunks", "step", "over free", "full"]
+    columns += ["CPU time", *["over best"] * given.exhaustive]
+    table = Table(*columns)
+    console = Console(width=150)
+    every = []
+    for name in given.models:
+        prices = priced(name)
+        for devices in given.devices:
+            case = Case(prices, devices, tuple(given.chunks))
+            for row in rows_of(name, case, given.limits, given.exhaustive):
+                table.add_row(*row)
+                console.print(*row, style="dim")
+                every.append(row)
+    console.print(table)
+    if given.csv:
+        with given.csv.open("w", newline="") as file:
+            csv.writer(file).writerows([columns, *every])
+
+
+if __name__ == "__main__":
+    main()
