@@ -270,7 +270,7 @@ class RankLowering(Lowering):
         return {
             "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
             "schedules": str(options.schedule),
-            "options": f"{options.placement}, {self.layout.modes}, {options.checkpoint_segments}, "
+            "options": f"{options.placement}, {options.checkpoint}, {options.checkpoint_segments}, "
             f"{self.transport.communicators} communicators",
             "parameters and buffers": _digest("\n".join(tensors)),
             "stages": _digest(stages.replace(str(device), device.type)),
