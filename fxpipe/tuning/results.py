@@ -131,7 +131,7 @@ class Tuning:
             modes = trial.options["checkpoint"]
             table.add_row(
                 str(trial.options["schedule"]),
-                str(trial.options.get("stages", len(trial.memory))),
+                str(1 + max(trial.options["partition"].values())),
                 str(trial.options["chunks"]),
                 modes if isinstance(modes, str) else ", ".join(modes),
                 human_time(trial.seconds),

@@ -89,6 +89,13 @@ def test_the_table_shows_what_is_chosen():
     assert "2 of 2 settings fit" in text
 
 
+def test_the_table_counts_stages_and_not_lanes():
+    line = next(
+        line for line in str(planned(schedules=["zbv"], chunks=[4])).splitlines() if "zbv" in line
+    )
+    assert line.split("│")[1:4] == [" zbv      ", "      4 ", "      4 "]
+
+
 def test_the_front_has_what_no_other_is_better_than_in_both():
     assert front([(1, 9), (2, 5), (3, 6), (2, 5), (4, 1), (1, 8)]) == [5, 1, 4]
     assert front([]) == []
