@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
 import re
+from typing import Any
 
 
 def human_bytes(count: int) -> str:
@@ -51,3 +53,14 @@ def summary(documented: object) -> str:
     paragraph = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
     sentence = re.split(r"(?<=\.) ", paragraph)[0]
     return re.sub(r":\w+:`~?([^`]+)`", r"\1", sentence).replace("``", "")
+
+
+def rendered(what: Any) -> str:
+    """The text of something that rich can show, 100 columns wide and without colours. Lines below a
+    table may be longer."""
+    from rich.console import Console  # here, as hardly any message needs it
+
+    file = io.StringIO()
+    console = Console(file=file, width=100, color_system=None, force_jupyter=False)
+    console.print(what, soft_wrap=True, highlight=False)
+    return file.getvalue()

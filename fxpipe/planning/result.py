@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from fxpipe.ir.devices import DeviceSpec
-from fxpipe.ir.text import human_bytes, human_time, optimality
+from fxpipe.ir.text import human_bytes, human_time, optimality, rendered
 from fxpipe.schedule import (
     Schedule,
     Timeline,
 )
-from passes.common.modes import Modes, is_never
+from passes.common.modes import Modes, in_words, is_never
 from passes.common.skips import SkipLayout
 
 ROUNDING = 1e-9  # sizes within this relative difference are equal: bytes are sums of fractions
@@ -173,15 +172,11 @@ class Plan:
             ),
         ]
         if not is_never(self.checkpoint):
-            modes = self.checkpoint
-            lines.append(f"checkpoint: {modes if isinstance(modes, str) else ', '.join(modes)}")
+            lines.append(f"checkpoint: {in_words(self.checkpoint)}")
         return lines
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
-        console.print(self, soft_wrap=True, highlight=False)
-        text: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return text
+        return rendered(self)
 
 
 def _signed_bytes(count: float) -> str:

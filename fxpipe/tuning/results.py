@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -11,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
-from fxpipe.ir.text import human_bytes, human_time
+from fxpipe.ir.text import human_bytes, human_time, rendered
 from fxpipe.tuning.pareto import front, picture
+from passes.common.modes import in_words
 from passes.partition.automatic import DoesNotFit
 
 
@@ -128,12 +128,11 @@ class Tuning:
             table.add_column(column, justify="right")
         shown = [trial for trial in sorted(self.trials, key=lambda t: t.key) if trial.fits]
         for trial in shown:
-            modes = trial.options["checkpoint"]
             table.add_row(
                 str(trial.options["schedule"]),
                 str(1 + max(trial.options["partition"].values())),
                 str(trial.options["chunks"]),
-                modes if isinstance(modes, str) else ", ".join(modes),
+                in_words(trial.options["checkpoint"]),
                 human_time(trial.seconds),
                 *["" if trial.measured is None else human_time(trial.measured)] * is_measured,
                 f"{trial.bubble:.0%}",
@@ -145,13 +144,11 @@ class Tuning:
         )
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
-        console.print(self, soft_wrap=True, highlight=False)
-        text: str = console.file.getvalue()  # type: ignore[attr-defined]
-        return text
+        return rendered(self)
 
 
 def said(trial: TuningTrial) -> str:
-    modes = trial.options["checkpoint"]
-    checkpoint = modes if isinstance(modes, str) else ", ".join(modes)
-    return f"{trial.options['schedule']}, {trial.options['chunks']} chunks, {checkpoint}"
+    """What distinguishes a trial from others, in words."""
+    options = trial.options
+    modes = in_words(options["checkpoint"])
+    return f"{options['schedule']}, {options['chunks']} chunks, {modes}"

@@ -14,6 +14,7 @@ All plans share one trace of the model, and those of one number of micro-batches
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ MOST = 8  # at most this many micro-batches for each lane are tried, if the user
 
 @dataclass(frozen=True)
 class _TunedModel:
-    """What all trials have in common."""
+    """The model, the cut and the devices that all trials of a tuning have in common."""
 
     prices: CostedModel
     partition: Spec
@@ -151,6 +152,11 @@ def tune(
             "example_inputs is the tuple of the model's arguments, and is given "
             f"{kind(example_inputs)}: write example_inputs=(x,) for one argument"
         )
+    if unknown := options.keys() - inspect.signature(compile).parameters.keys():
+        raise TypeError(
+            f"tune is given {min(unknown)}, which neither it nor fxpipe.compile takes: its own "
+            f"arguments are {', '.join(list(inspect.signature(tune).parameters)[2:-1])}"
+        )
     specs, names, are_here = _lanes(devices, model)
     if measure and not are_here:
         raise ValueError(
@@ -237,7 +243,6 @@ def _settings(
         for number in stages:
             for each in chunks:
                 try:
-                    placement_of(schedule, lanes, number)
                     _possible(schedule, lanes, number, each)
                 except ValueError:
                     if schedules is None or None not in stages:
@@ -248,8 +253,8 @@ def _settings(
 
 def _possible(schedule: str, lanes: int, stages: int | None, chunks: int) -> None:
     """Raise ValueError if there is no such schedule."""
+    placement = placement_of(schedule, lanes, stages)
     if schedule != SEARCHED:
-        placement = placement_of(schedule, lanes, stages)
         named(schedule, lanes=lanes, stages=len(placement), microbatches=chunks)
 
 

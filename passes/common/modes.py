@@ -67,6 +67,11 @@ def plain(modes: Sequence[str]) -> Modes:
     return modes[0] if len(set(modes)) == 1 else tuple(modes)
 
 
+def in_words(modes: Modes) -> str:
+    """The modes as text: one for all stages, or those of the stages in order."""
+    return modes if isinstance(modes, str) else ", ".join(modes)
+
+
 def is_never(modes: Modes) -> bool:
     """Whether all micro-batches keep their activations at all stages."""
     return all(mode == "never" for mode in ([modes] if isinstance(modes, str) else modes))
@@ -89,7 +94,8 @@ def recomputed_by(modes: Modes, chunks: int, stages: int) -> list[float]:
 
 def milder(modes: Modes) -> tuple[str, ...]:
     """The modes that, given for all stages, keep fewer activations than these modes do at some
-    stage, and more at none; so they need less memory. None if the compiler chooses the modes."""
+    stage, and more at none; so they need less memory. There are none for "auto", which
+    tries all of them."""
     if modes == AUTO:
         return ()
     given = [MODES.index(mode) for mode in ([modes] if isinstance(modes, str) else modes)]

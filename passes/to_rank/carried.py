@@ -36,7 +36,7 @@ class Carried:
     microbatch: int | None
 
     def __str__(self) -> str:
-        """What is carried, for people."""
+        """The shapes of what is carried, as drawings show them."""
         said = ", ".join(map(str, self.shapes)) or "no tensors"
         is_part = "·part" in said
         return f"{said}, part: the micro-batch's share of the rows" if is_part else said

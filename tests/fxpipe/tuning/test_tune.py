@@ -125,6 +125,11 @@ def test_what_does_not_fit_is_saved_without_a_time(tmp_path):
     assert not Tuning.load(tmp_path / "t.json").trials[0].fits
 
 
+def test_an_argument_that_nothing_takes_is_refused_also_if_nothing_is_measured():
+    with pytest.raises(TypeError, match="tune is given chunk, which neither"):
+        fxpipe.tune(nn.Linear(2, 2), ["cpu"] * 2, (torch.zeros(4, 2),), chunk=[4], progress=False)
+
+
 @pytest.mark.parametrize(
     ("devices", "options", "said"),
     [
