@@ -16,13 +16,15 @@ def keep_memory() -> None:
 
     That would else go back to the system between micro-batches, to be asked for again: in a single
     thread that takes up to a quarter of the time, and a pipeline that saves it would seem faster
-    than it is.
+    than it is. All threads share one heap: one of a thread's own keeps no block of over 64 MiB, so
+    that each gradient of GPT-2's head would be new memory to a lane, and not to a rank.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3  # malloc.h
-        mallopt(trim_threshold, 2**30)
+        trim_threshold, mmap_threshold, arena_max = -1, -3, -8  # malloc.h
+        mallopt(trim_threshold, -1)  # never
         mallopt(mmap_threshold, 2**30)
+        mallopt(arena_max, 1)
 
 
 def medians(sides: dict[str, Callable[[], object]], rounds: int = 15) -> dict[str, float]:
