@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import BuiltinFunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, fx, overrides
@@ -344,6 +344,29 @@ def run_backward(
         allow_unreachable=accumulate,
         accumulate_grad=accumulate,
     )
+
+
+Function = TypeVar("Function", bound=type[torch.autograd.Function])
+
+
+def lean(function: Function) -> Function:
+    """Let an autograd function be called without the checks of each call of ``Function.apply``, and
+    of each call of its backward. A decorator of the function's class.
+
+    For functions that do hardly anything, those checks take longer than the rest: ``apply`` looks
+    for a ``setup_context`` and for functorch's wrappers, and the backward looks for a ``vjp``. Such
+    a function has neither of the two. Under functorch's transforms it is called as any other.
+    """
+    checked: Callable[..., Any] = function.apply
+    quick = torch._C._FunctionBase.__dict__["apply"].__get__(None, function)
+    are_transforms_active = torch._C._are_functorch_transforms_active
+
+    def apply(*args: Any) -> Any:
+        return checked(*args) if are_transforms_active() else quick(*args)
+
+    function.apply = staticmethod(apply)  # type: ignore[method-assign]
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    return function
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.ir._torch import lean
 from fxpipe.runtime.dependency import flattened, gate
 from fxpipe.runtime.engine import first
 from fxpipe.runtime.streams import (
@@ -72,6 +73,7 @@ def on_the_way_back(home: torch.device, device: torch.device | None) -> Any:
 _AS_IT_IS = nullcontext()
 
 
+@lean
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: str, target: str, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -86,6 +88,7 @@ class _Copy(torch.autograd.Function):
         return (None, None, *(None if g is None else moved(g, home, COPY) for g, home in homes))
 
 
+@lean
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: str, target: str, *tensors: Tensor) -> tuple[Tensor, ...]:

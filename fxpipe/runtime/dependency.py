@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.ir._torch import pytree
+from fxpipe.ir._torch import lean, pytree
 from fxpipe.runtime.streams import beside, pass_on
 
 _TENSORS = {Tensor}
@@ -79,6 +79,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value) if type(value) is Tensor else pytree.tree_map(function, value)
 
 
+@lean
 class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -91,6 +92,7 @@ class _Fork(torch.autograd.Function):
         return grads[1:]
 
 
+@lean
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

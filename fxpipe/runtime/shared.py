@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir._torch import FLAT_WEIGHTS
+from fxpipe.ir._torch import FLAT_WEIGHTS, lean
 
 
+@lean
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fxpipe.ir._torch import pytree, run_backward
+from fxpipe.ir._torch import SET_GRAD_ENABLED, lean, pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
 from fxpipe.ir.tensors import memory_bytes, tensor_bytes
 from fxpipe.ir.text import kind
@@ -54,14 +54,14 @@ class Tape:
     of parameters to ``.grad``, as any backward does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stage: nn.Module | None = None) -> None:
+        self.stage = stage
         self.grads: list[Tensor | None] = []  # gradients, one for each leaf of the arguments
         self.build: Callable[[list[Any]], Any] = tuple  # makes the arguments from their leaves
         self.results: list[list[Any]] = []  # of each result the leaves, or where they were made
         self.rerun: Rerun | None = None  # makes the forward's call again; None: not checkpointed
         self.deferred: list[Deferred] = []  # backwards that the second half runs
         self.later: list[Callable[[], Iterable[Deferred]]] = []  # give more of these, in that half
-        self.stage: nn.Module | None = None
         self.penalties: list[Penalty] = []  # the loss's gradients for parameters of this stage
         self.homes: dict[Tensor, Tape] = {}  # by parameters within the loss: their stages' tapes
         self.is_elsewhere = False  # whether the stage runs in another process, and records nothing
@@ -69,11 +69,22 @@ class Tape:
     def record(self, function: Callable[..., tuple[Any, ...]], args: Any) -> tuple[Any, ...]:
         """Run a function, recording its graph. Returns its results, detached from that graph."""
         leaves, self.build = flattened(args)
-        self.grads = [None] * len(leaves)
+        grads: list[Tensor | None] = [None] * len(leaves)
+        self.grads = grads
         outer, _recording.tape = getattr(_recording, "tape", None), self
+        was_enabled = torch.is_grad_enabled()
+        SET_GRAD_ENABLED(True)
         try:
-            return self._record(function, leaves)
+            for i, leaf in enumerate(leaves):
+                if _is_inner(leaf):
+                    leaves[i] = _GraphEntry.apply(_ANCHOR, (leaf,), grads, i)  # type: ignore[no-untyped-call]
+            results = function(*self.build(leaves))
+            self.results = [leaves_in(result) for result in results]
+            if self.stage is not None:
+                self.results = [[_end(leaf) for leaf in leaves] for leaves in self.results]
+            return tuple([mapped(_cut_off, result) for result in results])
         finally:
+            SET_GRAD_ENABLED(was_enabled)
             _recording.tape = outer
 
     def record_ends(
@@ -81,19 +92,6 @@ class Tape:
     ) -> tuple[tuple[Any, ...], list[list[Any]]]:
         """As :meth:`record`. Returns the results, and the ends of the graph for each of them."""
         return self.record(function, args), self.results
-
-    def _record(
-        self, function: Callable[..., tuple[Any, ...]], leaves: list[Any]
-    ) -> tuple[Any, ...]:
-        with torch.enable_grad():
-            for i, leaf in enumerate(leaves):
-                if _is_inner(leaf):
-                    leaves[i] = _GraphEntry.apply(_anchor(), (leaf,), self.grads, i)  # type: ignore[no-untyped-call]
-            results = function(*self.build(leaves))
-            self.results = [leaves_in(result) for result in results]
-            if self.stage is not None:
-                self.results = [[_end(leaf) for leaf in leaves] for leaves in self.results]
-            return tuple([mapped(_cut_off, result) for result in results])
 
     def backward(self, grads: Sequence[Any], inputs: Sequence[Tensor] | None = None) -> Any:
         """Run the backward. Returns the gradients of the arguments, and adds those of parameters to
@@ -106,8 +104,10 @@ class Tape:
         roots: list[Any] = []
         given: list[Tensor] = []
         for leaves, grad in zip(self.results, grads, strict=True):
+            if grad is None:
+                continue
             for leaf, each in zip(leaves, leaves_in(grad), strict=False):
-                if each is not None and (isinstance(leaf, GradientEdge) or _has_history(leaf)):
+                if each is not None and (type(leaf) is GradientEdge or _has_history(leaf)):
                     roots.append(leaf)
                     given.append(each)
         self.results = []
@@ -132,12 +132,12 @@ class Tape:
         self.penalties = []
 
 
-def _anchor() -> Tensor:
-    """A tensor for which autograd records a node that is given its values within a tuple, where
-    autograd does not see them."""
-    return torch.empty(0, requires_grad=True)
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)
+"""A tensor for which autograd records a node that is given its values within a tuple, where
+autograd does not see them. One for all, as the graph would get a node of its own for each."""
 
 
+@lean
 class _GraphEntry(torch.autograd.Function):
     """Lets an autograd graph begin at a value. Its backward puts the value's gradient into a list.
 
@@ -208,17 +208,14 @@ def forward(
         checkpoint: whether the forward keeps no activations, and :func:`replay` runs it again
             (:mod:`fxpipe.runtime.checkpointing.rerun`).
     """
-    tape = Tape()
-    tape.stage = stage
+    tape = Tape(stage)
 
     def run(*args: Any) -> tuple[Any, ...]:
         outputs = stage.forward(*args)
+        results = (outputs,) if single else tuple(outputs)
         # The views are made after the stage has used the arguments. The backward runs in reverse,
         # so that the gradient from later stages comes first when an argument's are summed.
-        return (
-            *((outputs,) if single else outputs),
-            *(mapped(_view, args[i]) for i in passed),
-        )
+        return (*results, *(mapped(_view, args[i]) for i in passed)) if passed else results
 
     if not checkpoint:
         return tape.record(run, args), tape
@@ -294,8 +291,8 @@ def _by_itself(value: Tensor) -> Tensor:
 
 def elsewhere(stage: nn.Module) -> Tape:
     """An empty tape for a stage that another process runs."""
-    tape = Tape()
-    tape.stage, tape.is_elsewhere = stage, True
+    tape = Tape(stage)
+    tape.is_elsewhere = True
     return tape
 
 
@@ -337,7 +334,8 @@ def backward(tape: Tape, grads: Sequence[Any]) -> Any:
     :func:`replay` has done so."""
     replay(tape)
     of_arguments = tape.backward(grads)
-    weight_grad(tape)
+    if tape.deferred or tape.later:
+        weight_grad(tape)
     return of_arguments
 
 
@@ -445,6 +443,7 @@ def average(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total
 
 
+@lean
 class _InHalves(torch.autograd.Function):
     """Runs a function as one node of the autograd graph, which keeps the function's inner graph.
 
@@ -520,5 +519,5 @@ def defer(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
     tensors = [value for value in given if not isinstance(value, nn.Parameter)]
     if not tensors:  # autograd records a node only if an input requires a gradient
-        tensors = [torch.empty(0, requires_grad=True)]
+        tensors = [_ANCHOR]
     return _InHalves.apply(tape, module, parameters, args, kwargs, *tensors)  # type: ignore[no-untyped-call]

@@ -284,6 +284,30 @@ def test_the_engine_runs_backwards_without_the_checks_of_the_public_functions(ki
     assert does_not_exist_in_public(torch.autograd.graph, "engine_run_backward", "run_backward")
 
 
+def test_a_lean_function_gives_what_any_autograd_function_gives():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return 3 * x**2 * grad
+
+    checked = Cube.apply
+    lean = _torch.lean(Cube).apply
+    assert lean is not checked and Cube._backward_cls.apply is Cube.backward
+
+    x = torch.arange(3.0, requires_grad=True)
+    (first,) = torch.autograd.grad(lean(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert first.equal(3 * x**2) and second.equal(6 * x)
+    with pytest.raises(RuntimeError, match="must override the setup_context"):
+        torch.func.grad(lambda x: lean(x).sum())(torch.ones(3))
+
+
 def test_of_nodes_that_are_ready_that_with_the_highest_number_runs_first():
     def order(first, second):
         """In which order two nodes run that have these numbers, and are ready at the same time."""
