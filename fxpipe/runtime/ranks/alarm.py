@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from fxpipe.ir._torch import store_of_ranks
 from fxpipe.runtime.ranks.errors import RankError
-from fxpipe.runtime.ranks.worker import Worker
+from fxpipe.runtime.ranks.worker import Job, Worker
 
 T = TypeVar("T")
 _POLL = 0.2  # seconds between two looks
@@ -106,10 +105,10 @@ class Alarm:
         split = (report.split(" ", 1) for report in found if report)
         return [(int(place), text) for place, text in split]
 
-    def wait(self, future: Future[T]) -> T:
-        """The result of a future. Raises :class:`RankError` if a rank rings the alarm for good
+    def wait(self, job: Job[T]) -> T:
+        """What a job returns. Raises :class:`RankError` if a rank rings the alarm for good
         before."""
-        return self._waited(partial(future.result, _POLL), future.done)
+        return self._waited(partial(job.result, _POLL), job.done)
 
     def wait_for(self, work: dist.Work) -> None:
         """Wait until a collective that has begun on the host is done. Raises :class:`RankError` if

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 
 Sizes = tuple[int, ...]
 """The bytes of each part of a message, as :mod:`fxpipe.runtime.ranks.packing` makes parts."""
-_SMALL = 1024  # bytes
+_SMALL = 2**17  # bytes
 
 
 def is_small(size: int) -> bool:
     """Whether a part of this size, if it is expected, travels in the header: to copy it there takes
-    less than to send it by itself."""
+    less than a message of its own, which both ranks post, and which a thread of each awaits."""
     return size <= _SMALL
 
 

@@ -14,9 +14,9 @@ is laid out otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from fxpipe.ir._torch import pytree
 
 _NUMBERS = {int: torch.int64, float: torch.float64}
 _LARGEST = 2**63
+_TENSORS = {Tensor}
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,17 @@ class Strided:
                 f"a tensor of layout {tensor.layout} cannot go to another rank: keep it within a "
                 "stage, with partition=, or make it dense"
             )
-        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        return Strided(tensor.dtype, shape, strides, tensor.requires_grad)
+        return _strided(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
 
     def flat(self, tensor: Tensor) -> Tensor:
         """The memory of the tensor, as a flat tensor of bytes; a view of it where it is dense."""
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        for dim, (size, stored) in enumerate(zip(self.shape, self.stored, strict=True)):
-            if size != stored:
-                tensor = tensor.narrow(dim, 0, 1)
+        tensor = tensor.detach()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        if self.stored != self.shape:
+            for dim, (size, stored) in enumerate(zip(self.shape, self.stored, strict=True)):
+                if size != stored:
+                    tensor = tensor.narrow(dim, 0, 1)
         if self.is_dense and tensor.stride() == self.strides:
             tensor = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
         else:
@@ -104,19 +107,30 @@ class Strided:
     def built(self, part: Tensor) -> Tensor:
         """Make the tensor again, from the part that has arrived. The tensor may share memory with
         the part, so the caller must not use the part for anything else."""
-        flat = part.view(self.dtype)
-        stored = flat.view(self.stored)
-        if self.overlaps and not self.is_dense:
-            return stored.expand(self.shape).requires_grad_(self.requires_grad)
+        memory, offset = part, part.storage_offset() // self.dtype.itemsize
         if not self.is_dense:
-            flat = torch.empty_strided(
-                self.stored, self.strides, dtype=self.dtype, device=part.device
-            ).copy_(stored)
+            stored = part.view(self.dtype).view(self.stored)
+            if self.overlaps:
+                return stored.expand(self.shape).requires_grad_(self.requires_grad)
+            memory, offset = self._spaced(stored), 0
         # What arrives is no view: autograd forbids to detach a view in place.
-        tensor = flat.new_empty(0)
-        with torch.no_grad():
-            tensor.set_(flat.untyped_storage(), flat.storage_offset(), self.shape, self.strides)
-        return tensor.requires_grad_(self.requires_grad)
+        tensor = torch.empty(0, dtype=self.dtype, device=part.device)
+        tensor.set_(memory.untyped_storage(), offset, self.shape, self.strides)
+        return tensor.requires_grad_() if self.requires_grad else tensor
+
+    def _spaced(self, stored: Tensor) -> Tensor:
+        """The tensor with the strides that it had, and holes in its memory."""
+        return torch.empty_strided(
+            self.stored, self.strides, dtype=self.dtype, device=stored.device
+        ).copy_(stored)
+
+
+@lru_cache(maxsize=4096)
+def _strided(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool
+) -> Strided:
+    """The one description of all tensors that are alike: what follows from it is found once."""
+    return Strided(dtype, tuple(shape), strides, requires_grad)
 
 
 @dataclass(frozen=True)
@@ -162,6 +176,14 @@ class Description:
         """The bytes of each part."""
         return tuple(leaf.bytes for leaf in self.leaves if not isinstance(leaf, Constant))
 
+    @cached_property
+    def build(self) -> Callable[[list[Any]], Any]:
+        """Nests leaves as they were."""
+        nested = pytree.tree_unflatten(range(len(self.leaves)), self.nesting)
+        if type(nested) is tuple and nested == tuple(range(len(self.leaves))):
+            return tuple  # by far the most frequent case, where a pytree takes longer
+        return partial(pytree.tree_unflatten, treespec=self.nesting)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # The nesting is pickled as containers of numbers, since PyTorch warns when it unpickles the
         # TreeSpec of a leaf.
@@ -180,14 +202,14 @@ def packed(values: Any, device: torch.device) -> tuple[Description, list[Tensor]
 
     Raises TypeError for a tensor that cannot travel.
     """
-    leaves, nesting = pytree.tree_flatten(values)
+    leaves, nesting = _flattened(values)
     described: list[Leaf] = []
     parts: list[Tensor] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            tensor = Strided.of(leaf)
-            described.append(tensor)
-            parts.append(tensor.flat(leaf))
+            strided = Strided.of(leaf)
+            described.append(strided)
+            parts.append(strided.flat(leaf))
         elif type(leaf) in _NUMBERS and (type(leaf) is float or -_LARGEST <= leaf < _LARGEST):
             number = Number(type(leaf))
             described.append(number)
@@ -195,6 +217,18 @@ def packed(values: Any, device: torch.device) -> tuple[Description, list[Tensor]
         else:
             described.append(Constant(type(leaf), leaf))
     return Description(nesting, tuple(described)), parts
+
+
+def _flattened(values: Any) -> tuple[Sequence[Any], pytree.TreeSpec]:
+    if type(values) is tuple and {*map(type, values)} == _TENSORS:
+        return values, _of_tuple(len(values))  # by far the most frequent case
+    leaves, nesting = pytree.tree_flatten(values)
+    return leaves, nesting
+
+
+@cache
+def _of_tuple(length: int) -> pytree.TreeSpec:
+    return pytree.tree_structure((0,) * length)
 
 
 def unpacked(description: Description, parts: Sequence[Tensor]) -> Any:
@@ -205,4 +239,4 @@ def unpacked(description: Description, parts: Sequence[Tensor]) -> Any:
         leaf.value if isinstance(leaf, Constant) else leaf.built(next(remaining))
         for leaf in description.leaves
     ]
-    return pytree.tree_unflatten(leaves, description.nesting)
+    return description.build(leaves)

@@ -18,7 +18,6 @@ a stage when the stage's backwards are done. A thread does the rest, while the r
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -29,7 +28,7 @@ from torch import Tensor
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.errors import LostRank, RankError
 from fxpipe.runtime.ranks.groups import host_group
-from fxpipe.runtime.ranks.worker import Worker
+from fxpipe.runtime.ranks.worker import Job, Worker
 from fxpipe.runtime.streams import current, has_streams, on
 
 
@@ -80,10 +79,10 @@ class ReplicaGroup:
             total = total + each
         return total.to(tensor.device)
 
-    def begin(self, parameters: Sequence[Tensor]) -> Future[list[torch.Event]]:
+    def begin(self, parameters: Sequence[Tensor]) -> Job[list[torch.Event]]:
         """Begin to sum the gradients of these parameters over all replicas, and return at once.
 
-        The result of the future are the events to wait for on an accelerator. A parameter that has
+        The result of the job are the events to wait for on an accelerator. A parameter that has
         a gradient in some replicas only gets the sum of these.
 
         Raises TypeError for a sparse gradient.
@@ -97,14 +96,14 @@ class ReplicaGroup:
         begun = [stream.record_event() for stream in current([self.device])]
         return self._worker.do(lambda: self._summed(parameters, begun))
 
-    def do(self, job: Callable[[], None]) -> Future[None]:
-        """Let the thread that talks to other replicas run a job, after all that it has to do, on
-        the stream of the calling thread."""
+    def do(self, function: Callable[[], None]) -> Job[None]:
+        """Let the thread that talks to other replicas run a function, after all that it has to
+        do, on the stream of the calling thread."""
         streams = current([self.device])
 
         def run() -> None:
             with torch.no_grad(), self._or_lost(), on(*streams):
-                job()
+                function()
 
         return self._worker.do(run)
 
@@ -179,7 +178,7 @@ class Gradients:
         self._before = {p: p.grad for p in parameters if p.grad is not None}
         for parameter in self._before:
             parameter.grad = None
-        self._begun: list[tuple[Sequence[Tensor], Future[list[torch.Event]]]] = []
+        self._begun: list[tuple[Sequence[Tensor], Job[list[torch.Event]]]] = []
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin to sum the gradients of these parameters."""
@@ -190,8 +189,8 @@ class Gradients:
     def finish(self) -> None:
         """Wait until all sums that have begun are there."""
         begun, self._begun = self._begun, []
-        for _, future in begun:
-            for event in self.replicas.alarm.wait(future):
+        for _, job in begun:
+            for event in self.replicas.alarm.wait(job):
                 for stream in current([self.replicas.device]):
                     stream.wait_event(event)
         for parameter, before in self._before.items():

@@ -15,7 +15,6 @@ Between steps a rank has its shards only; optimizers and checkpoints have to do 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -30,6 +29,7 @@ from fxpipe.ir._torch import (
     take_over_shards,
 )
 from fxpipe.runtime.ranks.replicas import ReplicaGroup
+from fxpipe.runtime.ranks.worker import Job
 
 
 class ShardError(ValueError):
@@ -108,7 +108,7 @@ class Shards:
     def __init__(self, model: nn.Module, replicas: ReplicaGroup) -> None:
         self.replicas = replicas
         self.units: list[ShardedTogether] = []
-        self._pending: dict[int, Future[None]] = {}  # by stage: the last job for it
+        self._pending: dict[int, Job[None]] = {}  # by stage: the last job for it
         names = {module: name for name, module in model.named_modules()}
         modules = sharded_modules(model)
         for module in modules:

@@ -19,8 +19,8 @@ ranks, they cannot wait for each other in a circle.
 Nothing travels ahead of tensors whose sizes the receiver knows (see
 :mod:`fxpipe.runtime.ranks.expected`): it has memory for them when they come. The header comes
 behind them. It says which run the message belongs to, whether a gradient is missing, and whether
-the rank has failed in place of sending. Tensors of no more than a kilobyte, such as losses, travel
-in the header itself. Where sizes follow from values, the header is ahead. The description (see
+the rank has failed in place of sending. Tensors of up to 128 KiB travel in the header itself. Where
+sizes follow from values, the header is ahead. The description (see
 :mod:`fxpipe.runtime.ranks.packing`) is sent only at its first use on an edge; later headers refer
 to it by number. Headers travel by gloo, from host to host. With a group that talks from device to
 device (NCCL) the header is always ahead: a rank that fails then need not send what others expect
@@ -39,10 +39,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -59,7 +59,7 @@ from fxpipe.runtime.ranks.expected import Expected, Sizes, is_small
 from fxpipe.runtime.ranks.groups import host_group, new_group
 from fxpipe.runtime.ranks.packing import Description, packed, unpacked
 from fxpipe.runtime.ranks.watch import Watch
-from fxpipe.runtime.ranks.worker import Worker
+from fxpipe.runtime.ranks.worker import Job, Worker
 from fxpipe.runtime.streams import await_made, current, has_streams, made, on
 
 T = TypeVar("T")
@@ -69,7 +69,9 @@ Edge = tuple[int, int]
 COMMUNICATORS = "FXPIPE_COMMUNICATORS"  # an environment variable
 # Tags, which gloo keeps apart: receives of one kind are posted before those of another have come.
 HEADER, TENSOR, TEXT, REST, MET = range(7101, 7106)
-_HEADER_BYTES = 3 * 8
+# The run, the number of the description, and the length of its text. Behind it a tensor begins at a
+# multiple of 64 bytes, as in memory that PyTorch gives.
+_HEADER = struct.Struct("=qqq40x")
 _FAILED, _ONCE = -1, -2  # in a header, in place of the number of a description
 _MANY = 4096  # descriptions that are remembered for an edge
 _KINDS = 256  # kinds of runs whose sizes are remembered
@@ -111,15 +113,16 @@ class Transport(Protocol):
 
 @dataclass
 class _Receiving:
-    """An :class:`Arrival` whose values are received by another thread."""
+    """An :class:`Arrival` that another thread waits for."""
 
-    future: Future[Any]
+    job: Job[Callable[[], Any]]
     device: torch.device
     waiting: Callable[[], AbstractContextManager[None]]
 
     def wait(self) -> Any:
         with self.waiting():
-            values = self.future.result()
+            make = self.job.result()
+        values = make()
         for stream in current([self.device]):
             await_made(stream, values)
         return values
@@ -310,13 +313,13 @@ class GroupTransport:
         is_expected = number != _FAILED and sizes == expected
         rest = [] if is_expected else parts
         parts = parts if is_expected else [_zeros(size) for size in expected or ()]
-        if self._by_host:
+        if self._by_host and self.device.type != "cpu":
             parts = [part.cpu() for part in parts]
-        header = torch.tensor([self._key, number, len(text)]).view(torch.uint8)
+        header = _bytes(_HEADER.pack(self._key, number, len(text)))
         if small := [part for part in parts if is_small(part.numel())]:
             header = torch.cat([header, *small])
         large = [part for part in parts if not is_small(part.numel())]
-        return _Message(large, header, _bytes(text), [part for part in rest if part.numel()])
+        return _Message(large, header, text, [part for part in rest if part.numel()])
 
     def _expected(self, edge: _EdgeEnd, transfer: int) -> Sizes | None:
         return edge.expected.of(transfer) if self._by_host else None
@@ -327,8 +330,9 @@ class GroupTransport:
         with self._or_lost(edge, transfer):
             works = self._issued(edge, message, message.large, TENSOR)
             works.append(dist.isend(message.header, peer, self._control, tag=HEADER))
-            if message.text.numel():
-                works.append(dist.isend(message.text, peer, self._control, tag=TEXT))
+            if message.text:
+                message.sent.append(_bytes(message.text))
+                works.append(dist.isend(message.sent[-1], peer, self._control, tag=TEXT))
             works += self._issued(edge, message, message.rest, REST)
             if self._is_rendezvous:
                 dist.recv(torch.empty(1), peer, self._control, tag=MET)
@@ -339,7 +343,7 @@ class GroupTransport:
     ) -> list[Any]:
         works: list[Any] = []
         for part in parts:
-            part = part.cpu() if self._by_host else part
+            part = part.cpu() if self._by_host and self.device.type != "cpu" else part
             message.sent.append(part)
             works += self._exchange(dist.isend, part, self.ranks[edge.ends[1]], edge, tag)
         return works
@@ -387,9 +391,14 @@ class GroupTransport:
     def _planned(self, edge: Edge, number: int) -> Planned:
         """A transfer of this run, as messages name it."""
         planned = self._plan.get(edge, ())[number : number + 1]
-        value = f"{planned[0].said}, " if planned else ""
         place = planned[0].place if planned else -1
-        return Planned(place, f"{value}transfer {number} of the edge {edge}")
+        return Planned(place, self._said(self._plan, edge, number))
+
+    @staticmethod
+    def _said(plan: Plan, edge: Edge, number: int) -> str:
+        planned = plan.get(edge, ())[number : number + 1]
+        value = f"{planned[0].said}, " if planned else ""
+        return f"{value}transfer {number} of the edge {edge}"
 
     def receive(self, edge: Edge, number: int) -> _Receiving:
         """Begin to receive the next message. Returns at once; the edge's thread waits for what
@@ -405,7 +414,9 @@ class GroupTransport:
         if self._by_host and not self.is_shared(edge):
             ask = _tried(ask)
         taken = there.worker.do(partial(self._take, there, number, self._key, ask))
-        waiting = partial(self.watch.waiting, edge[0], self._planned(edge, number).said)
+        waiting = partial(
+            self.watch.waiting, edge[0], partial(self._said, self._plan, edge, number)
+        )
         return _Receiving(taken, self.device, waiting)
 
     def _asked(self, edge: _EdgeEnd, transfer: int) -> _Incoming:
@@ -418,38 +429,54 @@ class GroupTransport:
         sizes = expected or ()
         large = [self._part(edge, size, TENSOR) for size in sizes if not is_small(size)]
         small = [size for size in sizes if is_small(size)]
-        header = torch.empty(_HEADER_BYTES + sum(small), dtype=torch.uint8)
+        header = torch.empty(_HEADER.size + sum(small), dtype=torch.uint8)
         works.append(dist.irecv(header, peer, self._control, tag=HEADER))
         return _Incoming(expected, large, header, works)
 
-    def _take(self, edge: _EdgeEnd, number: int, key: int, ask: Callable[[], _Incoming]) -> Any:
-        with self._or_lost(edge, number):
-            return self._taken(edge, number, key, ask())
+    def _take(
+        self, edge: _EdgeEnd, number: int, key: int, ask: Callable[[], _Incoming]
+    ) -> Callable[[], Any]:
+        """Wait for a message. Returns what makes its values.
 
-    def _taken(self, edge: _EdgeEnd, transfer: int, key: int, asked: _Incoming) -> Any:
-        peer = self.ranks[edge.ends[0]]
-        came = asked.came(self.device)
-        theirs, number, length = asked.header[:_HEADER_BYTES].view(torch.int64).tolist()
-        text = torch.empty(length, dtype=torch.uint8)
-        if length:
-            dist.recv(text, peer, self._control, tag=TEXT)
-        if number == _FAILED:
-            raise RankError(bytes(text.tolist()).decode())
-        description = edge.description(number, bytes(text.tolist()))
-        edge.expected.note(transfer, description.sizes)
+        The thread that needs the values makes them, as it has the interpreter then. Where they are
+        copied to a device they are made at once, so that the copy overlaps with what is computed.
+        """
+        with self._or_lost(edge, number):
+            description, came = self._taken(edge, number, key, ask())
+        if not edge.streams:
+            return partial(unpacked, description, came)
         with on(*edge.streams):
-            if description.sizes != asked.expected:
-                came = [self._part(edge, size, REST)() for size in description.sizes]
             values = unpacked(description, came)
         for stream in edge.streams:
             made(values, stream)
+        return lambda: values
+
+    def _taken(
+        self, edge: _EdgeEnd, transfer: int, key: int, asked: _Incoming
+    ) -> tuple[Description, list[Tensor]]:
+        came = asked.came(self.device)
+        theirs, number, length = _HEADER.unpack_from(asked.header.numpy().data)
+        text = self._text(edge, length) if length else b""
+        if number == _FAILED:
+            raise RankError(text.decode())
+        description = edge.description(number, text)
+        edge.expected.note(transfer, description.sizes)
+        if description.sizes != asked.expected:
+            with on(*edge.streams):
+                came = [self._part(edge, size, REST)() for size in description.sizes]
         if theirs != key:
             raise RankError(
                 f"{self.names[edge.ends[0]]} is not at the same call as {self.names[self.rank]}: "
                 "every rank has to make the same calls of the pipeline, with batches of the same "
                 "shapes"
             )
-        return values
+        return description, came
+
+    def _text(self, edge: _EdgeEnd, length: int) -> bytes:
+        """Receive the text that follows a header."""
+        text = torch.empty(length, dtype=torch.uint8)
+        dist.recv(text, self.ranks[edge.ends[0]], self._control, tag=TEXT)
+        return bytes(text.tolist())
 
     def _part(self, edge: _EdgeEnd, size: int, tag: int) -> Callable[[], Tensor]:
         """Begin to receive a part. Returns what waits for it, and returns it."""
@@ -533,9 +560,9 @@ class _Message:
 
     large: list[Tensor]
     header: Tensor
-    text: Tensor
+    text: bytes
     rest: list[Tensor]
-    sent: list[Tensor] = field(default_factory=list)  # the parts in the memory that is sent
+    sent: list[Tensor] = field(default_factory=list)  # the memory that is sent
 
 
 @dataclass
@@ -552,10 +579,13 @@ class _Incoming:
         for work in reversed(self.works):  # the header comes last: when it is there, so is all
             work.wait()
         parts = [wait() for wait in self.large]
-        large, begin, every = iter(parts), _HEADER_BYTES, []
+        large, begin, every = iter(parts), _HEADER.size, []
+        is_alone = len(self.expected or ()) == 1
         for size in self.expected or ():
             if is_small(size):
-                every.append(self.header[begin : begin + size].clone().to(device))
+                part = self.header[begin : begin + size]
+                # Several would keep each other's memory, and not begin at multiples of 64 bytes.
+                every.append((part if is_alone else part.clone()).to(device))
                 begin += size
             else:
                 every.append(next(large))
@@ -564,12 +594,9 @@ class _Incoming:
 
 def _tried(begin: Callable[[], T]) -> Callable[[], T]:
     """Run a function now. Returns one that returns its result, or raises its error."""
-    future: Future[T] = Future()
-    try:
-        future.set_result(begin())
-    except RuntimeError as error:
-        future.set_exception(error)
-    return future.result
+    job = Job(begin)
+    job.run()
+    return job.result
 
 
 class _EdgeEnd:
@@ -616,7 +643,7 @@ class _EdgeEnd:
 
 
 def _bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else _zeros(0)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _zeros(size: int) -> Tensor:

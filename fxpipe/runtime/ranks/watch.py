@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -36,7 +36,8 @@ class Watch:
         self._names = names
         self._name, self._rank, self._run = name, rank, 0
         self._store: Any = store_of_ranks()
-        self._wait: tuple[int, str, float] | None = None  # the other rank, the transfer, since when
+        # The other rank, the transfer, since when.
+        self._wait: tuple[int, Callable[[], str], float] | None = None
         self._ended = threading.Event()
         thread = threading.Thread(target=self._note, name="fxpipe-watch", daemon=True)
         thread.start()
@@ -46,8 +47,9 @@ class Watch:
         self._run, self._wait = run, None
 
     @contextmanager
-    def waiting(self, other: int, transfer: str) -> Iterator[None]:
-        """A context in which this rank waits for a transfer of another rank."""
+    def waiting(self, other: int, transfer: Callable[[], str]) -> Iterator[None]:
+        """A context in which this rank waits for a transfer of another rank; ``transfer`` says
+        which, if it waits for long."""
         self._wait = other, transfer, time.monotonic()
         try:
             yield
@@ -60,7 +62,7 @@ class Watch:
             wait = self._wait
             if wait is not None and wait is not noted and time.monotonic() - wait[2] > _PERIOD:
                 with suppress(RuntimeError):  # the store may have ended with its process
-                    self._store.set(self._key(self._rank), f"{self._run} {wait[0]} {wait[1]}")
+                    self._store.set(self._key(self._rank), f"{self._run} {wait[0]} {wait[1]()}")
                 noted = wait
 
     def said(self, rank: int) -> str:

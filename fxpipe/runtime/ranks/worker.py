@@ -3,10 +3,58 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Job(Generic[T]):
+    """A function that another thread runs, and what it returns once it has.
+
+    A ``concurrent.futures.Future`` takes several locks for each result. Each costs little, but the
+    Python in it is out of the CPU's caches whenever a rank has computed in between, and another
+    rank waits for this one meanwhile.
+    """
+
+    __slots__ = ("_done", "_function", "_value", "error")
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function: Callable[[], T] | None = function
+        self._done = threading.Lock()  # held until the function has returned
+        self._done.acquire()
+        self._value: T
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run the function, in the thread of this call."""
+        assert self._function is not None
+        try:
+            self._value = self._function()
+        except BaseException as error:
+            self.error = error
+        self._function = None
+        self._done.release()
+
+    def done(self) -> bool:
+        """Whether the function has returned."""
+        return not self._done.locked()
+
+    def wait(self, timeout: float = -1) -> None:
+        """Wait until the function has returned. Raises TimeoutError after so many seconds, if they
+        are not negative."""
+        if not self._done.acquire(timeout=timeout):
+            raise TimeoutError
+        self._done.release()
+
+    def result(self, timeout: float = -1) -> T:
+        """Wait as :meth:`wait` does, and return what the function returns, or raise its error."""
+        self.wait(timeout)
+        if self.error is not None:
+            raise self.error
+        return self._value
 
 
 class Worker:
@@ -17,22 +65,26 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._left: list[Future[Any]] = []
+        self._queue: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        self._left: deque[Job[Any]] = deque()
         threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
 
-    def do(self, job: Callable[[], Any]) -> Future[Any]:
-        """Let the thread run a job, after all earlier jobs. Returns the future of its result."""
-        future: Future[Any] = Future()
-        self._left = [each for each in self._left if not each.done() or each.exception()]
-        self._left.append(future)
-        self._queue.put((future, job))
-        return future
+    def do(self, function: Callable[[], T]) -> Job[T]:
+        """Let the thread run a function, after all earlier ones."""
+        job = Job(function)
+        left = self._left
+        while left and left[0].done() and left[0].error is None:
+            left.popleft()
+        left.append(job)
+        self._queue.put(job)
+        return job
 
     def rest(self, is_quiet: bool = False) -> None:
         """Wait until all jobs are done. Raises the first error of one, unless ``is_quiet``."""
-        left, self._left = self._left, []
-        errors = [error for each in left if (error := each.exception()) is not None]
+        left, self._left = self._left, deque()
+        for job in left:
+            job.wait()
+        errors = [job.error for job in left if job.error is not None]
         if errors and not is_quiet:
             raise errors[0]
 
@@ -41,11 +93,7 @@ class Worker:
         self._queue.put(None)
 
 
-def _work(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (given := queue.get()) is not None:
-        future, job = given
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-        del given, future, job
+def _work(queue: SimpleQueue[Job[Any] | None]) -> None:
+    while (job := queue.get()) is not None:
+        job.run()
+        del job

@@ -10,7 +10,7 @@ import torch
 from tests.fxpipe.ranks import jobs
 from tests.zoo import Chain, same
 
-SMALL, LARGE = torch.ones(3), torch.arange(1000.0)
+SMALL, LARGE = torch.ones(3), torch.arange(40_000.0)
 _count = itertools.count()
 
 
@@ -29,13 +29,13 @@ def sent(pool, request):
 
 
 def test_nothing_travels_ahead_of_a_tensor_whose_size_follows_from_shapes(sent):
-    there, _ = sent([[LARGE], [LARGE]], sizes=[(4000,)])
+    there, _ = sent([[LARGE], [LARGE]], sizes=[(160_000,)])
     assert there == [["tensor", "header", "text"], ["tensor", "header"]]
 
 
 def test_small_tensors_of_known_sizes_travel_in_the_header(sent):
     values = SMALL, LARGE, 2 * SMALL, torch.empty(0)
-    there, _ = sent([[values], [values], [values]], sizes=[(12, 4000, 12, 0)])
+    there, _ = sent([[values], [values], [values]], sizes=[(12, 160_000, 12, 0)])
     assert there == [["tensor", "header", "text"], ["tensor", "header"], ["tensor", "header"]]
 
 
@@ -46,14 +46,14 @@ def test_a_header_travels_ahead_only_once_where_sizes_stay_the_same(sent):
 
 
 def test_the_header_says_that_a_gradient_is_missing(sent):
-    there, _ = sent([[LARGE, LARGE], [None, LARGE], [LARGE, LARGE]], sizes=[(4000,), (4000,)])
+    there, _ = sent([[LARGE, LARGE], [None, LARGE], [LARGE, LARGE]], sizes=[(160_000,), (160_000,)])
     assert there[1] == ["tensor", "header", "text", "tensor", "header"]
     assert there[2] == ["header", "rest", "tensor", "header"]
 
 
 def test_sizes_that_follow_from_values_travel_ahead(sent):
-    lengths = 300, 500, 200, 700, 0, 900
-    there, _ = sent([[torch.ones(length), SMALL] for length in lengths], sizes=[(1200,), (12,)])
+    lengths = 40_000, 50_000, 35_000, 60_000, 0, 90_000
+    there, _ = sent([[torch.ones(length), SMALL] for length in lengths], sizes=[(160_000,), (12,)])
     ahead = [order[0] == "header" for order in there]
     assert ahead == [False, False, True, True, True, True]
 
@@ -61,8 +61,8 @@ def test_sizes_that_follow_from_values_travel_ahead(sent):
 def test_a_rank_that_fails_leaves_nothing_on_the_way(sent):
     """The other rank expects tensors: they are sent, and dropped. Its next run gets its own."""
     broken = [SMALL, ValueError("it is broken"), LARGE]
-    runs = [[SMALL, LARGE, LARGE], broken, [LARGE[:300], LARGE, LARGE]]
-    there, here = sent(runs, sizes=[(12,), (4000,), None])
+    runs = [[SMALL, LARGE, LARGE], broken, [LARGE[:35_000], LARGE, LARGE]]
+    there, here = sent(runs, sizes=[(12,), (160_000,), None])
     assert there[1] == "ValueError: it is broken"
     assert here[1] == "RankError: rank 0 failed: ValueError: it is broken"
     assert there[2] == ["header", "text", "rest", *["tensor", "header"] * 2]
