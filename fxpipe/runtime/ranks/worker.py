@@ -50,11 +50,14 @@ class Job(Generic[T]):
         self._done.release()
 
     def result(self, timeout: float = -1) -> T:
-        """Wait as :meth:`wait` does, and return what the function returns, or raise its error."""
+        """Wait as :meth:`wait` does, and hand over what the function has returned, which is not kept
+        here; or raise its error."""
         self.wait(timeout)
         if self.error is not None:
             raise self.error
-        return self._value
+        value = self._value
+        del self._value
+        return value
 
 
 class Worker:
