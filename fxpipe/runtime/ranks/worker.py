@@ -50,8 +50,8 @@ class Job(Generic[T]):
         self._done.release()
 
     def result(self, timeout: float = -1) -> T:
-        """Wait as :meth:`wait` does, and hand over what the function has returned, which is not kept
-        here; or raise its error."""
+        """Wait as :meth:`wait` does, and hand over what the function has returned, which the job
+        does not keep; or raise its error."""
         self.wait(timeout)
         if self.error is not None:
             raise self.error
