@@ -54,12 +54,15 @@ _BESIDE: dict[Callable[..., Any], tuple[str, str]] = {
 def draw_ranks(graphs: Sequence[fx.GraphModule]) -> graphviz.Source:
     """Draw the graphs of all ranks, in the order of the ranks: a row for each, with a box for each
     action, in the first column in which all is there that it needs. A line is a transfer. Its
-    number counts the transfers between these two ranks in this direction.
+    number counts the transfers between these two ranks in this direction; the tooltip of both says
+    the dtypes and shapes that it carries.
     """
+    receives = (gm.graph.find_nodes(op="call_function", target=ops.receive) for gm in graphs)
+    tips = {edge_of(node): _tip(node) for nodes in receives for node in nodes}
     programs = [_RankBoxes(gm, rank) for rank, gm in enumerate(graphs)]
     heads = {key: box for each in programs for key, box in each.heads.items()}
     links = [
-        _RankLink(tail, heads[key], line, str(key[1]))
+        _RankLink(tail, heads[key], line, str(key[1]), tips[key])
         for each in programs
         for key, (tail, line) in each.tails.items()
     ]
@@ -79,9 +82,8 @@ def draw_rank(gm: fx.GraphModule, rank: int) -> graphviz.Source:
     links = []
     for node in transfers_of(gm):
         edge, number = edge_of(node)
-        carried = node.meta.get(CARRIED)
-        tip = f"{node.name}: {carried or 'what it carries follows from values'}"
-        box = _RankBox(f"edge_{edge[0]}_{edge[1]}_{number}", str(number), "white", tip)
+        name = f"edge_{edge[0]}_{edge[1]}_{number}"
+        box = _RankBox(name, str(number), "white", _tip(node))
         program.order[box] = program.places[node]
         (below if edge[0] == rank else above).setdefault(sum(edge) - rank, []).append(box)
         if edge[0] == rank:
@@ -100,6 +102,11 @@ def draw_rank(gm: fx.GraphModule, rank: int) -> graphviz.Source:
     return board.drawn("rank", _notes([program]))
 
 
+def _tip(node: fx.Node) -> str:
+    """What a node carries that transmits or receives."""
+    return f"{node.name}: {node.meta.get(CARRIED) or 'what it carries follows from values'}"
+
+
 @dataclass(frozen=True, eq=False)
 class _RankBox:
     """A box of a rank's row, or the circle of a transfer."""
@@ -113,12 +120,13 @@ class _RankBox:
 
 @dataclass(frozen=True)
 class _RankLink:
-    """A line; ``note`` is written at its head."""
+    """A line; ``note`` is written at its head, and ``tip`` is the tooltip of both."""
 
     tail: _RankBox
     head: _RankBox
     line: Line
     note: str = ""
+    tip: str = ""
 
 
 @dataclass
@@ -379,12 +387,15 @@ class _RankGrid:
         for i, link in enumerate(self.links):
             path = self.path(link)
             ends = link.tail.name, link.head.name
-            picture.edge(*ends, link.line, pos=polyline(path), arrowsize="0.6")
+            tip = {"tooltip": graphviz.escape(link.tip)} if link.tip else {}
+            picture.edge(*ends, link.line, pos=polyline(path), arrowsize="0.6", **tip)
             if link.note:
                 way = 1 if path[-1][1] < path[-2][1] else -1
                 at = path[-1][0] - 4, path[-1][1] + way * 12
                 look = {"shape": "plaintext", "fontsize": "7", "width": "0.1", "height": "0.1"}
-                picture.dot.node(f"number {i}", link.note, pos=numbers(*at), margin="0", **look)
+                picture.dot.node(
+                    f"number {i}", link.note, pos=numbers(*at), margin="0", **look, **tip
+                )
         picture.notes += notes
         below = self.middles[-1] - self.half(len(self.rows) - 1) - self.pad - 24
         return picture.source(legend_at=(0, below))

@@ -82,6 +82,20 @@ def test_the_tooltip_of_a_transfer_says_what_it_carries():
     assert tips == [f"receive_wait_s2_mb0_1: {shape}"]
 
 
+def test_the_tooltips_of_lines_and_their_numbers_say_what_transfers_carry():
+    graphs = chain()
+    source = draw_ranks(graphs).source
+    expected = {
+        node.name for gm in graphs for node in transfers_of(gm) if node.target is ops.receive
+    }
+    shape = f"float32 ({len(X)}·part, 3), part: the micro-batch's share of the rows"
+    tips = [line["tooltip"] for line in edges(source).values()]
+    assert {tip.split(":")[0] for tip in tips} == expected and len(tips) == len(transfers(graphs))
+    assert f"receive_wait_s2_mb0_1: {shape}" in tips
+    numbers = re.findall(r'"number \d+" \[.*?tooltip="([^"]*)"', source)
+    assert numbers == tips
+
+
 def test_shared_weights_and_seeds_have_boxes_where_they_leave_and_sums_where_they_begin():
     gm = step(Tied(), ["other"], inputs=(TOKENS,), microbatches=2, places=(0, 1))
     gm = Unshard(frozenset({1}))(Reduce()(gm))
