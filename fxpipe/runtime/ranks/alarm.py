@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from fxpipe.ir._torch import store_of_ranks
 from fxpipe.runtime.ranks.errors import RankError
-from fxpipe.runtime.ranks.worker import Job, Worker
+from fxpipe.runtime.ranks.worker import WorkerJob, Worker
 
 T = TypeVar("T")
 _POLL = 0.2  # seconds between two looks
@@ -105,7 +105,7 @@ class Alarm:
         split = (report.split(" ", 1) for report in found if report)
         return [(int(place), text) for place, text in split]
 
-    def wait(self, job: Job[T]) -> T:
+    def wait(self, job: WorkerJob[T]) -> T:
         """What a job returns. Raises :class:`RankError` if a rank rings the alarm for good
         before."""
         return self._waited(partial(job.result, _POLL), job.done)

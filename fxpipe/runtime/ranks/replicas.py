@@ -28,7 +28,7 @@ from torch import Tensor
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.errors import LostRank, RankError
 from fxpipe.runtime.ranks.groups import host_group
-from fxpipe.runtime.ranks.worker import Job, Worker
+from fxpipe.runtime.ranks.worker import WorkerJob, Worker
 from fxpipe.runtime.streams import current, has_streams, on
 
 
@@ -79,7 +79,7 @@ class ReplicaGroup:
             total = total + each
         return total.to(tensor.device)
 
-    def begin(self, parameters: Sequence[Tensor]) -> Job[list[torch.Event]]:
+    def begin(self, parameters: Sequence[Tensor]) -> WorkerJob[list[torch.Event]]:
         """Begin to sum the gradients of these parameters over all replicas, and return at once.
 
         The result of the job are the events to wait for on an accelerator. A parameter that has
@@ -96,7 +96,7 @@ class ReplicaGroup:
         begun = [stream.record_event() for stream in current([self.device])]
         return self._worker.do(lambda: self._summed(parameters, begun))
 
-    def do(self, function: Callable[[], None]) -> Job[None]:
+    def do(self, function: Callable[[], None]) -> WorkerJob[None]:
         """Let the thread that talks to other replicas run a function, after all that it has to
         do, on the stream of the calling thread."""
         streams = current([self.device])
@@ -178,7 +178,7 @@ class Gradients:
         self._before = {p: p.grad for p in parameters if p.grad is not None}
         for parameter in self._before:
             parameter.grad = None
-        self._begun: list[tuple[Sequence[Tensor], Job[list[torch.Event]]]] = []
+        self._begun: list[tuple[Sequence[Tensor], WorkerJob[list[torch.Event]]]] = []
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Begin to sum the gradients of these parameters."""

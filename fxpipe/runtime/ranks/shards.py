@@ -29,7 +29,7 @@ from fxpipe.ir._torch import (
     take_over_shards,
 )
 from fxpipe.runtime.ranks.replicas import ReplicaGroup
-from fxpipe.runtime.ranks.worker import Job
+from fxpipe.runtime.ranks.worker import WorkerJob
 
 
 class ShardError(ValueError):
@@ -108,7 +108,7 @@ class Shards:
     def __init__(self, model: nn.Module, replicas: ReplicaGroup) -> None:
         self.replicas = replicas
         self.units: list[ShardedTogether] = []
-        self._pending: dict[int, Job[None]] = {}  # by stage: the last job for it
+        self._pending: dict[int, WorkerJob[None]] = {}  # by stage: the last job for it
         names = {module: name for name, module in model.named_modules()}
         modules = sharded_modules(model)
         for module in modules:

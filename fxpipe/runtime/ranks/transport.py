@@ -59,7 +59,7 @@ from fxpipe.runtime.ranks.expected import Expected, Sizes, is_small
 from fxpipe.runtime.ranks.groups import host_group, new_group
 from fxpipe.runtime.ranks.packing import Description, packed, unpacked
 from fxpipe.runtime.ranks.watch import Watch
-from fxpipe.runtime.ranks.worker import Job, Worker
+from fxpipe.runtime.ranks.worker import WorkerJob, Worker
 from fxpipe.runtime.streams import await_made, current, has_streams, made, on
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class Transport(Protocol):
 class _Receiving:
     """An :class:`Arrival` that another thread waits for."""
 
-    job: Job[Callable[[], Any]]
+    job: WorkerJob[Callable[[], Any]]
     device: torch.device
     waiting: Callable[[], AbstractContextManager[None]]
 
@@ -594,7 +594,7 @@ class _Incoming:
 
 def _tried(begin: Callable[[], T]) -> Callable[[], T]:
     """Run a function now. Returns one that returns its result, or raises its error."""
-    job = Job(begin)
+    job = WorkerJob(begin)
     job.run()
     return job.result
 

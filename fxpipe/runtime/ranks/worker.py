@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Job(Generic[T]):
+class WorkerJob(Generic[T]):
     """A function that another thread runs, and what it returns once it has.
 
     A ``concurrent.futures.Future`` takes several locks for each result. Each costs little, but the
@@ -68,13 +68,13 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[Job[Any] | None] = SimpleQueue()
-        self._left: deque[Job[Any]] = deque()
+        self._queue: SimpleQueue[WorkerJob[Any] | None] = SimpleQueue()
+        self._left: deque[WorkerJob[Any]] = deque()
         threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True).start()
 
-    def do(self, function: Callable[[], T]) -> Job[T]:
+    def do(self, function: Callable[[], T]) -> WorkerJob[T]:
         """Let the thread run a function, after all earlier ones."""
-        job = Job(function)
+        job = WorkerJob(function)
         left = self._left
         while left and left[0].done() and left[0].error is None:
             left.popleft()
@@ -96,7 +96,7 @@ class Worker:
         self._queue.put(None)
 
 
-def _work(queue: SimpleQueue[Job[Any] | None]) -> None:
+def _work(queue: SimpleQueue[WorkerJob[Any] | None]) -> None:
     while (job := queue.get()) is not None:
         job.run()
         del job
