@@ -136,10 +136,14 @@ def wait(values: Any, source: str, target: str) -> Any:
     gradient, no gradient goes back before all have come.
     """
 
+    is_on_host = is_of_cpu(source) and is_of_cpu(target)
+    if is_on_host and not torch.is_grad_enabled():
+        return values
+
     def waited(*tensors: Tensor) -> tuple[Tensor, ...]:
         return first(_Wait.apply(source, target, *tensors))  # type: ignore[no-untyped-call]
 
-    if is_of_cpu(source) and is_of_cpu(target):
+    if is_on_host:
         return gate(values, waited, least=2)
     computing, waiting = stream(source), stream(target)
     keep_pace(computing or waiting)

@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.ir._torch import SET_GRAD_ENABLED, lean, pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
-from fxpipe.ir.tensors import memory_bytes, tensor_bytes
+from fxpipe.ir.tensors import memory_bytes
 from fxpipe.ir.text import kind
 from fxpipe.runtime.checkpointing.rerun import Rerun
 from fxpipe.runtime.copy import moved
@@ -284,9 +284,10 @@ def loss(
 
 
 def _by_itself(value: Tensor) -> Tensor:
-    """The value with no more memory than it needs: the loss that ``F.mse_loss`` returns lies within
-    the memory of the losses of all elements, and a step keeps the losses of all micro-batches."""
-    return value.clone() if memory_bytes(value) > tensor_bytes(value) else value
+    """A value of one element with no more memory than it needs: the loss that ``F.mse_loss``
+    returns lies within the memory of the losses of all elements, and a step keeps the losses of all
+    micro-batches."""
+    return value.clone() if memory_bytes(value) > value.element_size() else value
 
 
 def elsewhere(stage: nn.Module) -> Tape:
@@ -370,6 +371,8 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
     """The values, moved to the target stream's device and without their autograd history. A tensor
     still says, by ``requires_grad``, whether a gradient is wanted for it."""
     device, is_host = device_of(target), is_of_cpu(target)
+    if is_host and source != CALLER and all(map(_may_be_shared, values)):
+        return tuple(values)
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -383,6 +386,13 @@ def send(values: Sequence[Any], source: str, target: str) -> tuple[Any, ...]:
         return result.requires_grad_() if value.requires_grad else result
 
     return tuple([mapped(move, value) for value in values])
+
+
+def _may_be_shared(value: Any) -> bool:
+    """Whether a stage on the host can be given a value of another such stage as it is: a tensor
+    there without history. A view of it would cost as much as a small layer, since each operator
+    gives other lanes their turn in the interpreter."""
+    return value is None or (type(value) is Tensor and value.is_cpu and value.grad_fn is None)
 
 
 def replicate(parameter: Tensor, target: str, user: str) -> Tensor:

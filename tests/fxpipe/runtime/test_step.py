@@ -140,6 +140,14 @@ def test_what_is_sent_says_whether_it_carries_gradient():
     assert moved.device.type == "meta" and moved.requires_grad and n == 3
 
 
+def test_a_value_without_history_is_sent_on_the_host_as_it_is_but_for_the_callers():
+    x = torch.ones(2, requires_grad=True)
+    (sent,), (made,) = (send((value,), "cpu/copy", "cpu/copy") for value in (x, x * 2))
+    assert sent is x and made.grad_fn is None and made.requires_grad
+    (given,) = send((x,), "caller", "cpu/copy")
+    assert given is not x and given.data_ptr() == x.data_ptr() and given.requires_grad
+
+
 def test_a_checkpointed_stage_is_run_again_once_and_its_gradients_come_in_halves():
     plain, x = MLP(), torch.randn(3, 12, requires_grad=True)
     model = Defer()(fx.symbolic_trace(plain))
