@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from fxpipe.ir._torch import store_of_ranks
 from fxpipe.runtime.ranks.errors import RankError
-from fxpipe.runtime.ranks.worker import WorkerJob, Worker
+from fxpipe.runtime.ranks.worker import Worker, WorkerJob
 
 T = TypeVar("T")
 _POLL = 0.2  # seconds between two looks

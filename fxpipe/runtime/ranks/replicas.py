@@ -28,7 +28,7 @@ from torch import Tensor
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.errors import LostRank, RankError
 from fxpipe.runtime.ranks.groups import host_group
-from fxpipe.runtime.ranks.worker import WorkerJob, Worker
+from fxpipe.runtime.ranks.worker import Worker, WorkerJob
 from fxpipe.runtime.streams import current, has_streams, on
 
 

@@ -59,7 +59,7 @@ from fxpipe.runtime.ranks.expected import Expected, Sizes, is_small
 from fxpipe.runtime.ranks.groups import host_group, new_group
 from fxpipe.runtime.ranks.packing import Description, packed, unpacked
 from fxpipe.runtime.ranks.watch import Watch
-from fxpipe.runtime.ranks.worker import WorkerJob, Worker
+from fxpipe.runtime.ranks.worker import Worker, WorkerJob
 from fxpipe.runtime.streams import await_made, current, has_streams, made, on
 
 T = TypeVar("T")
