@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe import ops
+from fxpipe.ir.graph import STAGE
 from fxpipe.runtime.ranks import transport
 from fxpipe.runtime.ranks.alarm import Alarm
 from fxpipe.runtime.ranks.transport import COMMUNICATORS
@@ -133,6 +135,17 @@ def train_all(
 ) -> list[Trained]:
     """:func:`train` with each of these options."""
     return [train(group, make, calls, **options) for options in each]
+
+
+def checkpointed(group: Where, make: Make, call: Call, **options: Any) -> dict[int, set[bool]]:
+    """By stage: whether its forwards keep no activations, as the step graph of this rank says."""
+    with compiled(group, make, mean_loss, example_inputs=call.args, **options) as pipe:
+        pipe.step(*call.args, target=call.target)
+        forwards = pipe.step_graph.graph.find_nodes(op="call_function", target=ops.forward)
+        found: dict[int, set[bool]] = {}
+        for node in forwards:
+            found.setdefault(node.meta[STAGE], set()).add(node.args[-1])
+    return found
 
 
 def outputs(group: Where, make: Make, x: Tensor, **options: Any) -> list[Any]:

@@ -10,9 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxpipe
 from fxpipe.ir.structure import Structure
 from fxpipe.schedule import NAMES
-from tests.fxpipe.ranks.jobs import Call, Trained, train, train_all, train_all_sharing
+from tests.fxpipe.ranks.jobs import (
+    Call,
+    Trained,
+    checkpointed,
+    train,
+    train_all,
+    train_all_sharing,
+)
 from tests.models.registry import ENTRIES
 from tests.zoo import Chain, Tied, UNet, same
 
@@ -129,6 +137,26 @@ def test_checkpoints_dropout_and_deferred_batch_norm(pool):
     found = pool.run(train_all, Drawing, calls, CHECKPOINTS, ranks=2)
     for i, options in enumerate(CHECKPOINTS):
         assert_same([rank[i] for rank in found], train(2, Drawing, calls, **options))
+
+
+def tanh_layers() -> nn.Module:
+    """Layers whose activations take more memory than their parameters."""
+    return nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(3, 3), nn.Tanh())))
+
+
+def test_checkpoints_that_are_chosen_for_a_limit_of_memory_are_alike_on_all_ranks(pool):
+    """With 1F1B the first stage has two micro-batches under way, and the second has one: the
+    limit lets the second one keep its activations."""
+    calls = rows(1024) * 2
+    options = {"chunks": 4, "schedule": "1f1b", "partition": ["12"]}
+    x = (calls[0].args[0].to("meta"),)
+    kept = fxpipe.plan(tanh_layers().to("meta"), ["cpu"] * 2, example_inputs=x, **options)
+    options |= {"checkpoint": "auto", "memory": int(sum(kept.memory) / 2)}
+
+    chosen = pool.run(checkpointed, tanh_layers, calls[0], ranks=2, **options)
+    assert chosen == [{0: {True}, 1: {False}}] * 2
+    found = pool.run(train, tanh_layers, calls, ranks=2, **options)
+    assert_same(found, train(2, tanh_layers, calls, **options))
 
 
 class Structured(nn.Module):
