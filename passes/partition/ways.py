@@ -85,12 +85,23 @@ def _of_settings(
 
 def _count(fits: Callable[[Change], bool], change: Change, devices: int, fewest: int) -> int:
     """The smallest number of devices, above ``devices`` and below ``fewest``, with which the model
-    fits after a change; ``fewest`` if there is none."""
-    low, high = devices, fewest
-    if high - low > 1 and not fits(Change(change.settings, high - 1)):
-        return high
-    while high - low > 1:  # a bisection, whose first steps double the number of added devices
-        middle = min((low + high) // 2, devices + max(1, 2 * (low - devices)))
+    fits after a change; ``fewest`` if there is none.
+
+    Devices are added by 1, 2, 4 and so on until the model fits, and the last step is bisected. So
+    hardly more devices are tried than are needed: where the model fits, the whole plan is made,
+    which takes the longer the more devices there are.
+    """
+    low, high, added = devices, fewest, 1
+    while low < fewest - 1:
+        count = min(devices + added, fewest - 1)
+        if fits(Change(change.settings, count)):
+            high = count
+            break
+        low, added = count, 2 * added
+    else:
+        return fewest
+    while high - low > 1:
+        middle = (low + high) // 2
         if fits(Change(change.settings, middle)):
             high = middle
         else:

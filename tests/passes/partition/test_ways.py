@@ -37,6 +37,22 @@ def test_the_fewest_devices_are_found(needed):
     assert said(lambda c: (c.devices or 2) >= needed) == f"it would fit with {needed} devices"
 
 
+def test_no_more_devices_are_tried_than_are_needed():
+    """A try takes the longer, the more devices there are."""
+    tried = []
+
+    def fits(change):
+        tried.append(change.devices)
+        return change.devices >= 11
+
+    assert said(fits, {}, 8) == "it would fit with 11 devices"
+    assert tried == [9, 11, 10]
+
+
+def test_devices_for_which_a_model_has_too_few_parts_do_not_hide_fewer_that_are_enough():
+    assert said(lambda c: c.devices in (4, 5), {}, 3) == "it would fit with 4 devices"
+
+
 def test_fewer_devices_with_settings_are_said_beside_more_without():
     def fits(change):
         return (change.devices or 2) >= (4 if "checkpoint" in change.settings else 7)
