@@ -133,7 +133,9 @@ def _perturbed(
     if rows.is_complex():
         return rows * (1 + 0.1 * torch.rand(rows.shape, generator=draw)).to(rows.device)
     if rows.is_floating_point():
-        finite = example[example.isfinite()]
+        is_finite = example.isfinite()
+        # Indexing by a mask makes four indices of 64 bits for each element of pictures.
+        finite = example if bool(is_finite.all()) else example[is_finite]
         if not finite.numel():
             return rows
         low, high = finite.min(), finite.max()
