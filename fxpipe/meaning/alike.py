@@ -8,6 +8,16 @@
 
 Where all operators treat rows alike, a sample of three rows shows whether they mix rows. It is not
 assumed that they do not: an attention may well go over the rows, and shows it.
+
+Of most graphs one can say more: rows stay apart (:func:`keeps_rows_apart`).
+
+::
+
+    linear of (rows, 8)        goes over the last dimension, in which there are no rows
+    attention of (1, rows, 8)  may go over the rows
+    (rows, 1) - (rows,)        gives (rows, rows): each row has something of each other row
+
+Such a graph gives for two rows what it gives for each of them.
 """
 
 from __future__ import annotations
@@ -105,6 +115,65 @@ def _is_alike(node: fx.Node) -> bool:
             for dim in dims
         )
     return False
+
+
+def keeps_rows_apart(graph: fx.Graph) -> bool:
+    """Whether no operator of an exported graph computes a row from other rows, as far as shapes
+    show it: each value has rows in one dimension at most, and no operator goes over that one.
+
+    Args:
+        graph: a graph that treats rows alike.
+    """
+    return all(_keeps_apart(node) for node in graph.nodes)
+
+
+def _keeps_apart(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if sum(_dims(value)) > 1:
+        return False
+    if node.op != "call_function" or not any(map(_rows, _values((node.args, node.kwargs)))):
+        return True
+    kind = getattr(node.target, "overloadpacket", None)
+    if kind in _ROWS:
+        return _goes_over_others(node, kind)
+    if kind in _RESHAPES:
+        # Then a row is a contiguous piece of the elements, and stays one.
+        given = next(iter(_values(node.args[:1])))
+        return _rows(given) == _rows(value) == [0]
+    return kind is not aten.expand and node.target is not aten.squeeze.default
+
+
+_RESHAPES = {aten.view, aten.reshape, aten.flatten, aten.unsqueeze, aten.squeeze}
+
+
+def _goes_over_others(node: fx.Node, kind: Any) -> bool:
+    """Whether an operator that makes vectors of vectors goes over dimensions without rows."""
+    first, *others = _values(node.args)
+    of_others = [value for value in (*others, *_values(node.kwargs)) if _rows(value)]
+    if kind is aten.scaled_dot_product_attention:
+        return all(_rows_before(value, 2) for value in (first, *of_others))
+    if kind is aten.matmul:
+        return _rows_before(first, 2 if of_others else 1) and (
+            all(_rows_before(value, 2) for value in of_others)
+        )
+    if kind is aten.embedding:
+        return not _rows(first)
+    if of_others:
+        return False
+    if kind in (aten.batch_norm, aten.group_norm):
+        return _rows(first) == [0]
+    shape: Any = node.args[1]
+    return _rows_before(first, 1 if kind is aten.linear else len(shape))
+
+
+def _rows_before(value: Any, count: int) -> bool:
+    """Whether rows are not among the last dimensions of a value, of which there are ``count``."""
+    return all(dim < value.ndim - count for dim in _rows(value))
+
+
+def _rows(value: Any) -> list[int]:
+    """The dimensions of a tensor whose sizes depend on the number of rows."""
+    return [dim for dim, has_rows in enumerate(_dims(value)) if has_rows]
 
 
 def _values(args: Any) -> Iterator[Any]:

@@ -2,9 +2,9 @@
 
 ::
 
-    sample: 3 rows ─┬─ model ───────────────────────── whole ┐
+    sample: 2 rows ─┬─ model ───────────────────────── whole ┐
                     ├─ model on row 0 ───────┐               ├─ alike?
-                    └─ graph on rows 1 and 2 ┴─ put together ┘
+                    └─ graph on row 1 ───────┴─ put together ┘
 
 If the graph gives on parts what the model gives on the whole, then it is the model's graph, and
 rows are independent: the model need not run on all parts for the check, nor model and graph once
@@ -12,11 +12,14 @@ more for their comparison. If it does not, either may be the reason. Then nothin
 both are found out by themselves.
 
 The model itself gets the single row, for which it may have code of its own: torch.export takes for
-granted that there are several rows. Random numbers and statistics of the batch are replaced in
-these runs, as in other checks, so that a model that has them is compared with its graph once more,
-as both really run. Where operators of the graph do not treat all rows alike
-(:mod:`fxpipe.meaning.alike`), the graph runs on the single row as well, and the sample has four
-rows, as in other checks.
+granted that there are several rows. The graph gets a single row where its operators keep rows
+apart (:mod:`fxpipe.meaning.alike`), since it then gives the same for one row as for several. Where
+they may mix rows, the sample has three rows, and the graph gets two. Where operators of the graph
+do not treat all rows alike, the sample has four rows, as in other checks, and the graph runs on the
+single row as well.
+
+Random numbers and statistics of the batch are replaced in these runs, as in other checks, so that a
+model that has them is compared with its graph once more, as both really run.
 """
 
 from __future__ import annotations
@@ -27,8 +30,16 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.ir.structure import Structure
-from fxpipe.meaning.alike import treats_rows_alike
-from fxpipe.meaning.check import FEWEST, SIZES, Question, Verdict, check_graph, is_joined
+from fxpipe.meaning.alike import keeps_rows_apart, treats_rows_alike
+from fxpipe.meaning.check import (
+    APART,
+    FEWEST,
+    SIZES,
+    Question,
+    Verdict,
+    check_graph,
+    is_joined,
+)
 from fxpipe.meaning.runs import ModelRuns
 from fxpipe.meaning.sample import batch_size
 from fxpipe.trace import Traced
@@ -55,13 +66,16 @@ class ByGraph:
         self.runs, self.traced, self.tensors, self.dims = runs, traced, tensors, dims
         self._graph: ModelRuns | None = None
         has_branches = traced.sizes is None or bool(traced.sizes.conditions)
-        self._is_alike = not has_branches and treats_rows_alike(traced.graph_module.graph)
+        graph = traced.graph_module.graph
+        self._is_alike = not has_branches and treats_rows_alike(graph)
+        self._are_apart = self._is_alike and keeps_rows_apart(graph)
+        self._is_next = False  # whether the next part of a sample is not the first one
         self._differs = False
 
     def verdict(self) -> Verdict | None:
         """The verdict if the graph is the model's, and rows are independent; None if one of both
         is not so, or has not been seen."""
-        sizes = FEWEST if self._is_alike else SIZES[0]
+        sizes = APART if self._are_apart else FEWEST if self._is_alike else SIZES[0]
         question = Question(
             self._of_the_whole, self.tensors, self.dims, [sizes], run_parts=self._of_a_part
         )
@@ -84,13 +98,15 @@ class ByGraph:
         return self.runs.are_stilled or not is_still
 
     def _of_the_whole(self, tensors: list[Tensor]) -> tuple[Any, Hashable]:
+        self._is_next = False
         found = self.runs.ran(tensors)
         self._structure = Structure.of(found[0])[1]
         return found
 
     def _of_a_part(self, tensors: list[Tensor]) -> tuple[Any, Hashable]:
-        """What the graph gives for a part; for a single row, what the model gives."""
-        if batch_size(tensors, self.dims) != 1:
+        """What the graph gives for a part; for the first single row, what the model gives."""
+        is_next, self._is_next = self._is_next, True
+        if batch_size(tensors, self.dims) != 1 or (is_next and self._are_apart):
             return self._of_graph(tensors)
         found = self.runs.ran(tensors)
         if not self._is_alike:

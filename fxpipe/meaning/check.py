@@ -50,6 +50,7 @@ from fxpipe.trace import checks
 # numbers for a model that takes rows in pairs only.
 SIZES = (1, 3), (3, 2), (4, 2)
 FEWEST = (1, 2)  # where all rows are known to be treated alike, see fxpipe.meaning.alike
+APART = (1, 1)  # where they are known to stay apart as well
 TRIALS = 3
 # An output that differs in some samples only is a problem if it differs in two of them or more, and
 # in a SMALL share of its elements at least; or if it differs in a LARGE share in one sample. Less
@@ -113,11 +114,12 @@ class Trial:
     @property
     def has_one_history(self) -> bool:
         """Whether the outputs of the whole and of its largest part have equal autograd graphs. That
-        of a single row may lack nodes, since ``expand`` to one row, for one, does nothing."""
+        of a single row may lack nodes, since ``expand`` to one row, for one, does nothing. Of equal
+        parts it is the last one."""
         if not self.histories:
             return False
         whole, *parts = self.histories
-        largest = self.sizes.index(max(self.sizes))
+        largest = max(range(len(self.sizes)), key=lambda i: (self.sizes[i], i))
         return whole is not None and whole == parts[largest]
 
     def each(self, dims: Sequence[int | None]) -> list[list[Tensor]]:

@@ -77,10 +77,11 @@ def untouched(model: nn.Module) -> Iterator[Since]:
 
     Yields an object that tells what the model has done inside the block so far.
     """
-    contents = State(model.modules())
-    attributes: list[dict[Any, Any]] = [vars(module) for module in model.modules()]
+    modules, parameters = list(model.modules()), list(model.parameters())
+    contents = State(modules)
+    attributes: list[dict[Any, Any]] = [vars(module) for module in modules]
     attributes += [d for owner in attributes for d in owner.values() if isinstance(d, dict)]
-    on_parameters = [hooks for p in model.parameters() for hooks in _hooks_on(p)]
+    on_parameters = [hooks for p in parameters for hooks in _hooks_on(p)]
     attributes += on_parameters
     # Most of these dictionaries are empty. They share one empty copy, as copying every one of them
     # would keep the garbage collector busy.
@@ -92,8 +93,8 @@ def untouched(model: nn.Module) -> Iterator[Since]:
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_meta
     ]
     saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    devices = {t.device for t in (*model.parameters(), *tensors)}
+    gradients = [(p, p.grad) for p in parameters]
+    devices = {t.device for t in (*parameters, *tensors)}
     state, host = RandomState(devices), HostRandomState()
     outer = _here.models
     try:
@@ -102,7 +103,7 @@ def untouched(model: nn.Module) -> Iterator[Since]:
         # the forward of the model, in the outer block.
         for hooks in () if model in outer else on_parameters:
             hooks.clear()
-        for module in () if model in outer else model.modules():
+        for module in () if model in outer else modules:
             for hooks in hooks_of(module):
                 for key, hook in list(hooks.items()):
                     if not is_torchs(hook) and (module is model or not records(model, hook)):

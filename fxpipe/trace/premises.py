@@ -57,8 +57,8 @@ MISSING = _Missing.MISSING
 """The value of an attribute that a module does not have."""
 
 _EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other guards check these
-# Read at every look-up of a parameter; no attributes of a forward.
-_TABLES = frozenset(("__dict__", "__class__", "_parameters", "_buffers", "_modules"))
+# Read at every look-up of a parameter, or call of a module; no attributes of a forward.
+_PASSED = _EVERY | {"__dict__", "__class__"}
 _INHERITED = frozenset(dir(nn.Module))
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
@@ -82,7 +82,7 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
     def replace(original: Any) -> Callable[[nn.Module, str], Any]:
         def watched(self: nn.Module, name: str) -> Any:
             # Compiling looks up millions of attributes, nearly all of them tables of modules.
-            if name in _TABLES or this_thread() != thread:
+            if name in _PASSED or this_thread() != thread:
                 return original(self, name)
             try:
                 value = original(self, name)
@@ -91,7 +91,7 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
                 if self in modules and attribute not in reads and _is_missed(self, name):
                     reads[attribute] = _state(MISSING)
                 raise
-            if name not in _EVERY and self in modules:
+            if self in modules:
                 is_own = name in original(self, "__dict__")
                 is_state = not isinstance(value, nn.Module)
                 is_inherited = _is_plain(value) and name not in _INHERITED

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.meaning.alike import treats_rows_alike
+from fxpipe.meaning.alike import keeps_rows_apart, treats_rows_alike
 from fxpipe.trace import export, to_be_compared
 
 TWO = ["cpu", "cpu"]
@@ -51,8 +51,12 @@ def runs_of(between, x=None):
     return seen
 
 
-def test_the_model_is_run_on_three_rows_and_on_one():
-    assert runs_of(torch.tanh) == [3, 1]
+def test_the_model_is_run_on_two_rows_and_on_one():
+    assert runs_of(torch.tanh) == [2, 1]
+
+
+def test_it_is_run_on_three_rows_if_shapes_do_not_show_that_rows_stay_apart():
+    assert runs_of(lambda h: h.t().reshape(8, -1).t()) == [3, 1]
 
 
 def test_it_is_run_on_four_rows_if_operators_may_tell_rows_apart():
@@ -81,7 +85,7 @@ def test_no_micro_batch_has_one_row_if_the_model_takes_none():
 
 
 def test_dropout_which_is_replaced_while_rows_are_checked_is_compared_as_it_really_runs():
-    assert runs_of(lambda h: F.dropout(h, 0.5) * 0 + h) == [3, 1, 1]
+    assert runs_of(lambda h: F.dropout(h, 0.5) * 0 + h) == [2, 1, 1]
 
 
 class Normed(Stateless):
@@ -153,6 +157,8 @@ MIXING = {
     "a mean": lambda h: h - h.mean(0),
     "softmax": lambda h: h.softmax(0),
     "attention": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
+    "attention to earlier rows": lambda h: attention(h[None], is_causal=True)[0],
+    "products of rows": lambda h: h @ h.t() @ h,
     "a division by their number": lambda h: h / h.shape[0],
 }
 
@@ -301,3 +307,32 @@ def test_operators_are_known_that_treat_all_rows_alike(name):
     traced = to_be_compared(model, (x,), {}, "export", [0])
     assert traced is not None
     assert treats_rows_alike(traced.graph_module.graph) == expected
+
+
+def attention(h, **options):
+    return F.scaled_dot_product_attention(h, h, h, **options)
+
+
+APART = {
+    "elements": (lambda h: torch.tanh(h) * 2 + 1, True),
+    "a norm of each row": (lambda h: F.layer_norm(h, (8,)), True),
+    "heads": (lambda h: h.view(h.shape[0], 2, 4).transpose(1, 2).reshape(h.shape[0], 8), True),
+    "attention within a row": (lambda h: attention(h.view(-1, 2, 4)).reshape(-1, 8), True),
+    "attention over rows": (lambda h: attention(h[None])[0], False),
+    "attention over earlier rows": (lambda h: attention(h[None], is_causal=True)[0], False),
+    "products within a row": (lambda h: (h[:, :, None] @ h[:, None]).mean(1), True),
+    "products of rows": (lambda h: h @ h.t() @ h, False),
+    "differences of rows": (lambda h: (h[:, None] - h).mean(-1).softmax(-1) @ h, False),
+    "a norm of pairs": (lambda h: F.group_norm(h.view(h.shape[0], 2, 4), 2).flatten(1), True),
+    "a norm of columns": (lambda h: F.group_norm(h.t(), 2).t(), False),
+    "pieces of columns": (lambda h: h.t().reshape(8, -1).t(), False),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_operators_are_known_that_keep_rows_apart(name):
+    between, expected = APART[name]
+    traced = to_be_compared(Stateless(between), (torch.randn(6, 8),), {}, "export", [0])
+    assert traced is not None
+    graph = traced.graph_module.graph
+    assert (treats_rows_alike(graph) and keeps_rows_apart(graph)) == expected
