@@ -66,12 +66,15 @@ def bindings(
     found: list[Binding] = []
     for _, _, region in regions_in(gm):
         found += bindings(region.body, model, device)
+    owners: dict[str, tuple[nn.Module, nn.Module]] = {}  # found once for all tensors of a module
     for node in gm.graph.find_nodes(op="get_attr"):
         path, _, name = str(node.target).rpartition(".")
         try:
-            source, owner = model.get_submodule(path), gm.get_submodule(path)
+            if path not in owners:
+                owners[path] = model.get_submodule(path), gm.get_submodule(path)
         except AttributeError:  # the tensor is a constant of the trace, and not in the model
             continue
+        source, owner = owners[path]
         if name in source._parameters and name in owner._parameters:
             found.append(Binding(name, owner._parameters, source._parameters))
         if name in owner._buffers:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import fx, nn
@@ -49,8 +49,9 @@ class Snapshot:
 
     @staticmethod
     def of(gm: fx.GraphModule, name: str, about: str) -> Snapshot:
-        text = zlib.compress(whole_text(gm).encode(), level=1)
-        return Snapshot(name, about, len(gm.graph.nodes), metadata_of(gm), text)
+        found = list(parts(gm))
+        text = zlib.compress(_text_of(found).encode(), level=1)
+        return Snapshot(name, about, len(gm.graph.nodes), _metadata_of(found), text)
 
     @property
     def text(self) -> str:
@@ -134,16 +135,20 @@ def parts(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 
 def whole_text(gm: fx.GraphModule) -> str:
     """:func:`fxpipe.ir.printing.format_graph` of a graph, and of those that it calls, each once."""
+    return _text_of(parts(gm))
+
+
+def _text_of(found: Iterable[tuple[str, fx.GraphModule]]) -> str:
     return "\n".join(
-        f"{path}:\n{format_graph(part)}" if path else format_graph(part) for path, part in parts(gm)
+        f"{path}:\n{format_graph(part)}" if path else format_graph(part) for path, part in found
     )
 
 
-def metadata_of(gm: fx.GraphModule) -> Counter[str]:
-    """The number of nodes that have each key of metadata, in a graph and in those that it calls."""
+def _metadata_of(found: Iterable[tuple[str, fx.GraphModule]]) -> Counter[str]:
+    """The number of nodes that have each key of metadata, in these graphs."""
     return Counter(
         key
-        for _, part in parts(gm)
+        for _, part in found
         for node in part.graph.nodes
         for key, value in node.meta.items()
         if value is not None

@@ -74,6 +74,8 @@ class _ModelGraph:
     context: ToStages
     chain: passes.Chain
     history: History
+    reads: Reads
+    """The attributes of the model that have been read."""
 
     def run(self, since: str | None = None, until: str | None = None) -> fx.GraphModule:
         """Run the passes of the chain from the one named ``since`` up to the one ahead of
@@ -274,13 +276,12 @@ class Staging(ABC):
             varying = [None] * len(dims)
 
         compared = meaning.graph if chunks is None and not self._any_size else None
-        with self._where_it_runs(twin.model, tensors), attributes_read(twin.model) as reads:
-            if compared is not None:
-                reads.update(compared.reads)
+        with self._where_it_runs(twin.model, tensors):
             prepared = self._traced(
                 twin.model, traced_with, varying, meaning, chunks, options.tracer, entry, compared
             )
-        premises = _but_for_states(twin.reads(reads)) if entry is None else entry.reads(self.model)
+        reads = twin.reads(prepared.reads)
+        premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
         prepared.traced.graph_module = prepared.run(since="partition", until="split")
         stage_graph = prepared.run(since="split")
         with phase("twin", quiet=True):
@@ -338,36 +339,45 @@ class Staging(ABC):
         passes that come ahead of pass "partition"."""
         has_values = not self.is_on_meta()
         any_size = self._any_size and chunks is None
-        if compared is not None and (
-            compared.as_it_runs or runs_alike(model, *inputs, compared.traced, varying)
-        ):
-            traced = compared.traced
-            self._slot.note(traced, model)
-        elif entry is not None:
-            with phase("graph from the cache", quiet=True):
-                traced = entry.traced_on(
-                    model, inputs, batch_dims=varying, any_size=any_size, check=has_values
-                )
-        else:
-            with phase("trace"), self._slot.hearing():
-                traced = trace(
-                    model,
-                    *inputs,
-                    tracer=tracer,
-                    batch_dims=varying,
-                    any_size=any_size,
-                    check=has_values,
-                )
+        is_of_operators = False
+        with attributes_read(model) as reads:
+            if compared is not None and (
+                compared.as_it_runs or runs_alike(model, *inputs, compared.traced, varying)
+            ):
+                traced, is_of_operators = compared.traced, True
+                reads.update(compared.reads)
+            elif entry is not None:
+                with phase("graph from the cache", quiet=True):
+                    traced = entry.traced_on(
+                        model, inputs, batch_dims=varying, any_size=any_size, check=has_values
+                    )
+            else:
+                with phase("trace"), self._slot.hearing():
+                    traced = trace(
+                        model,
+                        *inputs,
+                        tracer=tracer,
+                        batch_dims=varying,
+                        any_size=any_size,
+                        check=has_values,
+                    )
+        if entry is None:
             self._slot.note(traced, model)
         traced.refused_sizes |= meaning.refused_sizes
         if chunks is None:
             self._refuse_other_branches(traced, traced.bind(*inputs), varying)
         context = self._to_stages(traced, inputs, meaning, chunks)
         history = History.observed(self.model, "stages", traced.graph_module, self.options.observer)
-        prepared = _ModelGraph(traced, context, self.options.passes, history)
+        prepared = _ModelGraph(traced, context, self.options.passes, history, reads)
+        # Passes run code of the model where nodes call its modules. To note what that reads takes
+        # time at each look-up of an attribute.
+        reading: AbstractContextManager[Reads] = (
+            nullcontext({}) if is_of_operators else attributes_read(model)
+        )
         try:
-            with untouched(model):
+            with reading as more, untouched(model):
                 traced.graph_module = prepared.run(until="partition")
+            prepared.reads = more | reads
         except Exception as error:
             is_unchecked = not has_values and traced.front_end == "symbolic"
             may_differ = isinstance(error, AnotherStrategy) or is_the_models(error)
