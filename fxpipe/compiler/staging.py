@@ -36,6 +36,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
 from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_the_models
+from fxpipe.ir.heap import give_back
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.meaning.asked import Asked, Compared, Meaning, refuse_unclear
@@ -282,6 +283,7 @@ class Staging(ABC):
             )
         reads = twin.reads(prepared.reads)
         premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
+        give_back()  # what the trace has freed: the cut and the stages take memory of their own
         prepared.traced.graph_module = prepared.run(since="partition", until="split")
         stage_graph = prepared.run(since="split")
         with phase("twin", quiet=True):
@@ -339,8 +341,13 @@ class Staging(ABC):
         passes that come ahead of pass "partition"."""
         has_values = not self.is_on_meta()
         any_size = self._any_size and chunks is None
+        # To note what code of the model reads takes time at each look-up of an attribute. An entry
+        # of the cache has what was read for it.
+        watch: Callable[[nn.Module], AbstractContextManager[Reads]] = (
+            attributes_read if entry is None else lambda model: nullcontext({})
+        )
         is_of_operators = False
-        with attributes_read(model) as reads:
+        with watch(model) as reads:
             if compared is not None and (
                 compared.as_it_runs or runs_alike(model, *inputs, compared.traced, varying)
             ):
@@ -369,15 +376,13 @@ class Staging(ABC):
         context = self._to_stages(traced, inputs, meaning, chunks)
         history = History.observed(self.model, "stages", traced.graph_module, self.options.observer)
         prepared = _ModelGraph(traced, context, self.options.passes, history, reads)
-        # Passes run code of the model where nodes call its modules. To note what that reads takes
-        # time at each look-up of an attribute.
-        reading: AbstractContextManager[Reads] = (
-            nullcontext({}) if is_of_operators else attributes_read(model)
-        )
+        # Passes run code of the model where nodes call its modules.
+        reading = nullcontext({}) if is_of_operators else watch(model)
         try:
             with reading as more, untouched(model):
                 traced.graph_module = prepared.run(until="partition")
-            prepared.reads = more | reads
+            for attribute, state in more.items():
+                reads.setdefault(attribute, state)
         except Exception as error:
             is_unchecked = not has_values and traced.front_end == "symbolic"
             may_differ = isinstance(error, AnotherStrategy) or is_the_models(error)
