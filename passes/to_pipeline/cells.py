@@ -31,9 +31,8 @@ Cell = tuple[int, int]
 
 def cell_of(node: fx.Node) -> Cell | None:
     """The cell that a node belongs to; None for a node that the caller runs."""
-    if STAGE in node.meta and MICROBATCH in node.meta:
-        return node.meta[MICROBATCH], node.meta[STAGE]
-    return None
+    meta = node.meta
+    return (meta[MICROBATCH], meta[STAGE]) if STAGE in meta and MICROBATCH in meta else None
 
 
 def cells(graph: fx.Graph) -> dict[Cell, list[fx.Node]]:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Never
 
 from torch import fx
 
@@ -91,30 +92,31 @@ class _CellContents:
     def add(self, node: fx.Node) -> None:
         """Add a node of the cell."""
         function = node.target
-        if node.op == "call_module" or function is ops.checkpoint:
-            self.calls.append(node)
+        if function is operator.getitem:
+            self.items.append(node)
         elif function is ops.fork:
             self.forks.append(node)
         elif function is ops.join:
             self.joins.append(node)
-        elif function is operator.getitem:
-            self.items.append(node)
-        self.has_streams = self.has_streams or STREAM in node.meta
+        elif function is ops.checkpoint or node.op == "call_module":
+            self.calls.append(node)
+            self.has_streams = STREAM in node.meta
 
 
 def _nodes_by_cell(graph: fx.Graph) -> dict[Cell, _CellContents]:
     """Sort the nodes of a graph by cells, in one walk."""
-    cell_by_node = {node: cell_of(node) for node in graph.nodes}
     found: dict[Cell, _CellContents] = {}
-    for node, cell in cell_by_node.items():
-        if cell is None:
-            continue
-        own = found.get(cell)
-        if own is None:
-            own = found[cell] = _CellContents(cell, node)
-        own.add(node)
+    contents: dict[fx.Node, _CellContents] = {}
+    for node in graph.nodes:
+        if (cell := cell_of(node)) is not None:
+            own = found.get(cell)
+            if own is None:
+                own = found[cell] = _CellContents(cell, node)
+            own.add(node)
+            contents[node] = own
+    for node, own in contents.items():
         for user in node.users:
-            if cell_by_node[user] != cell:
+            if contents.get(user) is not own:
                 if node.args[1:] != (1,) or not _is_of_fork(node):
                     own.leaving.append(node)
                 break
@@ -125,16 +127,9 @@ def _check_exit(own: _CellContents) -> None:
     """Check the gates of a cell's exit: all that leaves passes each of them, in their order."""
     leaving = own.leaving
     passed = [_gates_of(node, own) for node in leaving]
-    gates = list(dict.fromkeys(gate for each in passed for gate in each))
-    for gate in gates:
-        for node, each in zip(leaving, passed, strict=True):
-            if gate not in each:
-                raise VerifyError(
-                    "all values that leave a cell pass its gates together, so that no gradient "
-                    f"enters before all have come: this one passes by {gate.name}",
-                    node,
-                    gate,
-                )
+    gates = passed[0]
+    if any(each != gates for each in passed):
+        _raise_for_passing_by(leaving, passed)
     if len(leaving) > 1 and not gates:
         raise VerifyError(
             "several values leave the cell, and no gate lets their gradients enter together",
@@ -158,6 +153,20 @@ def _check_exit(own: _CellContents) -> None:
         raise VerifyError("the part of a stage that ran last is run again first", again[0])
 
 
+def _raise_for_passing_by(leaving: list[fx.Node], passed: list[list[fx.Node]]) -> Never:
+    """Raise the error about a value that passes by a gate which another one has passed."""
+    for gate in dict.fromkeys(gate for each in passed for gate in each):
+        for node, each in zip(leaving, passed, strict=True):
+            if gate not in each:
+                raise VerifyError(
+                    "all values that leave a cell pass its gates together, so that no gradient "
+                    f"enters before all have come: this one passes by {gate.name}",
+                    node,
+                    gate,
+                )
+    raise VerifyError("the values that leave a cell pass its gates in one order", leaving[0])
+
+
 def _is_of_fork(node: fx.Node) -> bool:
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and source.target is ops.fork
@@ -175,12 +184,14 @@ def _gates_of(node: fx.Node, own: _CellContents) -> list[fx.Node]:
 
 
 def _found_gates(node: fx.Node, own: _CellContents) -> list[fx.Node]:
-    is_item = node.target is operator.getitem
-    if not is_item and (node.target not in GATES or _is_entry(node)):
+    values = node.args[0] if node.args else None
+    if node.target is operator.getitem:
+        is_own = isinstance(values, fx.Node) and cell_of(values) == own.cell
+        return _gates_of(values, own) if is_own else []
+    if node.target not in GATES or _is_entry(node):
         return []
-    inner = [each for each in _flat(node.args[0]) if cell_of(each) == own.cell]
-    before = _common([_gates_of(each, own) for each in inner])
-    return before if is_item else [*before, node]
+    inner = [each for each in _flat(values) if cell_of(each) == own.cell]
+    return [*_common([_gates_of(each, own) for each in inner]), node]
 
 
 def _common(chains: Sequence[list[fx.Node]]) -> list[fx.Node]:
@@ -209,7 +220,15 @@ def _is_arriving(node: fx.Node) -> bool:
 def _flat(values: object) -> list[fx.Node]:
     if isinstance(values, fx.Node):
         return [values]
-    return [each for part in values for each in _flat(part)] if isinstance(values, tuple) else []
+    if not isinstance(values, tuple):
+        return []
+    found = []
+    for part in values:
+        if isinstance(part, fx.Node):
+            found.append(part)
+        else:
+            found += _flat(part)
+    return found
 
 
 def _check_order(own: _CellContents, following: _CellContents) -> None:

@@ -1,8 +1,10 @@
 """The verifier's part of the time that compiling takes. Run: python -m tests.benchmarks.verify
 
-A chain of eight stages with a skip is cut into so many micro-batches that the pipeline graph, or
-the step graph of schedule 1f1b, has about 1,000, 10,000 and 100,000 nodes: these are the graphs
-that are verified. And a model graph of so many nodes is compiled on four stages, for four
+A batch is cut into so many micro-batches that the pipeline graph, or the step graph of schedule
+1f1b, has about 1,000, 10,000 and 100,000 nodes: these are the graphs that are verified. They are
+those of GPT-2 with its 12 layers (narrow ones) on eight stages, and those of a chain of eight
+stages with a skip, each of which is one operator, so that there is next to nothing to compile but
+the graphs themselves. And a model graph of so many nodes is compiled on four stages, for four
 micro-batches. Times are CPU seconds of this process, each taken once: those of the whole
 compilation of a call (or of a step behind it, and the step itself), and within it those of pass
 "verify" ("verify_step").
@@ -48,8 +50,8 @@ def timed(function: Callable[[], Any]) -> tuple[float, float, int]:
     return whole, sum(seconds), max(nodes)
 
 
-def compiled(chunks: int) -> tuple[tuple[float, float, int], tuple[float, float, int]]:
-    """Compile a call, and then a step, of so many micro-batches; see :func:`timed`."""
+def chain(chunks: int) -> tuple[tuple[float, float, int], tuple[float, float, int]]:
+    """Compile a call of the chain, and then a step, of so many micro-batches; see :func:`timed`."""
     torch.manual_seed(0)
     x = torch.randn(chunks, 3)
     pipe = fxpipe.compile(
@@ -65,6 +67,25 @@ def compiled(chunks: int) -> tuple[tuple[float, float, int], tuple[float, float,
         return timed(lambda: pipe.prepare(x)), timed(lambda: pipe.step(x, target=x))
 
 
+def gpt2(chunks: int) -> tuple[tuple[float, float, int], tuple[float, float, int]]:
+    """Compile a call of GPT-2, and then a step, of so many micro-batches; see :func:`timed`."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=31, n_positions=8, n_embd=16, n_layer=12, n_head=2)
+    pipe = fxpipe.compile(
+        GPT2LMHeadModel(config),
+        ["cpu"] * STAGES,
+        chunks=chunks,
+        schedule="1f1b",
+        checkpoint="except_last",
+    )
+    ids = torch.randint(31, (chunks, 8))
+    with pipe:
+        call = timed(lambda: pipe.prepare(input_ids=ids, labels=ids))
+        return call, timed(lambda: pipe.step(input_ids=ids, labels=ids))
+
+
 def of_model(nodes: int) -> tuple[float, float, int]:
     """Compile a call of a model of so many nodes; see :func:`timed`."""
     pipe = fxpipe.compile(Synthetic(nodes), ["cpu"] * 4, chunks=4)
@@ -77,20 +98,24 @@ def of_model(nodes: int) -> tuple[float, float, int]:
 @click.option("--largest", default=SIZES[-1], show_default=True, help="Nodes of the last graph.")
 def main(largest: int) -> None:
     """Print the table."""
-    compiled(2)  # to warm up
-    of_call, of_step = (found[2] / 8 for found in compiled(8))
-    print("graph          nodes  compile s  verify s   part  us/node")
+    print("graph                 nodes  compile s  verify s   part  us/node")
+    for name, compiled in (("GPT-2", gpt2), ("chain", chain)):
+        compiled(2)  # to warm up
+        most = max(found[2] / 8 for found in compiled(8))  # nodes for each micro-batch
+        for size in (each for each in SIZES if each <= largest):
+            call, step = compiled(max(2, round(size / most)))
+            show(f"{name}, pipeline", *call)
+            show(f"{name}, step", *step)
     for size in (each for each in SIZES if each <= largest):
-        call, step = compiled(max(2, round(size / max(of_call, of_step))))
-        for name, (whole, verifying, nodes) in (
-            *(("pipeline", call), ("step", step)),
-            ("model", of_model(size)),
-        ):
-            part, each = verifying / whole, verifying / nodes * 1e6
-            print(
-                f"{name:9} {nodes:10} {whole:10.2f} {verifying:9.3f} {part:6.1%} {each:8.1f}",
-                flush=True,
-            )
+        show("model", *of_model(size))
+
+
+def show(name: str, whole: float, verifying: float, nodes: int) -> None:
+    """Print a row of the table."""
+    part, each = verifying / whole, verifying / nodes * 1e6
+    print(
+        f"{name:16} {nodes:10} {whole:10.2f} {verifying:9.3f} {part:6.1%} {each:8.1f}", flush=True
+    )
 
 
 if __name__ == "__main__":
