@@ -44,6 +44,7 @@ SEED = "seed"  #: True at the placeholder of the seed
 RANDOM = "random"  #: True where random numbers are drawn
 WHOLE = "whole"  #: tuple[str, str]: why a front end has made one node of this; what would help
 ONCE = "once"  #: True at a node that runs once for a mini-batch, after its micro-batches
+UPDATES = "updates"  #: tuple[str, ...]: by name what such a node updates, then what it is given
 FIRST = "first"  #: True at a node that runs once for a mini-batch, ahead of its micro-batches
 
 

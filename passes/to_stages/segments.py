@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import fx
 
+from fxpipe import ops
 from fxpipe.ir._torch import OuterModule
 from fxpipe.ir.cost import Cost
-from fxpipe.ir.graph import COST, STAGE, attribute, is_work
+from fxpipe.ir.graph import COST, HOME, STAGE, attribute, is_work
 from passes.partition.automatic import Auto
 from passes.partition.partition import Partition, PartitionError
 from passes.to_stages.split import Split
@@ -81,7 +82,25 @@ def opened(gm: fx.GraphModule, counts: Sequence[int]) -> tuple[fx.GraphModule, l
                 attributes[str(node.target)] = attribute(gm, str(node.target))
             if STAGE in node.meta:
                 own[node].meta[STAGE] = first[node.meta[STAGE]]
-    return OuterModule(attributes, graph), stage_of
+    result = OuterModule(attributes, graph)
+    for node in graph.nodes:
+        if HOME in node.meta:
+            node.meta[HOME] = _home(result, node.all_input_nodes[0])
+    return result, stage_of
+
+
+def _home(gm: fx.GraphModule, parameter: fx.Node) -> int:
+    """The number of the segment in which a parameter lives that other stages use, too: the one that
+    gives its value away (pass "shared")."""
+    tensor = attribute(gm, str(parameter.target))
+    for call in gm.graph.find_nodes(op="call_module"):
+        segment = attribute(gm, str(call.target))
+        for share in segment.graph.find_nodes(op="call_function", target=ops.share):
+            (source,) = share.args
+            if source.op == "get_attr" and attribute(segment, str(source.target)) is tensor:
+                number: int = call.meta[STAGE]
+                return number
+    raise AssertionError(f"{parameter.target} lives in no segment")
 
 
 def _open(

@@ -33,6 +33,7 @@ from fxpipe.ir.graph import (
     ORIGIN,
     SEED,
     STAGE,
+    UPDATES,
     VALUE,
     WRITES,
     attribute,
@@ -107,6 +108,7 @@ class Split:
             stages = [n.meta[STAGE] for n in copied.all_input_nodes if STAGE in n.meta]
             if node.op != "output":
                 copied.meta[STAGE] = max(stages)
+                copied.meta[UPDATES] = _names(node)
         return OuterModule(attributes, top)
 
 
@@ -197,6 +199,19 @@ def _stage_module(
     graph.output(results[0] if len(results) == 1 else tuple(results))
     graph.output_node().meta[ORIGIN] = tuple(node.meta.get(ORIGIN, node.name) for node in gives)
     return fx.GraphModule(gm, graph, class_name=name)
+
+
+def _names(once: fx.Node) -> tuple[str, ...]:
+    """By name what a node that runs once is given: buffers by their paths, other values by the
+    nodes of the model graph."""
+    names: list[str] = []
+
+    def note(node: fx.Node) -> None:
+        own = node.meta.get(ORIGIN, node.name)
+        names.append(str(node.target if node.op == "get_attr" else own))
+
+    fx.map_arg(once.args, note)
+    return tuple(names)
 
 
 def _describe(source: fx.Node, target: fx.Node) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import ONCE, STAGE
+from fxpipe.ir.graph import ONCE, STAGE, UPDATES
 from fxpipe.schedule import Action, Kind
 from passes.to_step.backward import write_backward, write_weight_grad
 from passes.to_step.draft import Draft
@@ -82,6 +82,7 @@ def _write_once(draft: Draft) -> None:
             )
             made = draft.nodes.whole(node.target, (*args, every), node.name)
             draft.nodes.place(made, node.meta[STAGE], draft.schedule.microbatches - 1)
+            made.meta[UPDATES] = node.meta[UPDATES]
 
 
 def _for_all(draft: Draft, value: fx.Node) -> fx.Node:

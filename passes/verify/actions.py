@@ -49,6 +49,10 @@ def _forward(visit: Visit, node: fx.Node) -> Any:
     visit.step.note_action(node)
     visit.given_by |= dict.fromkeys(stage.gives, node)
     giver = path.removesuffix(DEFERRED)
+    visit.step.stages.setdefault(giver, node)
+    for value in given:
+        if isinstance(value, Known) and value.maker in visit.step.replicas:
+            _check_stage(value.maker, node)
     visit.alike(("a stage is given", giver), node, (given, passed))
     event = visit.event(node, given)
     use_parameters(visit, stage, event)
@@ -63,6 +67,13 @@ def _forward(visit: Visit, node: fx.Node) -> Any:
         node, stage, giver, given, results, bool(is_checkpointed)
     )
     return results, KnownTape(node)
+
+
+def _check_stage(node: fx.Node, other: fx.Node) -> None:
+    """Check that a node is noted at the stage of another node, whose work it prepares or ends."""
+    stage, own = node.meta.get(STAGE), other.meta.get(STAGE)
+    if stage != own:
+        raise VerifyError(f"it belongs to stage {own}, and is noted at stage {stage}", node, other)
 
 
 def _name_of(value: Any) -> Any:
@@ -274,6 +285,7 @@ def _gathered(visit: Visit, node: fx.Node) -> Any:
     (replica,) = visit.ready(node, visit.given(node.args), visit.here())
     if not isinstance(replica, Known) or replica.maker not in visit.step.replicas:
         raise VerifyError("it takes the gradient of what is no replica", node)
+    _check_stage(node, replica.maker)
     visit.step.replicas[replica.maker].append(node)
     visit.exchange.taken_home[node] = []
     event = visit.event(node)
@@ -334,7 +346,9 @@ def _optimize(visit: Visit, node: fx.Node) -> Any:
     _check_last(visit, node)
     module = node.args[1]
     assert isinstance(module, fx.Node)
-    visit.step.stepped_stages.add(str(module.target))
+    visit.step.stepped_stages.add(path := str(module.target))
+    if path in visit.step.stages:
+        _check_stage(node, visit.step.stages[path])
     for number, name in _owned(visit, node).items():
         _check_home(visit, node, number, name)
         if number in visit.step.optimized:

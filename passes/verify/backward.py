@@ -186,8 +186,9 @@ def _gates_of(node: fx.Node, own: _CellContents) -> list[fx.Node]:
 def _found_gates(node: fx.Node, own: _CellContents) -> list[fx.Node]:
     values = node.args[0] if node.args else None
     if node.target is operator.getitem:
-        is_own = isinstance(values, fx.Node) and cell_of(values) == own.cell
-        return _gates_of(values, own) if is_own else []
+        if isinstance(values, fx.Node) and cell_of(values) == own.cell:
+            return _gates_of(values, own)
+        return []
     if node.target not in GATES or _is_entry(node):
         return []
     inner = [each for each in _flat(values) if cell_of(each) == own.cell]

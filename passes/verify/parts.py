@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import MICROBATCH, ORIGIN, STAGE, attribute
+from fxpipe.ir.graph import MICROBATCH, ORIGIN, STAGE, UPDATES, attribute
 from passes.verify.clocks import Event
 from passes.verify.errors import VerifyError
 from passes.verify.record import WHOLE
@@ -213,17 +213,34 @@ def _write_back(visit: Visit, node: fx.Node) -> Any:
                 user,
             )
     given = visit.given(parts)
+    _check_updated(node, [str(tensor.meta.get(ORIGIN, tensor.name))], given)
     check_parts(visit, node, given)
     check_done(node, given)
     visit.effects.write(("input", tensor.name), visit.event(node, given))
     return None
 
 
+def _check_updated(node: fx.Node, updated: list[str], parts: Any) -> None:
+    """Check that a node that runs once updates what it is noted to update, by the values that it is
+    noted to be given for that."""
+    first = leaves(parts[:1])
+    if NOT_KNOWN in first:
+        return  # of what another rank sends, the graph of one rank knows no names
+    given = *updated, *map(_text, first)
+    if given != (noted := node.meta.get(UPDATES)):
+        raise VerifyError(f"it is noted to be given {noted}, and is given {given}", node)
+
+
+def _text(value: Any) -> str:
+    return str(value.what if isinstance(value, Known) else value)
+
+
 @rule(ops.update_statistics)
 def _update_statistics(visit: Visit, node: fx.Node) -> Any:
     *buffers, _, parts = node.args
     given = visit.given(parts)
-    visit.take(given)
+    _check_updated(node, [str(each.target) for each in buffers if isinstance(each, fx.Node)], given)
+    check_parts(visit, node, given)
     check_done(node, given)
     event = visit.event(node, given)
     for buffer in buffers:

@@ -70,6 +70,9 @@ class StepRecord:
     """By the node of the forward or the loss."""
     optimized: dict[int, fx.Node] = field(default_factory=dict)
     """By a parameter's id: the node that has stepped it."""
+    stages: dict[str, fx.Node] = field(default_factory=dict)
+    """By the path of a stage or a segment: its first forward, which notes the number of the
+    stage."""
     stepped_stages: set[str] = field(default_factory=set)
     """The paths of the stages whose parameters have been stepped."""
     shards: dict[int | None, str] = field(default_factory=dict)

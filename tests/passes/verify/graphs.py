@@ -48,6 +48,30 @@ class Writing(nn.Module):
         return self.d(self.c(self.b(self.a(x))))
 
 
+class Several(nn.Module):
+    """A model that has two of all that the others have one of in a stage: batch norms, inputs that
+    are written to, weights of another stage, skips and results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+        self.bn1, self.bn2 = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x.mul_(2)
+        y.add_(1)
+        h, k = self.a(x), self.b(y)
+        h, k = self.bn1(h), self.bn2(k)
+        z = self.c(h + k)
+        p, q = nn.functional.linear(z, self.a.weight), nn.functional.linear(z, self.b.weight)
+        z = self.d(p * q)
+        return z + h, z - k
+
+
+def two_of_rows(batch: int) -> tuple[Tensor, ...]:
+    return torch.randn(batch, 4), torch.randn(batch, 4)
+
+
 def tokens(batch: int) -> tuple[Tensor, ...]:
     return (torch.randint(11, (batch, 6)),)
 
@@ -62,6 +86,7 @@ MODELS: dict[str, tuple[Any, Any, list[str]]] = {
     "transformer": (Transformer, tokens, ["blocks_1_norm1", "blocks_2_norm1", "norm"]),
     "batch norm": (Normed, rows, ["b", "c", "d"]),
     "writing": (Writing, rows, ["b", "c", "d"]),
+    "several": (Several, two_of_rows, ["bn1", "c", "d"]),
 }
 """By name: the model, what gives its inputs for a batch size, and where stages begin."""
 

@@ -8,6 +8,7 @@ the same.
     python -m tests.passes.verify.mutants --quick    one schedule, one checkpoint mode
     python -m tests.passes.verify.mutants --each 50  of each graph each 50th mutant
     python -m tests.passes.verify.mutants --ranks    the transfers of ranks
+    python -m tests.passes.verify.mutants --real     GPT-2, T5 and a ResNet, as they are compiled
 
 A mutant that is accepted computes the same if each lane computes the same nodes on the same values
 in the same order (:func:`passes.verify.verify.meaning`): then only waits and copies have moved, and
@@ -33,7 +34,9 @@ from passes import VerifyError
 from passes.verify.transfers import TransferError, meaning_of_ranks, verify
 from passes.verify.values import lane_of
 from passes.verify.verify import Verify, meaning
-from tests.passes.verify.graphs import MODELS, pipeline_graph, rank_graphs, step_graph
+from tests.passes.verify import graphs as small
+from tests.passes.verify import real as models_of_transformers
+from tests.passes.verify.graphs import MODELS, rank_graphs
 
 GATES = (ops.copy, ops.send, ops.wait, ops.join, ops.recompute)
 ACTIONS = (
@@ -236,9 +239,12 @@ def verdict_of_ranks(parts: Sequence[fx.GraphModule], rank: int, mutant: Mutant)
     return "the same" if meaning_of_ranks(changed) == meaning_of_ranks(parts) else "missed"
 
 
-def judged(quick: bool, each: int) -> Iterator[tuple[str, Iterator[tuple[str, str, str]]]]:
-    """By the name of a graph: of its mutants the change, the node and the verdict."""
-    for name, gm in graphs(quick):
+def judged(
+    quick: bool, each: int, source: Any = small
+) -> Iterator[tuple[str, Iterator[tuple[str, str, str]]]]:
+    """By the name of a graph: of its mutants the change, the node and the verdict. ``source``: the
+    file that makes the graphs."""
+    for name, gm in graphs(quick, source):
         yield name, _judged(gm, each)
 
 
@@ -266,31 +272,34 @@ def judged_of_ranks(quick: bool, each: int) -> Iterator[tuple[str, Iterator[tupl
                 yield f"{ranks} ranks, {model}, {schedule}, {mode}", verdicts(parts)
 
 
-def graphs(quick: bool) -> Iterator[tuple[str, fx.GraphModule]]:
+def graphs(quick: bool, source: Any = small) -> Iterator[tuple[str, fx.GraphModule]]:
     """The graphs that are changed, with their names."""
     schedules = ["1f1b"] if quick else ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"]
     schedules += ["zb_h1"] if quick else ["zb_h1", "zbv", "dualpipe_v"]
     modes = [("never", 1), ("except_last", 1), ("always", 2)]
-    for model in MODELS:
+    for model in source.MODELS:
         for mode, segments in modes:
-            yield f"{model}, {mode} {segments}", pipeline_graph(model, mode, segments)
+            yield f"{model}, {mode} {segments}", source.pipeline_graph(model, mode, segments)
         for i, schedule in enumerate(schedules):
             lanes = 4 if schedule in ("gpipe", "1f1b", "zb_h1") else 2
             chunks = 4 if schedule == "dualpipe_v" else 3 if lanes == 4 else 4
             for mode, segments in modes[i % 3 :][:1] if quick else modes:
                 name = f"{model}, {schedule}, {mode} {segments}"
-                yield name, step_graph(model, schedule, mode, segments, chunks, lanes)
+                yield name, source.step_graph(model, schedule, mode, segments, chunks, lanes)
 
 
 @click.command()
 @click.option("--quick", is_flag=True, help="Fewer schedules and checkpoint modes.")
 @click.option("--each", default=1, help="Of each graph the first mutant of so many.")
 @click.option("--ranks", is_flag=True, help="The transfers of ranks' graphs.")
+@click.option("--real", is_flag=True, help="The graphs of GPT-2, T5 and a ResNet.")
 @click.option("--show", default=10, help="How many mutants that are missed are shown for a graph.")
-def main(quick: bool, each: int, ranks: bool, show: int) -> None:
+def main(quick: bool, each: int, ranks: bool, real: bool, show: int) -> None:
     """Change each node of real graphs, and print what the verifier says."""
     every: Counter[str] = Counter()
-    for name, verdicts in (judged_of_ranks if ranks else judged)(quick, each):
+    source = models_of_transformers if real else small
+    chosen = judged_of_ranks(quick, each) if ranks else judged(quick, each, source)
+    for name, verdicts in chosen:
         found: Counter[str] = Counter()
         missed = []
         for what, node, said in verdicts:

@@ -20,6 +20,8 @@ GRAPHS = {
     "a pipeline in segments with a tied weight": lambda: pipeline_graph("tied", "except_last", 2),
     "a pipeline with running statistics": lambda: pipeline_graph("batch norm"),
     "a pipeline that writes to its input": lambda: pipeline_graph("writing"),
+    "a pipeline with two of all": lambda: pipeline_graph("several", "except_last"),
+    "a step with two of all": lambda: step_graph("several"),
     "a step with a tied weight": lambda: step_graph("tied", "1f1b", "always"),
     "a step in halves with skips": lambda: step_graph("U-Net", "zb_h1"),
     "a step with several stages in a lane": lambda: step_graph(

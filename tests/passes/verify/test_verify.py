@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import LANE, STREAM, TURN
+from fxpipe.ir.graph import LANE, STAGE, STREAM, TURN
 from passes import Verify, VerifyError
 from passes.verify.values import lane_of
 from tests.passes.verify.graphs import MODELS, pipeline_graph, step_graph
@@ -203,3 +203,38 @@ def test_a_call_of_a_users_pass_is_accepted_where_its_stream_has_the_values(kind
     for i in (1, 2):
         put_ahead_of(named(gm.graph, f"stage_1_mb{i}"))
     Verify()(gm)
+
+
+def other_input(name: str):
+    """Gives a node the first argument of another node."""
+
+    def change(node: fx.Node) -> None:
+        node.args = (named(node.graph, name).args[0], *node.args[1:])
+
+    return change
+
+
+@pytest.mark.parametrize("make", [pipeline, step], ids=["pipeline", "step"])
+def test_running_statistics_that_are_updated_by_those_of_another_norm_are_refused(make):
+    said = refused(make("several"), "bn2_update", other_input("bn1_update"))
+    assert "it is noted to be given ('bn2.running_mean', 'bn2.running_var'" in said
+    assert "and is given ('bn1.running_mean', 'bn2.running_var'" in said
+
+
+@pytest.mark.parametrize("make", [pipeline, step], ids=["pipeline", "step"])
+def test_what_is_written_back_to_another_input_is_refused(make):
+    said = refused(make("several"), "y_back", other_input("x_back"))
+    assert "it is noted to be given ('y', 'add_'), and is given ('x', 'add_')" in said
+
+
+@pytest.mark.parametrize("function", [ops.replicate, ops.gathered, ops.optimize])
+def test_a_node_that_is_noted_at_the_other_stage_of_its_lane_is_refused(function):
+    gm = step_graph("several", "zbv", "always", 2, 4, 2)  # stages 0 and 3 in a lane, and 1 and 2
+    nodes = gm.graph.find_nodes(op="call_function", target=function)
+    assert nodes
+    for node in nodes:
+
+        def to_the_other_stage(node: fx.Node) -> None:
+            node.meta[STAGE] = 3 - node.meta[STAGE]
+
+        refused(gm, node.name, to_the_other_stage)
