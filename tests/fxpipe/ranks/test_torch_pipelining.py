@@ -17,7 +17,9 @@ def skipping() -> Chain:
     return Chain(4, {0: (2, 3)})
 
 
-@pytest.mark.parametrize("schedule, ranks", [("1f1b", 4), ("interleaved_1f1b", 2), ("zbv", 2)])
+@pytest.mark.parametrize(
+    "schedule, ranks", [("gpipe", 4), ("1f1b", 4), ("interleaved_1f1b", 2), ("zbv", 2)]
+)
 def test_torch_runs_the_relayed_stages_in_the_exported_schedule(pool, tmp_path, schedule, ranks):
     call = Call((torch.randn(8, 3),), torch.randn(8))
     given = {"schedule": schedule, "chunks": 4}
