@@ -148,7 +148,7 @@ class Frame:
                     if i in spoiled:
                         slot.value = None
                 empty = sorted(spoiled)
-            _forget_after_backward(self.slots)
+            _forget_after_backward(self)
 
     @contextmanager
     def again(self) -> Iterator[Any]:
@@ -310,18 +310,22 @@ def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", repr(fn)) if module is None else type(module).__name__
 
 
-def _forget_after_backward(slots: list[weakref.ref[SavedSlot]]) -> None:
-    """Empty all slots when the running backward ends.
+def _forget_after_backward(frame: Frame) -> None:
+    """Empty all slots of a frame when the running backward ends.
 
     A backward for a part of the graph does not ask for all of them, and the tensors in the others
-    would stay until the graph is freed.
+    would stay until the graph is freed. Another thread may go back through the same graph, and
+    takes what it has just computed again while it holds the frame's lock.
     """
     if running_backward() == -1 or is_in_a_group():
         return
 
+    lock, slots = frame.lock, frame.slots  # the frame itself is freed before the backward ends
+
     def forget() -> None:
-        for ref in slots:
-            if (slot := ref()) is not None:
-                slot.value = None
+        with lock:
+            for ref in slots:
+                if (slot := ref()) is not None:
+                    slot.value = None
 
     after_backward(forget)

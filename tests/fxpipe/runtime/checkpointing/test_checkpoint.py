@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import weakref
 
 import pytest
@@ -335,3 +336,35 @@ def test_what_an_operator_saves_before_it_computes_it_is_waited_for():
     expected = grads(F.rrelu(x, training=True).sum(), x)
     torch.manual_seed(0)
     assert same(grads(checkpoint(F.rrelu, x, training=True).sum(), x), expected)
+
+
+def test_the_end_of_another_threads_backward_leaves_what_has_just_been_computed_again():
+    """A thread's backward ends, and empties its slots, while another thread fills them."""
+    first_is_at_its_end, second_is_inside = threading.Event(), threading.Event()
+    runs = []
+
+    def fn(x):
+        y = x.sin().exp()
+        runs.append(None)
+        if len(runs) == 3:  # the forward, the first thread's second run, and the other's
+            second_is_inside.set()
+            first.join(0.5)  # it ends only once this run is done
+        return y
+
+    x = torch.ones(3, requires_grad=True)
+    h = x * 1
+    loss = fxpipe.checkpoint(fn, h, early_stop=False).sum()
+
+    def ends_late(_):
+        if threading.current_thread() is first:
+            first_is_at_its_end.set()
+            second_is_inside.wait(60)
+
+    h.register_hook(ends_late)
+    keeping = {"retain_graph": True}
+    first = threading.Thread(target=torch.autograd.grad, args=(loss, x), kwargs=keeping)
+    first.start()
+    first_is_at_its_end.wait(60)
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    first.join()
+    assert torch.equal(grad, x.sin().exp() * x.cos())
