@@ -131,7 +131,9 @@ def _keeps_apart(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if sum(_dims(value)) > 1:
         return False
-    if node.op != "call_function" or not any(map(_rows, _values((node.args, node.kwargs)))):
+    if node.op != "call_function":
+        return True
+    if not any(map(_rows, (value, *_values((node.args, node.kwargs))))):
         return True
     kind = getattr(node.target, "overloadpacket", None)
     if kind in _ROWS:
@@ -140,6 +142,7 @@ def _keeps_apart(node: fx.Node) -> bool:
         # Then a row is a contiguous piece of the elements, and stays one.
         given = next(iter(_values(node.args[:1])))
         return _rows(given) == _rows(value) == [0]
+    # To one row, ``expand`` does nothing, and leaves no trace in the autograd graph.
     return kind is not aten.expand and node.target is not aten.squeeze.default
 
 
