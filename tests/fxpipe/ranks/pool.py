@@ -52,13 +52,24 @@ class Pool:
 
         Raises :class:`Failed` if one has raised an error.
         """
+        return self.begin(job, *args, ranks=ranks, **kwargs)()
+
+    def begin(
+        self, job: Callable[..., Any], *args: Any, ranks: int = SIZE, **kwargs: Any
+    ) -> Callable[[], list[Any]]:
+        """Let the processes begin a job. What is returned has to be called once: it waits for them,
+        and does as :meth:`run`."""
         for connection in self._connections:
             connection.send_bytes(pickle.dumps((job, ranks, args, kwargs)))
-        results = [pickle.loads(connection.recv_bytes()) for connection in self._connections]
-        errors = [error for _, error in results]
-        if any(errors):
-            raise Failed(errors)
-        return [result for result, _ in results[:ranks]]
+
+        def results() -> list[Any]:
+            every = [pickle.loads(connection.recv_bytes()) for connection in self._connections]
+            errors = [error for _, error in every]
+            if any(errors):
+                raise Failed(errors)
+            return [result for result, _ in every[:ranks]]
+
+        return results
 
     def close(self) -> None:
         """End the processes."""

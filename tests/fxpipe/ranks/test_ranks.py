@@ -57,6 +57,17 @@ def assert_same(ranks: Sequence[Trained], lanes: Trained) -> None:
         assert expected and same(found, expected)
 
 
+def on_both(pool: Any, job: Any, *args: Any, ranks: int = 4, lanes: Any = None, **options: Any):
+    """What a job returns on so many ranks, and what it does, or the job ``lanes``, on as many lanes
+    of this process meanwhile."""
+    results = pool.begin(job, *args, ranks=ranks, **options)
+    try:
+        here = (lanes or job)(ranks, *args, **options)
+    finally:
+        found = results()
+    return found, here
+
+
 def images(rows: int, steps: int = 2) -> list[Call]:
     return [Call((torch.randn(rows, 3, 8, 8),), torch.randn(rows)) for _ in range(steps)]
 
@@ -78,19 +89,27 @@ def test_a_unet_with_a_skip_over_two_stages_uneven_micro_batches_and_an_optimize
     calls = images(7)
     cut = ["down.0", "down.1", "up.0"]
     options = {"chunks": 3, "schedule": "1f1b", "in_step": True, "partition": cut}
-    found = pool.run(train, UNet, calls, **options)
-    assert_same(found, train(4, UNet, calls, **options))
+    assert_same(*on_both(pool, train, UNet, calls, **options))
 
 
-EVERY_SCHEDULE = [{"schedule": name, "chunks": 8, "is_meeting": True} for name in NAMES]
+# A call in eval mode depends on where the stages are, and on nothing else of a schedule.
+ONE_OF_EACH_PLACEMENT = {"1f1b", "interleaved_1f1b", "zbv"}
+EVERY_SCHEDULE = [
+    {
+        "schedule": name,
+        "chunks": 8,
+        "is_meeting": True,
+        "is_evaluated": name in ONE_OF_EACH_PLACEMENT,
+    }
+    for name in NAMES
+]
 
 
 def test_every_schedule_on_four_ranks_also_where_the_network_keeps_nothing(pool):
     """Eleven rows in eight micro-batches. In the second step every transmit waits for its receive:
     a program that ends nevertheless needs no memory in the network."""
     calls = rows(11) + rows(11)
-    found = pool.run(train_all, Skipping, calls, EVERY_SCHEDULE)
-    lanes = train_all(4, Skipping, calls, EVERY_SCHEDULE)
+    found, lanes = on_both(pool, train_all, Skipping, calls, EVERY_SCHEDULE)
     for ranks, expected in zip(zip(*found, strict=True), lanes, strict=True):
         assert_same(ranks, expected)
 
@@ -105,8 +124,7 @@ def test_edges_that_share_a_communicator_carry_the_same_values(pool):
     """A rank with more edges than communicators does all their transfers in the order of the step,
     also where every transmit waits for its receive."""
     calls = rows(7) + rows(7)
-    found = pool.run(train_all_sharing, Skipping, calls, SHARING)
-    lanes = train_all(4, Skipping, calls, SHARING)
+    found, lanes = on_both(pool, train_all_sharing, Skipping, calls, SHARING, lanes=train_all)
     for ranks, expected in zip(zip(*found, strict=True), lanes, strict=True):
         assert_same(ranks, expected)
 
@@ -134,9 +152,9 @@ CHECKPOINTS = [
 
 def test_checkpoints_dropout_and_deferred_batch_norm(pool):
     calls = rows(8) * 2
-    found = pool.run(train_all, Drawing, calls, CHECKPOINTS, ranks=2)
-    for i, options in enumerate(CHECKPOINTS):
-        assert_same([rank[i] for rank in found], train(2, Drawing, calls, **options))
+    found, lanes = on_both(pool, train_all, Drawing, calls, CHECKPOINTS, ranks=2)
+    for ranks, expected in zip(zip(*found, strict=True), lanes, strict=True):
+        assert_same(ranks, expected)
 
 
 def tanh_layers() -> nn.Module:
@@ -155,8 +173,7 @@ def test_checkpoints_that_are_chosen_for_a_limit_of_memory_are_alike_on_all_rank
 
     chosen = pool.run(checkpointed, tanh_layers, calls[0], ranks=2, **options)
     assert chosen == [{0: {True}, 1: {False}}] * 2
-    found = pool.run(train, tanh_layers, calls, ranks=2, **options)
-    assert_same(found, train(2, tanh_layers, calls, **options))
+    assert_same(*on_both(pool, train, tanh_layers, calls, ranks=2, **options))
 
 
 class Structured(nn.Module):
@@ -182,15 +199,13 @@ def loss_of_structured(output: dict[str, Any], target: dict[str, Tensor]) -> Ten
 def test_dicts_nones_and_values_without_gradients(pool):
     calls = [Call((torch.randn(6, 3),), {"y": torch.randn(6)})] * 2
     options = {"loss_fn": loss_of_structured, "chunks": 3, "schedule": "1f1b"}
-    found = pool.run(train, Structured, calls, **options)
-    assert_same(found, train(4, Structured, calls, **options))
+    assert_same(*on_both(pool, train, Structured, calls, **options))
 
 
 def test_tied_weights_travel_once_and_are_trained_on_one_rank(pool):
     calls = [Call((torch.randint(11, (5, 4)),), torch.randn(5)) for _ in range(2)]
     options = {"chunks": 3, "schedule": "1f1b", "partition": ["other"]}
-    found = pool.run(train, Tied, calls, ranks=2, **options)
-    assert_same(found, train(2, Tied, calls, **options))
+    assert_same(*on_both(pool, train, Tied, calls, ranks=2, **options))
 
 
 def built(name: str) -> nn.Module:
@@ -217,5 +232,4 @@ def test_models_of_transformers(pool, name):
     options = {"loss_fn": None, "chunks": 2, "schedule": "1f1b", "check": "warn", **entry.options}
     options["is_evaluated"] = name == "GPT2LMHeadModel"  # it takes as long as training does
     make = functools.partial(built, name)
-    found = pool.run(train, make, calls, ranks=2, **options)
-    assert_same(found, train(2, make, calls, **options))
+    assert_same(*on_both(pool, train, make, calls, ranks=2, **options))
