@@ -202,8 +202,8 @@ class Asking:
         if not unclear or not self.asked.check or verdict.trial is None:
             return {}
 
-        def trained(output: Any, _: bool) -> dict[str, bool]:
-            found = dict(leaves(output, "output"))
+        def trained(held: list[Any], _: bool) -> dict[str, bool]:
+            found = dict(leaves(held.pop(), "output"))
             return {path: has_gradient(found.get(path)) for path in unclear}
 
         tensors = verdict.trial.tensors

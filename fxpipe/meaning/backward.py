@@ -40,10 +40,10 @@ from fxpipe.trace.gradients import (
     total,
 )
 
-Recorded = Callable[[list[Tensor], Callable[[Any, bool], Any]], Any]
+Recorded = Callable[[list[Tensor], Callable[[list[Any], bool], Any]], Any]
 """``recorded(tensors, use)`` runs a model on tensors while autograd records, and returns
-``use(output, hooked)``; ``hooked`` says whether the run has registered hooks on tensors, which may
-change gradients."""
+``use([output], hooked)``; ``hooked`` says whether the run has registered hooks on tensors, which
+may change gradients."""
 
 
 def backward_problem(
@@ -73,9 +73,9 @@ def backward_problem(
         """The gradients of the parameters, and those of the inputs, on these rows, where the
         backward begins with the gradient ``weight(path)`` at each output."""
 
-        def go_back(output: Any, _: bool) -> Projections:
+        def go_back(held: list[Any], _: bool) -> Projections:
             ends = []
-            for path, value in leaves(output, "output"):
+            for path, value in leaves(held.pop(), "output"):
                 given = weight(path) if path in outputs and has_gradient(value) else None
                 if given is not None:
                     ends.append((value, given.to(value)))
@@ -189,10 +189,11 @@ def _about_an_input(name: str, apart: Difference, trial: Trial) -> str:
     )
 
 
-def with_history(inputs: Sequence[Tensor], output: Any, hooked: bool) -> tuple[Any, Hashable]:
+def with_history(inputs: Sequence[Tensor], held: list[Any], hooked: bool) -> tuple[Any, Hashable]:
     """The output without its autograd graph; and this graph as a value. ``inputs`` are the leaves
-    that differ from run to run."""
-    results, structure = Structure.of(output)
+    that differ from run to run. ``held`` is a list with the output, and is emptied: the graph is
+    freed node by node, see :func:`~fxpipe.trace.gradients.history_of`."""
+    results, structure = Structure.of(held.pop())
     values = structure.fill(t.detach() if isinstance(t, Tensor) else t for t in results)
     history = history_of(results, inputs=inputs)
     return values, object() if hooked else history  # hooks may do anything: it equals no other

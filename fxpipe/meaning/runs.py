@@ -117,26 +117,34 @@ class ModelRuns:
         return without_saved_tensors(run)
 
     def recorded(
-        self, tensors: list[Tensor], then: Callable[[Any, bool], Any], seed: int | None = None
+        self, tensors: list[Tensor], then: Callable[[list[Any], bool], Any], seed: int | None = None
     ) -> Any:
-        """Run the model with gradients, and return ``then(output, hooked)``; ``hooked`` says
+        """Run the model with gradients, and return ``then([output], hooked)``; ``hooked`` says
         whether the run has registered hooks on tensors."""
         args, kwargs = self.fill(tensors)
         with tensor_hooks() as hooks, torch.inference_mode(False), torch.enable_grad():
-            return self._output(args, kwargs, seed, lambda output: then(output, bool(hooks)))
+            return self._output(args, kwargs, seed, lambda held: then(held, bool(hooks)))
 
     def _output(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         seed: int | None,
-        then: Callable[[Any], Any] = lambda output: output,
+        then: Callable[[list[Any]], Any] = list.pop,
     ) -> Any:
-        def call() -> tuple[Any, Any]:
-            output = self._call(args, kwargs)
-            return output, then(output)
+        """What ``then`` makes of the model's output. It is given a list with the output in it, the
+        only reference to it, so that it can free the output's autograd graph."""
 
-        output, made = self._quietly(call, seed)
+        def call() -> Any:
+            held = [self._call(args, kwargs)]
+            self._note(held[0])
+            return then(held)
+
+        return self._quietly(call, seed)
+
+    def _note(self, output: Any) -> None:
+        """Note where the loss is among the outputs, and for which outputs the user has said what
+        their dimensions are."""
         if self.returns_loss:
             loss = own_loss(output)
             is_one = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point()
@@ -146,7 +154,6 @@ class ModelRuns:
             for path, _, dim in broadcast(self.asked.out_dims, output, "output"):
                 if dim is not INFER:
                     self.said.add(path)
-        return made
 
     def _quietly(self, run: Callable[[], Any], seed: int | None = None) -> Any:
         """What a function gives that calls the model, without effect on the model."""

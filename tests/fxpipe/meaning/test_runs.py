@@ -1,0 +1,32 @@
+"""A model is run for the check without effect on it, and what the run has made is freed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.meaning.asked import Asked
+from fxpipe.meaning.runs import ModelRuns
+
+
+class Deep(nn.Module):
+    """A chain of so many operators."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth, self.weight = depth, nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        for _ in range(self.depth):
+            x = torch.sin(x)
+        return x
+
+
+def test_an_autograd_graph_that_is_deeper_than_the_stack_is_freed():
+    """PyTorch frees a node that Python has seen within the node before it: the process would end
+    with a segmentation fault."""
+    runs = ModelRuns(Deep(200_000), lambda tensors: (tuple(tensors), {}), {0: "x"}, Asked())
+    values, history = runs.ran([torch.randn(1, 4)])
+    assert isinstance(values, Tensor) and values.shape == (1, 4)
+    assert len(history[1]) == 200_003  # the chain, the product, the weight and the input
