@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.ir.devices import DeviceSpec
@@ -41,78 +40,12 @@ from fxpipe.planning.result import Plan
 from fxpipe.runtime.ambient import compiling
 from passes.common.modes import AUTO, MODES
 from passes.cost.analytic import ADAM
-from tests.benchmarks.nets import UNet
+from tests.benchmarks.models import Made, gpt2, llama_1b, mixtral, t5, unet, vit_l16
 
 ROWS = 64
-Made = tuple[nn.Module, dict[str, Any]]
 
 
-def tokens(vocabulary: int, length: int = 1024) -> dict[str, Tensor]:
-    """A mini-batch of token numbers."""
-    return {"input_ids": torch.zeros(ROWS, length, dtype=torch.long)}
-
-
-def gpt2() -> Made:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(use_cache=False)
-    return GPT2LMHeadModel(config), tokens(config.vocab_size)
-
-
-def llama_1b() -> Made:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        use_cache=False,
-        dtype="bfloat16",
-    )
-    return LlamaForCausalLM(config), tokens(config.vocab_size, 2048)
-
-
-def vit_l16() -> Made:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
-    )
-    return ViTForImageClassification(config), {"pixel_values": torch.zeros(ROWS, 3, 224, 224)}
-
-
-def unet() -> Made:
-    return UNet(5, 64), {"x": torch.zeros(ROWS, 3, 192, 192)}
-
-
-def t5() -> Made:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12, use_cache=False)
-    ids = tokens(config.vocab_size, 512)["input_ids"]
-    return T5ForConditionalGeneration(config), {"input_ids": ids, "decoder_input_ids": ids}
-
-
-def mixtral() -> Made:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=32_000,
-        hidden_size=1024,
-        intermediate_size=3584,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        use_cache=False,
-        dtype="bfloat16",
-    )
-    return MixtralForCausalLM(config), tokens(config.vocab_size)
-
-
-MODELS: dict[str, Callable[[], Made]] = {
+MODELS: dict[str, Callable[[int], Made]] = {
     made.__name__: made for made in (gpt2, llama_1b, vit_l16, unet, t5, mixtral)
 }
 
@@ -159,7 +92,7 @@ class Case:
 def priced(name: str) -> CostedModel:
     """A model with costs on A100s."""
     with torch.device("meta"):
-        model, inputs = MODELS[name]()
+        model, inputs = MODELS[name](ROWS)
         inputs = {key: value.to("meta") for key, value in inputs.items()}
     with compiling():
         found, _ = costed(

@@ -43,76 +43,15 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 import fxpipe
 from fxpipe.planning import plan
+from tests.benchmarks.models import Made, gpt2, llama_1b, llama_70b, resnet152, vit_l16
 
 ROWS = CHUNKS = 4
 LANES = ["cpu"] * 2
 TOKENS = 32
-
-Made = tuple[nn.Module, dict[str, Tensor]]
-
-
-def gpt2() -> Made:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(use_cache=False)
-    return GPT2LMHeadModel(config), {"input_ids": torch.randint(config.vocab_size, (ROWS, TOKENS))}
-
-
-def vit_l16() -> Made:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
-    )
-    return ViTForImageClassification(config), {"pixel_values": torch.randn(ROWS, 3, 224, 224)}
-
-
-def resnet152() -> Made:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(depths=[3, 8, 36, 3])
-    return ResNetForImageClassification(config), {"pixel_values": torch.randn(ROWS, 3, 224, 224)}
-
-
-def llama_1b() -> Made:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=True,
-        use_cache=False,
-        dtype="bfloat16",
-    )
-    ids = torch.randint(config.vocab_size, (ROWS, TOKENS))
-    return LlamaForCausalLM(config).bfloat16(), {"input_ids": ids}
-
-
-def llama_70b() -> Made:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        use_cache=False,
-        dtype="bfloat16",
-    )
-    with torch.device("meta"):
-        ids = torch.zeros(len(PLANNED_FOR), 4096, dtype=torch.long)
-        return LlamaForCausalLM(config).bfloat16(), {"input_ids": ids}
 
 
 def linear8() -> Made:
@@ -120,13 +59,18 @@ def linear8() -> Made:
     return nn.Sequential(*layers), {"input": torch.randn(ROWS, 4096)}
 
 
+def llama_70b_on_meta() -> Made:
+    with torch.device("meta"):
+        return llama_70b(len(PLANNED_FOR))
+
+
 MODELS: dict[str, Callable[[], Made]] = {
-    "gpt2": gpt2,
-    "vit_l16": vit_l16,
-    "resnet152": resnet152,
-    "llama_1b": llama_1b,
+    "gpt2": lambda: gpt2(ROWS, TOKENS),
+    "vit_l16": lambda: vit_l16(ROWS),
+    "resnet152": lambda: resnet152(ROWS),
+    "llama_1b": lambda: llama_1b(ROWS, TOKENS, tied=True),
     "linear8": linear8,
-    "llama_70b": llama_70b,
+    "llama_70b": llama_70b_on_meta,
 }
 PLANNED = {"llama_70b"}
 PLANNED_FOR = ["h100"] * 16
