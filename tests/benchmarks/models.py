@@ -97,4 +97,5 @@ def mixtral(rows: int, length: int = 1024) -> Made:
         use_cache=False,
         dtype="bfloat16",
     )
-    return MixtralForCausalLM(config).bfloat16(), {"input_ids": tokens(rows, length, config.vocab_size)}
+    ids = tokens(rows, length, config.vocab_size)
+    return MixtralForCausalLM(config).bfloat16(), {"input_ids": ids}
