@@ -136,14 +136,17 @@ def _keeps_apart(node: fx.Node) -> bool:
     if not any(map(_rows, (value, *_values((node.args, node.kwargs))))):
         return True
     kind = getattr(node.target, "overloadpacket", None)
+    # To one row, ``expand`` does nothing, and leaves no trace in the autograd graph. And of one row
+    # ``squeeze`` takes away the dimension of rows, where it takes away all dimensions of size 1.
+    if kind is aten.expand or node.target is aten.squeeze.default:
+        return False
     if kind in _ROWS:
         return _goes_over_others(node, kind)
     if kind in _RESHAPES:
         # Then a row is a contiguous piece of the elements, and stays one.
         given = next(iter(_values(node.args[:1])))
         return _rows(given) == _rows(value) == [0]
-    # To one row, ``expand`` does nothing, and leaves no trace in the autograd graph.
-    return kind is not aten.expand and node.target is not aten.squeeze.default
+    return True
 
 
 _RESHAPES = {aten.view, aten.reshape, aten.flatten, aten.unsqueeze, aten.squeeze}

@@ -331,6 +331,8 @@ APART = {
     "differences of rows": (lambda h: (h[:, None] - h).mean(-1).softmax(-1) @ h, False),
     "a norm of pairs": (lambda h: F.group_norm(h.view(h.shape[0], 2, 4), 2).flatten(1), True),
     "a norm of columns": (lambda h: F.group_norm(h.t(), 2).t(), False),
+    "without a dimension of size 1": (lambda h: h[:, None].squeeze(1), True),
+    "without all dimensions of size 1": (lambda h: h[:, None].squeeze(), False),
     "pieces of columns": (lambda h: h.t().reshape(8, -1).t(), False),
 }
 
