@@ -69,7 +69,6 @@ class ByGraph:
         graph = traced.graph_module.graph
         self._is_alike = not has_branches and treats_rows_alike(graph)
         self._are_apart = self._is_alike and keeps_rows_apart(graph)
-        self._is_next = False  # whether the next part of a sample is not the first one
         self._differs = False
 
     def verdict(self) -> Verdict | None:
@@ -98,15 +97,14 @@ class ByGraph:
         return self.runs.are_stilled or not is_still
 
     def _of_the_whole(self, tensors: list[Tensor]) -> tuple[Any, Hashable]:
-        self._is_next = False
         found = self.runs.ran(tensors)
         self._structure = Structure.of(found[0])[1]
         return found
 
-    def _of_a_part(self, tensors: list[Tensor]) -> tuple[Any, Hashable]:
-        """What the graph gives for a part; for the first single row, what the model gives."""
-        is_next, self._is_next = self._is_next, True
-        if batch_size(tensors, self.dims) != 1 or (is_next and self._are_apart):
+    def _of_a_part(self, tensors: list[Tensor], start: int) -> tuple[Any, Hashable]:
+        """What the graph gives for the part of a sample that begins at row ``start``; for a single
+        row, what the model gives, unless the graph is known to give that."""
+        if batch_size(tensors, self.dims) != 1 or (start and self._are_apart):
             return self._of_graph(tensors)
         found = self.runs.ran(tensors)
         if not self._is_alike:

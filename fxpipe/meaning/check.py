@@ -68,7 +68,8 @@ class Question:
             autograd graph behind the output (:func:`fxpipe.trace.gradients.history_of`); None where
             none has been recorded.
         tensors, dims: the tensors of the example, and the batch dimension of each.
-        run_parts: what is run on the parts of a sample, if that is not the model but its graph.
+        run_parts: what is run on the parts of a sample, if that is not the model but its graph. It
+            is given a part and the number of its first row.
         sizes: the sizes of the parts of a sample, for each sample in the order in which they are
             tried.
         in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
@@ -80,7 +81,7 @@ class Question:
     dims: Sequence[int | None]
     sizes: Sequence[tuple[int, ...]] = SIZES
     in_lists: bool = False
-    run_parts: Callable[[list[Tensor]], tuple[Any, Hashable]] | None = None
+    run_parts: Callable[[list[Tensor], int], tuple[Any, Hashable]] | None = None
 
     @property
     def has_values(self) -> bool:
@@ -93,8 +94,10 @@ class Question:
         """The outputs for the ``rows`` rows of a part of a sample, of which the first is row
         ``start``, by the outputs' paths; and the autograd graph behind them. ``start`` is None for
         the whole sample."""
-        run = self.run if start is None or self.run_parts is None else self.run_parts
-        output, history = run(tensors)
+        if start is None or self.run_parts is None:
+            output, history = self.run(tensors)
+        else:
+            output, history = self.run_parts(tensors, start)
         found = rows_of(output, rows, start or 0) if self.in_lists else leaves(output, "output")
         return dict(found), history
 
