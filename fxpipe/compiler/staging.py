@@ -346,12 +346,11 @@ class Staging(ABC):
         watch: Callable[[nn.Module], AbstractContextManager[Reads]] = (
             attributes_read if entry is None else lambda model: nullcontext({})
         )
-        is_of_operators = False
         with watch(model) as reads:
             if compared is not None and (
                 compared.as_it_runs or runs_alike(model, *inputs, compared.traced, varying)
             ):
-                traced, is_of_operators = compared.traced, True
+                traced = compared.traced
                 reads.update(compared.reads)
             elif entry is not None:
                 with phase("graph from the cache", quiet=True):
@@ -376,8 +375,9 @@ class Staging(ABC):
         context = self._to_stages(traced, inputs, meaning, chunks)
         history = History.observed(self.model, "stages", traced.graph_module, self.options.observer)
         prepared = _ModelGraph(traced, context, self.options.passes, history, reads)
-        # Passes run code of the model where nodes call its modules.
-        reading = nullcontext({}) if is_of_operators else watch(model)
+        # Passes run code of the model only where nodes call its modules.
+        calls = traced.graph_module.graph.find_nodes(op="call_module", sort=False)
+        reading = watch(model) if calls else nullcontext({})
         try:
             with reading as more, untouched(model):
                 traced.graph_module = prepared.run(until="partition")
