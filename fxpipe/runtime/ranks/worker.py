@@ -19,12 +19,13 @@ class WorkerJob(Generic[T]):
     rank waits for this one meanwhile.
     """
 
-    __slots__ = ("_done", "_function", "_value", "error")
+    __slots__ = ("_function", "_is_done", "_running", "_value", "error")
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function: Callable[[], T] | None = function
-        self._done = threading.Lock()  # held until the function has returned
-        self._done.acquire()
+        self._running = threading.Lock()  # held until the function has returned
+        self._running.acquire()
+        self._is_done = False
         self._value: T
         self.error: BaseException | None = None
 
@@ -36,18 +37,21 @@ class WorkerJob(Generic[T]):
         except BaseException as error:
             self.error = error
         self._function = None
-        self._done.release()
+        self._is_done = True
+        self._running.release()
 
     def done(self) -> bool:
-        """Whether the function has returned."""
-        return not self._done.locked()
+        """Whether the function has been run: it has returned, or has raised an error."""
+        return self._is_done
 
     def wait(self, timeout: float = -1) -> None:
-        """Wait until the function has returned. Raises TimeoutError after so many seconds, if they
+        """Wait until the function has been run. Raises TimeoutError after so many seconds, if they
         are not negative."""
-        if not self._done.acquire(timeout=timeout):
+        if self._is_done:  # Ctrl-C may have come between the next two lines of an earlier call
+            return
+        if not self._running.acquire(timeout=timeout):
             raise TimeoutError
-        self._done.release()
+        self._running.release()
 
     def result(self, timeout: float = -1) -> T:
         """Wait as :meth:`wait` does, and hand over what the function has returned, which the job

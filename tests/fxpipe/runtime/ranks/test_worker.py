@@ -43,6 +43,14 @@ def test_a_result_that_is_not_there_in_time_is_an_error_and_may_come_later(worke
     assert job.result(timeout=10) is True
 
 
+def test_an_interrupt_of_one_who_waits_lets_nobody_else_wait(worker):
+    job = worker.do(int)
+    job.wait()
+    job._running.acquire()  # the interrupt has come before it was released
+    assert job.done() and job.result(timeout=10) == 0
+    worker.rest()
+
+
 def test_the_first_error_is_raised_at_rest_also_if_later_functions_have_run(worker):
     worker.do(broken)
     worker.do(int)
