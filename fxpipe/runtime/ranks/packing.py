@@ -178,7 +178,7 @@ class Description:
 
     @cached_property
     def build(self) -> Callable[[list[Any]], Any]:
-        """Nests leaves as they were."""
+        """A function that puts leaves, in order, into the containers that the values had."""
         nested = pytree.tree_unflatten(range(len(self.leaves)), self.nesting)
         if type(nested) is tuple and nested == tuple(range(len(self.leaves))):
             return tuple  # by far the most frequent case, where a pytree takes longer

@@ -307,14 +307,14 @@ class GroupTransport:
         """What to send. Where parts are expected of which there are none, or others, memory of the
         expected sizes is sent in their place, and the parts come behind the header."""
         expected = self._expected(edge, transfer)
+        if self._by_host and self.device.type != "cpu":
+            parts = [part.cpu() for part in parts]
         sizes = tuple(part.numel() for part in parts)
         if number != _FAILED:
             edge.expected.note(transfer, sizes)
         is_expected = number != _FAILED and sizes == expected
         rest = [] if is_expected else parts
         parts = parts if is_expected else [_zeros(size) for size in expected or ()]
-        if self._by_host and self.device.type != "cpu":
-            parts = [part.cpu() for part in parts]
         header = _bytes(_HEADER.pack(self._key, number, len(text)))
         if small := [part for part in parts if is_small(part.numel())]:
             header = torch.cat([header, *small])
@@ -343,7 +343,6 @@ class GroupTransport:
     ) -> list[Any]:
         works: list[Any] = []
         for part in parts:
-            part = part.cpu() if self._by_host and self.device.type != "cpu" else part
             message.sent.append(part)
             works += self._exchange(dist.isend, part, self.ranks[edge.ends[1]], edge, tag)
         return works
@@ -376,7 +375,7 @@ class GroupTransport:
                 raise
             except RuntimeError as error:
                 self._lost[other] = error
-        planned = self._planned(edge.ends, transfer)
+        planned = _planned(self._plan, edge.ends, transfer)
         here, there = self.names[self.rank], self.names[other]
         said = f"{here} has lost {there} at {planned.said} ({reason(self._lost[other])})"
         is_hanging = time.monotonic() - begun > self.timeout.total_seconds() / 2
@@ -387,18 +386,6 @@ class GroupTransport:
         else:
             said = self.alarm.report(planned.place, said, is_hanging)
         raise LostRank(said) from self._lost[other]
-
-    def _planned(self, edge: Edge, number: int) -> Planned:
-        """A transfer of this run, as messages name it."""
-        planned = self._plan.get(edge, ())[number : number + 1]
-        place = planned[0].place if planned else -1
-        return Planned(place, self._said(self._plan, edge, number))
-
-    @staticmethod
-    def _said(plan: Plan, edge: Edge, number: int) -> str:
-        planned = plan.get(edge, ())[number : number + 1]
-        value = f"{planned[0].said}, " if planned else ""
-        return f"{value}transfer {number} of the edge {edge}"
 
     def receive(self, edge: Edge, number: int) -> _Receiving:
         """Begin to receive the next message. Returns at once; the edge's thread waits for what
@@ -414,9 +401,8 @@ class GroupTransport:
         if self._by_host and not self.is_shared(edge):
             ask = _tried(ask)
         taken = there.worker.do(partial(self._take, there, number, self._key, ask))
-        waiting = partial(
-            self.watch.waiting, edge[0], partial(self._said, self._plan, edge, number)
-        )
+        plan = self._plan
+        waiting = partial(self.watch.waiting, edge[0], lambda: _planned(plan, edge, number).said)
         return _Receiving(taken, self.device, waiting)
 
     def _asked(self, edge: _EdgeEnd, transfer: int) -> _Incoming:
@@ -590,6 +576,14 @@ class _Incoming:
             else:
                 every.append(next(large))
         return every
+
+
+def _planned(plan: Plan, edge: Edge, number: int) -> Planned:
+    """A transfer of a run, as messages name it."""
+    planned = plan.get(edge, ())[number : number + 1]
+    value = f"{planned[0].said}, " if planned else ""
+    place = planned[0].place if planned else -1
+    return Planned(place, f"{value}transfer {number} of the edge {edge}")
 
 
 def _tried(begin: Callable[[], T]) -> Callable[[], T]:
