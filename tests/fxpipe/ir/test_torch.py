@@ -306,6 +306,8 @@ def test_a_lean_function_gives_what_any_autograd_function_gives():
     assert first.equal(3 * x**2) and second.equal(6 * x)
     with pytest.raises(RuntimeError, match="must override the setup_context"):
         torch.func.grad(lambda x: lean(x).sum())(torch.ones(3))
+    # Once it is C's own, as that of its base is, the decorator can go.
+    assert isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 
 
 def test_of_nodes_that_are_ready_that_with_the_highest_number_runs_first():
