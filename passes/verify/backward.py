@@ -104,7 +104,7 @@ class _CellContents:
 
 
 def _nodes_by_cell(graph: fx.Graph) -> dict[Cell, _CellContents]:
-    """Sort the nodes of a graph by cells, in one walk."""
+    """Sort the nodes of a graph by cells, and find those whose values leave their cells."""
     found: dict[Cell, _CellContents] = {}
     contents: dict[fx.Node, _CellContents] = {}
     for node in graph.nodes:

@@ -232,9 +232,9 @@ def test_a_node_that_is_noted_at_the_other_stage_of_its_lane_is_refused(function
     gm = step_graph("several", "zbv", "always", 2, 4, 2)  # stages 0 and 3 in a lane, and 1 and 2
     nodes = gm.graph.find_nodes(op="call_function", target=function)
     assert nodes
+
+    def to_the_other_stage(node: fx.Node) -> None:
+        node.meta[STAGE] = 3 - node.meta[STAGE]
+
     for node in nodes:
-
-        def to_the_other_stage(node: fx.Node) -> None:
-            node.meta[STAGE] = 3 - node.meta[STAGE]
-
         refused(gm, node.name, to_the_other_stage)
