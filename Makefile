@@ -52,9 +52,11 @@ pictures: .venv/.demo
 notebooks: .venv/.test
 	$(BIN)/python -m tests.notebooks
 
+# the source distribution and the wheel made from it, each installed in empty environments
 wheel: .venv/.test
 	rm -rf dist
-	$(BIN)/python -m build --quiet --wheel
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m tests.distribution dist
 
 # torchgpipe asks for an old torch, and works with a new one
 benchmarks: .venv/.test
@@ -74,4 +76,4 @@ benchmarks: .venv/.test
 	$(BIN)/python -m tests.benchmarks.draw
 
 clean:
-	rm -rf .venv .venv-wheel dist build *.egg-info demo-out docs-out kit-out
+	rm -rf .venv dist build *.egg-info demo-out docs-out kit-out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.2.0"
+
 if TYPE_CHECKING:
     from fxpipe import loss_weight, skip
     from fxpipe.api import compile
@@ -44,6 +46,7 @@ __all__ = [
     "Stage",
     "TraceError",
     "Tuning",
+    "__version__",
     "backend",
     "checkpoint",
     "compile",

@@ -455,8 +455,7 @@ class Pipeline(ModelProxy):
         pipeline of several ranks also of "rank", the program of this one, and of "ranks", those of
         all with their transfers.
 
-        :func:`fxpipe.inspect.draw.render_svg` makes SVG of it, with Graphviz's ``dot`` or with
-        ``graphviz-pure``; notebooks show that.
+        :func:`fxpipe.inspect.draw.render_svg` makes SVG of it; notebooks show that.
 
         Args:
             stage, microbatch: draw this part of the graph only, and in full: a box for each node.

@@ -31,3 +31,9 @@ def test_its_links_lead_somewhere():
     root = Path(__file__).parent.parent
     paths = re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r"`(tests/[^`]+\.py)`", README)
     assert [path for path in paths if "://" not in path and not (root / path).exists()] == []
+
+
+def test_the_changelog_has_the_version_that_is_installed():
+    changelog = (Path(__file__).parent.parent / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", changelog, re.MULTILINE)
+    assert released[0] == fxpipe.__version__

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from fxpipe import __version__
 from fxpipe.cli.errors import UserError, is_users, said
 from fxpipe.cli.models import bench, compile_, plan
 from fxpipe.cli.passes import passes
@@ -33,6 +34,7 @@ class _Main(click.Group):
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fxpipe")
 @click.option("--traceback", is_flag=True, help="Show the traceback of an error.")
 def main(traceback: bool) -> None:
     """A compiler that turns any PyTorch model into a pipeline over several devices.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sysconfig
+from importlib import metadata
 from typing import Any
 
 import graphviz  # type: ignore[import-untyped]
@@ -26,10 +26,10 @@ class Drawing(graphviz.Source):  # type: ignore[misc]
 
 
 def render_svg(source: graphviz.Source) -> str:
-    """Lay out a drawing as SVG, by Graphviz's ``dot`` if it is installed, else by
-    ``graphviz-pure``.
+    """Lay out a drawing as SVG, by Graphviz's ``dot`` if it is on PATH, else by the same program of
+    the package ``graphviz-pure``, which is installed with fxpipe.
 
-    Raises :class:`NoLayout`, a RuntimeError, if neither is installed, or if the layout fails.
+    Raises :class:`NoLayout`, a RuntimeError, if there is neither, or if the layout fails.
     """
     program = _program()
     command = [program, f"-K{source.engine}", "-Tsvg"]
@@ -41,17 +41,21 @@ def render_svg(source: graphviz.Source) -> str:
 
 
 def _program() -> str:
-    # The wheel graphviz-pure installs its program beside Python's scripts, a folder that is not on
-    # PATH unless the environment is activated.
-    beside = sysconfig.get_path("scripts")
-    program = (
-        shutil.which("dot")
-        or shutil.which("graphviz-pure")
-        or shutil.which("graphviz-pure", path=beside)
-    )
+    program = shutil.which("dot") or shutil.which("graphviz-pure") or _installed_by_pip()
     if program is None:
         raise NoLayout(
             "drawings need a program that lays them out: install Graphviz, or "
             "`pip install graphviz-pure`"
         )
     return program
+
+
+def _installed_by_pip() -> str | None:
+    """The program of the package ``graphviz-pure``. pip installs it beside Python's scripts, in a
+    folder that is on PATH only if the environment is activated."""
+    try:
+        files = metadata.files("graphviz-pure") or []
+    except metadata.PackageNotFoundError:
+        return None
+    programs = (str(file.locate()) for file in files if file.stem == "graphviz-pure")
+    return next((program for program in programs if shutil.which(program)), None)

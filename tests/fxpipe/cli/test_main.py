@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+import fxpipe
 from tests.fxpipe.cli.invoke import refused, run
 
 COMMANDS = ["bench", "compile", "demo", "passes", "plan", "schedule"]
@@ -27,6 +28,10 @@ def test_the_help_of_each_command_has_an_example(command):
 def test_help_needs_no_torch():
     code = "import sys, fxpipe.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_version_is_said():
+    assert run("--version").output == f"fxpipe, version {fxpipe.__version__}\n"
 
 
 def test_wrong_arguments_are_refused_without_a_traceback():

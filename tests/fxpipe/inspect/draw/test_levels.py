@@ -1,3 +1,4 @@
+import os
 import re
 
 import graphviz
@@ -380,6 +381,20 @@ def test_every_level_is_rendered_to_svg(level):
     svg = render_svg(drawings(long_skip(), FOUR)[level])
     assert "<svg" in svg and "</svg>" in svg
     assert SKIP_COLOURS[0].lower() in svg.lower()
+
+
+def test_what_is_installed_with_fxpipe_draws_where_the_path_has_no_program(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert "</svg>" in render_svg(graphviz.Source("digraph {a -> b}"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the program is a shell script")
+def test_the_dot_of_the_system_is_preferred(monkeypatch, tmp_path):
+    dot = tmp_path / "dot"
+    dot.write_text("#!/bin/sh\necho drawn by the system")
+    dot.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert render_svg(graphviz.Source("digraph {}")) == "drawn by the system\n"
 
 
 def test_without_a_layout_program_it_says_what_to_install(monkeypatch):
