@@ -63,6 +63,7 @@ def compile(
     dynamic: bool | None = None,
     memory: Memory = None,
     optimizer: str | float | Optimizer | None = None,
+    example_target: Any = None,
     dump: str | os.PathLike[str] | None = None,
     verbose: bool = False,
     cache: str | os.PathLike[str] | None = None,
@@ -157,6 +158,10 @@ def compile(
         optimizer: the optimizer whose states count as memory: the name of one in ``torch.optim``
             ("adamw"), an optimizer, or the number of tensors that it keeps for each parameter.
             None: Adam's, which are two.
+        example_target: the target of one mini-batch, as :meth:`Pipeline.step` takes it; its tensors
+            may be on "meta". With it, ``memory`` also counts what ``loss_fn`` saves for its
+            backward: the function is called once on tensors without values. None: the target of the
+            first call counts if that is a step, and otherwise the report says what is missing.
         dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
             code and, if it is small, drawn, after every pass. None: the folder that the environment
             variable ``FXPIPE_DUMP`` names, if it is set.
@@ -220,6 +225,7 @@ def compile(
         dynamic=dynamic,
         memory=memory,
         optimizer=optimizer,
+        example_target=example_target,
         chunks=chunks,
         partition=within(partition, boundaries),
         costs=costs,

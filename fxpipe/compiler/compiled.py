@@ -14,13 +14,12 @@ from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Loss
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.cost import Cost, copies_of, stage_costs
-from fxpipe.ir.graph import SAVED, STAGE, VALUE, stage_nodes
-from fxpipe.ir.tensors import memory_of, tensor_bytes, tensors_of
+from fxpipe.ir.cost import Cost, stage_costs
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
 from fxpipe.planning.estimates import LossMemory
+from fxpipe.planning.loss import NO_TARGET, SavedByLoss, loss_memory
 from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, Dims, InDim, Parts, joined
 from fxpipe.runtime.program import Program
@@ -59,6 +58,8 @@ class Mode:
     """The number of rows, where they are elements of lists; else None."""
     notes: list[str] = field(default_factory=list)
     """Remarks of the check, for the report, such as which results micro-batches change."""
+    expected_loss: SavedByLoss | str = NO_TARGET
+    """What the loss will save for its backward, or why that is not known when the model is cut."""
     bindings: list[Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
     """The pipeline graphs that have been compiled, by their number of micro-batches."""
@@ -81,35 +82,19 @@ class Mode:
 
     @property
     def loss_memory(self) -> LossMemory:
-        """What the loss of the last training step saves for its backward, for a mini-batch of the
-        example's size. Nothing, if the model returns its loss, or before the first step."""
+        """What the loss saves for its backward, for a mini-batch of the example's size: that of the
+        last training step or, before the first one, what is expected. Nothing, if the model returns
+        its loss, or if nobody knows."""
+        return loss_memory(self.saved_by_loss, self.model_graph.graph)
+
+    @property
+    def saved_by_loss(self) -> SavedByLoss | None:
+        """What the loss of the last training step has saved, or is expected to save; None if that
+        is not known."""
         steps = (step.graph_module for step, _ in reversed(self.steps.values()))
         losses = (module for step in steps for module in step.modules() if isinstance(module, Loss))
-        saved = next((loss.saved for loss in losses if loss.saved is not None), None)
-        if saved is None:
-            return LossMemory()
-        output = self.stage_graph.graph.output_node()
-        copies = {
-            id(tensor): count
-            for node in output.all_input_nodes
-            for tensor, count in zip(tensors_of(node.meta[VALUE]), copies_of(node), strict=True)
-        }
-        given = tensors_of(fx.map_arg(output.args[0], lambda node: node.meta[VALUE]))
-        sizes = [tensor_bytes(tensor) * copies[id(tensor)] for tensor in given]
-        times = sum(sizes) / (saved.output_bytes or 1)
-        nodes = list(stage_nodes(self.model_graph.graph))
-        last = max(node.meta[STAGE] for node in nodes)
-        known = {
-            memory
-            for node in nodes
-            if node.meta[STAGE] == last
-            for memory, _ in node.meta.get(SAVED, ())
-        }
-        return LossMemory(
-            times * saved.others + sum(sizes[i] for i in saved.outputs),
-            sum(sizes[i] for i in saved.outputs if memory_of(given[i]) in known),
-            times * saved.gradients,
-        )
+        expected = self.expected_loss if isinstance(self.expected_loss, SavedByLoss) else None
+        return next((loss.saved for loss in losses if loss.saved is not None), expected)
 
     @property
     def loss_dim(self) -> Dim:

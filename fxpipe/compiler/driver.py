@@ -37,6 +37,7 @@ from fxpipe.meaning.asking import Trace
 from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
 from fxpipe.meaning.loss_of_target import Targets, loss_dim
 from fxpipe.meaning.sample import out_of_inference_mode
+from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.microbatch import Dim
 from fxpipe.trace import canonical, to_be_compared
@@ -59,10 +60,15 @@ class Compiler(Staging):
         self._folder = None if options.cache is None else Folder(options.cache)
         self._lock = threading.RLock()
 
-    def ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Mode, list[Any], int]:
+    def ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> tuple[Mode, list[Any], int]:
         """The mode for a call, which is compiled now if there is none yet; the values of its
-        inputs, in the order of the placeholders; and the number of micro-batches."""
+        inputs, in the order of the placeholders; and the number of micro-batches. ``target``: that
+        of a training step, from which it is known what the loss will save."""
         with self._lock:
+            if not self.layout.labels and self.options.example_target is None:
+                self._target = target_without_values(target)
             if self.homes:
                 self.notice_values()
             mode, values = self._found(args, kwargs)

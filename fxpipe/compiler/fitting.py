@@ -20,6 +20,7 @@ from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.ir.graph import GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes
+from fxpipe.planning.loss import SavedByLoss
 from fxpipe.planning.question import CostedModel, PlanQuestion, copied
 from fxpipe.planning.result import Plan
 from passes.chain import ToStages
@@ -38,6 +39,7 @@ class Fitting:
         context: what is known of the compilation from the model graph to the stage graph.
         ways_out: returns a sentence that says with which other options the model would fit.
         layout: learns which micro-batches the stages keep.
+        loss: returns what the loss will save for its backward; None: nobody knows.
 
     Raises :class:`DoesNotFit` if no cut fits.
     """
@@ -48,11 +50,12 @@ class Fitting:
     context: ToStages
     ways_out: Callable[[PlanQuestion], str]
     layout: Layout
+    loss: Callable[[], SavedByLoss | None] = lambda: None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
         chunks = self.context.traced_chunks or self.context.chunks
-        question = question_of(self.options, self.memory, gm, self.context, chunks)
+        question = question_of(self.options, self.memory, gm, self.context, chunks, self.loss())
         try:
             plan = question.answer()
         except DoesNotFit as error:
@@ -86,9 +89,11 @@ def question_of(
     gm: fx.GraphModule,
     context: ToStages,
     chunks: int,
+    loss: SavedByLoss | None = None,
 ) -> PlanQuestion:
     """The question which plan there is for a model graph that has costs for ``chunks``
     micro-batches, on the lanes of the options, each with so many bytes of memory (None: no limit).
+    ``loss``: what the loss saves for its backward; None: nobody knows.
     """
     lanes = options.lanes
     return PlanQuestion(
@@ -101,4 +106,5 @@ def question_of(
         options.checkpoint,
         options.checkpoint_segments,
         tuple(map(str, lanes)),
+        loss,
     )

@@ -3,8 +3,7 @@ that the model itself returns."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -13,75 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.ir._torch import gradient_kinds, pytree, saved_tensors_hooks
-from fxpipe.ir.autograd import next_edges, reached
+from fxpipe.ir._torch import pytree, saved_tensors_hooks
 from fxpipe.ir.structure import Structure
-from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 from fxpipe.meaning.loss import own_loss
+from fxpipe.planning.loss import SavedByLoss, saved_by
 from fxpipe.runtime.microbatch import ListOfRows
 from fxpipe.runtime.random import alone
 
 LossFunction = Callable[[Any, Any], Tensor]
 LossWeightFunction = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class SavedByLoss:
-    """What the loss of a micro-batch has saved for its backward.
-
-    Attributes:
-        outputs: the places, among the tensors of the graph's output, of those that it has saved.
-        others: the bytes of all else, such as the logarithms of probabilities.
-        output_bytes: the bytes of all tensors of the graph's output.
-        gradients: the most bytes of gradients that are there at the same time in the loss's
-            backward: those that a function takes and gives. What it needs inside is not known.
-    """
-
-    outputs: frozenset[int]
-    others: int
-    output_bytes: int
-    gradients: int
-
-    @staticmethod
-    def of(value: Any, saved: Iterable[Tensor], output: Any, target: Sequence[Any]) -> SavedByLoss:
-        """Sort the tensors that a loss has saved, by where they come from.
-
-        A parameter, on which a penalty depends, is not counted. Of a target only the part that
-        belongs to the micro-batch is.
-        """
-        given = tensors_of(output)
-        places = {memory_of(tensor): i for i, tensor in enumerate(given)}
-        parts = {memory_of(tensor): tensor_bytes(tensor) for tensor in tensors_of(target)}
-        sizes = {
-            memory_of(tensor): memory_bytes(tensor)
-            for tensor in saved
-            if not isinstance(tensor, nn.Parameter)
-        }
-        return SavedByLoss(
-            frozenset(places[memory] for memory in sizes if memory in places),
-            sum(parts.get(m, size) for m, size in sizes.items() if m not in places),
-            tensor_bytes(given),
-            _most_gradients(value) if isinstance(value, Tensor) else 0,
-        )
-
-
-def _most_gradients(value: Tensor) -> int:
-    """The most bytes that a function of a value's backward takes and gives."""
-    starts = [] if value.grad_fn is None else [value.grad_fn]
-    return max(
-        (
-            sum(map(_gradient_bytes, {node, *(other for other, _ in next_edges(node) if other)}))
-            for node in reached(starts)
-        ),
-        default=0,
-    )
-
-
-def _gradient_bytes(node: Any) -> int:
-    """The bytes of the gradients that a node of an autograd graph takes; those of tensors without a
-    shape are not known."""
-    kinds = gradient_kinds(node)
-    return sum(math.prod(s) * dtype.itemsize for s, dtype, _ in kinds if isinstance(s, tuple))
 
 
 class Loss(nn.Module):
@@ -93,8 +32,8 @@ class Loss(nn.Module):
         rebuild: puts the graph's output into the structure that the model returns.
         nesting: the structure of the target.
 
-    ``saved`` says what the loss saves for its backward, once it has been computed. Nobody can know
-    it before: ``loss_fn`` is not called but to train, as it may note what it is called with.
+    ``saved`` says what the loss has saved for its backward, once it has been computed. What it will
+    save is known earlier where a target is (:mod:`fxpipe.planning.loss`).
     """
 
     def __init__(
@@ -113,16 +52,7 @@ class Loss(nn.Module):
             return own_loss(self.rebuild(output))
         if self.saved is not None or saved_tensors_hooks() is not None:
             return self._of(output, target)
-        saved: list[Tensor] = []
-
-        def pack(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            value = self._of(output, target)
-        self.saved = SavedByLoss.of(value, saved, output, target)
-        saved.clear()
+        value, self.saved = saved_by(self._of, output, target)
         return value
 
     def _of(self, output: Any, target: Sequence[Any]) -> Any:

@@ -21,6 +21,7 @@ from fxpipe.ir.text import kind
 from fxpipe.meaning.loss import ROWS
 from fxpipe.planning.estimates import estimated_costs
 from fxpipe.planning.limits import Memory, limits_of
+from fxpipe.planning.loss import without_values
 from fxpipe.planning.optimizer import optimizer_states
 from fxpipe.runtime.compiled.stage import StageBackend
 from fxpipe.runtime.microbatch import SUM
@@ -68,6 +69,7 @@ class Options:
     memory: tuple[float | None, ...] | None = None  # of each lane; None: what a device has
     optimizer_states: float = ADAM
     optimizer: str = ""  # whose states these are, in words
+    example_target: Any = None  # with its tensors on "meta"
 
     @staticmethod
     def of(
@@ -80,6 +82,7 @@ class Options:
         can_measure: bool,
         memory: Memory = None,
         optimizer: str | float | Optimizer | None = None,
+        example_target: Any = None,
         **others: Any,
     ) -> Options:
         """Make the options from what has been given to :func:`fxpipe.compile`.
@@ -101,6 +104,7 @@ class Options:
             memory=None if memory is None else limits_of(memory, len(lanes)),
             optimizer_states=optimizer_states(optimizer, ADAM),
             optimizer=_named(optimizer),
+            example_target=without_values(example_target),
             **others,
         )
 
@@ -119,6 +123,10 @@ class Options:
             )
         if self.loss_fn is not None:
             check_call("loss_fn", self.loss_fn, "output", "target")
+        if self.example_target is not None and self.loss_fn is None:
+            raise ValueError(
+                "example_target is given, but no loss_fn: it says what loss_fn will be called with"
+            )
         if self.cache is not None and not isinstance(self.cache, str | os.PathLike):
             raise TypeError(f"cache is {self.cache!r}: give the path of a folder")
         named = isinstance(self.loss_weight, str) and self.loss_weight in (ROWS, SUM)

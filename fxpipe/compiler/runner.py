@@ -111,7 +111,7 @@ class Runner:
             kwargs, target = {**kwargs, "target": target}, None
         self._check_open()
         try:
-            mode, values, chunks = self.compiler.ready(args, kwargs)
+            mode, values, chunks = self.compiler.ready(args, kwargs, target)
         except TypeError as error:
             if target is None and self.options.loss_fn is not None:
                 error.add_note("the target is given by its name: step(x, target=y)")

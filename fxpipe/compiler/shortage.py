@@ -37,7 +37,8 @@ def shortage(options: Options, layout: Layout, mode: Mode, chunks: int) -> str:
     gm = _ahead_of_the_cut(mode.model_graph)
     stages = {node.name: node.meta[STAGE] for node in stage_nodes(gm.graph)}
     context = ToStages((), (), chunks=chunks)
-    asked = question_of(options, (None,) * len(options.lanes), gm, context, chunks)
+    no_limits, loss = (None,) * len(options.lanes), mode.saved_by_loss
+    asked = question_of(options, no_limits, gm, context, chunks, loss)
     plan = replace(asked, partition=stages, checkpoint=layout.modes).answer()
     room = options.memory or reachable_memory(options.lanes)
     said = ", ".join(

@@ -46,6 +46,7 @@ from fxpipe.meaning.outputs import output_dims
 from fxpipe.meaning.sample import Sample, batch_size, with_rows
 from fxpipe.meaning.weights import named_arguments
 from fxpipe.planning.limits import free_memory
+from fxpipe.planning.loss import NO_TARGET, ExpectedLoss, SavedByLoss
 from fxpipe.planning.question import CostedModel, PlanQuestion, sketch
 from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import Dims
@@ -110,6 +111,10 @@ class Staging(ABC):
         """The place in the cache on disk of the compilation that is being made."""
         self._any_size = bool(options.dynamic)
         """Whether programs are compiled for all sizes of inputs that the model treats alike."""
+        self._target: Any = options.example_target
+        """A target like those of the calls to come, with its tensors on "meta"; None: not known."""
+        self._expected_loss: SavedByLoss | str = NO_TARGET
+        """What the loss will save for its backward, or why nobody knows."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -283,6 +288,7 @@ class Staging(ABC):
             )
         reads = twin.reads(prepared.reads)
         premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
+        self._expected_loss = self._loss_of(prepared.traced, batch, chunks)
         give_back()  # what the trace has freed: the cut and the stages take memory of their own
         prepared.traced.graph_module = prepared.run(since="partition", until="split")
         stage_graph = prepared.run(since="split")
@@ -315,6 +321,7 @@ class Staging(ABC):
             ),
             chunks=chunks,
             notes=meaning.notes,
+            expected_loss=self._expected_loss,
             history=prepared.history,
             compiled=None
             if options.stage_backend is None
@@ -467,7 +474,7 @@ class Staging(ABC):
         limits = options.memory or self._free_memory()
         if any(limit is not None for limit in limits):
             ways_out = partial(self._ways_out, context, inputs)
-            return Fitting(options, limits, context, ways_out, self.layout)
+            return Fitting(options, limits, context, ways_out, self.layout, self._saved_by_loss)
         chunks = context.traced_chunks or context.chunks
         cut = passes.Partition(
             len(options.devices), options.partition, chunks=chunks, checkpoint=options.checkpoint
@@ -480,6 +487,28 @@ class Staging(ABC):
             devices=tuple(options.specs[lane] for lane in options.placement),
             placement=tuple(options.names.index(name) for name in options.names),
         )
+
+    def _saved_by_loss(self) -> SavedByLoss | None:
+        """What the loss will save for its backward; None if nobody knows."""
+        return self._expected_loss if isinstance(self._expected_loss, SavedByLoss) else None
+
+    def _loss_of(self, traced: Traced, batch: int | None, chunks: int | None) -> SavedByLoss | str:
+        """What the loss will save for its backward, or why nobody knows. ``chunks``: the number of
+        micro-batches, one of which the model has been traced with; None: with all of them.
+
+        The function is called if the user gives an example of the target for this, or if memory
+        decides where the model is cut.
+        """
+        options = self.options
+        if options.loss_fn is None or self._target is None:
+            return NO_TARGET
+        is_limited = any(limit is not None for limit in options.memory or self._free_memory())
+        if options.example_target is None and not (is_limited and not self.layout.labels):
+            return NO_TARGET
+        rows = (batch // chunks, batch) if batch and chunks else (0, 0)
+        expected = ExpectedLoss(options.loss_fn, self._target, traced.rebuild, rows)
+        with phase("loss", quiet=True):
+            return expected.saved(traced.graph_module.graph)
 
     def _free_memory(self) -> tuple[float | None, ...]:
         """The bytes that the model may take on each lane, if the user does not say it; None where
@@ -497,11 +526,11 @@ class Staging(ABC):
         if context.traced_chunks is not None:
             return question.ways_out(None)
         dims = list(context.in_dims)
-        gm, known = sketch(
+        traced, known = sketch(
             self.model, *inputs, dims, options.tracer, options.chunks, options.passes
         )
         known = replace(known, spec=context.spec, optimizer_states=context.optimizer_states)
-        prices = CostedModel(self.model, gm, known, options.passes)
+        prices = CostedModel(self.model, traced.graph_module, known, options.passes)
         return replace(question, prices=prices).ways_out(batch_size(context.inputs, dims))
 
     def _where_it_runs(

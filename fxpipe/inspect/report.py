@@ -48,6 +48,8 @@ class Report:
         refused_sizes: the sizes of micro-batches, in rows, that the model does not take.
         memory: the bytes that each lane may take; None: no limit that is known.
         optimizer: the optimizer whose states are counted as memory, in words.
+        unknown_loss: why the cut could not count what the loss saves; "" if it could, or if memory
+            has not decided where the cut is.
         compiled: the backend that compiles the stages and the stages that it leaves as they are, in
             lines of text.
     """
@@ -67,6 +69,7 @@ class Report:
     compiled: Sequence[str] = ()
     memory: Sequence[float | None] = ()
     optimizer: str = ""
+    unknown_loss: str = ""
 
     columns = (
         *("stage", "device", "time", "share", "idle"),
@@ -150,7 +153,10 @@ class Report:
             for most, limit in zip(self.timeline.peak_memory, limits, strict=True)
         ]
         said = f", with the states of {self.optimizer}" * bool(self.optimizer)
-        return [f"memory of the lanes (predicted{said}): {', '.join(held)}"]
+        lines = [f"memory of the lanes (predicted{said}): {', '.join(held)}"]
+        if self.unknown_loss:
+            lines.append(f"the cut has not counted what the loss saves: {self.unknown_loss}")
+        return lines
 
     def _more_chunks(self, wanted: int) -> int:
         """The wanted number of micro-batches, or the largest number below it that the rows of the

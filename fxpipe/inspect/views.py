@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.compiler.bindings import stages_of
+from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Target
@@ -280,8 +281,15 @@ class Views:
             notes=mode.notes,
             memory=self._options.memory or (),
             optimizer=self._options.optimizer,
+            unknown_loss=self._unknown_loss(mode),
             compiled=[] if mode.compiled is None else mode.compiled.lines,
         )
+
+    def _unknown_loss(self, mode: Mode) -> str:
+        is_limited = any(limit is not None for limit in self._options.memory or ())
+        if self._options.loss_fn is None or not is_limited:
+            return ""
+        return mode.expected_loss if isinstance(mode.expected_loss, str) else ""
 
     # --------------------------------------------------------------------------------- predictions
 

@@ -3,7 +3,7 @@ not be here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import kind
 from fxpipe.planning.limits import Memory, limits_of
 from fxpipe.planning.optimizer import optimizer_states as count_states
-from fxpipe.planning.question import CostSettings, PlanQuestion, costed
+from fxpipe.planning.question import CostSettings, PlanQuestion, costed, saved_by_loss
 from fxpipe.planning.result import Plan, PlannedStage
 from fxpipe.runtime.ambient import compiling
 from fxpipe.schedule import Schedule, microbatches_of, placement_of
@@ -46,6 +46,8 @@ def plan(
     optimizer_states: float = ADAM,
     memory: Memory = None,
     optimizer: str | Optimizer | None = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    example_target: Any = None,
     in_dims: Any = None,
     tracer: str | CustomTracer = "auto",
     passes: Chain | None = None,
@@ -69,6 +71,10 @@ def plan(
         memory: the bytes that may be taken on each device, in place of those of its description, as
             for :func:`fxpipe.compile`.
         optimizer: the optimizer, or its name, from which ``optimizer_states`` follows.
+        loss_fn, example_target: the loss function of output and target, and a target of one
+            mini-batch, whose tensors may be on "meta". With them the last stage is planned with
+            what the loss saves for its backward: the function is called once on tensors without
+            values.
 
     The other arguments mean what they do for :func:`fxpipe.compile`. Of the chain in ``passes``,
     only the passes up to the stage graph run. Pass "outputs" does not: no prediction needs it.
@@ -88,6 +94,10 @@ def plan(
         )
     if not (isinstance(optimizer_states, int | float) and optimizer_states >= 0):
         raise ValueError(f"optimizer_states is {optimizer_states!r}: give a number, 0 or more")
+    if (loss_fn is None) != (example_target is None):
+        raise ValueError(
+            "what a loss saves is planned from loss_fn and example_target: give both, or neither"
+        )
     if chunks is not None:
         chunks = count("chunks", chunks, "the number of micro-batches")
     partition = within(partition, boundaries)
@@ -119,6 +129,7 @@ def plan(
             stages,
             microbatches,
             checkpoint,
+            loss=saved_by_loss(prices, loss_fn, example_target),
         )
         try:
             return question.answer()

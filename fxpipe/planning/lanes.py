@@ -14,6 +14,7 @@ from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import COST, GAP, STAGE
 from fxpipe.ir.progress import report_progress
 from fxpipe.planning.estimates import (
+    LossMemory,
     StageMemory,
     estimated_costs,
     in_segments,
@@ -21,6 +22,7 @@ from fxpipe.planning.estimates import (
     step_memory,
     traffic,
 )
+from fxpipe.planning.loss import SavedByLoss, loss_memory
 from fxpipe.planning.result import ROUNDING, Plan, PlannedStage
 from fxpipe.schedule import (
     Link,
@@ -78,6 +80,7 @@ class CutModel:
         sent: what the stages send to each other.
         kept: the bytes that each stage keeps, if no micro-batch is checkpointed.
         reserve: the bytes of each stage that the cut has left free.
+        loss: what the loss takes beside what the last stage keeps.
     """
 
     gm: fx.GraphModule
@@ -89,6 +92,7 @@ class CutModel:
     sent: _Sent
     kept: tuple[StageMemory, ...]
     reserve: tuple[float, ...]
+    loss: LossMemory
 
     def nodes_of(self, stage: int) -> tuple[str, ...]:
         """The names of a stage's nodes."""
@@ -126,6 +130,7 @@ class PlannedLanes:
         checkpoint_segments: as for :func:`fxpipe.compile`.
         names: the name of each lane's device, where several lanes may be on one device, between
             which nothing has to travel. None: each lane has a device of its own.
+        loss: what the loss saves for its backward; None if that is not known.
     """
 
     specs: tuple[DeviceSpec, ...]
@@ -136,6 +141,7 @@ class PlannedLanes:
     chain: Chain
     checkpoint_segments: int = 1
     names: tuple[str, ...] | None = None
+    loss: SavedByLoss | None = None
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -175,6 +181,7 @@ class PlannedLanes:
             _Sent(found, layout),
             tuple(stage_memory(costs, layout, kept_graph)),
             tuple(reserve),
+            loss_memory(self.loss, kept_graph),
         )
 
     def modes(self, cut: CutModel) -> tuple[str, ...]:
@@ -194,7 +201,7 @@ class PlannedLanes:
         kept = cut.kept
         if self.checkpoint_segments > 1:
             kept = tuple(in_segments(kept, cut.modules, self.checkpoint_segments, modes))
-        memory = step_memory(kept, self.placement, self.chunks, modes)
+        memory = step_memory(kept, self.placement, self.chunks, modes, cut.loss)
         costs = self._costs(cut, modes)
         edges, once = traffic(cut.sent.layout, self.chunks, cut.sent.gradient_bytes)
         links = Links(edges, between=self._between(), once=once)

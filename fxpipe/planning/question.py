@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,11 +21,12 @@ from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.keeping import Keeping
 from fxpipe.planning.lanes import PlannedLanes
+from fxpipe.planning.loss import ExpectedLoss, SavedByLoss
 from fxpipe.planning.result import ROUNDING, Plan
 from fxpipe.runtime.microbatch import LISTED
 from fxpipe.schedule import Schedule, placement_of
 from fxpipe.schedule.choice import AUTO
-from fxpipe.trace import CustomTracer, canonical, trace, untouched
+from fxpipe.trace import CustomTracer, Traced, canonical, trace, untouched
 from passes.chain import Chain, ToStages, default_chain, run
 from passes.common import modes
 from passes.common.modes import Modes, milder
@@ -41,23 +44,24 @@ def sketch(
     tracer: str | CustomTracer,
     chunks: int | None = None,
     chain: Chain | None = None,
-) -> tuple[fx.GraphModule, ToStages]:
+) -> tuple[Traced, ToStages]:
     """Trace a model with fake tensors, and run the passes that do not depend on the number of
-    micro-batches. Returns the graph, and the context from which further passes are made. The model
-    does not run, and the graph is not compared with it.
+    micro-batches. Returns the traced model, and the context from which further passes are made. The
+    model does not run, and the graph is not compared with it.
 
     ``chunks``: the number of micro-batches that the user gave, or None. ``chain``: the passes; None
     stands for the default chain.
     """
     chain = chain or default_chain()
 
-    def sketched(tracer: str | CustomTracer) -> tuple[fx.GraphModule, ToStages]:
+    def sketched(tracer: str | CustomTracer) -> tuple[Traced, ToStages]:
         traced = trace(model, args, kwargs, tracer=tracer, batch_dims=dims, check=False)
         values = traced.bind(args, kwargs)
         context = ToStages(tuple(values), tuple(dims), chunks_asked_for=chunks)
         with untouched(model):
             passes = chain.passes(context, until=_first_that_counts_chunks(chain))
-            return run(passes, traced.graph_module), context
+            traced.graph_module = run(passes, traced.graph_module)
+        return traced, context
 
     if tracer != "auto":
         return sketched(tracer)
@@ -78,13 +82,15 @@ def _first_that_counts_chunks(chain: Chain) -> str:
 @dataclass(frozen=True)
 class CostedModel:
     """A traced model (``sketched``), and copies of its graph with the costs of its nodes, one copy
-    for each number of micro-batches (``known``)."""
+    for each number of micro-batches (``known``). ``rebuild`` puts the graph's output into the
+    structure that the model returns."""
 
     model: nn.Module
     sketched: fx.GraphModule
     context: ToStages
     chain: Chain
     known: dict[int, fx.GraphModule] = field(default_factory=dict)
+    rebuild: Callable[[Any], Any] = field(default=lambda output: output)
 
     def of(self, chunks: int) -> fx.GraphModule:
         """A copy of the graph, with costs for ``chunks`` micro-batches."""
@@ -132,14 +138,29 @@ def costed(
         )
     dims = [dim if isinstance(dim, int) else None for dim in found]
     report_progress("trace")
-    gm, known = sketch(model, args, kwargs, dims, tracer, chunks, chain)
+    traced, known = sketch(model, args, kwargs, dims, tracer, chunks, chain)
     known = replace(
         known,
         costs=settings.costs,
         spec=settings.spec,
         optimizer_states=settings.optimizer_states,
     )
-    return CostedModel(model, gm, known, chain), batch_size(known.inputs, dims)
+    prices = CostedModel(model, traced.graph_module, known, chain, rebuild=traced.rebuild)
+    return prices, batch_size(known.inputs, dims)
+
+
+def saved_by_loss(
+    prices: CostedModel, loss_fn: Callable[[Any, Any], Any] | None, target: Any
+) -> SavedByLoss | None:
+    """What the loss saves of the output of a model; None, with a warning, if nobody can know it,
+    and without one if there is no loss function, or no target."""
+    if loss_fn is None or target is None:
+        return None
+    found = ExpectedLoss(loss_fn, target, prices.rebuild).saved(prices.sketched.graph)
+    if isinstance(found, str):
+        warnings.warn(f"the plan does not count what the loss saves: {found}", stacklevel=3)
+        return None
+    return found
 
 
 ROUNDS = 6
@@ -169,7 +190,10 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """The model, the devices and the options of a plan; :meth:`answer` makes the plan."""
+    """The model, the devices and the options of a plan; :meth:`answer` makes the plan.
+
+    ``loss`` says what the loss saves for its backward; None: nobody knows.
+    """
 
     prices: CostedModel
     partition: Spec
@@ -180,6 +204,7 @@ class PlanQuestion:
     checkpoint: Modes
     checkpoint_segments: int = 1
     names: tuple[str, ...] | None = None
+    loss: SavedByLoss | None = None
 
     @cached_property
     def _lanes(self) -> PlannedLanes:
@@ -193,6 +218,7 @@ class PlanQuestion:
             self.prices.chain,
             self.checkpoint_segments,
             self.names,
+            self.loss,
         )
 
     @property

@@ -32,8 +32,15 @@ from fxpipe.ir.devices import KNOWN, DeviceSpec, spec_of
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import kind
 from fxpipe.planning.limits import Memory, free_memory, limits_of
+from fxpipe.planning.loss import SavedByLoss
 from fxpipe.planning.optimizer import optimizer_states
-from fxpipe.planning.question import CostedModel, CostSettings, PlanQuestion, costed
+from fxpipe.planning.question import (
+    CostedModel,
+    CostSettings,
+    PlanQuestion,
+    costed,
+    saved_by_loss,
+)
 from fxpipe.planning.result import Plan
 from fxpipe.runtime.ambient import compiling
 from fxpipe.schedule import AUTO as SEARCHED
@@ -59,6 +66,7 @@ class _TunedModel:
     specs: tuple[DeviceSpec, ...]
     names: tuple[str, ...] | None
     checkpoint: Modes
+    loss: SavedByLoss | None
 
     def trial(self, schedule: str, stages: int | None, chunks: int) -> TuningTrial:
         """The plan for one schedule and number of micro-batches, as a trial."""
@@ -74,6 +82,7 @@ class _TunedModel:
             chunks,
             self.checkpoint,
             names=self.names,
+            loss=self.loss,
         )
         try:
             plan = question.answer()
@@ -133,7 +142,8 @@ def tune(
         partition, boundaries, memory, optimizer, costs, in_dims, tracer, passes: as for
             :func:`fxpipe.compile`.
         measure: how many of the best trials are compiled and measured, each on a copy of the model.
-        rounds, target: as for :meth:`Pipeline.measure`.
+        rounds, target: as for :meth:`Pipeline.measure`. With a target, what ``loss_fn`` saves is
+            part of the memory (see ``example_target`` of :func:`fxpipe.compile`).
         progress: whether a bar shows how far the search is, where standard error is a terminal.
         options: further arguments of :func:`fxpipe.compile`, such as ``loss_fn``, for what is
             measured.
@@ -180,7 +190,12 @@ def tune(
             chain=chain_of(passes),
         )
         tuned = _TunedModel(
-            prices, within(partition, boundaries), specs, names, modes_of(checkpoint)
+            prices,
+            within(partition, boundaries),
+            specs,
+            names,
+            modes_of(checkpoint),
+            saved_by_loss(prices, options.get("loss_fn"), options.get("example_target", target)),
         )
         asked = list(_settings(len(specs), tried or None, schedules, stages, batch))
         with Progress(transient=True, disable=not progress, console=_console()) as bar:

@@ -29,6 +29,7 @@ _DECIDED_LATER = {
     "stage_backend",
     "cache",
     "loss_fn",
+    "example_target",
     "memory",
     "optimizer",
     "optimizer_states",

@@ -1,0 +1,213 @@
+"""What a loss saves for its backward, known ahead of the first step: the loss function runs once on
+tensors without values, as the output and the target are tensors with shapes.
+
+::
+
+    output (fake) ──┐
+                    ├── loss_fn ── loss        saved: log-probabilities, 4 bytes x rows x classes
+    target (fake) ──┘
+
+The loss runs in the last stage, so that a language model's last device holds, beside its layers,
+what a cross entropy keeps of all logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from fxpipe.ir._torch import gradient_kinds, pytree
+from fxpipe.ir.autograd import next_edges, reached
+from fxpipe.ir.cost import copies_of
+from fxpipe.ir.graph import SAVED, STAGE, VALUE, stage_nodes
+from fxpipe.ir.structure import map_tensors
+from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
+from fxpipe.planning.estimates import LossMemory
+from fxpipe.runtime.ambient import without_saved_tensors_hooks
+from fxpipe.trace import untouched
+from passes.common.fakes import Somewhere, fake_mode
+
+NO_TARGET = "no target is known when the model is cut: give example_target"
+"""Why nobody knows what the loss will save, if no target is given ahead of the cut."""
+
+
+@dataclass(frozen=True)
+class SavedByLoss:
+    """What a loss has saved for its backward.
+
+    Attributes:
+        outputs: the places, among the tensors of the graph's output, of those that it has saved.
+        others: the bytes of all else, such as the logarithms of probabilities.
+        output_bytes: the bytes of all tensors of the graph's output.
+        gradients: the most bytes of gradients that are there at the same time in the loss's
+            backward: those that a function takes and gives. What it needs inside is not known.
+    """
+
+    outputs: frozenset[int]
+    others: int
+    output_bytes: int
+    gradients: int
+
+    @staticmethod
+    def of(value: Any, saved: Iterable[Tensor], output: Any, target: Sequence[Any]) -> SavedByLoss:
+        """Sort the tensors that a loss has saved, by where they come from.
+
+        A parameter, on which a penalty depends, is not counted. Of a target only the part that
+        belongs to the micro-batch is.
+        """
+        given = tensors_of(output)
+        places = {memory_of(tensor): i for i, tensor in enumerate(given)}
+        parts = {memory_of(tensor): tensor_bytes(tensor) for tensor in tensors_of(target)}
+        sizes = {
+            memory_of(tensor): memory_bytes(tensor)
+            for tensor in saved
+            if not isinstance(tensor, nn.Parameter)
+        }
+        return SavedByLoss(
+            frozenset(places[memory] for memory in sizes if memory in places),
+            sum(parts.get(m, size) for m, size in sizes.items() if m not in places),
+            tensor_bytes(given),
+            _most_gradients(value) if isinstance(value, Tensor) else 0,
+        )
+
+
+def saved_by(
+    call: Callable[[Any, Sequence[Any]], Any], output: Any, target: Sequence[Any]
+) -> tuple[Any, SavedByLoss]:
+    """Call a loss with the output of a graph and the leaves of a target. Returns the loss, and what
+    it has saved."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = call(output, target)
+    found = SavedByLoss.of(value, saved, output, target)
+    saved.clear()
+    return value, found
+
+
+def without_values(target: Any) -> Any:
+    """A target with its tensors on "meta"."""
+    return None if target is None else map_tensors(lambda t: t.detach().to("meta"), target)
+
+
+@dataclass(frozen=True)
+class ExpectedLoss:
+    """A loss function, with a target like those that it will get.
+
+    Args:
+        function: the user's function of output and target.
+        target: the target of a mini-batch. Its tensors may be on "meta".
+        rebuild: puts a graph's output into the structure that the model returns.
+        rows: how many rows of the target belong to the output of the graph, and how many there are
+            in all: they differ where the graph is that of one micro-batch.
+    """
+
+    function: Callable[[Any, Any], Any]
+    target: Any
+    rebuild: Callable[[Any], Any]
+    rows: tuple[int, int] = (0, 0)
+
+    def saved(self, graph: fx.Graph) -> SavedByLoss | str:
+        """What the loss saves, given the output of a model graph; or in words why that is not
+        known. The function runs on fake tensors, which have no values: it may need some.
+
+        What it changes on a module of its own is put back.
+        """
+        mode = fake_mode(graph) or Somewhere()
+        known, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # weights of classes
+        own = self.function
+        try:
+            with (
+                untouched(own) if isinstance(own, nn.Module) else nullcontext(),
+                mode,
+                torch.enable_grad(),
+                without_saved_tensors_hooks(),
+            ):
+                output = pytree.tree_map_only(Tensor, _fresh, _output(graph))
+                devices = [tensor.device for tensor in tensors_of(output)]
+                target = map_tensors(lambda t: self._part(t, mode, devices), self.target)
+                return saved_by(self._call, output, [target])[1]
+        except Exception as error:  # it is the user's function, which may raise anything
+            return f"loss_fn does not run on tensors without values ({type(error).__name__})"
+        finally:
+            mode.allow_non_fake_inputs = known
+
+    def _call(self, output: Any, target: Sequence[Any]) -> Any:
+        return self.function(self.rebuild(output), target[0])
+
+    def _part(self, tensor: Tensor, mode: Any, devices: Sequence[torch.device]) -> Tensor:
+        """The fake of a tensor of the target, on the device of the output, with those of its rows
+        that belong to this output."""
+        some, whole = self.rows
+        fake: Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
+        fake = fake.to(devices[0]) if devices else fake
+        return fake[:some].clone() if whole and fake.ndim and len(fake) == whole else fake
+
+
+def _output(graph: fx.Graph) -> Any:
+    return fx.map_arg(graph.output_node().args[0], lambda node: node.meta[VALUE])
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A tensor on the same memory, without history. As an output of the pipeline it has one."""
+    wants = tensor.requires_grad
+    fresh = tensor.detach().requires_grad_(wants)
+    return fresh.view_as(fresh) if wants else fresh
+
+
+def loss_memory(saved: SavedByLoss | None, graph: fx.Graph) -> LossMemory:
+    """The memory that a loss takes for a mini-batch beside what the last stage saves. ``graph`` is
+    the model graph, which has been cut, with costs. None: nothing is known of the loss."""
+    if saved is None:
+        return LossMemory()
+    output = graph.output_node()
+    copies = {
+        id(tensor): count
+        for node in output.all_input_nodes
+        for tensor, count in zip(tensors_of(node.meta[VALUE]), copies_of(node), strict=True)
+    }
+    given = tensors_of(_output(graph))
+    sizes = [tensor_bytes(tensor) * copies[id(tensor)] for tensor in given]
+    times = sum(sizes) / (saved.output_bytes or 1)
+    nodes = list(stage_nodes(graph))
+    last = max(node.meta[STAGE] for node in nodes)
+    known = {
+        memory
+        for node in nodes
+        if node.meta[STAGE] == last
+        for memory, _ in node.meta.get(SAVED, ())
+    }
+    return LossMemory(
+        times * saved.others + sum(sizes[i] for i in saved.outputs),
+        sum(sizes[i] for i in saved.outputs if memory_of(given[i]) in known),
+        times * saved.gradients,
+    )
+
+
+def _most_gradients(value: Tensor) -> int:
+    """The most bytes that a function of a value's backward takes and gives."""
+    starts = [] if value.grad_fn is None else [value.grad_fn]
+    return max(
+        (
+            sum(map(_gradient_bytes, {node, *(other for other, _ in next_edges(node) if other)}))
+            for node in reached(starts)
+        ),
+        default=0,
+    )
+
+
+def _gradient_bytes(node: Any) -> int:
+    """The bytes of the gradients that a node of an autograd graph takes; those of tensors without a
+    shape are not known."""
+    kinds = gradient_kinds(node)
+    return sum(math.prod(s) * dtype.itemsize for s, dtype, _ in kinds if isinstance(s, tuple))

@@ -1,0 +1,159 @@
+"""What a loss saves for its backward is part of the memory that decides where a model is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
+
+CLASSES = 512
+
+
+class Language(nn.Module):
+    """A model whose loss keeps as much as all of its layers: the logits are wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, tokens):
+        return {"logits": self.head(self.layers(self.embed(tokens)))}
+
+
+def cross_entropy(output, target):
+    return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+
+
+TOKENS, LABELS = torch.arange(128).reshape(16, 8) % 64, torch.arange(128).reshape(16, 8)
+LOGITS = 128 * CLASSES * 4
+SCALARS = 4 * 4  # each micro-batch has one, such as the sum of the weights of a cross entropy
+
+
+def compiled(memory="1GiB", model=None, loss_fn=cross_entropy, **options):
+    model = Language() if model is None else model
+    options = {"chunks": 4, "example_target": LABELS, **options}
+    return fxpipe.compile(model, ["cpu"] * 2, memory=memory, loss_fn=loss_fn, **options)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_is_expected_ahead_of_the_first_step_is_what_the_step_saves(schedule, checkpoint):
+    options = {"schedule": schedule, "checkpoint": checkpoint}
+    with compiled(example_inputs=(TOKENS,), **options) as pipe:
+        expected = pipe.timeline().peak_memory
+        pipe.step(TOKENS, target=LABELS)
+        assert pipe.timeline().peak_memory == pytest.approx(expected, abs=SCALARS)
+    with compiled(example_inputs=(TOKENS,), example_target=None, **options) as pipe:
+        assert pipe.timeline().peak_memory[1] <= expected[1] - LOGITS / 4
+
+
+def test_a_limit_that_leaves_no_room_for_the_loss_is_kept():
+    with compiled(example_inputs=(TOKENS,)) as pipe:
+        needed = max(pipe.timeline().peak_memory)
+    compiled(needed, example_inputs=(TOKENS,)).close()
+    limit = needed - LOGITS / 8
+    with pytest.raises(fxpipe.DoesNotFit, match='it would fit with schedule="1f1b"'):
+        compiled(limit, example_inputs=(TOKENS,))
+    with compiled(limit, example_inputs=(TOKENS,), schedule="1f1b") as pipe:
+        pipe.step(TOKENS, target=LABELS)
+        assert max(pipe.timeline().peak_memory) <= limit
+    compiled(limit, example_inputs=(TOKENS,), example_target=None).close()  # as far as is known
+
+
+def test_the_target_of_the_first_step_serves_as_the_example():
+    with compiled(example_inputs=(TOKENS,)) as pipe:
+        expected = pipe.timeline().peak_memory
+    with compiled(example_target=None) as pipe:
+        pipe.step(TOKENS, target=LABELS)
+        assert pipe.timeline().peak_memory == pytest.approx(expected, abs=SCALARS)
+        assert "has not counted" not in pipe.report()
+
+
+def test_a_target_on_meta_serves_as_well():
+    with compiled(example_inputs=(TOKENS,), example_target=LABELS.to("meta")) as pipe:
+        expected = pipe.timeline().peak_memory
+        pipe.step(TOKENS, target=LABELS)
+        assert pipe.timeline().peak_memory == pytest.approx(expected, abs=SCALARS)
+
+
+class OneSize(Language):
+    """It holds for one batch size only, so that it is traced with one micro-batch."""
+
+    def forward(self, tokens):
+        if len(tokens) == 4:
+            tokens = tokens + 1 - 1
+        return super().forward(tokens)
+
+
+def test_of_a_graph_of_one_micro_batch_the_rows_of_one_are_expected():
+    with compiled(example_inputs=(TOKENS,), model=OneSize(), tracer="export") as pipe:
+        expected = pipe.timeline().peak_memory
+        pipe.step(TOKENS, target=LABELS)
+        assert pipe.timeline().peak_memory == pytest.approx(expected, abs=SCALARS)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "why"),
+    [
+        (lambda output, y: cross_entropy(output, y) * float(y.max() > 0), "loss_fn does not run"),
+        (cross_entropy, "no target is known when the model is cut: give example_target"),
+    ],
+)
+def test_what_is_not_counted_is_said(loss_fn, why):
+    target = None if loss_fn is cross_entropy else LABELS
+    with compiled(loss_fn=loss_fn, example_inputs=(TOKENS,), example_target=target) as pipe:
+        assert f"the cut has not counted what the loss saves: {why}" in pipe.report()
+
+
+def test_a_loss_with_tensors_and_counters_of_its_own_is_left_as_it_was():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls, self.weight = 0, torch.ones(CLASSES)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, output, target):
+            self.calls += 1
+            self.seen += 1
+            logits = output["logits"].flatten(0, 1)
+            return F.cross_entropy(logits, target.flatten(), weight=self.weight)
+
+    loss_fn = Counting()
+    with compiled(loss_fn=loss_fn, example_inputs=(TOKENS,)) as pipe:
+        assert (loss_fn.calls, loss_fn.seen) == (0, 0)
+        assert type(loss_fn.seen) is torch.Tensor
+        expected = pipe.timeline().peak_memory
+        pipe.step(TOKENS, target=LABELS)
+        # What a step has saved counts once for each micro-batch, also the weights of classes.
+        most = SCALARS + 3 * loss_fn.weight.nbytes
+        assert pipe.timeline().peak_memory == pytest.approx(expected, abs=most)
+
+
+def plan(**options):
+    model, (tokens,) = on_meta(Language(), TOKENS)
+    return fxpipe.plan(model, [FREE_LINKS] * 2, example_inputs=(tokens,), chunks=4, **options)
+
+
+def test_a_plan_counts_what_the_loss_saves():
+    without, counted = plan(), plan(loss_fn=cross_entropy, example_target=LABELS.to("meta"))
+    assert counted.stages[1].activation_bytes >= without.stages[1].activation_bytes + LOGITS
+    assert counted.stages[0].activation_bytes == without.stages[0].activation_bytes
+    limit = (without.memory[1] + counted.memory[1]) / 2
+    with pytest.raises(fxpipe.DoesNotFit):
+        plan(loss_fn=cross_entropy, example_target=LABELS, memory=limit)
+    assert plan(memory=limit).fits
+
+
+def test_a_plan_takes_a_loss_with_its_target():
+    with pytest.raises(ValueError, match="from loss_fn and example_target: give both, or neither"):
+        plan(loss_fn=cross_entropy)
+    with pytest.warns(UserWarning, match="does not count what the loss saves: loss_fn does"):
+        plan(loss_fn=lambda output, y: float(y.max()), example_target=LABELS)
+    with pytest.raises(ValueError, match="example_target is given, but no loss_fn"):
+        compiled(loss_fn=None)
