@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fxpipe import loss_weight, skip
     from fxpipe.api import compile
     from fxpipe.dynamo import BackendError, backend
-    from fxpipe.inspect.views import Stage
+    from fxpipe.inspect.stage import Stage
     from fxpipe.ir.devices import DeviceSpec
     from fxpipe.meaning.errors import BatchError, BatchWarning
     from fxpipe.pipeline import Pipeline
@@ -60,7 +60,7 @@ __all__ = [
 
 _HOMES = {
     "Pipeline": "fxpipe.pipeline",
-    "Stage": "fxpipe.inspect.views",
+    "Stage": "fxpipe.inspect.stage",
     "compile": "fxpipe.api",
     "Chain": "passes.chain",
     "default_chain": "passes.chain",

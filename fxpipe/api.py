@@ -14,6 +14,7 @@ from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.tensors import parameters_in_parts
 from fxpipe.compiler.ranks.world import Ranks
+from fxpipe.compiler.written import WrittenCall
 from fxpipe.inspect.dump import dump_of
 from fxpipe.ir._torch import sharded_modules
 from fxpipe.ir.text import kind
@@ -185,6 +186,7 @@ def compile(
         DoesNotFit: at compilation, if no cut is found that fits into the memory of the lanes; the
             message says how many bytes are missing, and which other calls would fit.
     """
+    call = WrittenCall.of(compile, "fxpipe.compile", locals())
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile takes a model, an nn.Module, and is given {kind(model)}")
     if isinstance(model, Pipeline):
@@ -239,6 +241,7 @@ def compile(
         passes=default_chain() if passes is None else passes,
         observer=dump_of(dump),
         verbose=verbose,
+        call=call,
         cache=cache or os.environ.get(CACHE) or None,
     )
     pipeline = Pipeline(model, options) if ranks is None else RankPipeline(model, options, ranks)

@@ -24,7 +24,9 @@ from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.runner import NO_TRACE, Runner
-from fxpipe.inspect.views import Stage, Views
+from fxpipe.inspect.explain import Explanation
+from fxpipe.inspect.stage import Stage
+from fxpipe.inspect.views import Views
 from fxpipe.ir.counts import count
 from fxpipe.ir.graph import WRITTEN
 from fxpipe.ir.printing import format_code
@@ -465,6 +467,16 @@ class Pipeline(ModelProxy):
     def report(self) -> str:
         """Per stage: time, memory, bytes; the skips, the bubble, and what limits the speed."""
         return str(self._views.report())
+
+    def explain(self) -> Explanation:
+        """The pipeline in plain sentences: where the batch is, what has traced the model and why,
+        what is kept whole, where it is cut, what limits the speed and the memory, and which calls
+        of :func:`compile` are predicted to help most, and by how much. ``print`` shows it.
+
+        The planner is asked for what would help, several times; this takes about as long as the
+        compilation. Nothing runs.
+        """
+        return self._views.explain()
 
     def report_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one page: a single HTML file, which needs no network.

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fxpipe import __version__
 from fxpipe.cli.errors import UserError, is_users, said
-from fxpipe.cli.models import bench, compile_, plan
+from fxpipe.cli.models import bench, compile_, explain, plan
 from fxpipe.cli.passes import passes
 from fxpipe.cli.schedule import schedule
 
@@ -49,7 +49,7 @@ def main(traceback: bool) -> None:
     """
 
 
-for command in (compile_, plan, bench, schedule, passes):
+for command in (compile_, explain, plan, bench, schedule, passes):
     main.add_command(command)
 
 

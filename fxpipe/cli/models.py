@@ -1,4 +1,4 @@
-"""Commands that take a model: compile, plan and bench."""
+"""Commands that take a model: compile, explain, plan and bench."""
 
 from __future__ import annotations
 
@@ -137,6 +137,26 @@ def compile_(
             write(draw, drawing)
     if dump:
         click.echo(f"wrote {dump / 'index.html'}, and the files that it links to")
+
+
+@click.command(short_help="Say in sentences what limits the speed, and what would help.")
+@factory_argument
+@devices_option
+@pipeline_options
+def explain(factory: str, shapes: tuple[Shape, ...], **options: Any) -> None:
+    """Compile a model, and say in plain sentences where its batch is, what has traced it, where it
+    is cut, what limits the speed, and which calls of fxpipe.compile would help most.
+
+    \b
+    Examples:
+      fxpipe explain models:build --devices cpu,cpu --chunks 8
+      fxpipe explain fxpipe.demo:UNet --input 16,3,32,32 --schedule 1f1b
+    """
+    given = load(factory, shapes)
+    with _compiled(given, **options) as pipe:
+        with working("asking the planner"):
+            said = str(pipe.explain())
+        click.echo(said)
 
 
 @click.command(short_help="Predict a pipeline for devices that need not be here.")

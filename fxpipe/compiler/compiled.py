@@ -60,6 +60,10 @@ class Mode:
     """Remarks of the check, for the report, such as which results micro-batches change."""
     expected_loss: SavedByLoss | str = NO_TARGET
     """What the loss will save for its backward, or why that is not known when the model is cut."""
+    is_checked: bool = False
+    """Whether the check has run the model on parts of samples, and compared its outputs."""
+    why_one_size: str = ""
+    """Why the graph is for one batch size only, where it has been tried for any size first."""
     bindings: list[Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
     """The pipeline graphs that have been compiled, by their number of micro-batches."""

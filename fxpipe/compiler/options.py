@@ -13,6 +13,7 @@ from torch import fx
 from torch.optim.optimizer import Optimizer
 
 from fxpipe.compiler.loss import LossFunction, LossWeightFunction
+from fxpipe.compiler.written import COMPILE, WrittenCall
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec, spec_of
@@ -70,6 +71,8 @@ class Options:
     optimizer_states: float = ADAM
     optimizer: str = ""  # whose states these are, in words
     example_target: Any = None  # with its tensors on "meta"
+    call: WrittenCall = COMPILE
+    """The call that has given the options, as text."""
 
     @staticmethod
     def of(

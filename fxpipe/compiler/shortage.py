@@ -13,18 +13,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import fx
-
-from fxpipe import ops
 from fxpipe.compiler.compiled import Mode
-from fxpipe.compiler.fitting import question_of
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
-from fxpipe.ir.graph import STAGE, stage_nodes
+from fxpipe.compiler.replanned import Replanned
 from fxpipe.ir.text import human_bytes
-from fxpipe.planning.limits import reachable_memory
-from fxpipe.planning.question import copied
-from passes.chain import ToStages
 
 LESS = 0.9
 """Settings are named that are predicted to need at most this part of what the step has been
@@ -34,13 +27,8 @@ predicted to need: a prediction that has come true too late is too low."""
 def shortage(options: Options, layout: Layout, mode: Mode, chunks: int) -> str:
     """The note for an error of a device that has too little memory: what a training step has been
     predicted to need on each lane, and settings that are predicted to need less."""
-    gm = _ahead_of_the_cut(mode.model_graph)
-    stages = {node.name: node.meta[STAGE] for node in stage_nodes(gm.graph)}
-    context = ToStages((), (), chunks=chunks)
-    no_limits, loss = (None,) * len(options.lanes), mode.saved_by_loss
-    asked = question_of(options, no_limits, gm, context, chunks, loss)
-    plan = replace(asked, partition=stages, checkpoint=layout.modes).answer()
-    room = options.memory or reachable_memory(options.lanes)
+    compiled = Replanned(options, layout, mode, chunks)
+    plan, room = compiled.as_it_is(), compiled.memory
     said = ", ".join(
         f"{human_bytes(round(needed))} on lane {lane} ({options.lanes[lane]}"
         + ("" if limit is None else f", where {human_bytes(round(limit))} are to be had")
@@ -52,21 +40,9 @@ def shortage(options: Options, layout: Layout, mode: Mode, chunks: int) -> str:
         for needed, limit in zip(plan.memory, room, strict=True)
     ]
     less = tuple(spec.with_memory(limit) for spec, limit in zip(options.specs, limits, strict=True))
-    ways = replace(asked, specs=less, checkpoint=layout.modes).ways_out(None)
+    asked = compiled.asked((None,) * len(options.lanes))
+    ways = replace(asked, specs=less).ways_out(None)
     return (
         f"in fxpipe: a training step of {chunks} micro-batches was predicted to need {said}; for a "
         f"tenth less, {ways}"
     )
-
-
-def _ahead_of_the_cut(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a model graph in which no shared parameter is brought to other devices, as ahead of
-    pass "tied"."""
-    gm = copied(gm)
-    for node in gm.graph.find_nodes(op="call_function", target=ops.bring):
-        (parameter,) = node.all_input_nodes
-        (home,) = (user for user in parameter.users if user.target is ops.share)
-        for brought in list(node.users):
-            brought.replace_all_uses_with(home)
-    gm.graph.eliminate_dead_code()
-    return gm

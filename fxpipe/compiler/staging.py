@@ -60,6 +60,7 @@ from fxpipe.trace import (
     trace,
     untouched,
 )
+from fxpipe.trace.errors import failure
 from fxpipe.trace.isolation import on_one_device
 from fxpipe.trace.premises import Premises, Reads, attributes_read
 from fxpipe.trace.twin import Twin
@@ -210,7 +211,9 @@ class Staging(ABC):
             tensors, _ = Structure.of((args, kwargs))
             with self._where_it_runs(twin.model, tensors), self._slot.hearing():
                 check_at_size(twin.model, args, kwargs, meaning, self._asked)
-            return self._compiled(twin, args, kwargs, meaning, call, chunks)
+            mode = self._compiled(twin, args, kwargs, meaning, call, chunks)
+            mode.why_one_size = str(why)
+            return mode
         except AnotherStrategy:  # the caller raises ``why`` then, which says more
             return None
 
@@ -322,6 +325,7 @@ class Staging(ABC):
             chunks=chunks,
             notes=meaning.notes,
             expected_loss=self._expected_loss,
+            is_checked=bool(meaning.outputs),
             history=prepared.history,
             compiled=None
             if options.stage_backend is None
@@ -399,7 +403,9 @@ class Staging(ABC):
             # Symbolic tracing has looked into a module whose shapes depend on values, so that a
             # pass fails on fake tensors. Export keeps such a module whole. And on "meta" a graph is
             # not compared with the model, so that a wrong one shows here.
-            return self._traced(model, inputs, varying, meaning, chunks, "export")
+            again = self._traced(model, inputs, varying, meaning, chunks, "export")
+            again.traced.tried = failure(traced.front_end, error), *again.traced.tried
+            return again
         forget_history(traced.graph_module.graph)
         return prepared
 

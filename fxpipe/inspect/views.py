@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
 import graphviz  # type: ignore[import-untyped]
-import torch
 from torch import fx
 
 from fxpipe.compiler.bindings import stages_of
@@ -30,13 +29,12 @@ from fxpipe.inspect.draw import (
     draw_step,
     render_svg,
 )
+from fxpipe.inspect.explain import Explaining, Explanation, not_compiled
 from fxpipe.inspect.page import Page
 from fxpipe.inspect.report import Report
-from fxpipe.ir.cost import Cost
-from fxpipe.ir.graph import CONTAINS
+from fxpipe.inspect.stage import Stage
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
-from fxpipe.ir.text import human_bytes, human_time
 from fxpipe.planning.estimates import (
     estimated_costs,
     in_segments,
@@ -50,39 +48,6 @@ from passes import Project
 from passes.common.modes import Modes
 from passes.common.skips import SkipLayout, skip_layout
 from passes.to_rank.project import Crossings
-
-
-@dataclass(frozen=True, repr=False)
-class Stage:
-    """A stage: a part of the model, as a graph module, and the lane and device on which it runs.
-    ``contains`` says what is in it, such as "layers.0 to 7"; ``cost`` is an estimate for one
-    mini-batch: times in seconds, sizes in bytes."""
-
-    index: int
-    module: fx.GraphModule
-    device: torch.device
-    cost: Cost
-    lane: int = 0
-
-    @property
-    def contains(self) -> str:
-        """What is in the stage, in words: the modules, such as "layers.0 to 7"."""
-        return str(self.module.meta.get(CONTAINS, ""))
-
-    def __repr__(self) -> str:
-        cost = self.cost
-        return (
-            f"Stage({self.index} on {self.device}: {len(self.module.graph.nodes)} nodes, "
-            f"parameters {human_bytes(cost.param_bytes)}, forward {human_time(cost.forward_s)}, "
-            f"backward {human_time(cost.backward_s)}, contains {self.contains})"
-        )
-
-    def _repr_svg_(self) -> str | None:
-        """A drawing of the nodes of the stage, which notebooks show."""
-        try:
-            return render_svg(draw_model(self.module))
-        except NoLayout:  # no program that lays out drawings is installed
-            return None
 
 
 class Views:
@@ -290,6 +255,21 @@ class Views:
         if self._options.loss_fn is None or not is_limited:
             return ""
         return mode.expected_loss if isinstance(mode.expected_loss, str) else ""
+
+    def explain(self) -> Explanation:
+        """What the compiler has found and decided, what limits the speed, and what would help."""
+        runner = self._runner
+        if not runner.has_a_call:
+            return not_compiled(runner.compiler.model)
+        return Explaining(
+            runner.compiler.model,
+            self._options,
+            runner.compiler.layout,
+            *runner.last(),
+            self.stages,
+            measured=self.measured,
+            has_stepped=runner.last_step() is not None,
+        )()
 
     # --------------------------------------------------------------------------------- predictions
 

@@ -47,7 +47,7 @@ from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported, is_the_models
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.trace import checks, export, recorders, state, symbolic
-from fxpipe.trace.errors import Refused, first_line, may_be_the_models, sentence, suppressed
+from fxpipe.trace.errors import Refused, failure, first_line, may_be_the_models, suppressed
 from fxpipe.trace.example import (
     BatchDims,
     Example,
@@ -142,10 +142,12 @@ def to_be_compared(
         try:
             _refuse_what_has_no_values(model, example)
             _refuse_what_cannot_be_traced(model, example)
-            if tracer == "auto" and _is_symbolic(example):
+            tried = _why_not_symbolic(example) if tracer == "auto" else ()
+            if tried is None:
                 return None
             with phase("export", quiet=True):
                 traced = export.front_end(example)
+            traced.tried = tried
         except Exception as error:  # trace() says what is wrong
             if not isinstance(error, TraceError | Unsupported) and not may_be_the_models(error):
                 raise
@@ -183,16 +185,16 @@ def _is_of_operators(module: nn.Module) -> bool:
     return isinstance(module, fx.GraphModule) or type(module) is nn.Module
 
 
-def _is_symbolic(example: Example) -> bool:
-    """Whether symbolic tracing gives a graph."""
+def _why_not_symbolic(example: Example) -> tuple[str, ...] | None:
+    """Why symbolic tracing gives no graph, as ``Traced.tried`` has it; None if it gives one."""
     try:
         with phase("symbolic", quiet=True):
             symbolic.front_end(example)
     except Exception as error:
         if not may_be_the_models(error):
             raise
-        return False
-    return True
+        return (failure("symbolic", error),)
+    return None
 
 
 def traced_before(
@@ -253,7 +255,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         set_once = settled(example, references[0])
         # What is set may depend on the sizes: a graph for other sizes would set something else.
         example = replace(example, any_size=example.any_size and not set_once)
-    reasons = []
+    reasons: list[str] = []
     written = references[0].result.written if references else {}
     for name, front_end in front_ends.items():
         warning = ""
@@ -276,18 +278,19 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
                     with phase("other sizes", quiet=True):
                         traced.sizes = with_proven_sizes(example, references[-1], traced)
             traced.otherwise = None  # it is not needed any more, and refers to modules
+            traced.tried = tuple(reasons)
             return traced
         except Exception as error:  # a front end runs the model's code, which may raise anything
             if not may_be_the_models(error):
                 raise
-            reasons.append(f"  {name}: {sentence(error)}{warning}")
+            reasons.append(failure(name, error) + warning)
             last = error
     if written:
         name, where = next(iter(written.items()))
-        reasons.append(f"  It writes to its parameters: {name}, by {where}")
+        reasons.append(f"It writes to its parameters: {name}, by {where}")
     raise TraceError(
         f"no front end can trace {type(model).__name__}:\n"
-        + "\n".join(reasons)
+        + "\n".join(f"  {reason}" for reason in reasons)
         + "\nChange the model at the lines named, put what cannot be traced into a module of its "
         "own, which is then kept whole, or pass tracer=, a function (model, args, kwargs) -> "
         "fx.GraphModule."

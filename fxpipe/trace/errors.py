@@ -67,6 +67,11 @@ def sentence(error: BaseException) -> str:
     return f"{text} (at {at(frames[-1])})" if frames else text
 
 
+def failure(front_end: str, error: BaseException) -> str:
+    """One line: which front end has failed, and :func:`sentence`."""
+    return f"{front_end}: {sentence(error)}"
+
+
 def is_model_line(frame: traceback.FrameSummary) -> bool:
     """Whether a frame of a traceback is in the code of a model, and its line is known."""
     return is_of_a_model(frame.filename) and bool(frame.line)

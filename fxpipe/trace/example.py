@@ -67,6 +67,9 @@ class Traced:
     may_lose_gradients: bool = False
     """Whether parts of the model have a backward of their own, or no gradients: inputs ahead of the
     first parameter may have got others for it."""
+    tried: tuple[str, ...] = ()
+    """Why other front ends, which come first, have not given the graph: a line for each, such as
+    "symbolic: TypeError: ... (at model.py:7: if x.sum() > 0:)"."""
     warning: str = ""
     """What to add to the message if the graph turns out to differ from the model."""
     otherwise: Callable[[Example], Traced] | None = None

@@ -79,6 +79,20 @@ class Piece:
         return f"{operator_name(node)} is a single operation", "compute it in several parts"
 
     @property
+    def is_kept(self) -> bool:
+        """Whether it is one for a reason that lies in the model: its memory, its hooks, or what it
+        does, and not in that it is an operator or a layer of PyTorch's."""
+        if len(self.nodes) > 1 and any(ALIAS in node.meta for node in self.nodes):
+            return True
+        for node in self.nodes:
+            module = _module(node)
+            called = getattr(module, "module", module)
+            is_own = called is not None and not _is_torchs(called)
+            if WHOLE in node.meta or is_own or (module is not None and has_hooks(module)):
+                return True
+        return False
+
+    @property
     def takes(self) -> str:
         """A clause such as "lstm takes 90% of the time"."""
         return f"{self.name} take{'s' * (len(self.nodes) == 1)} {self.share:.0%} of the time"
@@ -108,6 +122,16 @@ def pieces(work: Sequence[fx.Node]) -> list[list[fx.Node]]:
     return list(found.values())
 
 
+def kept_whole(graph: fx.Graph) -> list[Piece]:
+    """The pieces of a model graph that a front end, or the memory that they write to, has made of
+    what could have been cut otherwise; PyTorch's own layers, such as a Linear, are not among them.
+    """
+    work = list(stage_nodes(graph))
+    total = sum(map(_seconds, work)) or 1.0
+    found = [Piece(nodes, sum(map(_seconds, nodes)) / total) for nodes in pieces(work)]
+    return [piece for piece in found if piece.is_kept]
+
+
 def warn_of_the_heaviest(graph: fx.Graph, stages: int) -> None:
     """Warn the user if a pipeline is of little use, since one piece takes most of the time."""
     piece = heaviest(graph)
@@ -131,6 +155,11 @@ def _module(node: fx.Node) -> nn.Module | None:
         module = attribute(gm, str(node.args[0].target))
         return module if isinstance(module, nn.Module) else None
     return None
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether a module is a layer of PyTorch's, or one that a pass has made of an operator."""
+    return type(module).__module__.startswith(("torch.", "fxpipe.", "passes."))
 
 
 def _seconds(node: fx.Node) -> float:

@@ -89,6 +89,7 @@ def packed_traced(traced: Traced, model: nn.Module, own: Functions) -> Any:
         "refused_sizes": sorted(traced.refused_sizes),
         "settled": [[paths[m], n, packed(value)] for (m, n), value in traced.settled.items()],
         "may_lose_gradients": traced.may_lose_gradients,
+        "tried": list(traced.tried),
     }
 
 
@@ -116,6 +117,7 @@ def unpacked_traced(data: Any, own: Functions, example: Example, output: Structu
             for path, name, value in data["settled"]
         },
         may_lose_gradients=bool(data["may_lose_gradients"]),
+        tried=tuple(map(str, data["tried"])),
     )
 
 

@@ -25,6 +25,7 @@ Attributes = Sequence[tuple[str, str]]
 _DECIDED_LATER = {
     "verbose",
     "observer",
+    "call",
     "passes",
     "stage_backend",
     "cache",

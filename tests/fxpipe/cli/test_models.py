@@ -216,3 +216,11 @@ def test_bench_compares_predicted_and_measured(models):
 def test_bench_says_what_cannot_be_trained(models):
     assert "returns no floating-point tensor" in refused("bench", "own_models:whole", *TWO)
     assert "'--rounds': 0 is not in" in refused("bench", "own_models:build", "--rounds", 0)
+
+
+def test_explain_says_what_limits_the_speed_and_which_call_would_help(models):
+    out = succeeded("explain", "own_models:build", "--devices", "cpu,cpu", "--chunks", 2)
+    assert out.startswith("Named on 2 stages, 2 micro-batches")
+    headings = ["Where the batch is", "How it was traced", "What limits the speed"]
+    assert all(f"\n{heading}\n" in out for heading in [*headings, "What would help"])
+    assert "pipe = fxpipe.compile(model, (" in out

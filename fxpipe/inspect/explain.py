@@ -1,0 +1,332 @@
+"""The explanation of a pipeline in sentences: what the compiler has found and decided, what limits
+the speed, and which calls would help.
+
+::
+
+    compilation ─┬─ the batch, the trace, what is kept whole, the cut      what there is
+                 ├─ the planner, asked again with it as it is              what limits the speed
+                 └─ the planner, asked again with other options            what would help
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from fxpipe.compiler.compiled import Mode
+from fxpipe.compiler.layout import Layout
+from fxpipe.compiler.options import Options
+from fxpipe.compiler.replanned import Replanned
+from fxpipe.inspect.report import UNEVEN, advice
+from fxpipe.inspect.stage import Stage
+from fxpipe.inspect.suggestions import Suggesting, Suggestion
+from fxpipe.ir.graph import GAP
+from fxpipe.ir.text import human_bytes, human_time, optimality
+from fxpipe.meaning.messages import split
+from fxpipe.meaning.said import INFER, named_inputs
+from fxpipe.planning.result import Plan
+from fxpipe.runtime.microbatch import LISTED
+from fxpipe.schedule import Timeline
+from passes.common.modes import in_words, is_never
+from passes.partition.pieces import heaviest, kept_whole
+
+WIDTH = 100  # of an explanation that is printed
+COSTLY = 0.02  # the part of a step's time that uneven stages may cost before that is said
+SEEN = 0.005  # the part of a step's time from which on it is said what links cost
+SHOWN = 5  # the most pieces that are kept whole, and inputs that are shared, that are named
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a pipeline does and why, what limits its speed, and what would help. ``print`` shows it
+    as text.
+
+    Attributes:
+        title: what is explained.
+        paragraphs: sentences by their headings.
+        suggestions: calls that are predicted to make a step faster, the most helpful first.
+    """
+
+    title: str
+    paragraphs: Mapping[str, Sequence[str]]
+    suggestions: Sequence[Suggestion] = ()
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        for heading, sentences in self.paragraphs.items():
+            lines += ["", heading]
+            lines += [line for sentence in sentences for line in _wrapped(sentence)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _wrapped(sentence: str) -> Iterable[str]:
+    """The lines of a sentence; code, which begins with spaces, is left as it is."""
+    for line in sentence.splitlines():
+        if line.startswith(" "):
+            yield line
+        else:
+            yield from textwrap.wrap(
+                line, WIDTH, initial_indent="  ", subsequent_indent="  ", break_long_words=False
+            )
+
+
+def not_compiled(model: nn.Module) -> Explanation:
+    """What there is to say before the first call, where no example inputs were given."""
+    said = [
+        f"{type(model).__name__} is not compiled yet, as there has been no call and no example: "
+        "where its batch is, how it can be traced and where it is cut is not known.",
+        "Call this, with inputs like those of a call, and then explain() again:",
+        "    pipe.prepare(x)",
+    ]
+    return Explanation(f"{type(model).__name__}, not compiled", {"What is known": said})
+
+
+@dataclass(frozen=True)
+class Explaining:
+    """Makes the explanation of a compiled model.
+
+    Args:
+        model: the model.
+        options, layout: those of the compilation.
+        mode, chunks: what has been compiled for the last call, and its number of micro-batches.
+        stages: the stages of it.
+        measured: a training step as it was measured; None if none was.
+        has_stepped: whether there has been a training step by the schedule.
+    """
+
+    model: nn.Module
+    options: Options
+    layout: Layout
+    mode: Mode
+    chunks: int
+    stages: Sequence[Stage]
+    measured: Timeline | None = None
+    has_stepped: bool = False
+
+    def __call__(self) -> Explanation:
+        """The explanation. The planner is asked for several times, which takes about as long as the
+        compilation."""
+        name, stages = type(self.model).__name__, len(self.stages)
+        title = f"{name} on {_counted(stages, 'stage')}, {_counted(self.chunks, 'micro-batch')}"
+        said = {
+            "Where the batch is": self._batch(),
+            "How it was traced": self._trace(),
+            "What is kept whole": self._whole(),
+            "Where it is cut": self._cut(),
+        }
+        compiled = Replanned(self.options, self.layout, self.mode, self.chunks)
+        try:
+            now = compiled.as_it_is()
+        except ValueError as error:
+            said["What limits the speed"] = [f"No step can be predicted: {error}."]
+            return Explanation(title, said)
+        found = Suggesting(compiled, now, self.options.call).found
+        said["What limits the speed"] = self._speed(compiled, now)
+        said["What it needs of memory"] = self._memory(compiled, now)
+        said["What would help"] = self._help(found)
+        return Explanation(f"{title}, {now.schedule.name}", said, found)
+
+    def _batch(self) -> list[str]:
+        """Where the batch is, and how that is known."""
+        mode, options = self.mode, self.options
+        sample = mode.example
+        inputs = named_inputs(self.model, *sample.repeated(), options.in_dims)
+        dims = [dim if isinstance(dim, int) else None for dim in sample.dims]
+        rows = mode.rows or sample.batch
+        if LISTED in sample.dims:
+            pairs = zip(inputs, sample.dims, strict=True)
+            lists = {each.name.split("[")[0] for each, dim in pairs if dim == LISTED}
+            where = f"{', '.join(sorted(lists))} along the list"
+        else:
+            where = split(inputs, dims)
+        if not where or rows is None:
+            return ["No input has a batch dimension, so that there is one micro-batch."]
+        sentences = [
+            f"A mini-batch of {_counted(rows, 'row')} is cut into "
+            f"{_counted(self.chunks, 'micro-batch')}: {where}."
+        ]
+        shared = [each.name for each, dim in zip(inputs, sample.dims, strict=True) if dim is None]
+        if shared:
+            more = f" and {len(shared) - SHOWN} more" * (len(shared) > SHOWN)
+            sentences.append(f"All of them share {', '.join(shared[:SHOWN])}{more}.")
+        cut = [each for each, dim in zip(inputs, sample.dims, strict=True) if dim is not None]
+        if all(each.said is not INFER for each in cut):
+            sentences.append("That is so because in_dims says it.")
+        elif mode.is_checked:
+            sentences.append(
+                "The check has found it out: the model was run on a few rows at once and in parts, "
+                "and the parts put together are the whole."
+            )
+        else:
+            sentences.append(
+                "That is the likeliest reading of the shapes, and has not been checked: give "
+                "in_dims= to say which dimension is the batch."
+            )
+        if options.check is not True:
+            sentences.append(
+                f"With check={options.check!r} a difference from the model is "
+                f"{'only warned of' if options.check else 'accepted'}; check=True refuses it."
+            )
+        return sentences + [_sentence(note) for note in mode.notes]
+
+    def _trace(self) -> list[str]:
+        """What has traced the model, and what came before it in vain."""
+        traced = self.mode.traced
+        by = {
+            "symbolic": "torch.fx has traced the model symbolically: its layers are nodes, and all "
+            "sizes may vary.",
+            "export": "torch.export has traced the model, into operators.",
+            "custom": "The tracer that you gave has traced the model.",
+        }
+        sentences = [by.get(traced.front_end, f"{traced.front_end} has traced the model.")]
+        if traced.tried:
+            sentences.append("What was tried before that, and why it was not taken:")
+            sentences += [f"    {tried}" for tried in traced.tried]
+        elif traced.front_end == "export" and self.options.tracer == "export":
+            sentences.append('That is so because of tracer="export".')
+        guards = self.mode.guards
+        calls = ", ".join(filter(None, (str(each) for each in guards if each is not guards.state)))
+        sentences.append(
+            f"The graph is for {calls}; another call is compiled anew. print(pipe.guards) has the "
+            "attributes of the model that it depends on, too."
+        )
+        if self.mode.why_one_size:
+            sentences.append("It is for this batch size only, because for any size there was none:")
+            sentences += [f"    {line}" for line in self.mode.why_one_size.splitlines()]
+        if self.mode.compiled is not None:
+            sentences += [_sentence(line) for line in self.mode.compiled.lines]
+        return sentences
+
+    def _whole(self) -> list[str]:
+        """The pieces that a cut cannot divide for a reason that lies in the model, and the heaviest
+        one, if it makes stages uneven."""
+        graph = self.mode.model_graph.graph
+        whole, most = kept_whole(graph), heaviest(graph)
+        is_known = any(most.nodes == piece.nodes for piece in whole)
+        if most.share * len(self.stages) >= UNEVEN and len(self.stages) > 1 and not is_known:
+            whole.append(most)
+        found = sorted(whole, key=lambda piece: -piece.share)
+        sentences = [_sentence(str(piece)) for piece in found[:SHOWN]]
+        if len(found) > SHOWN:
+            sentences.append(f"There are {len(found) - SHOWN} more, with less of the time.")
+        return sentences or ["Nothing beside single layers and operators, none of them too large."]
+
+    def _cut(self) -> list[str]:
+        """What is in each stage, and how good the cut is."""
+        total = sum(stage.cost.seconds for stage in self.stages) or 1.0
+        sentences = [
+            f"Stage {stage.index} on {stage.device}, {stage.cost.seconds / total:.0%} of the time: "
+            f"{stage.contains}."
+            for stage in self.stages
+        ]
+        gap = self.mode.model_graph.meta.get(GAP)
+        if gap is not None:
+            sentences.append(_sentence(optimality(gap)))
+        else:
+            sentences.append("The cut is yours, by partition=.")
+        if not is_never(self.layout.modes):
+            sentences.append(f"What stages recompute (checkpoint): {in_words(self.layout.modes)}.")
+        return sentences
+
+    def _speed(self, compiled: Replanned, now: Plan) -> list[str]:
+        """How long a step takes, and what of that is due to what."""
+        step, lanes = now.timeline, len(self.options.lanes)
+        whole = step.makespan
+        if not whole:
+            return ["No time is known for any node."]
+        busy = list(step.busy)
+        slowest, mean = max(range(lanes), key=busy.__getitem__), sum(busy) / lanes
+        sentences = [
+            f"A training step takes {human_time(whole)}, by prediction; one after the other, the "
+            f"stages would take {human_time(sum(busy))}. So {_counted(lanes, 'lane')} "
+            f"{'are' if lanes > 1 else 'is'} {sum(busy) / whole:.2f} times as fast as one."
+        ]
+        if self.measured is not None:
+            sentences.append(
+                f"Measured, by pipe.measure, it was {human_time(self.measured.makespan)}."
+            )
+        sentences.append(
+            f"Lane {slowest} ({self._on(slowest)}) works most: {human_time(busy[slowest])}, and "
+            f"the mean of all is {human_time(mean)}. "
+            + (
+                "The stages are uneven, and that costs "
+                f"{(busy[slowest] - mean) / whole:.0%} of the step."
+                if busy[slowest] - mean > COSTLY * whole
+                else "So the stages are even."
+            )
+        )
+        waits, links = whole - busy[slowest], 0.0
+        if len(set(self.options.names)) > 1:
+            links = whole - compiled.without_links().seconds
+        sentences.append(
+            f"The bubble: lane {slowest} waits {waits / whole:.0%} of the step, for its first "
+            "micro-batch and after its last."
+            + (f" Links cost {links / whole:.0%} of the step." if links > SEEN * whole else "")
+        )
+        if not is_never(self.layout.modes):
+            kept = compiled.without_checkpoints().seconds
+            sentences.append(f"To recompute activations costs {1 - kept / whole:.0%} of the step.")
+        times = [cost.seconds for cost in self.mode.costs]
+        sentences += [_sentence(line) for line in advice(self.mode.model_graph, times)]
+        if len(set(self.options.names)) < lanes:
+            sentences.append(
+                "Lanes on one device share it: this prediction is for lanes that each have a "
+                "device, or cores, of their own."
+            )
+        source = "were measured" if self.options.costs == "measured" else "are estimates"
+        sentences.append(f"The times of nodes {source}; pipe.measure(...) measures steps:")
+        sentences.append("    print(pipe.measure(x, target=y))")
+        return sentences
+
+    def _on(self, lane: int) -> str:
+        """The stages of a lane, in words."""
+        own = [str(stage.index) for stage in self.stages if stage.lane == lane]
+        return f"stage{'s' * (len(own) > 1)} {', '.join(own)}"
+
+    def _memory(self, compiled: Replanned, now: Plan) -> list[str]:
+        """What each lane holds, and has."""
+        sentences = []
+        for lane, (held, limit) in enumerate(zip(now.memory, compiled.memory, strict=True)):
+            of = "" if limit is None else f" of {human_bytes(round(limit))}"
+            sentences.append(
+                f"Lane {lane} ({self.options.lanes[lane]}) holds {human_bytes(round(held))}{of} at "
+                "most, by prediction."
+            )
+        if all(limit is None for limit in compiled.memory):
+            sentences.append('No limit is known: memory= says one, such as memory="20GiB".')
+        return sentences
+
+    def _help(self, found: Sequence[Suggestion]) -> list[str]:
+        """The suggestions, each with its call."""
+        if not found:
+            return [
+                "Nothing that was tried (the cut, checkpoints, other numbers of micro-batches, "
+                "other schedules) is predicted to save 5 % of a step or more. This tries more, and "
+                "measures the best three:",
+                "    fxpipe.tune(model, devices, (x,), measure=3)",
+            ]
+        sentences = []
+        for each in found:
+            sentences += [f"{each}:", f"    pipe = {each.call}"]
+        if not self.has_stepped and any("schedule" in each.options for each in found):
+            sentences.append(
+                "A schedule acts in pipe.step(x, target=y), which needs loss_fn= or a model that "
+                "returns its loss; pipe(x) runs all forwards first, whatever the schedule."
+            )
+        return sentences
+
+
+def _counted(count: int, what: str) -> str:
+    """``2, "micro-batch"`` → ``2 micro-batches``."""
+    return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("h") else "s")
+
+
+def _sentence(text: str) -> str:
+    """Text as a sentence, with a capital letter and a full stop."""
+    capital = text[:1].upper() + text[1:]
+    return capital if capital.endswith((".", ":", ")")) else f"{capital}."

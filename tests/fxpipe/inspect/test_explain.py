@@ -1,0 +1,279 @@
+"""What a pipeline says of itself in sentences, and that the calls it suggests do what they say."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxpipe
+from fxpipe.schedule import Schedule
+from tests.zoo import MLP
+
+TWO, X = ["cpu"] * 2, torch.ones(8, 12)
+
+
+def layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(count)))
+
+
+def explained(model, example=(X,), devices=TWO, **options):
+    """The explanation of a model that has been compiled with an example."""
+    with (
+        warnings.catch_warnings(),
+        fxpipe.compile(model, devices, example_inputs=example, **options) as pipe,
+    ):
+        return pipe.explain()
+
+
+def said(explanation, heading):
+    """The sentences below a heading, as one text."""
+    return " ".join(explanation.paragraphs[heading])
+
+
+# ----------------------------------------------------------------------------------------- the call
+
+
+def run_again(call, model, **named):
+    """Run the call of a suggestion, as a user would who has these names."""
+    return eval(call, {"fxpipe": fxpipe, "model": model, **named})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunks": 2},
+        {"chunks": 4, "schedule": "1f1b"},
+        {"chunks": 4, "checkpoint": "always"},
+        {"chunks": 4, "partition": ["1"]},
+        {"chunks": 4, "loss_fn": nn.MSELoss(), "memory": "2GiB"},
+    ],
+    ids=lambda options: ", ".join(options),
+)
+def test_the_calls_that_are_suggested_run_and_take_what_was_predicted(options):
+    model, x = layers(4), torch.randn(16, 64)
+    found = explained(model, (x,), **options).suggestions
+    assert found, "there is something to gain for each of these"
+    for each in found:
+        assert 0.05 <= each.saved < 1 and each.seconds < each.before
+        with run_again(each.call, model, example_inputs=(x,), loss_fn=nn.MSELoss()) as pipe:
+            assert pipe.timeline().makespan == pytest.approx(each.seconds, rel=1e-6)
+            assert torch.isfinite(pipe(x)).all()
+
+
+def test_what_is_suggested_is_said_with_its_gain_and_its_call():
+    explanation = explained(layers(4), (torch.randn(16, 64),), chunks=2)
+    best, *others = explanation.suggestions
+    assert all(best.saved >= other.saved for other in others)
+    text = str(explanation)
+    assert f"{best.saved:.0%} less" in text and f"pipe = {best.call}" in text
+    assert best.call.startswith('fxpipe.compile(model, ["cpu", "cpu"], example_inputs=')
+    assert "pipe.step(x, target=y)" in said(explanation, "What would help")
+
+
+def test_a_pipeline_that_cannot_be_made_faster_is_not_given_advice():
+    explanation = explained(layers(1), (torch.randn(4, 64),), ["cpu"], chunks=1)
+    assert explanation.suggestions == []
+    assert "Nothing that was tried" in said(explanation, "What would help")
+    assert "fxpipe.tune(model, devices, (x,), measure=3)" in said(explanation, "What would help")
+
+
+def test_what_does_not_fit_into_the_memory_is_not_suggested():
+    x, model = torch.randn(64, 64), layers(4)
+    open_ended = explained(model, (x,), chunks=4, checkpoint="always")
+    assert any("checkpoint" in each.options for each in open_ended.suggestions)
+    with fxpipe.compile(model, TWO, chunks=4, checkpoint="always", example_inputs=(x,)) as pipe:
+        limit = max(pipe.timeline().peak_memory) * 1.01
+    tight = explained(model, (x,), chunks=4, checkpoint="always", memory=limit)
+    assert tight.suggestions
+    assert all(max(each.memory) <= limit for each in tight.suggestions)
+    assert "of " in said(tight, "What it needs of memory")
+
+
+def test_a_schedule_of_the_users_own_may_be_replaced_by_a_faster_one():
+    slow = Schedule.from_text("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 \n 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
+    model, x = layers(4), torch.randn(16, 64)
+    (best, *_) = explained(model, (x,), schedule=slow).suggestions
+    assert best.options["chunks"] == 4, "as many micro-batches as the schedule had"
+    with run_again(best.call, model, example_inputs=(x,)) as pipe:
+        assert pipe.timeline().makespan == pytest.approx(best.seconds, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------ what there is
+
+
+def test_before_there_is_a_call_it_says_what_to_call():
+    with fxpipe.compile(MLP(), TWO) as pipe:
+        text = str(pipe.explain())
+        assert "is not compiled yet" in text and "pipe.prepare(x)" in text
+        pipe.prepare(X)
+        assert "Where the batch is" in str(pipe.explain())
+
+
+def test_it_says_where_the_batch_is_and_how_that_is_known():
+    found = said(explained(MLP()), "Where the batch is")
+    assert found.startswith("A mini-batch of 8 rows is cut into 8 micro-batches: x along dimension")
+    assert "The check has found it out" in found
+    found = said(explained(MLP(), in_dims=0, chunks=2), "Where the batch is")
+    assert "because in_dims says it" in found and "found it out" not in found
+    found = said(explained(MLP(), chunks=1), "Where the batch is")
+    assert "has not been checked" in found, "there is one micro-batch, so that nothing was run"
+    found = said(explained(MLP(), check=False), "Where the batch is")
+    assert "With check=False a difference from the model is accepted" in found
+
+
+def test_inputs_that_all_micro_batches_share_are_named():
+    class Scaled(nn.Module):
+        def forward(self, x, table):
+            return (x @ table).relu()
+
+    example = torch.randn(8, 5), torch.randn(5, 3)
+    assert "All of them share table." in said(explained(Scaled(), example), "Where the batch is")
+
+
+def test_lists_with_an_element_for_each_row_are_the_batch():
+    class Stacks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, rows):
+            return list(self.last(self.linear(torch.stack(rows))))
+
+    rows = [torch.randn(3) for _ in range(4)]
+    explanation = explained(Stacks(), (rows,), chunks=2)
+    assert "rows along the list" in said(explanation, "Where the batch is")
+
+
+def test_it_says_why_symbolic_tracing_was_not_enough():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x):
+            return self.last(self.linear(x) if len(x.shape) == 2 and x.size(1) > 1 else x)
+
+    found = said(explained(Branches()), "How it was traced")
+    assert "torch.export has traced the model" in found
+    assert "symbolic: " in found and "if len(x.shape) == 2 and x.size(1) > 1 else x" in found
+    found = said(explained(MLP()), "How it was traced")
+    assert "symbolically" in found and "tried before" not in found
+    found = said(explained(MLP(), tracer="export"), "How it was traced")
+    assert 'because of tracer="export"' in found and "tried before" not in found
+
+
+def test_a_reason_is_kept_in_the_cache_on_disk(tmp_path):
+    class Sized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x):
+            if x.size(1) < 2:
+                return x
+            return self.last(self.linear(x))
+
+    first, second = (
+        said(explained(Sized(), cache=tmp_path), "How it was traced") for _ in range(2)
+    )
+    assert "x.size(1) < 2" in first and first == second
+
+
+def test_what_is_kept_whole_is_named_with_the_reason():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(12, 12) for _ in range(3))
+
+        def forward(self, x):
+            return self.c(checkpoint(lambda x: self.b(self.a(x).relu()), x, use_reentrant=False))
+
+    found = said(explained(Checkpointed()), "What is kept whole")
+    assert "the model checkpoints it; checkpoint smaller parts of it" in found
+    assert "Nothing beside" in said(
+        explained(layers(4), (torch.ones(8, 64),)), "What is kept whole"
+    )
+
+
+def test_a_layer_that_is_too_large_for_an_even_cut_is_named_as_the_limit():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    explanation = explained(model, (torch.ones(8, 4),), costs={"0": 1.0, "1": 6.0, "2": 1.0})
+    assert "'_1' (Linear) takes 75% of the time" in said(explanation, "What is kept whole")
+    assert "the cut is limited by '_1'" in said(explanation, "What limits the speed")
+
+
+def test_the_stages_are_named_by_what_is_in_them():
+    model, costs = layers(4), {str(i): 1.0 for i in range(4)}
+    example = (torch.ones(8, 64),)
+    found = said(explained(model, example, partition=["1"], costs=costs), "Where it is cut")
+    assert "Stage 0 on cpu, 25% of the time: 0." in found
+    assert "Stage 1 on cpu, 75% of the time: 1 to 3." in found
+    assert "The cut is yours, by partition=." in found
+    assert "The cut is optimal" in said(explained(model, example), "Where it is cut")
+
+
+def test_what_limits_the_speed_is_given_in_parts_of_the_step():
+    seconds = {str(i): 1.0 for i in range(4)}
+    explanation = explained(
+        layers(4), (torch.ones(8, 64),), chunks=2, costs=seconds, partition=["2"]
+    )
+    found = said(explanation, "What limits the speed")
+    assert "So 2 lanes are 1.33 times as fast as one." in found, "GPipe: 2 x 2 / (2 + 1)"
+    assert "So the stages are even." in found
+    assert "The bubble: lane 0 waits 33% of the step" in found
+    assert "pipe.measure" in found and "Lanes on one device share it" in found
+
+
+def test_recomputing_is_given_as_a_part_of_the_step():
+    explanation = explained(layers(4), (torch.ones(8, 64),), chunks=2, checkpoint="always")
+    assert "always" in said(explanation, "Where it is cut")
+    assert "To recompute activations costs 2" in said(explanation, "What limits the speed")
+
+
+def test_a_measured_step_is_said_beside_the_predicted_one():
+    with fxpipe.compile(MLP(), TWO, chunks=2, loss_fn=lambda y, _: y.mean()) as pipe:
+        pipe.measure(X, rounds=1)
+        assert "Measured, by pipe.measure, it was" in str(pipe.explain())
+
+
+def test_a_schedule_that_cannot_run_is_said_to_be_the_reason_for_no_prediction():
+    stuck = Schedule.from_text("0F0 0F1 0B0 0B1 \n 1B0 1B1 1F0 1F1")
+    explanation = explained(layers(2), (torch.ones(2, 64),), schedule=stuck)
+    assert "No step can be predicted" in said(explanation, "What limits the speed")
+    assert explanation.suggestions == ()
+
+
+def test_a_model_without_a_batch_has_an_explanation():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, scale):
+            return self.b(self.a(torch.ones(4))) * scale
+
+    explanation = explained(Constant(), (2.0,))
+    assert "No input has a batch dimension" in said(explanation, "Where the batch is")
+
+
+def test_a_graph_for_one_batch_size_is_explained_by_why_there_is_none_for_any():
+    class Loops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.stack([self.b(self.a(row)) for row in x])
+
+    found = said(explained(Loops(), (torch.randn(4, 4),), chunks=2), "How it was traced")
+    assert "this batch size only, because for any size there was none" in found
+    assert "no front end can trace Loops" in found
+
+
+def test_lines_fit_the_terminal_but_for_code_and_lines_of_models():
+    text = str(explained(MLP(), chunks=2))
+    assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("    "))
