@@ -227,7 +227,7 @@ class Explaining:
         gap = self.mode.model_graph.meta.get(GAP)
         if gap is not None:
             sentences.append(_sentence(optimality(gap)))
-        else:
+        elif any(name == "partition" for name, _ in self.options.call.arguments):
             sentences.append("The cut is yours, by partition=.")
         if not is_never(self.layout.modes):
             sentences.append(f"What stages recompute (checkpoint): {in_words(self.layout.modes)}.")
