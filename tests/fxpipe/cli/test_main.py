@@ -7,7 +7,7 @@ import pytest
 import fxpipe
 from tests.fxpipe.cli.invoke import refused, run
 
-COMMANDS = ["bench", "compile", "demo", "passes", "plan", "schedule"]
+COMMANDS = ["bench", "compile", "demo", "explain", "passes", "plan", "schedule"]
 
 
 def test_help_says_what_there_is():
