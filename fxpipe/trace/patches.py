@@ -78,6 +78,10 @@ def patched(
     itself for all but this one: it is for functions that are called so often that a second call for
     each of them would take long.
     """
+    if owner is Tensor:
+        # PyTorch lists the functions of this class once, at first need, and keeps the list: made
+        # within the block, it would keep the replacement, and whatever that leads to, for ever.
+        torch.overrides.get_overridable_functions()  # type: ignore[no-untyped-call]
     with LOCK:
         is_own = name in vars(owner)
         original = inspect.getattr_static(owner, name)

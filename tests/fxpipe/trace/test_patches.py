@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import subprocess
 import sys
 import threading
 import traceback
@@ -168,3 +169,32 @@ def test_a_stream_that_somebody_redirects_meanwhile_is_theirs(capsys) -> None:
     print("seen", file=sys.stderr)
     sys.stderr = before
     assert "seen" in capsys.readouterr().err
+
+
+FIRST_TRACE = """
+import gc, torch, fxpipe
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)))
+
+model = Model()
+own = set(map(id, model.parameters()))
+pipe = fxpipe.compile(model, ["cpu"] * 2, example_inputs=(torch.ones(4, 4),))
+gc.collect()
+kept = [each for each in gc.get_objects() if isinstance(each, nn.Parameter)]
+print(len([parameter for parameter in kept if id(parameter) not in own]))
+"""
+
+
+def test_the_first_trace_of_a_process_leaves_no_memory_of_the_model_behind() -> None:
+    """PyTorch lists all functions of tensors when the first one is traced: replacements in its list
+    would keep the twin's parameters, and so the memory in which the model has been."""
+    command = [sys.executable, "-W", "ignore", "-c", FIRST_TRACE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
