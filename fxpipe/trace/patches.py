@@ -81,7 +81,7 @@ def patched(
     if owner is Tensor:
         # PyTorch lists the functions of this class once, at first need, and keeps the list: made
         # within the block, it would keep the replacement, and whatever that leads to, for ever.
-        torch.overrides.get_overridable_functions()  # type: ignore[no-untyped-call]
+        torch.overrides.get_overridable_functions()
     with LOCK:
         is_own = name in vars(owner)
         original = inspect.getattr_static(owner, name)
