@@ -46,7 +46,6 @@ __all__ = [
     "Stage",
     "TraceError",
     "Tuning",
-    "__version__",
     "backend",
     "checkpoint",
     "compile",
