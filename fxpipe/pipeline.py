@@ -37,6 +37,7 @@ from fxpipe.loading.load import Source
 from fxpipe.planning.estimates import measured
 from fxpipe.proxy import ModelProxy, moved_to
 from fxpipe.runtime.clock import Record
+from fxpipe.runtime.ending import call
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.schedule import Timeline
 from fxpipe.trace import untouched
@@ -95,12 +96,14 @@ class Pipeline(ModelProxy):
 
     @_LikeTheModels
     @_opaque
+    @call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for these arguments, computed micro-batch by micro-batch."""
         mode, values, unrolled = self._runner.ready(args, kwargs)
         return mode.rebuild(self._runner.run(unrolled, values))
 
     @_opaque
+    @call
     def step(
         self,
         *args: Any,

@@ -30,6 +30,7 @@ from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source
 from fxpipe.pipeline import Pipeline
 from fxpipe.proxy import ModelProxy
+from fxpipe.runtime.ending import call
 from fxpipe.schedule import Timeline
 
 
@@ -56,6 +57,7 @@ class RankPipeline(Pipeline):
         self._set_up(runner)
         self.__dict__["_views"] = RankViews(runner)
 
+    @call
     def forward(self, *args: Any, broadcast: bool = False, **kwargs: Any) -> Any:
         """Run the model's forward. The rank of the last stage gets the output, others get None.
 

@@ -33,6 +33,7 @@ from torch import Tensor, fx
 
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.clock import Record
+from fxpipe.runtime.ending import CALLS, wait_for_calls_at_exit
 from fxpipe.runtime.program import CALLER, Program
 from fxpipe.runtime.streams import HandOver, current, handed_over, has_streams, is_captured, on
 
@@ -253,7 +254,6 @@ class Lanes:
         Returns the value of the program's output. Raises the first error of an instruction, after
         all lanes have ended their parts of the run.
         """
-        self._start()
         run = _ProgramCall(list(program.lanes), record)
         ambient = Ambient.here()
         given = [value.device for value in values if isinstance(value, Tensor)]
@@ -263,7 +263,11 @@ class Lanes:
         hand_over = HandOver(streams)
         taking = [_Taking(device, streams, hand_over) for device in self._devices]
         lanes = [lane for lane in program.lanes if lane != CALLER]
-        with self._lock:  # all lanes get their runs in one order, so that none waits for another
+        self._notice_fork()
+        # All lanes get their runs in one order, so that none waits for another. Nobody ends the
+        # threads between their start and the last job.
+        with self._lock:
+            self._start()
             for lane in lanes:
                 job = partial(run.in_lane, lane, program, ambient, taking[lane])
                 work = partial(copy_context().run, job)
@@ -290,41 +294,46 @@ class Lanes:
     def close(self) -> None:
         """End the threads, once they have done the jobs in their queues. The next run starts new
         ones."""
+        self._notice_fork()
         with self._lock:
-            if self._close is not None:
-                self._close()
-            self._queues, self._threads, self._close = [], [], None
+            end, self._close = self._close, None
+            self._queues, self._threads = [], []
+        if end is not None:  # without the lock: a job may call the pipeline, or close it
+            end()
 
-    def _start(self) -> None:
+    def _notice_fork(self) -> None:
         if self._process != os.getpid():  # a forked process has no threads of its parent
             self._reset()
-        with self._lock:
-            if self._queues and not any(queue.has_ended for queue in self._queues):
-                return
-            if self._close is not None:  # a lane has been ended from outside: end the others, too
-                self._close.detach()
-                for waiting in self._queues:
-                    waiting.end()
-            self._queues, self._threads = [], []
-            on_cpu = sum(device.type == "cpu" for device in self._devices)
-            total = torch.get_num_threads()
-            share = max(1, total // max(1, on_cpu))
-            ready = threading.Semaphore(0)
-            for i, device in enumerate(self._devices):
-                queue = JobQueue()
-                threads = share if device.type == "cpu" else None
-                thread = threading.Thread(
-                    target=_work, args=(queue, threads, ready), name=f"fxpipe-lane-{i}", daemon=True
-                )
-                self._queues.append(queue)
-                self._threads.append(thread)
-                thread.start()
-            for _ in self._threads:
-                ready.acquire()
-            # The number of threads that a lane sets for itself also becomes the default of threads
-            # that start later: set the caller's number again.
-            torch.set_num_threads(total)
-            self._close = weakref.finalize(self, _end, self._queues, self._threads)
+
+    def _start(self) -> None:
+        """Start the threads, unless they run. The caller holds the lock."""
+        if self._queues and not any(queue.has_ended for queue in self._queues):
+            return
+        if self._close is not None:  # a lane has been ended from outside: end the others, too
+            self._close.detach()
+            for waiting in self._queues:
+                waiting.end()
+        self._queues, self._threads = [], []
+        on_cpu = sum(device.type == "cpu" for device in self._devices)
+        total = torch.get_num_threads()
+        share = max(1, total // max(1, on_cpu))
+        ready = threading.Semaphore(0)
+        for i, device in enumerate(self._devices):
+            queue = JobQueue()
+            threads = share if device.type == "cpu" else None
+            thread = threading.Thread(
+                target=_work, args=(queue, threads, ready), name=f"fxpipe-lane-{i}", daemon=True
+            )
+            self._queues.append(queue)
+            self._threads.append(thread)
+            thread.start()
+        for _ in self._threads:
+            ready.acquire()
+        # The number of threads that a lane sets for itself also becomes the default of threads
+        # that start later: set the caller's number again.
+        torch.set_num_threads(total)
+        self._close = weakref.finalize(self, _end, self._queues, self._threads)
+        wait_for_calls_at_exit()
 
 
 class _Job:
@@ -405,6 +414,7 @@ def _work(queue: JobQueue, threads: int | None, ready: threading.Semaphore) -> N
         # an earlier set_num_threads: so ask first, and set then.
         torch.get_num_threads()
         torch.set_num_threads(threads)
+    CALLS.belong()
     ready.release()
     queue.work()
 

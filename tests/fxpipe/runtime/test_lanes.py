@@ -542,6 +542,23 @@ def test_a_hook_may_close_the_pipeline():
     assert lanes() == []
 
 
+def test_threads_that_are_ended_at_any_time_lose_no_call(pipe):
+    x, is_over = torch.randn(8, 4), threading.Event()
+    expected, threads = pipe(x), pipe._runner._lanes
+
+    def close():
+        while not is_over.is_set():
+            threads.close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    try:
+        assert all(same(pipe(x), expected) for _ in range(100))
+    finally:
+        is_over.set()
+        closing.join()
+
+
 def end(thread):
     """Ends a thread, as soon as it runs Python again."""
     identity = ctypes.c_ulong(thread.ident)
