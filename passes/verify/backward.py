@@ -25,7 +25,7 @@ That autograd keeps to these pictures is held by ``tests/passes/verify/test_auto
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Never
 
@@ -34,7 +34,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import STREAM
 from fxpipe.runtime.streams import COMPUTE
-from passes.to_pipeline.cells import CARRIERS, Cell, cell_of
+from passes.to_pipeline.cells import CARRIERS, Cell
 from passes.to_pipeline.dependencies import may_have_gradient
 from passes.verify.errors import VerifyError
 
@@ -45,13 +45,16 @@ so that nothing is run again before the next micro-batch is done; and a stage is
 the wait for the gradient, while this is still being copied."""
 
 
-def check_backward(graph: fx.Graph) -> None:
+def check_backward(graph: fx.Graph, cells: Mapping[Cell, Sequence[fx.Node]]) -> None:
     """Check that at every stage the backwards of the micro-batches come in one order, the last one
-    first. Raises :class:`VerifyError` for a graph in which they may not."""
+    first. ``cells`` are the nodes of each cell of the graph, in order.
+
+    Raises :class:`VerifyError` for a graph in which they may come in another order.
+    """
     is_checkpointed = graph.find_nodes(op="call_function", target=ops.checkpoint, sort=False)
     if not is_checkpointed and not graph.find_nodes(op="call_module", sort=False):
         return  # a step graph, in which each backward is a node
-    found = _nodes_by_cell(graph)
+    found = {cell: _CellContents.of(cell, nodes) for cell, nodes in cells.items()}
     for (microbatch, stage), own in found.items():
         if not own.calls or not own.has_streams:
             continue  # a cell of a graph without streams, which is run without gradients
@@ -75,12 +78,14 @@ class _CellContents:
         items: those that take an element out of what another node gives.
         leaving: those whose values are used outside of the cell; phonies are none of them.
         has_streams: whether nodes are noted on streams.
+        inside: all nodes of the cell.
         gates: by a node of the cell, the gates of the cell's exit that its value has passed, as far
             as somebody has asked.
     """
 
     cell: Cell
     first: fx.Node
+    inside: Set[fx.Node]
     calls: list[fx.Node] = field(default_factory=list)
     forks: list[fx.Node] = field(default_factory=list)
     joins: list[fx.Node] = field(default_factory=list)
@@ -89,38 +94,25 @@ class _CellContents:
     has_streams: bool = False
     gates: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
-    def add(self, node: fx.Node) -> None:
-        """Add a node of the cell."""
-        function = node.target
-        if function is operator.getitem:
-            self.items.append(node)
-        elif function is ops.fork:
-            self.forks.append(node)
-        elif function is ops.join:
-            self.joins.append(node)
-        elif function is ops.checkpoint or node.op == "call_module":
-            self.calls.append(node)
-            self.has_streams = STREAM in node.meta
-
-
-def _nodes_by_cell(graph: fx.Graph) -> dict[Cell, _CellContents]:
-    """Sort the nodes of a graph by cells, and find those whose values leave their cells."""
-    found: dict[Cell, _CellContents] = {}
-    contents: dict[fx.Node, _CellContents] = {}
-    for node in graph.nodes:
-        if (cell := cell_of(node)) is not None:
-            own = found.get(cell)
-            if own is None:
-                own = found[cell] = _CellContents(cell, node)
-            own.add(node)
-            contents[node] = own
-    for node, own in contents.items():
-        for user in node.users:
-            if contents.get(user) is not own:
-                if node.args[1:] != (1,) or not _is_of_fork(node):
-                    own.leaving.append(node)
-                break
-    return found
+    @staticmethod
+    def of(cell: Cell, nodes: Sequence[fx.Node]) -> _CellContents:
+        """Find the nodes of a cell that matter."""
+        inside = set(nodes)
+        found = _CellContents(cell, nodes[0], inside)
+        for node in nodes:
+            function = node.target
+            if function is operator.getitem:
+                found.items.append(node)
+            elif function is ops.fork:
+                found.forks.append(node)
+            elif function is ops.join:
+                found.joins.append(node)
+            elif function is ops.checkpoint or node.op == "call_module":
+                found.calls.append(node)
+                found.has_streams = STREAM in node.meta
+            if not inside.issuperset(node.users) and not _is_phony(node):
+                found.leaving.append(node)
+        return found
 
 
 def _check_exit(own: _CellContents) -> None:
@@ -167,7 +159,9 @@ def _raise_for_passing_by(leaving: list[fx.Node], passed: list[list[fx.Node]]) -
     raise VerifyError("the values that leave a cell pass its gates in one order", leaving[0])
 
 
-def _is_of_fork(node: fx.Node) -> bool:
+def _is_phony(node: fx.Node) -> bool:
+    if node.args[1:] != (1,):
+        return False
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and source.target is ops.fork
 
@@ -186,12 +180,12 @@ def _gates_of(node: fx.Node, own: _CellContents) -> list[fx.Node]:
 def _found_gates(node: fx.Node, own: _CellContents) -> list[fx.Node]:
     values = node.args[0] if node.args else None
     if node.target is operator.getitem:
-        if isinstance(values, fx.Node) and cell_of(values) == own.cell:
+        if isinstance(values, fx.Node) and values in own.inside:
             return _gates_of(values, own)
         return []
     if node.target not in GATES or _is_entry(node):
         return []
-    inner = [each for each in _flat(values) if cell_of(each) == own.cell]
+    inner = [each for each in _flat(values) if each in own.inside]
     return [*_common([_gates_of(each, own) for each in inner]), node]
 
 

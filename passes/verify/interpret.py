@@ -43,27 +43,22 @@ _WITH_RULES = actions, gates, links, parts, shards  # files that register rules 
 def follow(visit: Visit) -> Iterator[fx.Node]:
     """Visit all nodes of a graph. Yields a node whose value another rank has not sent yet, and goes
     on once it has."""
-    known, names, paths = visit.known, set[str](), set[object]()
+    known = visit.known
     for node in visit.gm.graph.nodes:
-        if node.target is ops.arrived:
+        key = node.target if node.op == "call_function" else node.op
+        if key is ops.arrived:
             while _must_wait(visit, node):
                 yield node
         for each in node.all_input_nodes:
             if each not in known:
                 raise VerifyError("it uses a value that is not computed ahead of it", node, each)
-        if node.op in ("get_attr", "call_module") and node.target not in paths:
-            visit.at(str(node.target), node)
-            paths.add(node.target)
         visit.begin(node)
-        names.add(node.name)
-        key = node.target if node.op == "call_function" else node.op
         known[node] = (RULES.get(key) or RULES[node.op])(visit, node)
-        if len(names) < len(known):
-            raise VerifyError(f"another node has the name {node.name}, too", node)
 
 
 def check_end(visit: Visit) -> None:
     """Check what can be checked only once all nodes have been visited."""
+    _check_names(visit)
     _check_uses(visit)
     actions.check_actions(visit)
 
@@ -73,6 +68,18 @@ def _must_wait(visit: Visit, node: fx.Node) -> bool:
         return False
     (received,) = node.all_input_nodes
     return edge_of(received) not in visit.exchange.arrivals
+
+
+def _check_names(visit: Visit) -> None:
+    """Check that no two nodes have one name."""
+    by_name = {node.name: node for node in visit.known}
+    if len(by_name) == len(visit.known):
+        return
+    for node in visit.known:
+        if by_name[node.name] is not node:
+            raise VerifyError(
+                f"another node has the name {node.name}, too", by_name[node.name], node
+            )
 
 
 def _check_uses(visit: Visit) -> None:

@@ -43,6 +43,7 @@ def _input(visit: Visit, node: fx.Node) -> Any:
 
 @rule("get_attr")
 def _state(visit: Visit, node: fx.Node) -> Any:
+    visit.at(str(node.target), node)
     return KnownState(str(node.target))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Hashable
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import DEVICE, STAGE, STREAM
+from fxpipe.ir.graph import DEVICE, LANE, STAGE, STREAM
 from fxpipe.runtime.streams import COMPUTE, COPY, stream_name
 from passes.verify.errors import VerifyError
 from passes.verify.values import lane_of
@@ -37,21 +37,22 @@ class Places:
         self._devices: dict[int, tuple[fx.Node, str]] = {}  # by lane: a node there, the device
         self._lanes = lanes
         self._has_streams = any(STREAM in node.meta for node in graph.nodes)
-        self._checked: set[Hashable] = set()
+        self._checked: dict[Hashable, int] = {}  # by what is noted of a node: its lane
 
-    def check(self, node: fx.Node, lane: int) -> None:
-        """Check that a lane is on one device, and that a node's stream is one of that device, of
-        the kind that the node's function uses.
+    def lane(self, node: fx.Node) -> int:
+        """The lane that runs a node, whose notes are checked: the lane is on one device, and the
+        node's stream is one of that device, of the kind that the node's function uses.
 
         Of nodes for which all of this is the same, the first one is checked."""
-        meta, function = node.meta, node.target
-        if STAGE not in meta:
-            return
+        note, function = node.meta.get, node.target
         streams = node.args[1:3] if function in NAMING_STREAMS else ()
-        place = meta[STAGE], lane, meta.get(DEVICE), meta.get(STREAM), function, streams
-        if place not in self._checked:
-            self._check(node, lane)
-            self._checked.add(place)
+        place = note(STAGE), note(LANE), note(DEVICE), note(STREAM), function, streams
+        lane = self._checked.get(place)
+        if lane is None:
+            lane = self._checked[place] = lane_of(node)
+            if STAGE in node.meta:
+                self._check(node, lane)
+        return lane
 
     def _check(self, node: fx.Node, lane: int) -> None:
         if (STREAM in node.meta) != self._has_streams:

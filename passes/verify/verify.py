@@ -51,8 +51,9 @@ class Verify:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         with _no_collections():
-            check_end(_followed(gm))
-            check_backward(gm.graph)
+            visit = _followed(gm)
+            check_end(visit)
+            check_backward(gm.graph, visit.cells)
         return gm
 
 

@@ -7,6 +7,7 @@ node is given. Rules are in a file for each subject.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE, STREAM, attribute
+from passes.to_pipeline.cells import Cell
 from passes.verify.clocks import Clocks, Event
 from passes.verify.effects import MemoryUses
 from passes.verify.errors import VerifyError
@@ -78,8 +80,7 @@ class Visit:
         transmits = gm.graph.find_nodes(op="call_function", target=ops.transmit)
         self.is_one_of_several = exchange is None and bool(transmits)
         """Whether other ranks have parts of the same program, of which nothing is known."""
-        self._lanes = {node: lane_of(node) for node in gm.graph.nodes}
-        lanes = sorted({CALLER, *self._lanes.values()})
+        lanes = sorted({CALLER, *map(lane_of, gm.graph.nodes)})
         self._number = {lane: i for i, lane in enumerate(lanes)}
         self._spots = {lane: {role: Spot(lane, role) for role in Role} for lane in lanes}
         self.lane = CALLER  # of the node that is visited
@@ -87,6 +88,7 @@ class Visit:
         self.effects = MemoryUses()
         self.places = Places(gm.graph, self.exchange.lanes)
         self.known: dict[fx.Node, Any] = {}
+        self.cells: dict[Cell, list[fx.Node]] = defaultdict(list)
         self.events: dict[fx.Node, Event] = {}
         self.portals: dict[fx.Node, list[fx.Node]] = {}  # by the blue node: moves and takers
         self.step = StepRecord()
@@ -99,8 +101,10 @@ class Visit:
 
     def begin(self, node: fx.Node) -> None:
         """Begin the visit of a node."""
-        self.lane = self._lanes[node]
-        self.places.check(node, self.lane)
+        self.lane = self.places.lane(node)
+        meta = node.meta
+        if STAGE in meta and MICROBATCH in meta:
+            self.cells[meta[MICROBATCH], meta[STAGE]].append(node)
 
     def here(self, role: Role = Role.COMPUTE) -> Spot:
         """Give the place in the visited node's lane where the streams of this role use values."""
@@ -163,7 +167,7 @@ class Visit:
         """Note in which lane each parameter of the stages lives: each has one home."""
         lanes: dict[str, int] = {}  # by a stage's path: the lane that was met last
         for node, path in _calls_of_stages(self.gm.graph):
-            lane = self._lanes[node]
+            lane = lane_of(node)
             if lanes.get(path) == lane:
                 continue
             lanes[path] = lane
