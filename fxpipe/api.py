@@ -65,6 +65,7 @@ def compile(
     memory: Memory = None,
     optimizer: str | float | Optimizer | None = None,
     example_target: Any = None,
+    training: bool = True,
     dump: str | os.PathLike[str] | None = None,
     verbose: bool = False,
     cache: str | os.PathLike[str] | None = None,
@@ -163,6 +164,12 @@ def compile(
             may be on "meta". With it, ``memory`` also counts what ``loss_fn`` saves for its
             backward: the function is called once on tensors without values. None: the target of the
             first call counts if that is a step, and otherwise the report says what is missing.
+        training: whether the pipeline is to be trained. False: it only computes outputs. Then no
+            memory is counted for gradients, optimizers, or activations that a backward needs; the
+            model is cut by the time of its forward and by the memory of its weights; calls run as
+            under ``torch.no_grad()``, and a backward from their outputs is refused, as are
+            :meth:`Pipeline.step` and the options of training. Dropout and batch norm still go by
+            ``train()`` and ``eval()``.
         dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
             code and, if it is small, drawn, after every pass. None: the folder that the environment
             variable ``FXPIPE_DUMP`` names, if it is set.
@@ -228,6 +235,7 @@ def compile(
         memory=memory,
         optimizer=optimizer,
         example_target=example_target,
+        training=training,
         chunks=chunks,
         partition=within(partition, boundaries),
         costs=costs,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from fxpipe.ir.counts import count
 from fxpipe.ir.graph import WRITTEN
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
+from fxpipe.ir.tensors import tensors_of
 from fxpipe.ir.text import kind
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source
@@ -38,6 +40,7 @@ from fxpipe.planning.estimates import measured
 from fxpipe.proxy import ModelProxy, moved_to
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.ending import call
+from fxpipe.runtime.inference import without_backward
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.schedule import Timeline
 from fxpipe.trace import untouched
@@ -98,9 +101,19 @@ class Pipeline(ModelProxy):
     @_opaque
     @call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for these arguments, computed micro-batch by micro-batch."""
+        """The model's output for these arguments, computed micro-batch by micro-batch. It has no
+        backward if the pipeline is compiled with ``training=False``."""
+        if not self._runner.options.training:
+            return self._inferred(args, kwargs)
         mode, values, unrolled = self._runner.ready(args, kwargs)
         return mode.rebuild(self._runner.run(unrolled, values))
+
+    def _inferred(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.no_grad():
+            mode, values, unrolled = self._runner.ready(args, kwargs)
+        trained = itertools.chain(self.parameters(), tensors_of(values))
+        output = without_backward(lambda: self._runner.run(unrolled, values), trained)
+        return mode.rebuild(output)
 
     @_opaque
     @call
@@ -153,8 +166,13 @@ class Pipeline(ModelProxy):
                 parameter that gets a gradient.
             TypeError: for a target with arrays that are no tensors.
             RuntimeError: in inference mode and under ``torch.no_grad()``, where there are no
-                gradients.
+                gradients; and for a pipeline without training.
         """
+        if not self._runner.options.training:
+            raise RuntimeError(
+                "this pipeline was compiled with training=False, and has no training step: compile "
+                "the model with training=True to train it; pipe(x) gives the outputs"
+            )
         if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "a training step needs gradients, which are turned off here: call it outside of "
@@ -225,7 +243,7 @@ class Pipeline(ModelProxy):
 
     def measure(self, *args: Any, target: Any = None, rounds: int = 5, **kwargs: Any) -> Timeline:
         """Run a few training steps, measure what each lane does and when, and return the step whose
-        duration is the median.
+        duration is the median. Of a pipeline without training, calls are run in place of steps.
 
         Gradients, buffers, random states and inputs are put back afterwards, and hooks of modules
         and parameters are not called.
@@ -235,7 +253,16 @@ class Pipeline(ModelProxy):
             rounds: the number of steps to measure, after one step to warm up.
         """
         rounds = count("rounds", rounds, "the number of steps to measure")
-        unrolled, values = self._runner.ready_to_step(args, kwargs, target)
+        if self._runner.options.training:
+            unrolled, values = self._runner.ready_to_step(args, kwargs, target)
+            values += [None, None]
+        elif target is not None:
+            raise ValueError(
+                "a target is given to a pipeline that was compiled with training=False, of which "
+                "calls are measured, and no steps: leave it out"
+            )
+        else:
+            _, values, unrolled = self._runner.ready(args, kwargs)
         inputs = unrolled.graph_module.graph.find_nodes(op="placeholder")
         written = {i for i, node in enumerate(inputs) if WRITTEN in node.meta}
         timelines = []
@@ -244,7 +271,7 @@ class Pipeline(ModelProxy):
             given = [value.clone() if i in written else value for i, value in enumerate(values)]
             record = Record()
             with untouched(self.module), torch.no_grad():
-                self._runner.run(unrolled, [*given, None, None], record)
+                self._runner.run(unrolled, given, record)
             if number:
                 timelines.append(measured("measured", self._views.lane_names, record.marks))
         timelines.sort(key=lambda timeline: timeline.makespan)

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,11 +27,13 @@ from fxpipe.compiler.ranks.tensors import tensors_of_module
 from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.compiler.runner import NotYet
 from fxpipe.inspect.views import RankViews
+from fxpipe.ir.tensors import tensors_of
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source
 from fxpipe.pipeline import Pipeline
 from fxpipe.proxy import ModelProxy
 from fxpipe.runtime.ending import call
+from fxpipe.runtime.inference import without_backward
 from fxpipe.schedule import Timeline
 
 
@@ -65,15 +68,20 @@ class RankPipeline(Pipeline):
             broadcast: whether all ranks get the output.
 
         Raises RuntimeError if gradients are enabled, since a backward from the output could not
-        reach the stages of other ranks.
+        reach the stages of other ranks. If the pipeline is compiled with ``training=False``, it is
+        a backward from the output that raises it.
         """
-        if torch.is_grad_enabled():
+        if self._runner.options.training and torch.is_grad_enabled():
             raise RuntimeError(
                 "a pipeline of several ranks has no backward of its own, since its output is on "
                 "one of them: train with pipe.step(x, target=y), or call it under torch.no_grad()"
             )
-        mode, values, unrolled = self._runner.ready(args, kwargs)
-        output = self._runner.run_for(unrolled, values, everywhere=broadcast)
+        with torch.no_grad():
+            mode, values, unrolled = self._runner.ready(args, kwargs)
+        output = without_backward(
+            lambda: self._runner.run_for(unrolled, values, everywhere=broadcast),
+            itertools.chain(self.module.parameters(), tensors_of(values)),
+        )
         is_last = self.rank == self._runner.options.placement[-1]
         return mode.traced.rebuild(output) if broadcast or is_last else None
 

@@ -69,6 +69,7 @@ class ToStages:
         deferred_batch_norm: whether batch norms update their running statistics once for each
             mini-batch.
         places: for each stage the rank that runs it, if there are several; see pass "tied".
+        training: whether there are backwards; if not, nothing is counted or kept for them.
     """
 
     leads_to: ClassVar[Level] = Level.STAGE
@@ -86,6 +87,7 @@ class ToStages:
     measured_on: torch.device | None = None
     deferred_batch_norm: bool = False
     places: tuple[int, ...] = ()
+    training: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class ToPipeline:
         loss_weight: the module that gives the weight of a micro-batch's loss; None unless an output
             is averaged with such weights.
         compiled: makes compiled stages; None: stages run uncompiled.
+        training: as for :class:`ToStages`.
     """
 
     leads_to: ClassVar[Level] = Level.PIPELINE
@@ -111,6 +114,7 @@ class ToPipeline:
     checkpoint_segments: int = 1
     loss_weight: nn.Module | None = None
     compiled: CompiledStages | None = None
+    training: bool = True
 
 
 @dataclass(frozen=True)

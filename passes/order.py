@@ -61,7 +61,7 @@ def _to_stages() -> tuple[Entry[ToStages], ...]:
             applies=lambda c: c.deferred_batch_norm,
             when="with deferred_batch_norm=True",
         ),
-        Entry("alias", lambda c: Alias(c.inputs), model, model, Alias),
+        Entry("alias", lambda c: Alias(c.inputs, c.training), model, model, Alias),
         Entry(
             "inputs",
             lambda c: WrittenInputs(c.inputs, c.in_dims, c.chunks_asked_for),
@@ -93,7 +93,7 @@ def _to_stages() -> tuple[Entry[ToStages], ...]:
             applies=lambda c: c.traced_chunks is not None,
             when="for graphs that take one batch size",
         ),
-        Entry("shared", lambda c: Shared(), model, model, Shared, needs=("alias",)),
+        Entry("shared", lambda c: Shared(c.training), model, model, Shared, needs=("alias",)),
         Entry("random", lambda c: Random(), model, model, Random, needs=("alias",)),
         Entry("partition", _partition, model, model, Partition, needs=("alias", "cost")),
         Entry("free", lambda c: Free(), model, model, Free, needs=("partition",)),
@@ -132,6 +132,7 @@ def _cost(context: ToStages) -> Pass:
         spec=context.spec,
         optimizer_states=context.optimizer_states,
         chunks=context.chunks,
+        training=context.training,
     )
 
 
@@ -153,8 +154,12 @@ def _to_pipeline() -> tuple[Entry[ToPipeline], ...]:
         entry("copies", lambda c: Copies(c.devices), Copies),
         entry("streams", lambda c: Streams(c.devices), Streams),
         entry("checkpoint", lambda c: Checkpoint(c.checkpoint, c.checkpoint_segments), Checkpoint),
-        entry("dependencies", lambda c: Dependencies(), Dependencies),
-        entry("verify", lambda c: Verify(), Verify),
+        replace(
+            entry("dependencies", lambda c: Dependencies(), Dependencies),
+            applies=lambda c: c.training,
+            when="where there are backwards",
+        ),
+        entry("verify", lambda c: Verify(training=c.training), Verify),
         replace(
             entry("compiled", _compiled, Compiled),
             applies=lambda c: c.compiled is not None,

@@ -227,7 +227,7 @@ def bench(
 ) -> None:
     """Measure a training step, and compare it with its prediction.
 
-    The loss of the step is the mean of the model's output.
+    The loss of the step is the mean of the model's output. With --inference, a call is measured.
 
     \b
     Examples:
@@ -237,7 +237,9 @@ def bench(
     from fxpipe.schedule import compare
 
     given = load(factory, shapes)
-    with _compiled(given, loss_fn=mean, **options) as pipe:
+    if options["training"]:
+        options["loss_fn"] = mean
+    with _compiled(given, **options) as pipe:
         before = replace(pipe.timeline(), name="predicted")
         with working("measuring", 1 + rounds):
             measured = pipe.measure(*given.args, rounds=rounds, **given.kwargs)

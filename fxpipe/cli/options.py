@@ -125,6 +125,13 @@ _PIPELINE = (
         "Default: adam.",
     ),
     click.option(
+        "--training/--inference",
+        default=True,
+        show_default=True,
+        help="Whether the model is to be trained, or only computes outputs: then no memory is "
+        "counted for gradients, and the cut is balanced by the time of the forward.",
+    ),
+    click.option(
         "--passes",
         callback=lambda ctx, param, value: value and chain_named(value),
         metavar="MODULE:CHAIN",

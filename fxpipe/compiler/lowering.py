@@ -45,6 +45,7 @@ class Lowering:
             checkpoint_segments=self._segments,
             compiled=mode.compiled,
             loss_weight=self._loss_weight(mode),
+            training=options.training,
         )
         return self._lowered(mode, f"pipeline of {chunks}", context, chunks)
 

@@ -21,12 +21,21 @@ from fxpipe.ir.given import check_call
 from fxpipe.ir.text import kind
 from fxpipe.meaning.loss import ROWS
 from fxpipe.planning.estimates import estimated_costs
+from fxpipe.planning.inference import check_training
 from fxpipe.planning.limits import Memory, limits_of
 from fxpipe.planning.loss import without_values
 from fxpipe.planning.optimizer import optimizer_states
 from fxpipe.runtime.compiled.stage import StageBackend
 from fxpipe.runtime.microbatch import SUM
-from fxpipe.schedule import AUTO, Schedule, microbatches_of, named, placement_of, schedule_of
+from fxpipe.schedule import (
+    AUTO,
+    Schedule,
+    forwards,
+    microbatches_of,
+    named,
+    placement_of,
+    schedule_of,
+)
 from fxpipe.trace import CustomTracer
 from passes import Chain, Checkpoint, Pass
 from passes.chain import chain_of
@@ -69,10 +78,11 @@ class Options:
     cache: str | os.PathLike[str] | None = None
     memory: tuple[float | None, ...] | None = None  # of each lane; None: what a device has
     optimizer_states: float = ADAM
-    optimizer: str = ""  # whose states these are, in words
+    optimizer: str = ""  # whose states these are, in words; "" if nothing is trained
     example_target: Any = None  # with its tensors on "meta"
     call: WrittenCall = COMPILE
     """The call that has given the options, as text."""
+    training: bool = True
 
     @staticmethod
     def of(
@@ -86,6 +96,7 @@ class Options:
         memory: Memory = None,
         optimizer: str | float | Optimizer | None = None,
         example_target: Any = None,
+        training: bool = True,
         **others: Any,
     ) -> Options:
         """Make the options from what has been given to :func:`fxpipe.compile`.
@@ -95,6 +106,16 @@ class Options:
         lanes = _devices(devices)
         if chunks is not None:
             chunks = count("chunks", chunks, "the number of micro-batches")
+        check_training(
+            training,
+            schedule=schedule,
+            checkpoint=others["checkpoint"],
+            partition=others["partition"],
+            optimizer=optimizer,
+            loss_fn=others["loss_fn"],
+        )
+        if not training:
+            others["checkpoint"] = "never"
         placement = placement_of(schedule, len(lanes), stages)
         if isinstance(costs, str) and costs == "auto":
             costs = "measured" if can_measure and lanes[0].type != "cpu" else "analytic"
@@ -106,8 +127,9 @@ class Options:
             costs=costs,
             memory=None if memory is None else limits_of(memory, len(lanes)),
             optimizer_states=optimizer_states(optimizer, ADAM),
-            optimizer=_named(optimizer),
+            optimizer=_named(optimizer) if training else "",
             example_target=without_values(example_target),
+            training=training,
             **others,
         )
 
@@ -182,7 +204,10 @@ class Options:
 
     def schedule_for(self, chunks: int, costs: Sequence[Cost], checkpoint: Modes) -> Schedule:
         """The schedule of a training step with ``chunks`` micro-batches. ``costs`` has each stage's
-        cost for a mini-batch, and ``checkpoint`` says which micro-batches stages keep."""
+        cost for a mini-batch, and ``checkpoint`` says which micro-batches stages keep. If nothing
+        is trained, it has the forwards of a call."""
+        if not self.training:
+            return forwards(self.placement, chunks)
         return schedule_of(
             self.schedule,
             self.placement,

@@ -76,7 +76,7 @@ class Replanned:
     def asked(self, memory: tuple[float | None, ...]) -> PlanQuestion:
         """The question which plan there is with the options of the compilation, on lanes with so
         much memory."""
-        context = ToStages((), (), chunks=self.chunks)
+        context = ToStages((), (), chunks=self.chunks, training=self.options.training)
         gm = self._at(self.chunks)
         loss = self.mode.saved_by_loss
         asked = question_of(self.options, memory, gm, context, self.chunks, loss)
@@ -152,6 +152,7 @@ class Replanned:
             costs=options.costs,
             optimizer_states=options.optimizer_states,
             spec=options.specs[0],
+            training=options.training,
         )
         return run(chain.passes(context, since="rows", until="shared"), gm)
 

@@ -42,7 +42,8 @@ def shortage(options: Options, layout: Layout, mode: Mode, chunks: int) -> str:
     less = tuple(spec.with_memory(limit) for spec, limit in zip(options.specs, limits, strict=True))
     asked = compiled.asked((None,) * len(options.lanes))
     ways = replace(asked, specs=less).ways_out(None)
+    run = "training step" if options.training else "call"
     return (
-        f"in fxpipe: a training step of {chunks} micro-batches was predicted to need {said}; for a "
+        f"in fxpipe: a {run} of {chunks} micro-batches was predicted to need {said}; for a "
         f"tenth less, {ways}"
     )

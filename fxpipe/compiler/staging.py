@@ -139,6 +139,7 @@ class Staging(ABC):
             options.sizes,
             options.loss_weight,
             returns_loss=options.loss_fn is None,
+            training=options.training,
         )
 
     def _to_the_model(
@@ -466,6 +467,7 @@ class Staging(ABC):
             deferred_batch_norm=options.deferred_batch_norm,
             optimizer_states=options.optimizer_states,
             spec=options.specs[0],
+            training=options.training,
         )
         # Where the cut moves parameters, programs that have been compiled before are wrong.
         cut = CutAlike(self.layout, self._partition(context, inputs), self.forget)
@@ -533,7 +535,13 @@ class Staging(ABC):
             return question.ways_out(None)
         dims = list(context.in_dims)
         traced, known = sketch(
-            self.model, *inputs, dims, options.tracer, options.chunks, options.passes
+            self.model,
+            *inputs,
+            dims,
+            options.tracer,
+            options.chunks,
+            options.passes,
+            options.training,
         )
         known = replace(known, spec=context.spec, optimizer_states=context.optimizer_states)
         prices = CostedModel(self.model, traced.graph_module, known, options.passes)

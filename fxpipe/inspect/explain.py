@@ -47,7 +47,8 @@ class Explanation:
     Attributes:
         title: what is explained.
         paragraphs: sentences by their headings.
-        suggestions: calls that are predicted to make a step faster, the most helpful first.
+        suggestions: calls of :func:`fxpipe.compile` that are predicted to make a step, or a call
+            without one, faster, the most helpful first.
     """
 
     title: str
@@ -95,7 +96,7 @@ class Explaining:
         options, layout: those of the compilation.
         mode, chunks: what has been compiled for the last call, and its number of micro-batches.
         stages: the stages of it.
-        measured: a training step as it was measured; None if none was.
+        measured: a training step, or a call without one, as it was measured; None if none was.
         has_stepped: whether there has been a training step by the schedule.
     """
 
@@ -123,13 +124,18 @@ class Explaining:
         try:
             now = compiled.as_it_is()
         except ValueError as error:
-            said["What limits the speed"] = [f"No step can be predicted: {error}."]
+            said["What limits the speed"] = [f"No {self._run} can be predicted: {error}."]
             return Explanation(title, said)
         found = Suggesting(compiled, now, self.options.call).found
         said["What limits the speed"] = self._speed(compiled, now)
         said["What it needs of memory"] = self._memory(compiled, now)
         said["What would help"] = self._help(found)
         return Explanation(f"{title}, {now.schedule.name}", said, found)
+
+    @property
+    def _run(self) -> str:
+        """What is predicted, and made faster: a training step, or a call without one."""
+        return "step" if self.options.training else "call"
 
     def _batch(self) -> list[str]:
         """Where the batch is, and how that is known."""
@@ -234,17 +240,19 @@ class Explaining:
         return sentences
 
     def _speed(self, compiled: Replanned, now: Plan) -> list[str]:
-        """How long a step takes, and what of that is due to what."""
+        """How long a step or a call takes, and what of that is due to what."""
         step, lanes = now.timeline, len(self.options.lanes)
         whole = step.makespan
         if not whole:
             return ["No time is known for any node."]
         busy = list(step.busy)
         slowest, mean = max(range(lanes), key=busy.__getitem__), sum(busy) / lanes
+        training, run = self.options.training, self._run
         sentences = [
-            f"A training step takes {human_time(whole)}, by prediction; one after the other, the "
-            f"stages would take {human_time(sum(busy))}. So {_counted(lanes, 'lane')} "
-            f"{'are' if lanes > 1 else 'is'} {sum(busy) / whole:.2f} times as fast as one."
+            f"A {'training step' if training else 'call'} takes {human_time(whole)}, by "
+            f"prediction; one after the other, the stages would take {human_time(sum(busy))}. So "
+            f"{_counted(lanes, 'lane')} {'are' if lanes > 1 else 'is'} {sum(busy) / whole:.2f} "
+            "times as fast as one."
         ]
         if self.measured is not None:
             sentences.append(
@@ -255,7 +263,7 @@ class Explaining:
             f"the mean of all is {human_time(mean)}. "
             + (
                 "The stages are uneven, and that costs "
-                f"{(busy[slowest] - mean) / whole:.0%} of the step."
+                f"{(busy[slowest] - mean) / whole:.0%} of the {run}."
                 if busy[slowest] - mean > COSTLY * whole
                 else "So the stages are even."
             )
@@ -264,13 +272,13 @@ class Explaining:
         if len(set(self.options.names)) > 1:
             links = whole - compiled.without_links().seconds
         sentences.append(
-            f"The bubble: lane {slowest} waits {waits / whole:.0%} of the step, for its first "
+            f"The bubble: lane {slowest} waits {waits / whole:.0%} of the {run}, for its first "
             "micro-batch and after its last."
-            + (f" Links cost {links / whole:.0%} of the step." if links > SEEN * whole else "")
+            + (f" Links cost {links / whole:.0%} of the {run}." if links > SEEN * whole else "")
         )
         if not is_never(self.layout.modes):
             kept = compiled.without_checkpoints().seconds
-            sentences.append(f"To recompute activations costs {1 - kept / whole:.0%} of the step.")
+            sentences.append(f"To recompute activations costs {1 - kept / whole:.0%} of the {run}.")
         times = [cost.seconds for cost in self.mode.costs]
         sentences += [_sentence(line) for line in advice(self.mode.model_graph, times)]
         if len(set(self.options.names)) < lanes:
@@ -279,8 +287,9 @@ class Explaining:
                 "device, or cores, of their own."
             )
         source = "were measured" if self.options.costs == "measured" else "are estimates"
-        sentences.append(f"The times of nodes {source}; pipe.measure(...) measures steps:")
-        sentences.append("    print(pipe.measure(x, target=y))")
+        what, target = ("steps", ", target=y") if training else ("calls", "")
+        sentences.append(f"The times of nodes {source}; pipe.measure(...) measures {what}:")
+        sentences.append(f"    print(pipe.measure(x{target}))")
         return sentences
 
     def _on(self, lane: int) -> str:
@@ -303,6 +312,11 @@ class Explaining:
 
     def _help(self, found: Sequence[Suggestion]) -> list[str]:
         """The suggestions, each with its call."""
+        if not found and not self.options.training:
+            return [
+                "Nothing that was tried (the cut, other numbers of micro-batches) is predicted to "
+                "save 5 % of a call or more."
+            ]
         if not found:
             return [
                 "Nothing that was tried (the cut, checkpoints, other numbers of micro-batches, "

@@ -32,7 +32,7 @@ class Page:
         title: the heading of the page.
         report: the report, whose table and lines the page shows first.
         drawings: drawings as SVG, by their headings.
-        timeline: a training step, with the memory that each lane holds.
+        timeline: a training step, or a call without one, with the memory that each lane holds.
         changes: one history for each chain of passes, which says what each pass has changed.
         codes: the Python code of graphs, by the graphs' names.
     """
@@ -47,6 +47,7 @@ class Page:
     def __str__(self) -> str:
         layout = self.report.layout
         step = self.timeline.draw(memory=False)
+        run = "Training step" if self.report.training else "Call"
         travels = _said(layout) + table_html(COLUMNS, _rows(layout.hops))
         return sections_html(
             self.title,
@@ -54,7 +55,7 @@ class Page:
                 Section("Summary", list_html(self.report.lines)),
                 Section("Stages", table_html(self.report.columns, self.report.rows)),
                 *(Section(name, drawing_html(name, svg)) for name, svg in self.drawings.items()),
-                Section("Training step", drawing_html("timeline", step)),
+                Section(run, drawing_html("timeline", step)),
                 Section("Memory", drawing_html("memory", draw_memory(self.timeline))),
                 Section("Values sent", travels),
                 Section("Passes", "".join(_chains(self.changes))),

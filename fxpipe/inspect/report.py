@@ -41,8 +41,8 @@ class Report:
         chunks: the number of micro-batches.
         was_chosen: whether the compiler has chosen the number of micro-batches, and not the user.
         placement: the lane of each stage.
-        step: a function that predicts the training step for a number of micro-batches; it gives
-            None if the schedule cannot run.
+        step: a function that predicts the training step, or the call without one, for a number of
+            micro-batches; it gives None if the schedule cannot run.
         rows_given: the number of rows in the mini-batch; None if it is not known.
         notes: what the check whether micro-batches change any result has to say, in sentences.
         refused_sizes: the sizes of micro-batches, in rows, that the model does not take.
@@ -50,6 +50,7 @@ class Report:
         optimizer: the optimizer whose states are counted as memory, in words.
         unknown_loss: why the cut could not count what the loss saves; "" if it could, or if memory
             has not decided where the cut is.
+        training: whether there are training steps; if not, times are those of a call.
         compiled: the backend that compiles the stages and the stages that it leaves as they are, in
             lines of text.
     """
@@ -70,11 +71,16 @@ class Report:
     memory: Sequence[float | None] = ()
     optimizer: str = ""
     unknown_loss: str = ""
+    training: bool = True
 
-    columns = (
-        *("stage", "device", "time", "share", "idle"),
-        *("parameters", "activations", "receives", "sends"),
-    )
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The heads of the columns. Without training, what a stage keeps are outputs."""
+        kept = "activations" if self.training else "outputs"
+        return (
+            *("stage", "device", "time", "share", "idle"),
+            *("parameters", kept, "receives", "sends"),
+        )
 
     @property
     def rows(self) -> list[list[tuple[float | str, str]]]:
@@ -153,6 +159,8 @@ class Report:
             for most, limit in zip(self.timeline.peak_memory, limits, strict=True)
         ]
         said = f", with the states of {self.optimizer}" * bool(self.optimizer)
+        if not self.training:
+            said = ", without gradients"
         lines = [f"memory of the lanes (predicted{said}): {', '.join(held)}"]
         if self.unknown_loss:
             lines.append(f"the cut has not counted what the loss saves: {self.unknown_loss}")

@@ -39,11 +39,12 @@ class Suggestion:
 
     Attributes:
         options: the options that change, with their new values; None for one that is left out.
-        seconds: how long a step takes then, by prediction.
+        seconds: how long a step takes then, by prediction; a call, if nothing is trained.
         before: how long it takes now, by prediction.
         memory: the bytes that each lane holds then, at most.
         call: the call, as Python. Arguments that have no short literal stand there by the names of
             their parameters, such as ``model`` and ``loss_fn``.
+        run: what takes so long: "step", or "call" if nothing is trained.
     """
 
     options: Mapping[str, Any]
@@ -51,16 +52,17 @@ class Suggestion:
     before: float
     memory: tuple[float, ...]
     call: str
+    run: str = "step"
 
     @property
     def saved(self) -> float:
-        """The part of a step's time that is saved, from 0.0 to 1.0."""
+        """The part of the time that is saved, from 0.0 to 1.0."""
         return 1 - self.seconds / self.before if self.before else 0.0
 
     def __str__(self) -> str:
         given = {name: value for name, value in self.options.items() if value is not None}
         return (
-            f"{Change(given)}: a step takes {human_time(self.seconds)} in place of "
+            f"{Change(given)}: a {self.run} takes {human_time(self.seconds)} in place of "
             f"{human_time(self.before)}, {self.saved:.0%} less"
         )
 
@@ -117,6 +119,8 @@ class Suggesting:
             yield "checkpoint", [{"checkpoint": mode} for mode in sorted(modes)]
         own = isinstance(options.schedule, Schedule)
         yield "chunks", [] if own else [{"chunks": n} for n in self._counts]
+        if not options.training:
+            return  # a call has one order
         # With a schedule of the user's own go its number of stages and of micro-batches.
         kept = {"chunks": self.compiled.chunks} if own else {}
         names = [name for name in NAMES if name != options.schedule]
@@ -135,7 +139,8 @@ class Suggesting:
         if plan is None:
             return None
         call = str(self.call.with_options(**settings))
-        return Suggestion(dict(settings), plan.seconds, self.now.seconds, plan.memory, call)
+        run = "step" if plan.training else "call"
+        return Suggestion(dict(settings), plan.seconds, self.now.seconds, plan.memory, call, run)
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan | None:
         """The plan with changed options; None if there is none that fits."""

@@ -12,7 +12,7 @@ import graphviz  # type: ignore[import-untyped]
 from torch import fx
 
 from fxpipe.compiler.bindings import stages_of
-from fxpipe.compiler.compiled import Mode
+from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Target
@@ -49,12 +49,18 @@ from passes.common.modes import Modes
 from passes.common.skips import SkipLayout, skip_layout
 from passes.to_rank.project import Crossings
 
+NO_STEP = (
+    "there is no step graph, as the model was compiled with training=False: see the graph of level "
+    '"pipeline"'
+)
+
 
 class Views:
     """Views of the programs that a runner ran last: their graphs, stages, drawings, predictions and
     reports. Before the first call, a view compiles the programs for the runner's example inputs.
 
-    ``measured``: the training step that :meth:`fxpipe.Pipeline.measure` has measured, or None.
+    ``measured``: the training step or the call without one, that :meth:`fxpipe.Pipeline.measure`
+    has measured, or None.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -75,10 +81,17 @@ class Views:
 
         Raises NotYet if there has been none.
         """
+        return self._last_step.graph_module
+
+    @property
+    def _last_step(self) -> Unrolled:
         step = self._runner.last_step()
         if step is None:
-            raise NotYet("there has been no training step yet: call step()")
-        return step.graph_module
+            training = self._options.training
+            raise NotYet(
+                "there has been no training step yet: call step()" if training else NO_STEP
+            )
+        return step
 
     @property
     def stage_graph(self) -> fx.GraphModule:
@@ -183,6 +196,8 @@ class Views:
         the last call's inputs, and not run."""
         if self._runner.last_step() is not None:
             return self.step_graph
+        if not self._options.training:
+            raise ValueError(NO_STEP)
         mode, chunks = self._runner.last()
         step, _ = self._runner.compiler.step(mode, chunks, [Target.of(None, None)])
         return step.graph_module
@@ -247,6 +262,7 @@ class Views:
             memory=self._options.memory or (),
             optimizer=self._options.optimizer,
             unknown_loss=self._unknown_loss(mode),
+            training=self._options.training,
             compiled=[] if mode.compiled is None else mode.compiled.lines,
         )
 
@@ -274,7 +290,8 @@ class Views:
     # --------------------------------------------------------------------------------- predictions
 
     def timeline(self) -> Timeline:
-        """The training step, predicted from measured or estimated costs."""
+        """The training step, or the call without one, predicted from measured or estimated
+        costs."""
         chunks = self.chunks
         if self.measured is not None:
             costs = measured_costs(self.measured, len(self.stages))
@@ -302,13 +319,14 @@ class Views:
         options, layout = self._options, self.skip_layout
         of_stages = [stage.cost for stage in self.stages]
         schedule = options.schedule_for(chunks, of_stages, self._modes)
-        kept = stage_memory(of_stages, layout, self.model_graph.graph)
+        graph = self.model_graph.graph
+        kept = stage_memory(of_stages, layout, graph, training=options.training)
         if options.checkpoint_segments > 1:
             modules = [stage.module for stage in self.stages]
             kept = in_segments(kept, modules, options.checkpoint_segments, self._modes)
         loss = self._runner.last()[0].loss_memory
         memory = step_memory(kept, options.placement, chunks, self._modes, loss)
-        found = predicted(schedule, costs, layout, options.names, memory)
+        found = predicted(schedule, costs, layout, options.names, memory, training=options.training)
         return replace(found, lanes=tuple(self.lane_names))
 
     @property
@@ -344,9 +362,7 @@ class RankViews(Views):
     def _graph_of(self, level: str) -> fx.GraphModule:
         if level != "rank":
             return super()._graph_of(level)
-        step = self._runner.last_step()
-        if step is None:
-            raise NotYet("there has been no training step yet: call step()")
+        step = self._last_step
         assert isinstance(step, RankUnrolled)
         return step.programs[True].graph_module
 

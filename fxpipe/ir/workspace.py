@@ -66,6 +66,8 @@ class StageWorkspace:
         weights: in the second half of a backward: the largest gradient of a parameter, which is
             there beside the ``.grad`` that it is added to.
         kept_inputs: how many bytes of the stage's inputs are among its activations.
+        alone: in a forward that no backward follows. The caller of the stage holds its inputs until
+            it is done, and they are kept nowhere else.
     """
 
     forward: int = 0
@@ -74,6 +76,7 @@ class StageWorkspace:
     half: int = 0
     weights: int = 0
     kept_inputs: int = 0
+    alone: int = 0
 
 
 def stage_workspaces(graph: fx.Graph) -> list[StageWorkspace]:
@@ -95,6 +98,7 @@ def workspace_of(nodes: Sequence[fx.Node]) -> StageWorkspace:
         walk.backward(frees=False) - kept,
         max((_workspace(node).weights for node in nodes), default=0),
         sum(size for memory, size in walk.inputs.items() if memory in walk.kept),
+        walk.forward(walk.kept, walk.inputs) - kept,
     )
 
 

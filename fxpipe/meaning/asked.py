@@ -62,6 +62,7 @@ class Asked:
         sizes: a function from the number of rows of a mini-batch to the sizes of its micro-batches.
         loss_weight: as for :func:`fxpipe.compile`.
         returns_loss: whether ``loss_weight`` is about a loss that the model returns.
+        training: whether gradients are wanted, so that they have to be right.
     """
 
     in_dims: Any = None
@@ -70,6 +71,7 @@ class Asked:
     sizes: Callable[[int], tuple[int, ...]] = lambda batch: ()
     loss_weight: Any = None
     returns_loss: bool = False
+    training: bool = True
 
 
 def refuse(asked: Asked, text: str) -> None:

@@ -221,6 +221,8 @@ class Asking:
         trial = verdict.trial
         if not self.asked.check or trial is None or any(t.is_meta for t in trial.tensors):
             return None
+        if not self.asked.training:
+            return None  # no backward is going to run
         wrong = {problem.path for problem in verdict.problems}
         unknown = wrong | self.random | {p for p, d in verdict.outputs.items() if d == WEIGHTED}
         known = {p: d for p, d in verdict.outputs.items() if p not in unknown and not is_a_row(p)}

@@ -13,6 +13,7 @@ from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import kind
+from fxpipe.planning.inference import check_training
 from fxpipe.planning.limits import Memory, limits_of
 from fxpipe.planning.optimizer import optimizer_states as count_states
 from fxpipe.planning.question import CostSettings, PlanQuestion, costed, saved_by_loss
@@ -51,6 +52,7 @@ def plan(
     in_dims: Any = None,
     tracer: str | CustomTracer = "auto",
     passes: Chain | None = None,
+    training: bool = True,
 ) -> Plan:
     """Predict the pipeline that :func:`fxpipe.compile` would make of a model, without any of its
     devices: the stages, their memory, and the time of a training step.
@@ -75,6 +77,7 @@ def plan(
             mini-batch, whose tensors may be on "meta". With them the last stage is planned with
             what the loss saves for its backward: the function is called once on tensors without
             values.
+        training: False: plan a call that computes outputs only, as for :func:`fxpipe.compile`.
 
     The other arguments mean what they do for :func:`fxpipe.compile`. Of the chain in ``passes``,
     only the passes up to the stage graph run. Pass "outputs" does not: no prediction needs it.
@@ -102,6 +105,15 @@ def plan(
         chunks = count("chunks", chunks, "the number of micro-batches")
     partition = within(partition, boundaries)
     checkpoint = modes_of(checkpoint)
+    check_training(
+        training,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        partition=partition,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+    )
+    checkpoint = checkpoint if training else "never"
     chain = chain_of(passes)
     specs = _specs(devices)
     limits = limits_of(memory, len(specs))
@@ -114,7 +126,7 @@ def plan(
         prices, batch = costed(
             model,
             (example_inputs, example_kwargs or {}),
-            CostSettings(costs, specs[0], optimizer_states),
+            CostSettings(costs, specs[0], optimizer_states, training),
             in_dims=in_dims,
             tracer=tracer,
             chunks=chunks,

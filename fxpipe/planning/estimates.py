@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpipe import ops
 from fxpipe.ir.cost import Cost, batch_bytes, cost_of
-from fxpipe.ir.graph import ACTION, SAVED, STAGE, VALUE, attribute, is_work, stage_nodes
+from fxpipe.ir.graph import ACTION, MICROBATCH, SAVED, STAGE, VALUE, attribute, is_work, stage_nodes
 from fxpipe.ir.tensors import memory_of, tensors_of
 from fxpipe.ir.workspace import StageWorkspace, stage_workspaces, workspace_of
 from fxpipe.runtime.clock import Mark
@@ -35,6 +35,7 @@ from fxpipe.schedule import (
     Workspace,
     joined,
     simulate,
+    simulate_forwards,
 )
 from passes.common.modes import Modes, checkpointed, of_stages, recomputed
 from passes.common.skips import Hop, SkipLayout
@@ -130,8 +131,11 @@ def predicted(
     layout: SkipLayout,
     devices: Sequence[str],
     memory: Memory | None = None,
+    *,
+    training: bool = True,
 ) -> Timeline:
-    """Simulate a training step of a pipeline. ``devices`` has the name of each stage's device.
+    """Simulate a training step of a pipeline, or a call of it if ``training`` is False. ``devices``
+    has the name of each stage's device.
 
     A copy between different devices takes the time of a link such as PCIe; a copy within one device
     takes none.
@@ -141,6 +145,8 @@ def predicted(
     where = {schedule.placement[stage]: device for stage, device in enumerate(devices)}
     between = {(a, b): PCIE for a in lanes for b in lanes if where[a] != where[b]}
     links = Links(edges, between=between, once=once)
+    if not training:
+        return simulate_forwards(schedule, costs, links, memory)
     return simulate(
         joined(schedule, [(edge.source, edge.target) for edge in edges]), costs, links, memory
     )
@@ -159,6 +165,8 @@ class StageMemory:
         workspace: what the stage needs only while it runs; None if that is not known.
         kept_results: by later stages, how many bytes of what this stage sends to each of them are
             among its own activations, for a whole mini-batch.
+        joined: the bytes of the largest output that the stage puts together, at the end of a call
+            without a backward, from those of the micro-batches, which are there until it is done.
     """
 
     fixed: float
@@ -166,6 +174,7 @@ class StageMemory:
     inputs: float
     workspace: StageWorkspace | None = None
     kept_results: Mapping[int, float] = field(default_factory=dict)
+    joined: float = 0.0
 
     @property
     def kept_inputs(self) -> float:
@@ -189,7 +198,11 @@ class LossMemory:
 
 
 def stage_memory(
-    costs: Sequence[Cost], layout: SkipLayout, graph: fx.Graph | None = None
+    costs: Sequence[Cost],
+    layout: SkipLayout,
+    graph: fx.Graph | None = None,
+    *,
+    training: bool = True,
 ) -> list[StageMemory]:
     """The memory of each stage, from its cost for a mini-batch and the values that it receives.
 
@@ -198,6 +211,7 @@ def stage_memory(
 
     ``graph``: the model graph, with costs and stages, from which follows what stages need while
     they run, and which of their results they keep anyway. None: nothing of this is known.
+    ``training``: whether the stages have backwards.
     """
     inputs = [0] * len(costs)
     for hop in layout.hops:
@@ -208,12 +222,24 @@ def stage_memory(
     ]
     if graph is None:
         return found
+    workspaces, joined = stage_workspaces(graph), [0.0] * len(costs)
+    if not training:
+        workspaces = [replace(each, forward=each.alone) for each in workspaces]
+        joined = _joined_outputs(graph, len(costs))
+    results = _kept_results(graph, layout, len(costs))
     return [
-        replace(stage, workspace=workspace, kept_results=kept)
-        for stage, workspace, kept in zip(
-            found, stage_workspaces(graph), _kept_results(graph, layout, len(costs)), strict=True
-        )
+        replace(stage, workspace=workspace, kept_results=kept, joined=most)
+        for stage, workspace, kept, most in zip(found, workspaces, results, joined, strict=True)
     ]
+
+
+def _joined_outputs(graph: fx.Graph, stages: int) -> list[float]:
+    """For each stage, the bytes of the largest output of the model that it computes."""
+    found = [0.0] * stages
+    for node in graph.output_node().all_input_nodes:
+        if (stage := node.meta.get(STAGE)) is not None:
+            found[stage] = max(found[stage], batch_bytes(node))
+    return found
 
 
 def _kept_results(graph: fx.Graph, layout: SkipLayout, stages: int) -> list[dict[int, float]]:
@@ -278,7 +304,7 @@ def _running(stages: Sequence[StageMemory], chunks: int, loss: LossMemory) -> Wh
             return None
         found.append(
             Workspace(
-                forward=workspace.forward / chunks,
+                forward=max(workspace.forward / chunks, stage.joined * (chunks > 1)),
                 again=workspace.again / chunks,
                 backward=workspace.backward / chunks,
                 half=workspace.half / chunks,
@@ -311,15 +337,24 @@ def _said(node: fx.Node) -> str:
     return LOSS_BACKWARD if node.target is ops.loss_backward else ""
 
 
+def _action(node: fx.Node) -> Action | None:
+    """What a node does, in a step graph or, where it runs a stage, in a pipeline graph."""
+    if node.op == "call_module" and ACTION not in node.meta and MICROBATCH in node.meta:
+        return Action(node.meta[STAGE], Kind.FORWARD, node.meta[MICROBATCH])
+    action: Action | None = node.meta.get(ACTION)
+    return action
+
+
 def measured(name: str, lanes: Sequence[str], marks: Sequence[Mark]) -> Timeline:
-    """The timeline of a run of a step graph. ``marks`` say when each of its nodes began and ended.
+    """The timeline of a run of a step graph, or of a pipeline graph without a backward. ``marks``
+    say when each of its nodes began and ended.
 
     Nodes that follow each other and are segments of one action become one span. The first span
     begins at time 0.
     """
     spans: list[Span] = []
     for mark in marks:
-        action: Action | None = mark.node.meta.get(ACTION)
+        action = _action(mark.node)
         said = _said(mark.node)
         if action is not None and spans and spans[-1].action == action:  # a further segment
             spans[-1] = replace(spans[-1], end=mark.end)

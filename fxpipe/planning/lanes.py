@@ -32,10 +32,12 @@ from fxpipe.schedule import (
     Schedule,
     StageCost,
     Timeline,
+    forwards,
     named,
     peaks,
     schedule_of,
     simulate,
+    simulate_forwards,
 )
 from fxpipe.schedule.choice import AUTO
 from passes.chain import Chain, ToStages, run
@@ -131,6 +133,7 @@ class PlannedLanes:
         names: the name of each lane's device, where several lanes may be on one device, between
             which nothing has to travel. None: each lane has a device of its own.
         loss: what the loss saves for its backward; None if that is not known.
+        training: whether a training step is planned; if not, a call without a backward.
     """
 
     specs: tuple[DeviceSpec, ...]
@@ -142,6 +145,7 @@ class PlannedLanes:
     checkpoint_segments: int = 1
     names: tuple[str, ...] | None = None
     loss: SavedByLoss | None = None
+    training: bool = True
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -179,7 +183,7 @@ class PlannedLanes:
             tuple(contains),
             tuple(stage_graph.get_submodule(f"stage_{i}") for i in range(len(devices))),  # type: ignore[misc]
             _Sent(found, layout),
-            tuple(stage_memory(costs, layout, kept_graph)),
+            tuple(stage_memory(costs, layout, kept_graph, training=self.training)),
             tuple(reserve),
             loss_memory(self.loss, kept_graph),
         )
@@ -206,7 +210,8 @@ class PlannedLanes:
         edges, once = traffic(cut.sent.layout, self.chunks, cut.sent.gradient_bytes)
         links = Links(edges, between=self._between(), once=once)
         order = order or self._ordered(costs, links, memory, cut.reserve)
-        timeline = simulate(order, costs, links, memory)
+        run = simulate if self.training else simulate_forwards
+        timeline = run(order, costs, links, memory)
         return PlannedStep(plain(of_stages(modes, len(cut.devices))), kept, memory, order, timeline)
 
     def plan(self, cut: CutModel, step: PlannedStep) -> Plan:
@@ -241,6 +246,7 @@ class PlannedLanes:
             timeline,
             step.modes,
             cut.gm.meta.get(GAP, gap(priced.slowest, lower_bound(cut.problem.dag, target))),
+            self.training,
         )
 
     def _machine(self, cut: CutModel, modes: Modes, order: Schedule | None) -> Machine:
@@ -287,6 +293,8 @@ class PlannedLanes:
         """The schedule that tells the cut how many micro-batches are alive at once, if there are so
         many stages. None: all micro-batches may be alive at once."""
         schedule, lanes = self.schedule, len(self.specs)
+        if not self.training:
+            return None  # what a call keeps is kept to its end
         if isinstance(schedule, Schedule):
             return schedule if schedule.stages == stages else None
         if lanes == len(self.placement):  # a device for each stage, so that there are as many lanes
@@ -302,6 +310,8 @@ class PlannedLanes:
     ) -> Schedule:
         """The schedule of a step. A search takes a schedule that keeps within the devices' memory,
         less what is in reserve for their stages, if there is one."""
+        if not self.training:
+            return forwards(self.placement, self.chunks)
         held = [sum(reserve[i] for i in own) if reserve else 0.0 for own in self._stages_on]
         limits = [
             float("inf") if spec.memory is None else spec.memory - bytes_held

@@ -44,20 +44,21 @@ def sketch(
     tracer: str | CustomTracer,
     chunks: int | None = None,
     chain: Chain | None = None,
+    training: bool = True,
 ) -> tuple[Traced, ToStages]:
     """Trace a model with fake tensors, and run the passes that do not depend on the number of
     micro-batches. Returns the traced model, and the context from which further passes are made. The
     model does not run, and the graph is not compared with it.
 
     ``chunks``: the number of micro-batches that the user gave, or None. ``chain``: the passes; None
-    stands for the default chain.
+    stands for the default chain. ``training``: whether there is a backward.
     """
     chain = chain or default_chain()
 
     def sketched(tracer: str | CustomTracer) -> tuple[Traced, ToStages]:
         traced = trace(model, args, kwargs, tracer=tracer, batch_dims=dims, check=False)
         values = traced.bind(args, kwargs)
-        context = ToStages(tuple(values), tuple(dims), chunks_asked_for=chunks)
+        context = ToStages(tuple(values), tuple(dims), chunks_asked_for=chunks, training=training)
         with untouched(model):
             passes = chain.passes(context, until=_first_that_counts_chunks(chain))
             traced.graph_module = run(passes, traced.graph_module)
@@ -107,11 +108,13 @@ class CostedModel:
 @dataclass(frozen=True)
 class CostSettings:
     """Where the costs of nodes come from, as :func:`fxpipe.plan` takes it: ``costs``, the
-    description of the first device, and how many tensors the optimizer keeps for a parameter."""
+    description of the first device, how many tensors the optimizer keeps for a parameter, and
+    whether there is a backward."""
 
     costs: Costs
     spec: DeviceSpec
     optimizer_states: float
+    training: bool = True
 
 
 def costed(
@@ -138,7 +141,7 @@ def costed(
         )
     dims = [dim if isinstance(dim, int) else None for dim in found]
     report_progress("trace")
-    traced, known = sketch(model, args, kwargs, dims, tracer, chunks, chain)
+    traced, known = sketch(model, args, kwargs, dims, tracer, chunks, chain, settings.training)
     known = replace(
         known,
         costs=settings.costs,
@@ -219,7 +222,13 @@ class PlanQuestion:
             self.checkpoint_segments,
             self.names,
             self.loss,
+            self._trains,
         )
+
+    @property
+    def _trains(self) -> bool:
+        """Whether a training step is planned."""
+        return self.prices.context.training
 
     @property
     def _several(self) -> int:
@@ -336,10 +345,12 @@ class PlanQuestion:
         is_named = isinstance(self.schedule, str)
         frugal = ["1f1b"] if is_named and self.schedule not in ("1f1b", "zb_h1", AUTO) else []
         settings: dict[str, list[Any]] = {
-            "schedule": frugal if len(self.specs) > 1 and self.stages is None else [],
+            "schedule": frugal
+            if self._trains and len(self.specs) > 1 and self.stages is None
+            else [],
             # Other numbers of chunks would have to be measured, which takes too long for advice.
             "chunks": [] if is_measured else more,
-            "checkpoint": list(milder(self.checkpoint)),
+            "checkpoint": list(milder(self.checkpoint)) if self._trains else [],
         }
         return ways_out(self._fits, {k: v for k, v in settings.items() if v}, len(self.specs))
 

@@ -35,7 +35,8 @@ class PlannedStage:
         state_bytes: the bytes of parameters, gradients, optimizer states and buffers, and of copies
             of parameters that the stage shares with others.
         activation_bytes: the most bytes of saved tensors that are alive at once, for all
-            micro-batches whose backward is still to come.
+            micro-batches whose backward is still to come; without training, of outputs, which are
+            kept to the end of the call.
         running_bytes: the bytes that are needed beside those while the step runs: for results,
             gradients and temporary values of the operators that are running, and for values that
             wait to be sent. If a device has several stages, each has an equal part of its bytes.
@@ -76,6 +77,8 @@ class Plan:
         checkpoint: which micro-batches are checkpointed, as :func:`fxpipe.compile` takes it.
         gap: how far the cut can be from optimal: 0.1 says that the slowest stage takes at most 10 %
             longer than the slowest stage of any other cut that fits.
+        training: whether a training step is planned; if not, ``schedule`` and ``timeline`` are
+            those of a call without a backward.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -85,6 +88,7 @@ class Plan:
     timeline: Timeline
     checkpoint: Modes
     gap: float
+    training: bool = True
 
     @property
     def chunks(self) -> int:
@@ -93,7 +97,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """The seconds that a training step, forward and backward, takes in the simulator."""
+        """The seconds that a training step, forward and backward, takes in the simulator; without
+        training, those of a call."""
         return self.timeline.makespan
 
     @property
@@ -142,7 +147,8 @@ class Plan:
         table = Table(title="plan", title_justify="left")
         for column in ("stage", "device"):
             table.add_column(column)
-        for column in ("time", "links", "state", "activations", "running", "memory left"):
+        kept = "activations" if self.training else "outputs"
+        for column in ("time", "links", "state", kept, "running", "memory left"):
             table.add_column(column, justify="right")
         has_several = len(self.stages) > len(self.devices)
         for stage in self.stages:
@@ -161,8 +167,9 @@ class Plan:
 
     def _lines(self) -> list[str]:
         lines = [f"stage {stage.index}: {stage.contains}" for stage in self.stages]
+        run = "step" if self.training else "call"
         lines += [
-            f"a step of {self.chunks} micro-batches takes {human_time(self.seconds)} "
+            f"a {run} of {self.chunks} micro-batches takes {human_time(self.seconds)} "
             f"({self.schedule.name}), bubble {self.bubble:.0%} of all lanes' time",
             optimality(self.gap),
             "links: "

@@ -8,6 +8,7 @@ from fxpipe.schedule.automatic import Found, auto, search
 from fxpipe.schedule.catalogue import NAMES, named, stages_per_lane
 from fxpipe.schedule.choice import AUTO, microbatches_of, placement_of, schedule_of
 from fxpipe.schedule.comparison import Comparison, compare
+from fxpipe.schedule.forwards import forwards, simulate_forwards
 from fxpipe.schedule.halves import joined
 from fxpipe.schedule.memory import Live, Memory, WhileRunning, Workspace, live, peaks
 from fxpipe.schedule.occupancy import Span, Transfer
@@ -46,6 +47,7 @@ __all__ = [
     "auto",
     "chain",
     "compare",
+    "forwards",
     "joined",
     "live",
     "microbatches_of",
@@ -55,6 +57,7 @@ __all__ = [
     "schedule_of",
     "search",
     "simulate",
+    "simulate_forwards",
     "stages_per_lane",
     "validate",
 ]

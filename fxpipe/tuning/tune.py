@@ -167,6 +167,12 @@ def tune(
             f"tune is given {min(unknown)}, which neither it nor fxpipe.compile takes: its own "
             f"arguments are {', '.join(list(inspect.signature(tune).parameters)[2:-1])}"
         )
+    if options.get("training") is False:
+        raise ValueError(
+            "tune finds the fastest way to train a model, and is given training=False: give "
+            "fxpipe.plan(model, devices, training=False, chunks=...) numbers of micro-batches to "
+            "compare"
+        )
     specs, names, are_here = _lanes(devices, model)
     if measure and not are_here:
         raise ValueError(

@@ -65,15 +65,19 @@ class AnalyticCost:
         chunks: the number of micro-batches. A cost is that of a mini-batch: each micro-batch
             launches every operator, and a tensor that is not divided among the micro-batches (pass
             "rows") is computed and saved once for each.
+        training: whether there are backwards. If not, they take no time, parameters have no
+            gradients and no states of an optimizer, and what a call keeps to its end, in place of
+            activations, are its outputs.
     """
 
     name: ClassVar[str] = "cost"
     device: DeviceSpec = CPU_CORE
     optimizer_states: float = ADAM
     chunks: int = 1
+    training: bool = True
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        runs = _Runs(gm, self.chunks)
+        runs = _Runs(gm, self.chunks, self.training)
         counted: set[int] = set()  # tensors and memories that an earlier node has been charged for
         for node in stage_nodes(gm.graph):
             work = runs.of(node).repeated(times_done(node), self.chunks)
@@ -85,7 +89,7 @@ class AnalyticCost:
             counted.update(tensors, memories)
             trained = {i: t for i, t in tensors.items() if t.requires_grad}
             parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
-            gradients = tensor_bytes(list(trained.values()))
+            gradients = tensor_bytes(list(trained.values())) if self.training else 0
             node.meta[COST] = Cost(
                 forward_s=work.forward.seconds(self.device),
                 backward_s=work.backward.seconds(self.device),
@@ -179,15 +183,22 @@ def edges_to(node: fx.Node) -> Counter[fx.Node]:
 class _Runs:
     """Runs nodes on fake tensors; of several nodes that do the same, only one is run.
 
-    ``chunks``: the number of micro-batches.
+    ``chunks``: the number of micro-batches; ``training``: whether there are backwards.
     """
 
-    def __init__(self, gm: fx.GraphModule, chunks: int) -> None:
-        self.gm, self.chunks = gm, chunks
+    def __init__(self, gm: fx.GraphModule, chunks: int, training: bool) -> None:
+        self.gm, self.chunks, self.training = gm, chunks, training
         self.interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
         self.known: dict[Any, Work] = {}
         self.inside = 0  # memories that hold no node's value get the numbers -1, -2, ...
         self.copies: dict[int, int] = {}  # how many of each memory there are in a mini-batch
+        self.outputs = set(gm.graph.output_node().all_input_nodes)
+        self.given = {
+            memory_of(tensor)
+            for node in gm.graph.nodes
+            if node.op in ("placeholder", "get_attr")
+            for tensor in tensors_of(node.meta.get(VALUE))
+        }
         for node in gm.graph.nodes:
             if LARGER in node.meta:
                 self._count(node)
@@ -210,7 +221,12 @@ class _Runs:
 
     def saved(self, node: fx.Node, work: Work) -> dict[int, int]:
         """The memories that a node saves for its backward, other than those of parameters and
-        buffers, and their bytes."""
+        buffers, and their bytes. If there are no backwards: the memories of its outputs, which are
+        kept to the end of the call if they are the model's."""
+        if not self.training:
+            made = tensors_of(node.meta[VALUE]) if node in self.outputs else []
+            sizes = {memory_of(t): memory_bytes(t) for t in made if memory_of(t) not in self.given}
+            return {memory: size * self.copies.get(memory, 1) for memory, size in sizes.items()}
         inputs, outputs = _inputs(node), tensors_of(node.meta[VALUE])
         shown = [inputs[i] for i in work.saved_inputs] + [outputs[i] for i in work.saved_outputs]
         state = [n for n in node.all_input_nodes if n.op == "get_attr"]
@@ -224,13 +240,13 @@ class _Runs:
 
     def _run(self, node: fx.Node) -> Work:
         backward, gradients, weights = Load(), tuple[int, ...](), 0
-        with self.interpreter.mode, torch.enable_grad():
+        with self.interpreter.mode, torch.set_grad_enabled(self.training):
             ahead = self._forward(node, VALUE)
             edges = Counter(
                 id(f.variable) if hasattr(f, "variable") else f
                 for f in backward_edges(ahead.outputs)
             )
-            if NO_BACKWARD not in node.meta:
+            if self.training and NO_BACKWARD not in node.meta:
                 try:
                     gradients, weights = _run_backward(ahead, backward)
                 except Exception as error:  # a user's backward may raise anything on fake tensors
@@ -289,7 +305,7 @@ class _Runs:
         sizes = ahead.inside
         if not sizes or not any(LARGER in source.meta for source in node.all_input_nodes):
             return sizes
-        with self.interpreter.mode, torch.enable_grad():
+        with self.interpreter.mode, torch.set_grad_enabled(self.training):
             others = self._forward(node, LARGER).inside
         if len(others) != len(sizes):
             return sizes

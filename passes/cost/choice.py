@@ -32,17 +32,23 @@ def cost_pass(
     spec: DeviceSpec = CPU_CORE,
     optimizer_states: float = ADAM,
     chunks: int = 1,
+    training: bool = True,
 ) -> AnalyticCost | MeasuredCost | GivenCost:
     """The cost pass that ``costs`` asks for.
 
     ``inputs`` and ``device`` are for measuring only; ``spec`` describes the device, ``chunks`` is
-    the number of micro-batches.
+    the number of micro-batches, and ``training`` says whether there are backwards.
     """
     if isinstance(costs, str) and costs == "analytic":
-        return AnalyticCost(spec, optimizer_states, chunks)
+        return AnalyticCost(spec, optimizer_states, chunks, training)
     if isinstance(costs, str) and costs == "measured":
         return MeasuredCost(
-            inputs, device, spec=spec, optimizer_states=optimizer_states, chunks=chunks
+            inputs,
+            device,
+            spec=spec,
+            optimizer_states=optimizer_states,
+            chunks=chunks,
+            training=training,
         )
     if isinstance(costs, str | Path):
         if not Path(costs).exists():
@@ -50,4 +56,4 @@ def cost_pass(
         costs = Profile.load(costs)
     if not isinstance(costs, Profile | Mapping):
         raise ValueError(f"costs is {costs!r}: {KINDS}")
-    return GivenCost(costs, spec, optimizer_states, chunks)
+    return GivenCost(costs, spec, optimizer_states, chunks, training)

@@ -123,7 +123,8 @@ class GivenCost:
             named take no time. Bytes and FLOPs are those of :class:`AnalyticCost`, unless a whole
             :class:`Cost` is given in place of the seconds. Or a :class:`Profile`, which has to name
             every node.
-        device, optimizer_states, chunks: as for :class:`AnalyticCost`.
+        device, optimizer_states, chunks, training: as for :class:`AnalyticCost`. Of a
+            :class:`Profile` of training only the forward counts where there are no backwards.
 
     Raises :class:`ProfileError` for names that the model does not have, and for what is no time.
     """
@@ -133,9 +134,10 @@ class GivenCost:
     device: DeviceSpec = CPU_CORE
     optimizer_states: float = ADAM
     chunks: int = 1
+    training: bool = True
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        gm = AnalyticCost(self.device, self.optimizer_states, self.chunks)(gm)
+        gm = AnalyticCost(self.device, self.optimizer_states, self.chunks, self.training)(gm)
         work = {node.name: node for node in stage_nodes(gm.graph)}
         given: Mapping[str, float | Cost]
         if isinstance(self.costs, Profile):
@@ -163,13 +165,18 @@ class GivenCost:
                     "which are shared among them, or a Cost for each"
                 )
             for node, its in timed.items():
-                node.meta[COST] = its
+                node.meta[COST] = its if self.training else _of_forward(its, estimates[node])
         return gm
 
 
 def _timed(estimate: Cost, seconds: float) -> Cost:
     forward = seconds / 3 if estimate.backward_s else seconds
     return replace(estimate, forward_s=forward, backward_s=seconds - forward)
+
+
+def _of_forward(cost: Cost, estimate: Cost) -> Cost:
+    """The part of a given cost that a forward alone has."""
+    return replace(estimate, forward_s=cost.forward_s, flops=cost.flops)
 
 
 def _shares(nodes: list[fx.Node], estimates: Mapping[fx.Node, Cost]) -> dict[fx.Node, float]:

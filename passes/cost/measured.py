@@ -50,8 +50,8 @@ class MeasuredCost:
             copied to it, node by node.
         budget_s: no round begins after this many seconds. The first one, a warm-up, always runs to
             its end, and counts if it is the only one.
-        spec, optimizer_states, chunks: as ``device``, ``optimizer_states`` and ``chunks`` of
-            :class:`AnalyticCost`.
+        spec, optimizer_states, chunks, training: as ``device``, ``optimizer_states``, ``chunks``
+            and ``training`` of :class:`AnalyticCost`.
 
     Raises ValueError for a model on "meta", which computes nothing.
     """
@@ -63,6 +63,7 @@ class MeasuredCost:
     spec: DeviceSpec = CPU_CORE
     optimizer_states: float = ADAM
     chunks: int = 1
+    training: bool = True
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         device = self.device or next(
@@ -73,7 +74,7 @@ class MeasuredCost:
                 'costs="measured" runs the model, which is on "meta" or would be moved there: give '
                 'a model and inputs with values, and real devices, or costs="analytic"'
             )
-        gm = AnalyticCost(self.spec, self.optimizer_states, self.chunks)(gm)
+        gm = AnalyticCost(self.spec, self.optimizer_states, self.chunks, self.training)(gm)
         work = list(stage_nodes(gm.graph))
         keys = {node: signature(gm, node) or node for node in work}
         found: dict[Any, list[_Seconds]] = {}
@@ -102,7 +103,7 @@ class MeasuredCost:
             for _ in progress.track(range(1 + ROUNDS), description="measuring"):
                 if rounds and time.perf_counter() > end:
                     break
-                stopwatch = _TimingInterpreter(gm, device)
+                stopwatch = _TimingInterpreter(gm, device, self.training)
                 stopwatch.run(*self.inputs)
                 rounds.append(stopwatch.finish())
         return rounds[1:] or rounds
@@ -125,9 +126,11 @@ class _TimingInterpreter(fx.Interpreter):
     """Runs and times the forward of each node, and then the backward of each, the last node first.
     The values between nodes are detached, so that each backward is that of one node."""
 
-    def __init__(self, gm: fx.GraphModule, device: torch.device | None) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, device: torch.device | None, training: bool = True
+    ) -> None:
         super().__init__(gm)
-        self.device = device
+        self.device, self.training = device, training
         self.tapes: list[_TimedForward] = []
         self.moved: dict[str, Tensor] = {}  # tensors of the next module, copied to the device
 
@@ -141,7 +144,7 @@ class _TimingInterpreter(fx.Interpreter):
             parameters = self._move_in(str(n.target))
         leaves = [t for t in tensors_of(arguments) if t.requires_grad]
         run = getattr(self, n.op)
-        with torch.enable_grad():
+        with torch.set_grad_enabled(self.training):
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda t: t.clone() if WRITES in n.meta else t, arguments
             )

@@ -47,10 +47,13 @@ class Alias:
     tensors the node returns just as it was given them; ``meta["random"]`` is set where random
     numbers are drawn, and ``meta["no_backward"]`` where a value has autograd history that the
     backward from the outputs does not reach.
+
+    ``training``: whether there is a backward; if not, no value of a node gets a gradient.
     """
 
     name: ClassVar[str] = "alias"
     inputs: tuple[Any, ...]
+    training: bool = True
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in gm.graph.nodes:
@@ -58,7 +61,7 @@ class Alias:
                 node.meta.pop(key, None)
         seen = _Watcher(gm)
         inputs = seen.fake(self.inputs)
-        with seen.mode, seen.randomness, torch.enable_grad():
+        with seen.mode, seen.randomness, torch.set_grad_enabled(self.training):
             seen.run(*inputs)
         position = {node: i for i, node in enumerate(gm.graph.nodes)}
         if _follow_identities(seen, position):

@@ -38,9 +38,12 @@ class Shared:
     A use is a node that needs the parameter, or an edge of the autograd graph that leads to it. So
     a module that is called twice has parameters with several uses, and so have two modules that
     share a weight, and a recurrent module that uses its weights at each step.
+
+    ``training``: whether there is a backward; if not, the value gets no gradient.
     """
 
     name: ClassVar[str] = "shared"
+    training: bool = True
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         # Of several paths of one parameter the first one counts.
@@ -60,7 +63,8 @@ class Shared:
                     node = gm.graph.create_node(
                         "call_function", ops.share, args, name=f"{name}_shared"
                     )
-                node.meta = {VALUE: interpreter.fake(parameter), COST: Cost()}
+                value = interpreter.fake(parameter)
+                node.meta = {VALUE: value if self.training else value.detach(), COST: Cost()}
                 shared[id(parameter)] = node
             return shared[id(parameter)]
 

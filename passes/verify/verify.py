@@ -43,17 +43,20 @@ class Verify:
 
     Args:
         name: what the pass is called in the chain.
+        training: whether autograd may run a backward of the graph.
 
     Raises :class:`~passes.verify.errors.VerifyError` for the first node that breaks a promise.
     """
 
     name: str = "verify"
+    training: bool = True
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         with _no_collections():
             visit = _followed(gm)
             check_end(visit)
-            check_backward(gm.graph, visit.cells)
+            if self.training:
+                check_backward(gm.graph, visit.cells)
         return gm
 
 

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 
 import fxpipe
 from tests.accelerator.clocks import Speed, begin, virtual_time
@@ -191,3 +192,34 @@ def test_a_step_needs_what_its_timeline_says(schedule, checkpoint):
         if allocated == pytest.approx(predicted, abs=2.5 * VALUE):
             return
     assert allocated == pytest.approx(predicted, abs=2.5 * VALUE)
+
+
+def of_a_call(width):
+    """For each device, the bytes that a call is predicted to need, and those that it has needed,
+    of a pipeline that only computes outputs. Its input comes from the host."""
+    gc.collect()  # an earlier pipeline
+    devices = ["sim:0", "sim:1"]
+    layers = [nn.Linear(width, 256), *(nn.Linear(256, 256) for _ in range(3))]
+    options = {"chunks": 4, "partition": ["2"], "costs": "analytic", "training": False}
+    with (
+        virtual_time(Speed()),
+        torch.no_grad(),
+        fxpipe.compile(nn.Sequential(*layers), devices, **options) as pipe,
+    ):
+        for _ in range(2):
+            for device in devices:
+                torch.accelerator.synchronize(device)
+                torch.accelerator.reset_peak_memory_stats(device)
+            pipe(torch.randn(1024, width))
+        return pipe.timeline().peak_memory, [memory("allocated", each)[1] for each in devices]
+
+
+@pytest.mark.parametrize("width", [256, 4096])
+def test_a_call_without_training_needs_what_its_timeline_says(width):
+    """Of the input, one micro-batch at a time. The same holds here as above: one of three runs."""
+    value = 1024 // 4 * 256 * 4
+    for _ in range(3):
+        predicted, allocated = of_a_call(width)
+        if allocated == pytest.approx(predicted, abs=1.5 * value):
+            return
+    assert allocated == pytest.approx(predicted, abs=1.5 * value)

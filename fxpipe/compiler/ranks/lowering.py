@@ -189,7 +189,11 @@ class RankLowering(Lowering):
         needs no copies or portals, as tensors are transmitted from rank to rank."""
         options = self.options
         context = ToPipeline(
-            options.names, chunks, tuple(mode.in_dims), tuple(mode.out_dims), "never", 1
+            options.names,
+            chunks,
+            tuple(mode.in_dims),
+            tuple(mode.out_dims),
+            training=options.training,
         )
         gm, title = mode.stage_graph, f"ranks of {chunks}"
         history = History.observed(self.model, title, gm, options.observer)
@@ -271,6 +275,7 @@ class RankLowering(Lowering):
             "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
             "schedules": str(options.schedule),
             "options": f"{options.placement}, {options.checkpoint}, {options.checkpoint_segments}, "
+            f"training {options.training}, "
             f"{self.transport.communicators} communicators",
             "parameters and buffers": _digest("\n".join(tensors)),
             "stages": _digest(stages.replace(str(device), device.type)),

@@ -224,3 +224,11 @@ def test_explain_says_what_limits_the_speed_and_which_call_would_help(models):
     headings = ["Where the batch is", "How it was traced", "What limits the speed"]
     assert all(f"\n{heading}\n" in out for heading in [*headings, "What would help"])
     assert "pipe = fxpipe.compile(model, (" in out
+
+
+def test_outputs_only_are_planned_compiled_and_measured(models):
+    common = ("own_models:build", "--chunks", 4, "--inference")
+    assert "a call of 4 micro-batches" in succeeded("plan", *common, "--devices", "h100,h100")
+    out = succeeded("compile", *common, "--devices", "cpu,cpu")
+    assert "memory of the lanes (predicted, without gradients)" in out
+    assert "measured" in succeeded("bench", *common, "--devices", "cpu,cpu", "--rounds", 1)

@@ -47,7 +47,7 @@ def test_values_that_are_used_later_and_gradients_are_there_beside_what_is_saved
     # two t, the second layer's x, and either this layer's linear or the result.
     # Backward: the gradient of the result, and tanh's; then t and its gradient are free. In halves,
     # where nothing is freed, the gradient of x as well.
-    expected = StageWorkspace(forward=1, again=4, backward=2, half=3, kept_inputs=1)
+    expected = StageWorkspace(forward=1, again=4, backward=2, half=3, kept_inputs=1, alone=1)
     assert values(second) == expected
     assert values(first).forward == expected.forward
 
@@ -57,7 +57,9 @@ def test_a_chain_needs_its_value_and_the_next_one():
     # Each linear saves its input: if the stage is run again, two of these and the result are there
     # beside the first one, which is the stage's. The gradient of a linear's value and that of its
     # input are there at the same time; the saved input is free only then.
-    assert values(second) == StageWorkspace(forward=1, again=3, backward=2, half=2, kept_inputs=1)
+    assert values(second) == StageWorkspace(
+        forward=1, again=3, backward=2, half=2, kept_inputs=1, alone=1
+    )
 
 
 class Doubled(nn.Module):
@@ -73,7 +75,8 @@ def test_what_a_stage_does_not_save_is_counted_while_it_is_there():
     # Forward: x with its four multiples, or these with the sum of two; if the stage will be run
     # again, x stays, beside which five are needed. Backward: the gradient of the result, which is
     # that of each multiple as well; that of x; what is being added to it.
-    assert values(second) == StageWorkspace(forward=5, again=5, backward=3, half=3)
+    # Without a backward x stays too, as the stage's caller holds it.
+    assert values(second) == StageWorkspace(forward=5, again=5, backward=3, half=3, alone=6)
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

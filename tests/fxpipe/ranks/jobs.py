@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -149,10 +150,24 @@ def checkpointed(group: Where, make: Make, call: Call, **options: Any) -> dict[i
 
 
 def outputs(group: Where, make: Make, x: Tensor, **options: Any) -> list[Any]:
-    """What a rank gets of calls without gradients: in eval mode, and with ``broadcast``."""
-    with compiled(group, make, None, example_inputs=(x,), **options) as pipe, torch.no_grad():
+    """What a rank gets of calls in eval mode, also with ``broadcast``; without gradients, unless
+    the pipeline sees to that by itself. An output that refuses a backward comes without it."""
+    with (
+        compiled(group, make, None, example_inputs=(x,), **options) as pipe,
+        torch.set_grad_enabled(not options.get("training", True)),
+    ):
         pipe.eval()
-        return [pipe(x), pipe(x, broadcast=True)]
+        found = [pipe(x), pipe(x, broadcast=True)]
+        return [output if output is None else output.detach() for output in found]
+
+
+def said_to_a_backward(group: Where, make: Make, x: Tensor, **options: Any) -> str:
+    """What a rank says to a backward from an output that all ranks get."""
+    with compiled(group, make, None, example_inputs=(x,), **options) as pipe:
+        loss = pipe(x, broadcast=True).sum() + sum(p.sum() for p in pipe.parameters())
+        with pytest.raises(RuntimeError) as error:
+            loss.backward()
+        return str(error.value)
 
 
 def drawn(group: Where, make: Make, call: Call, **options: Any) -> tuple[str, str, str, str]:

@@ -29,12 +29,18 @@ def four() -> Chain:
 X = torch.randn(8, 3)
 
 
-def test_the_output_is_on_the_last_rank_or_everywhere(pool):
+@pytest.mark.parametrize("training", [True, False])
+def test_the_output_is_on_the_last_rank_or_everywhere(pool, training):
     model = jobs.made(four)
     expected = torch.cat([model(part) for part in X.tensor_split(2)]).detach()
-    found = pool.run(jobs.outputs, four, X, chunks=2)
+    found = pool.run(jobs.outputs, four, X, chunks=2, training=training)
     assert [last for last, _ in found[:-1]] == [None] * 3 and same(found[-1][0], expected)
     assert all(same(everywhere, expected) for _, everywhere in found)
+
+
+def test_a_backward_from_an_output_without_training_is_refused_on_every_rank(pool):
+    said = pool.run(jobs.said_to_a_backward, four, X, chunks=2, training=False)
+    assert len(said) == 4 and all("was compiled with training=False" in each for each in said)
 
 
 def test_what_ranks_do_not_do_is_refused(pool):
