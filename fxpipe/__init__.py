@@ -94,3 +94,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    # Editors complete names by this, also those that are imported at first use.
+    return sorted({*globals(), *__all__})

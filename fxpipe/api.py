@@ -173,8 +173,8 @@ def compile(
         dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
             code and, if it is small, drawn, after every pass. None: the folder that the environment
             variable ``FXPIPE_DUMP`` names, if it is set.
-        verbose: whether each compilation logs where its time goes, as a table of its phases, on
-            Python's logger "fxpipe" at level INFO (on stderr if logging has not been set up).
+        verbose: whether each compilation logs where its time goes, as a table of its phases, with
+            the logger "fxpipe.compilations" (on stderr if logging has not been set up).
             The environment variable ``FXPIPE_LOGS=compile`` does the same.
         cache: a folder in which the results of tracing and checking are kept, for other processes
             that compile the same model with the same options for the same kind of call, see

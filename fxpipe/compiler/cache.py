@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import reprlib
-import warnings
 from typing import Any
 
 from torch import nn
@@ -18,6 +17,7 @@ from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.guards.on_call import ShapeGuard
 from fxpipe.compiler.guards.signature import signature
+from fxpipe.ir.log import warn
 from fxpipe.trace.premises import Premises
 
 MANY = 100  # the most modes, and the most signatures of calls, that are kept
@@ -105,7 +105,7 @@ class Cache:
             return
         for before, guard in zip(distinct[-1], now.constants, strict=True):
             if before != guard:
-                warnings.warn(
+                warn(
                     f"{type(self.model).__name__} has been compiled {OFTEN} times, since "
                     f"{guard.path}, which is no tensor, differs between the calls ({guard.shown} "
                     "in this one): leave out what the model does not need, and give numbers as "
@@ -125,7 +125,7 @@ class Cache:
             for dim in guard.fixed:
                 sizes = dict.fromkeys(each.shape[dim] for each in before if dim in each.fixed)
                 if len(sizes) > 1:
-                    warnings.warn(self._about_a_size(guard, dim, list(sizes)), stacklevel=2)
+                    warn(self._about_a_size(guard, dim, list(sizes)), stacklevel=2)
                     return
 
     def _about_a_size(self, guard: ShapeGuard, dim: int, sizes: list[int]) -> str:
@@ -147,7 +147,7 @@ class Cache:
         for module, attribute in before.broken()[:1]:
             path = f"{paths[module]}.{attribute}".removeprefix(".")
             value = reprlib.repr(getattr(module, attribute, None))
-            warnings.warn(
+            warn(
                 f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, an "
                 "attribute that is neither a parameter nor a buffer, differs between the calls "
                 f"({value} in this one): make it a buffer, or an argument",
@@ -155,7 +155,7 @@ class Cache:
             )
             return
         for path in before.written(paths)[:1]:
-            warnings.warn(
+            warn(
                 f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, a "
                 "tensor from which its forward computes a constant of the graph, is written to "
                 "between the calls: make it a buffer, which a graph reads in every call",

@@ -23,7 +23,7 @@ from fxpipe.compiler.disk.slot import READ, CacheSlot
 from fxpipe.compiler.garbage import older_objects_set_aside
 from fxpipe.compiler.guards.calls import GuardedCall
 from fxpipe.compiler.layout import Layout
-from fxpipe.compiler.log import logged, wants_log
+from fxpipe.compiler.log import log_compilation, log_cut, log_reasons, logged, wants_log
 from fxpipe.compiler.loss import Target
 from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
@@ -190,6 +190,7 @@ class Compiler(Staging):
                 "a pipeline cannot be compiled inside of a torch.func transform: call it once "
                 "before, or give example_inputs to compile()"
             )
+        name, cut = type(self.model).__name__, self.layout.labels
         at, begin = datetime.now(), time.perf_counter()
         some, named = canonical(self.model, args, kwargs)
         with compiling(), quiet():
@@ -206,6 +207,9 @@ class Compiler(Staging):
             return mode
         front_end, seconds = mode.traced.front_end, time.perf_counter() - begin
         self.compilations.note(at, seconds, why, mode.guards, front_end, self._slot.state)
+        log_compilation(name, self.compilations[-1])
+        if self.layout.labels is not cut:
+            log_cut(name, mode, self.options, self.layout.modes)
         return self.cache.learn(mode)
 
     def _new_or_found(
@@ -245,6 +249,7 @@ class Compiler(Staging):
             return mode, ()
         guards = [each.guards for each in self.cache.modes]
         why = self.compilations.why(call, guards)
+        log_reasons(type(self.model).__name__, why)
         self._any_size |= self._has_new_sizes(call)
         if entry is None:
             mode = self._compile(twin, some, named, meaning, call)

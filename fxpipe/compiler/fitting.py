@@ -9,7 +9,6 @@ has under way; what operators need while they run; and values that wait to be se
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,6 +18,7 @@ from torch import fx
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.ir.graph import GAP, STAGE, stage_nodes
+from fxpipe.ir.log import warn
 from fxpipe.ir.text import human_bytes
 from fxpipe.planning.loss import SavedByLoss
 from fxpipe.planning.question import CostedModel, PlanQuestion, copied
@@ -76,7 +76,7 @@ class Fitting:
             for lane, (held, limit) in enumerate(zip(plan.memory, self.memory, strict=True))
             if limit is not None and held > limit
         )
-        warnings.warn(
+        warn(
             f"the partition that has been given is predicted not to fit: {short}; give "
             'partition="auto" for a cut that fits, or more memory',
             stacklevel=2,

@@ -1,7 +1,8 @@
-"""A log of how long each phase of a compilation takes.
+"""A log of compilations: why each is made, for which calls, where it cuts the model, and how long
+each of its phases takes.
 
-It is written to Python's logger "fxpipe", at level INFO, if ``compile(verbose=True)`` is given or
-the environment asks for it::
+The times of phases are logged at level DEBUG, and at level INFO if ``compile(verbose=True)`` is
+given or the environment asks for it::
 
     FXPIPE_LOGS=compile python train.py
 """
@@ -10,14 +11,44 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fxpipe.ir.progress import Phase, phase, timed
+from fxpipe.compiler.bindings import stages_of
+from fxpipe.compiler.compilations import Compilation
+from fxpipe.compiler.compiled import Mode
+from fxpipe.compiler.options import Options
+from fxpipe.ir.graph import CONTAINS
+from fxpipe.ir.log import COMPILATIONS, GUARDS, LOGGER, PLAN
+from fxpipe.ir.progress import Phase, timed
+from fxpipe.ir.text import human_time
+from passes.common.modes import Modes
 
-LOGGER = logging.getLogger("fxpipe")
 VARIABLE = "FXPIPE_LOGS"
 COMPILE = "compile"
+
+
+def log_reasons(model: str, why: Sequence[str]) -> None:
+    """Log why a call has to be compiled."""
+    GUARDS.info("%s is compiled for a new kind of call: %s", model, "; ".join(why))
+
+
+def log_compilation(model: str, done: Compilation) -> None:
+    """Log a compilation that has been made."""
+    how = ", ".join(filter(None, (done.front_end, done.cache)))
+    took = human_time(done.seconds)
+    COMPILATIONS.info(
+        "%s: compilation %d in %s, %s, %s", model, done.number, took, how, done.guards
+    )
+
+
+def log_cut(model: str, mode: Mode, options: Options, checkpoint: Modes) -> None:
+    """Log where a model has been cut, and how its stages run."""
+    modes = [checkpoint] * len(options.devices) if isinstance(checkpoint, str) else checkpoint
+    each = zip(stages_of(mode.stage_graph), options.devices, modes, strict=True)
+    for number, (stage, device, kept) in enumerate(each):
+        contains = stage.meta.get(CONTAINS, "")
+        PLAN.info("%s: stage %d on %s, checkpoint %s: %s", model, number, device, kept, contains)
 
 
 def wants_log() -> bool:
@@ -27,32 +58,39 @@ def wants_log() -> bool:
 
 @contextmanager
 def logged(title: str, is_wanted: bool) -> Iterator[None]:
-    """The ``with`` block is a phase of the compilation. If ``is_wanted``, a table is logged at the
-    end of the block, also if an exception ends it: how long the block took, and how long each phase
-    within it."""
-    if not is_wanted:
-        with phase(title, quiet=True):
-            yield
-        return
+    """The ``with`` block is a phase of the compilation. At the end of the block, also if an
+    exception ends it, a table is logged: how long the block took, and how long each phase within
+    it. If ``is_wanted``, the table is shown also where logging has not been set up."""
     whole = Phase(title)
     try:
         with timed(title) as whole:
             yield
     finally:
-        _show(whole.table())
+        if is_wanted:
+            _show(whole.table())
+        else:
+            COMPILATIONS.debug("%s", whole.table())
 
 
 def _show(text: str) -> None:
     """Log a message so that it is seen: where logging has not been set up, on stderr."""
-    level = LOGGER.level
-    handler = None if LOGGER.hasHandlers() else logging.StreamHandler()
+    level = COMPILATIONS.level
+    handler = None if _is_set_up() else logging.StreamHandler()
     if handler is not None:
-        LOGGER.addHandler(handler)
-    if not LOGGER.isEnabledFor(logging.INFO):
-        LOGGER.setLevel(logging.INFO)
+        COMPILATIONS.addHandler(handler)
+    if not COMPILATIONS.isEnabledFor(logging.INFO):
+        COMPILATIONS.setLevel(logging.INFO)
     try:
-        LOGGER.info("%s", text)
+        COMPILATIONS.info("%s", text)
     finally:
-        LOGGER.setLevel(level)
+        COMPILATIONS.setLevel(level)
         if handler is not None:
-            LOGGER.removeHandler(handler)
+            COMPILATIONS.removeHandler(handler)
+
+
+def _is_set_up() -> bool:
+    """Whether a handler that the user has added gets what is logged."""
+    own = [*COMPILATIONS.handlers, *LOGGER.handlers]
+    if any(not isinstance(handler, logging.NullHandler) for handler in own):
+        return True
+    return COMPILATIONS.propagate and LOGGER.propagate and logging.getLogger().hasHandlers()

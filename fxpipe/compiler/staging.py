@@ -10,7 +10,6 @@ placed on their devices.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +36,7 @@ from fxpipe.compiler.outputs import OutputDims, noted_dims
 from fxpipe.compiler.placement import place
 from fxpipe.ir.errors import AnotherStrategy, Unsupported, is_the_models
 from fxpipe.ir.heap import give_back
+from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.meaning.asked import Asked, Compared, Meaning, refuse_unclear
@@ -231,7 +231,7 @@ class Staging(ABC):
         the list of the first micro-batch, and each element is an input of the graph."""
         chunks = self.options.even_chunks_for(listed.rows)
         if text := self._of_fewer_lists(listed, chunks):
-            warnings.warn(text, stacklevel=2)
+            warn(text, stacklevel=2)
             meaning = replace(meaning, notes=[*meaning.notes, text])
         rows = listed.rows // chunks
         one = replace(meaning, in_dims=listed.in_dims(rows))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxpipe.ir.log import warn
 from fxpipe.meaning import messages
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.listed import Listed
@@ -79,7 +79,7 @@ def refuse(asked: Asked, text: str) -> None:
     if asked.check is True:
         raise BatchError(text)
     if asked.check:
-        warnings.warn(text, BatchWarning, stacklevel=3)
+        warn(text, BatchWarning, stacklevel=3)
 
 
 def refuse_unclear(meaning: Meaning, check: bool | str, path: str) -> None:
@@ -89,4 +89,4 @@ def refuse_unclear(meaning: Meaning, check: bool | str, path: str) -> None:
         text = messages.unclear(path)
         if meaning.unclear[path] and check is True:
             raise BatchError(text)
-        warnings.warn(text, BatchWarning, stacklevel=2)
+        warn(text, BatchWarning, stacklevel=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.errors import is_the_models
+from fxpipe.ir.log import warn
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning import messages
@@ -150,7 +150,7 @@ class Asking:
             if self.asked.check is True:
                 raise BatchError(text)
             if self.asked.check == "warn":
-                warnings.warn(text, BatchWarning, stacklevel=2)
+                warn(text, BatchWarning, stacklevel=2)
             return self.meaning(dims, verdict, ways)
         (dims, verdict), *_ = verdicts
         batch = rows_in(self.inputs, dims)
@@ -184,12 +184,12 @@ class Asking:
         notes = self._notes(dims, verdict, ways)
         if lasting := self._lasting(dims, verdict):
             notes.append(lasting)
-            warnings.warn(messages.lasting(lasting), BatchWarning, stacklevel=2)
+            warn(messages.lasting(lasting), BatchWarning, stacklevel=2)
         if problem is not None:
             text = messages.in_the_backward(problem)
             if self.asked.check is True:
                 raise BatchError(text)
-            warnings.warn(text, BatchWarning, stacklevel=2)
+            warn(text, BatchWarning, stacklevel=2)
             notes.append(problem.text)
         unclear, refused = self._unclear(verdict), verdict.refused_sizes
         return Meaning(dims, verdict.outputs, unclear, notes, refused_sizes=refused)
@@ -291,7 +291,7 @@ class Asking:
         if self.asked.check:
             for problem in verdict.problems:
                 text = messages.across(problem, self.inputs, self._remedy(dims, verdict, problem))
-                warnings.warn(text, BatchWarning, stacklevel=2)
+                warn(text, BatchWarning, stacklevel=2)
 
     def _remedy(self, dims: InDims, verdict: Verdict, problem: Problem) -> str:
         """The ``loss_weight`` that makes a loss equal to the model's, as code that the user can

@@ -6,7 +6,6 @@ the call is refused."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from fxpipe.ir.log import warn
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning, refuse
 from fxpipe.meaning.asking import Asking, Trace
@@ -136,7 +136,7 @@ def check_at_size(
     if verdict.is_wrong:
         refuse(asked, text)
     else:
-        warnings.warn(text, BatchWarning, stacklevel=2)
+        warn(text, BatchWarning, stacklevel=2)
 
 
 def _in_lists(

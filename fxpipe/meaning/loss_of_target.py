@@ -3,7 +3,6 @@ function that is given the output and a target."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.ir.log import warn
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, refuse
@@ -151,7 +151,7 @@ class _LossOfTarget:
                 ]
                 by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims)
             text = messages.across(verdict.problems[0], self.named, by)
-            warnings.warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
+            warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None

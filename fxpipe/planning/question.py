@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +14,7 @@ from torch import fx, nn
 
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import AnotherStrategy, is_the_models
+from fxpipe.ir.log import warn
 from fxpipe.ir.progress import report_progress
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
@@ -161,7 +161,7 @@ def saved_by_loss(
         return None
     found = ExpectedLoss(loss_fn, target, prices.rebuild).saved(prices.sketched.graph)
     if isinstance(found, str):
-        warnings.warn(f"the plan does not count what the loss saves: {found}", stacklevel=3)
+        warn(f"the plan does not count what the loss saves: {found}", stacklevel=3)
         return None
     return found
 

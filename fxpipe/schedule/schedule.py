@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from fxpipe.ir.log import warn
 from fxpipe.ir.text import kind
 from fxpipe.schedule.actions import Action, Entry, Kind, NotAnAction, Overlap, parse_entry
 from fxpipe.schedule.gantt import FORWARDS, draw
@@ -176,7 +176,7 @@ class Schedule:
             lanes.append(tuple(entries))
         if others:
             said = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
-            warnings.warn(f"{place}actions that compute nothing are left out: {said}", stacklevel=3)
+            warn(f"{place}actions that compute nothing are left out: {said}", stacklevel=3)
         actions = [action for lane in lanes for entry in lane for action in entry.parts]
         if not actions:
             raise ValueError(f"{place}there is no action: write one line for each lane, 0F0 0B0")

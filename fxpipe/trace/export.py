@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fxpipe import skip
 from fxpipe.ir._torch import FakeTensor, at_most_guards, lost_tensors_as_constants
 from fxpipe.ir.hooks import is_watched
+from fxpipe.ir.log import warn
 from fxpipe.ir.source import model_frame
 from fxpipe.ir.structure import Structure
 from fxpipe.trace import checkpoints, whole
@@ -251,7 +251,7 @@ def _has(model: nn.Module, name: str) -> bool:
 def _warn_of_hooks(model: nn.Module) -> None:
     hooked = [name for name, m in model.named_modules() if name and is_watched(model, m)]
     if hooked:
-        warnings.warn(
+        warn(
             f"hooks on {hooked[0]!r} ({len(hooked)} such modules) will not be called: the model is "
             'traced by torch.export, whose graph calls no modules; if tracer="symbolic" can trace '
             "the model, hooks are called",

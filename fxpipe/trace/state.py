@@ -15,7 +15,6 @@ warning says so.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.errors import TraceError, is_the_models
 from fxpipe.ir.hooks import HOOKS
+from fxpipe.ir.log import warn
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.runtime.random import HostRandomState
 from fxpipe.runtime.state import STATEFUL, Attribute, State
@@ -244,7 +244,7 @@ def _tell(
     others = f", as in {len(owners) - 1} more modules" if len(owners) > 1 else ""
     where = _where(example, tensors, (owners[0], name))
     kind, path = type(example.model).__name__, f"{path}.{name}".removeprefix(".")
-    warnings.warn(
+    warn(
         f"{kind} sets {path} in its forward{where}{others}; a pipeline does not, so that {path} is "
         "after a call what it was before. The outputs of the model do not depend on it; if you "
         "read it, let the forward return it",

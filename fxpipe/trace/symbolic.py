@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import linecache
 import sys
-import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType, FunctionType
@@ -19,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe import skip
 from fxpipe.ir.hooks import has_hooks, is_recorded, is_watched
+from fxpipe.ir.log import warn
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.ir.structure import Structure
 from fxpipe.runtime.ambient import Ambient
@@ -83,7 +83,7 @@ class _SymbolicTracer(fx.Tracer):
         self.watched = {module for module in modules if is_watched(model, module)}
         for name, module in model.named_modules():
             if module in self.watched and is_recorded(model, module):
-                warnings.warn(
+                warn(
                     f"hooks on {name!r} will not be called, except those that record what the "
                     "model gives: the module is traced into, so that these are called",
                     stacklevel=2,

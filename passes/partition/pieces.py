@@ -13,7 +13,6 @@ that takes a tuple apart with the node that makes it (:func:`passes.partition.pr
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from fxpipe import ops
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import ALIAS, COST, WHOLE, attribute, stage_nodes
 from fxpipe.ir.hooks import has_hooks
+from fxpipe.ir.log import warn
 from fxpipe.ir.printing import operator_name
 from fxpipe.ir.source import model_frame
 from passes.partition.problem import together
@@ -137,7 +137,7 @@ def warn_of_the_heaviest(graph: fx.Graph, stages: int) -> None:
     piece = heaviest(graph)
     if stages > 1 and piece.share > MOST:
         why, help = piece.reason
-        warnings.warn(
+        warn(
             f"{stages} stages can be at most {1 / piece.share:.1f} times as fast as one: "
             f"{piece.takes} in one stage, since {why}; {help}",
             stacklevel=2,

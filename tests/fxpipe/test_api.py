@@ -177,6 +177,7 @@ def test_other_threads_go_on_while_a_model_is_compiled(tracer, runs):
 def test_every_public_name_is_there():
     assert all(getattr(fxpipe, name) is not None for name in fxpipe.__all__)
     assert set(fxpipe.__all__) == {*fxpipe._HOMES, "loss_weight", "skip"}
+    assert set(fxpipe.__all__) <= set(dir(fxpipe)), "an editor completes names by dir()"
 
 
 def test_a_stage_says_what_it_is_in_a_line():

@@ -11,11 +11,11 @@ import hashlib
 import json
 import os
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 from fxpipe.compiler.disk.errors import CacheWarning, Unusable
+from fxpipe.ir.log import warn
 
 MANY = 16
 """The most files of one key that are read."""
@@ -68,7 +68,7 @@ class Folder:
             if made:
                 with contextlib.suppress(OSError):
                     os.unlink(made)
-            warnings.warn(
+            warn(
                 f"the compilation is not kept, as nothing can be written to {self.path}: {error}",
                 CacheWarning,
                 stacklevel=2,

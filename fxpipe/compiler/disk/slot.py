@@ -4,7 +4,6 @@ written there."""
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,6 +24,7 @@ from fxpipe.compiler.disk.folder import Folder
 from fxpipe.compiler.disk.graphs import Functions
 from fxpipe.compiler.disk.key import digest_of, digest_of_attributes
 from fxpipe.compiler.options import Options
+from fxpipe.ir.log import warn
 from fxpipe.meaning.asked import Meaning
 from fxpipe.trace import Traced
 from fxpipe.trace.premises import Attribute
@@ -101,7 +101,7 @@ class CacheSlot:
         Args:
             file: by default the file of the entry that :meth:`entry` has returned.
         """
-        warnings.warn(
+        warn(
             f"{file or self._found}, a file of the cache, is not used: {why}; the model is "
             "compiled anew",
             CacheWarning,

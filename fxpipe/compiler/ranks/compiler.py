@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,6 +23,7 @@ from fxpipe.compiler.ranks.tensors import owners, parameters_in_parts, tensors_o
 from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.ir._torch import sharded_modules
 from fxpipe.ir.graph import attribute
+from fxpipe.ir.log import warn
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.asked import Meaning
 from fxpipe.meaning.errors import BatchError, BatchWarning
@@ -132,7 +132,7 @@ class RankCompiler(Compiler):
             )
             if self.options.check is True:
                 raise BatchError(said)
-            warnings.warn(said, BatchWarning, stacklevel=2)
+            warn(said, BatchWarning, stacklevel=2)
         return super()._meaning(*args)
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:

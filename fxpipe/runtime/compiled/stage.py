@@ -17,7 +17,6 @@ guards run when a stage is called.
 from __future__ import annotations
 
 import reprlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -41,6 +40,7 @@ from fxpipe.ir._torch import (
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import GROWS, SEED
 from fxpipe.ir.hooks import all_are_watched
+from fxpipe.ir.log import warn
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
 from fxpipe.runtime.compiled.halves import compiled_in_halves, defer_to_tape
 from fxpipe.runtime.compiled.lifted import Lifted, NotLifted, Tensors, obstacle, varies
@@ -326,7 +326,7 @@ class CompiledStage:
     def _warn(self, why: str) -> None:
         if why not in self.refusals:
             self.refusals[why] = None
-            warnings.warn(
+            warn(
                 f"{self.name} is not compiled by {self.backend.name}, and runs as it is: {why}",
                 stacklevel=2,
             )

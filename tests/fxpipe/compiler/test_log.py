@@ -13,20 +13,54 @@ def test_verbose_says_of_every_compilation_where_its_time_went(caplog):
         pipe(torch.ones(6, 12))
         pipe(torch.ones(6, 12))  # which is compiled already
     pipe.close()
-    kind, pipeline = (record.getMessage() for record in caplog.records)
+    tables = [record.getMessage() for record in caplog.records if "of CPU" in record.getMessage()]
+    kind, pipeline = tables
     assert kind.startswith("MLP: a kind of call")
     assert all(f"\n  {name} " in kind for name in ("check", "trace", "cost", "partition"))
     assert "\n    symbolic " in kind
     assert pipeline.startswith("MLP: pipeline of 6 micro-batches")
 
 
+def test_each_compilation_is_logged_with_its_reason_its_guards_and_the_cut(caplog):
+    with caplog.at_level(logging.INFO, "fxpipe"), fxpipe.compile(MLP(), ["cpu"] * 2) as pipe:
+        pipe(torch.ones(6, 12))
+        pipe.eval()
+        pipe(torch.ones(6, 12))
+    said = [(record.name, record.getMessage()) for record in caplog.records]
+    names = [name.removeprefix("fxpipe.") for name, _ in said]
+    assert names == ["guards", "compilations", "plan", "plan", "guards", "compilations"]
+    assert said[0][1] == "MLP is compiled for a new kind of call: the first call"
+    assert said[1][1].startswith("MLP: compilation 1 in ")
+    assert "symbolic, compiled for x: " in said[1][1]
+    assert said[2][1] == "MLP: stage 0 on cpu, checkpoint never: " + pipe.stages[0].contains
+    assert said[4][1].endswith("mode of the model: train → eval")
+
+
+def test_the_times_of_phases_are_for_those_who_look_for_them(caplog):
+    with caplog.at_level(logging.DEBUG, "fxpipe"), fxpipe.compile(MLP(), ["cpu"] * 2) as pipe:
+        pipe(torch.ones(6, 12))
+    debug = [record.getMessage() for record in caplog.records if record.levelname == "DEBUG"]
+    assert [text.split("  ")[0] for text in debug] == [
+        "MLP: a kind of call",
+        "MLP: pipeline of 6 micro-batches",
+    ]
+
+
 def test_without_a_handler_the_log_is_on_stderr_and_logging_stays_as_it_was(capsys, monkeypatch):
-    logger = logging.getLogger("fxpipe")
+    logger, own = logging.getLogger("fxpipe"), logging.getLogger("fxpipe.compilations")
     monkeypatch.setattr(logger, "propagate", False)  # pytest's handlers are at the root
+    before = logger.level, list(logger.handlers), own.level, list(own.handlers)
     with fxpipe.compile(MLP(), ["cpu"] * 2, verbose=True) as pipe:
         pipe(torch.ones(6, 12))
     assert "MLP: a kind of call" in capsys.readouterr().err
-    assert (logger.level, logger.handlers) == (logging.NOTSET, [])
+    assert (logger.level, logger.handlers, own.level, own.handlers) == before
+
+
+def test_nothing_is_shown_unless_logging_is_set_up(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("fxpipe"), "propagate", False)
+    with fxpipe.compile(MLP(), ["cpu"] * 2) as pipe:
+        pipe(torch.ones(6, 12))
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("value, shown", [("compile", True), ("a, compile", True), ("", False)])
@@ -34,7 +68,7 @@ def test_the_environment_may_ask_for_the_log(value, shown, caplog, monkeypatch):
     monkeypatch.setenv("FXPIPE_LOGS", value)
     with caplog.at_level(logging.INFO, "fxpipe"):
         fxpipe.compile(MLP(), ["cpu"] * 2, example_inputs=(torch.ones(6, 12),)).close()
-    assert bool(caplog.records) == shown
+    assert any("of CPU" in record.getMessage() for record in caplog.records) == shown
 
 
 def test_a_compilation_that_fails_is_logged_too(caplog):
@@ -44,4 +78,4 @@ def test_a_compilation_that_fails_is_logged_too(caplog):
 
     with caplog.at_level(logging.INFO, "fxpipe"), pytest.raises(ValueError, match="not today"):
         fxpipe.compile(Fails(), ["cpu"] * 2, verbose=True)(torch.ones(6, 12))
-    assert len(caplog.records) == 1
+    assert "Fails: a kind of call" in caplog.records[-1].getMessage()
