@@ -44,7 +44,7 @@ def compile(
     *,
     example_inputs: tuple[Any, ...] | None = None,
     example_kwargs: dict[str, Any] | None = None,
-    chunks: int | None = None,
+    chunks: int | str | None = None,
     partition: Spec = "auto",
     boundaries: Sequence[str] | None = None,
     costs: Costs = "auto",
@@ -84,9 +84,14 @@ def compile(
         example_inputs, example_kwargs: the arguments of one mini-batch, as a tuple and a dict. If
             either is given, the pipeline is compiled now, otherwise at its first call.
         chunks: the number of micro-batches in a mini-batch. None: the number that ``schedule`` has,
-            if it is a :class:`fxpipe.schedule.Schedule`, else four for each stage. A batch with
-            fewer rows than that has fewer micro-batches, which keep their order in the schedule. A
-            model whose graph holds for one batch size only may get fewer too, all of one size.
+            if it is a :class:`fxpipe.schedule.Schedule`, else four for each stage. "auto": the
+            number with which a step (or a call, without ``training``) is predicted to take least
+            time; it is chosen for the first mini-batch, among the numbers that cut it evenly, up to
+            eight for each device. (If ``costs`` are given, they say nothing of what one more
+            micro-batch costs: then it is four for each device.) For ``schedule="auto"``, None means
+            "auto". A batch with fewer rows than that has fewer micro-batches, which keep their
+            order in the schedule. A model whose graph holds for one batch size only may get fewer
+            too, all of one size.
         partition: where to cut the model. "auto"; or the names of the modules or nodes that begin a
             stage; or a dict from names to stages; or a function that takes the model graph and
             returns one of these; or an :class:`Auto`, which sets what is balanced (time, memory),
@@ -108,9 +113,14 @@ def compile(
             only one segment exist at a time. (If a schedule puts weight gradients off, the
             activations from which they are computed exist until then.)
         schedule: the order of a training step, :meth:`Pipeline.step`: one of
-            :data:`fxpipe.schedule.NAMES`; "auto", which searches for the best schedule for the
-            costs of the stages; or a :class:`fxpipe.schedule.Schedule` with as many lanes as there
-            are devices.
+            :data:`fxpipe.schedule.NAMES`; or a :class:`fxpipe.schedule.Schedule` with as many lanes
+            as there are devices. "auto": of all these names, with as many stages as each takes and
+            the number of ``chunks`` that suits it, the one with which a step is predicted to take
+            least time and fits; or an order of its own, if that is faster. It is chosen at the
+            first call, by the search that :func:`fxpipe.tune` shows as a table; the report says
+            what has been chosen, and what others would take. Of several ranks the first one chooses
+            for all. What the user gives (``chunks``, ``stages``, ``partition``, ``checkpoint``)
+            stays.
         stages: the number of stages. None: as many as the schedule takes, which is one for each
             device, or two for "interleaved_1f1b", "looped_bfs", "zbv" and "dualpipe_v".
         loss_fn: the loss function of :meth:`Pipeline.step`: ``loss_fn(output, target)`` returns a

@@ -37,6 +37,7 @@ from fxpipe.ir.text import kind
 from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source
 from fxpipe.planning.estimates import measured
+from fxpipe.planning.search import Choice
 from fxpipe.proxy import ModelProxy, moved_to
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.ending import call
@@ -555,6 +556,8 @@ class Pipeline(ModelProxy):
         """The devices of the stages; ``repr`` prints them ahead of the model's modules."""
         options = self._runner.options
         said = f"devices=[{', '.join(options.names)}]"
+        if isinstance(options.choice, Choice):
+            said += f", chosen: {options.choice}"
         if options.stage_backend is not None:
             said += f", stage_backend={options.stage_backend}"
         return said

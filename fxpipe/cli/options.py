@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -60,6 +61,17 @@ def memory_of(value: str) -> str | list[str]:
     return sizes[0] if len(sizes) == 1 else sizes
 
 
+def _chunks_of(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """The number of micro-batches, or "auto"."""
+    if value is None or value == "auto":
+        return value
+    number: Any = click.IntRange(min=1)
+    try:
+        return int(number.convert(value, param, ctx))
+    except click.BadParameter as error:
+        raise click.BadParameter(f"{error.message} Or give auto, for the fastest.") from None
+
+
 devices_option = click.option(
     "--devices",
     callback=devices_of,
@@ -71,15 +83,17 @@ devices_option = click.option(
 _PIPELINE = (
     click.option(
         "--chunks",
-        type=click.IntRange(min=1),
-        help="The number of micro-batches in a mini-batch. Default: four for each stage.",
+        callback=_chunks_of,
+        metavar="NUMBER|auto",
+        help="The number of micro-batches in a mini-batch; auto takes the fastest. Default: four "
+        "for each stage; with --schedule auto, the fastest.",
     ),
     click.option(
         "--schedule",
         type=click.Choice([*NAMES, "auto"]),
         default="gpipe",
         show_default=True,
-        help="The schedule of a training step, in the literature's names; auto searches for one.",
+        help="The schedule of a training step, in the literature's names; auto takes the fastest.",
     ),
     click.option(
         "--stages",

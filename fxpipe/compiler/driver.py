@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxpipe.compiler.cache import Cache
 from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode, Unrolled
+from fxpipe.compiler.deciding import decided
 from fxpipe.compiler.disk.entry import CacheEntry
 from fxpipe.compiler.disk.errors import Unusable
 from fxpipe.compiler.disk.folder import Folder
@@ -38,6 +39,7 @@ from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
 from fxpipe.meaning.loss_of_target import Targets, loss_dim
 from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.planning.loss import without_values as target_without_values
+from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.microbatch import Dim
 from fxpipe.trace import canonical, to_be_compared
@@ -195,14 +197,15 @@ class Compiler(Staging):
         some, named = canonical(self.model, args, kwargs)
         with compiling(), quiet():
             inputs = self._to_the_model(out_of_inference_mode((some, named)))
-            with phase("key", quiet=True):
-                self._slot = self._slot_of(args, kwargs, inputs)
-            entry = self._slot.entry()
-            try:
-                mode, why = self._new_or_found(args, kwargs, inputs, entry)
-            except Unusable as error:
-                self._slot.refuse(error)
-                mode, why = self._new_or_found(args, kwargs, inputs, None)
+            with self._nothing_open(inputs):
+                with phase("key", quiet=True):
+                    self._slot = self._slot_of(args, kwargs, inputs)
+                entry = self._slot.entry()
+                try:
+                    mode, why = self._new_or_found(args, kwargs, inputs, entry)
+                except Unusable as error:
+                    self._slot.refuse(error)
+                    mode, why = self._new_or_found(args, kwargs, inputs, None)
         if not why:
             return mode
         front_end, seconds = mode.traced.front_end, time.perf_counter() - begin
@@ -211,6 +214,37 @@ class Compiler(Staging):
         if self.layout.labels is not cut:
             log_cut(name, mode, self.options, self.layout.modes)
         return self.cache.learn(mode)
+
+    def _decided(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Choice | str:
+        """What is chosen for this first call, where the user leaves something open."""
+        options, (args, kwargs) = self.options, inputs
+        model = Twin(self.model).model
+        with self._where_it_runs(model, Structure.of((args, kwargs))[0]):
+            memory = options.memory or self._free_memory()
+            return decided(model, inputs, options, memory, self._target)
+
+    @contextmanager
+    def _nothing_open(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[None]:
+        """A context in which all that the user leaves open has been chosen, as if the user had said
+        it. A call that fails there ahead of the cut has chosen nothing for later ones."""
+        before = self.options
+        if before.is_open:
+            with phase("choice"):
+                self._settle(before.decided(self._decided(inputs)))
+        try:
+            yield
+        except BaseException:
+            if self._may_open_again():
+                self._settle(before)
+            raise
+
+    def _settle(self, options: Options) -> None:
+        self.options = self.lowering.options = options
+        self.layout.stages = len(options.devices)
+
+    def _may_open_again(self) -> bool:
+        """Whether parameters have no stages yet."""
+        return not self.layout.labels
 
     def _new_or_found(
         self,

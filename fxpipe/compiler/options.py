@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.optim.optimizer import Optimizer
 from fxpipe.compiler.loss import LossFunction, LossWeightFunction
 from fxpipe.compiler.written import COMPILE, WrittenCall
 from fxpipe.ir.cost import Cost
-from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec, spec_of
 from fxpipe.ir.given import check_call
 from fxpipe.ir.text import kind
@@ -25,6 +24,7 @@ from fxpipe.planning.inference import check_training
 from fxpipe.planning.limits import Memory, limits_of
 from fxpipe.planning.loss import without_values
 from fxpipe.planning.optimizer import optimizer_states
+from fxpipe.planning.search import Choice, are_given, leaves_stages_open, number_given
 from fxpipe.runtime.compiled.stage import StageBackend
 from fxpipe.runtime.microbatch import SUM
 from fxpipe.schedule import (
@@ -43,6 +43,7 @@ from passes.common import modes
 from passes.common.modes import Modes, of_stages
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
+from passes.partition.automatic import Auto
 from passes.partition.partition import Spec
 
 RunPass = Callable[[Pass, fx.GraphModule], fx.GraphModule]
@@ -83,6 +84,10 @@ class Options:
     call: WrittenCall = COMPILE
     """The call that has given the options, as text."""
     training: bool = True
+    searches_chunks: bool = False  # whether the number of micro-batches is chosen by prediction
+    gives_stages: bool = False  # whether the user says how many stages there are
+    choice: Choice | str | None = None
+    """What has been chosen by prediction; or why nothing can be predicted; None: nothing yet."""
 
     @staticmethod
     def of(
@@ -90,7 +95,7 @@ class Options:
         schedule: str | Schedule,
         stages: int | None,
         *,
-        chunks: int | None,
+        chunks: int | str | None,
         costs: Costs,
         can_measure: bool,
         memory: Memory = None,
@@ -104,8 +109,8 @@ class Options:
         ``can_measure`` says whether there are example inputs, with which costs can be measured.
         """
         lanes = _devices(devices)
-        if chunks is not None:
-            chunks = count("chunks", chunks, "the number of micro-batches")
+        is_open = chunks == AUTO or (chunks is None and schedule == AUTO)
+        number = number_given(chunks)
         check_training(
             training,
             schedule=schedule,
@@ -123,7 +128,9 @@ class Options:
             devices=tuple(lanes[lane] for lane in placement),
             placement=placement,
             schedule=schedule,
-            chunks=chunks,
+            chunks=number,
+            searches_chunks=is_open and not isinstance(schedule, Schedule),
+            gives_stages=stages is not None,
             costs=costs,
             memory=None if memory is None else limits_of(memory, len(lanes)),
             optimizer_states=optimizer_states(optimizer, ADAM),
@@ -188,6 +195,54 @@ class Options:
             named(self.schedule, lanes=lanes, stages=stages, microbatches=chunks)
 
     @property
+    def is_open(self) -> bool:
+        """Whether the schedule or the number of micro-batches is still to be chosen."""
+        return self.choice is None and (self.schedule == AUTO or self.searches_chunks)
+
+    @property
+    def leaves_stages_open(self) -> bool:
+        """Whether a schedule may have as many stages as it takes: nothing that the user gives is
+        for one number of stages."""
+        stages = len(self.devices) if self.gives_stages else None
+        return leaves_stages_open(self.partition, self.checkpoint, stages)
+
+    @property
+    def is_cut_automatic(self) -> bool:
+        """Whether the user leaves the cut to a search."""
+        spec = self.partition
+        return isinstance(spec, Auto) or (isinstance(spec, str) and spec == "auto")
+
+    @property
+    def has_given_costs(self) -> bool:
+        """Whether the user gives the costs, in a dict, a profile or its path."""
+        return are_given(self.costs)
+
+    def decided(self, choice: Choice | str) -> Options:
+        """The options after something has been chosen, or after it has been found that nothing can
+        be."""
+        if isinstance(choice, str):
+            return replace(self, choice=choice)
+        lanes = self.lanes
+        placement = placement_of(choice.schedule, len(lanes), choice.stages)
+        return replace(
+            self,
+            devices=tuple(lanes[lane] for lane in placement),
+            placement=placement,
+            schedule=choice.schedule,
+            chunks=self._wanted(choice),
+            choice=choice,
+        )
+
+    def _wanted(self, choice: Choice) -> int:
+        """The number of micro-batches from now on. Where each row is a micro-batch of its own, a
+        larger mini-batch may have more, up to the usual number."""
+        if isinstance(choice.schedule, Schedule):
+            return choice.chunks
+        if self.searches_chunks and choice.chunks == (choice.rows or 1):
+            return max(choice.chunks, microbatches_of(choice.schedule, None, choice.stages))
+        return self.chunks or choice.chunks
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The devices, as text."""
         return tuple(map(str, self.devices))
@@ -220,7 +275,8 @@ class Options:
     def chooses_chunks(self) -> bool:
         """Whether the compiler chooses the number of micro-batches, as neither ``chunks`` nor a
         :class:`~fxpipe.schedule.Schedule` has been given."""
-        return self.chunks is None and not isinstance(self.schedule, Schedule)
+        is_named = self.chunks is None and not isinstance(self.schedule, Schedule)
+        return is_named or self.searches_chunks
 
     @property
     def _chunks(self) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 import passes
 from fxpipe.compiler.bindings import bindings, stages_of
 from fxpipe.compiler.compiled import Mode
+from fxpipe.compiler.deciding import AsChosen
 from fxpipe.compiler.disk.entry import CacheEntry
 from fxpipe.compiler.disk.slot import CacheSlot
 from fxpipe.compiler.fitting import Fitting
@@ -48,6 +49,7 @@ from fxpipe.meaning.weights import named_arguments
 from fxpipe.planning.limits import free_memory
 from fxpipe.planning.loss import NO_TARGET, ExpectedLoss, SavedByLoss
 from fxpipe.planning.question import CostedModel, PlanQuestion, sketch
+from fxpipe.planning.search import Choice
 from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.state import STATEFUL
@@ -476,8 +478,19 @@ class Staging(ABC):
     def _partition(
         self, context: ToStages, inputs: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> passes.Pass:
-        """The pass that cuts the model for the first time, so that it fits where the memory of a
-        lane is known."""
+        """The pass that cuts the model for the first time: as the plan that has been chosen for it,
+        or as the user asks."""
+        options = self.options
+        cut = self._asked_for(context, inputs)
+        if isinstance(options.choice, Choice) and options.costs != "measured":
+            return AsChosen(options.choice, self.layout, cut, options.is_cut_automatic)
+        return cut
+
+    def _asked_for(
+        self, context: ToStages, inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> passes.Pass:
+        """The pass that cuts the model as the user asks, so that it fits where the memory of a lane
+        is known."""
         options = self.options
         limits = options.memory or self._free_memory()
         if any(limit is not None for limit in limits):

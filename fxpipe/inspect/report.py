@@ -15,6 +15,7 @@ from torch import fx
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
+from fxpipe.planning.search import Choice
 from fxpipe.runtime.checkpointing.regions import regions_in
 from fxpipe.schedule import Timeline
 from passes.common.skips import SkipLayout
@@ -51,6 +52,7 @@ class Report:
         unknown_loss: why the cut could not count what the loss saves; "" if it could, or if memory
             has not decided where the cut is.
         training: whether there are training steps; if not, times are those of a call.
+        choice: what has been chosen by prediction; or why nothing could be predicted.
         compiled: the backend that compiles the stages and the stages that it leaves as they are, in
             lines of text.
     """
@@ -72,6 +74,7 @@ class Report:
     optimizer: str = ""
     unknown_loss: str = ""
     training: bool = True
+    choice: Choice | str | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -128,7 +131,12 @@ class Report:
             said = f"bubble {self.timeline.bubble:.0%} of all lanes' time (predicted, "
             said += f"{self.timeline.name})"
         lines = [f"stage {i}: {contains}" for i, contains in enumerate(self.contain)]
-        lines.append(f"{self.chunks} micro-batches{chosen}, {said}")
+        several = f"{self.chunks} micro-batch{'es' * (self.chunks != 1)}"
+        lines.append(f"{several}{chosen}, {said}")
+        if isinstance(self.choice, str):
+            lines.append(f"nothing has been chosen by prediction: {self.choice}")
+        elif self.choice is not None:
+            lines += self.choice.lines
         lines += self._memory
         if self.refused_sizes:
             rows = " or ".join(map(str, sorted(self.refused_sizes)))
@@ -180,7 +188,8 @@ class Report:
         more = self._more_chunks(USUAL * len(times))
         then = self.step(more) if more > self.chunks else None
         found = advice(self.model_graph, times)
-        if then is not None and self.timeline is not None:
+        is_fastest = self.was_chosen and isinstance(self.choice, Choice)
+        if then is not None and self.timeline is not None and not is_fastest:
             found += bubble_advice(self.timeline.bubble, then.bubble, more)
         return found
 

@@ -16,6 +16,7 @@ from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Target
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.ranks.lowering import RankUnrolled
 from fxpipe.compiler.ranks.runner import RankRunner
 from fxpipe.compiler.runner import NotYet, Runner
@@ -65,8 +66,11 @@ class Views:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._options = runner.options
         self.measured: Timeline | None = None
+
+    @property
+    def _options(self) -> Options:
+        return self._runner.options  # which change when something is chosen by prediction
 
     # -------------------------------------------------------------------------------------- graphs
 
@@ -254,6 +258,7 @@ class Views:
             self.skip_layout,
             chunks,
             was_chosen=self._options.chooses_chunks,
+            choice=self._options.choice,
             refused_sizes=mode.traced.refused_sizes,
             placement=self._options.placement,
             step=self._predicted,

@@ -9,17 +9,24 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import kind
 from fxpipe.planning.inference import check_training
 from fxpipe.planning.limits import Memory, limits_of
 from fxpipe.planning.optimizer import optimizer_states as count_states
-from fxpipe.planning.question import CostSettings, PlanQuestion, costed, saved_by_loss
+from fxpipe.planning.question import CostedModel, CostSettings, PlanQuestion, costed, saved_by_loss
 from fxpipe.planning.result import Plan, PlannedStage
+from fxpipe.planning.search import (
+    Choice,
+    Left,
+    SettingSearch,
+    are_given,
+    leaves_stages_open,
+    number_given,
+)
 from fxpipe.runtime.ambient import compiling
-from fxpipe.schedule import Schedule, microbatches_of, placement_of
+from fxpipe.schedule import AUTO, Schedule, microbatches_of, placement_of
 from fxpipe.trace import CustomTracer
 from passes.chain import Chain, chain_of
 from passes.common.modes import Modes, modes_of
@@ -37,7 +44,7 @@ def plan(
     *,
     example_inputs: tuple[Any, ...] = (),
     example_kwargs: dict[str, Any] | None = None,
-    chunks: int | None = None,
+    chunks: int | str | None = None,
     partition: Spec = "auto",
     boundaries: Sequence[str] | None = None,
     checkpoint: Modes = "never",
@@ -65,6 +72,8 @@ def plan(
         schedule, stages: as for :func:`fxpipe.compile`. The schedule decides how many micro-batches
             are alive at once, and so whether the model fits. If a device has several stages, and
             the cut does not fit its memory, a second cut gives each stage an equal part of it.
+            With "auto", and with ``chunks="auto"``, the plan is that of the setting which
+            :func:`fxpipe.compile` chooses.
         costs: where the times of nodes come from. "analytic": they are estimated from the
             descriptions of the devices. "measured": nodes run on the device that the model is on,
             which is taken to be ``devices[0]``. Or a :class:`Profile`, the path of a saved profile,
@@ -101,8 +110,8 @@ def plan(
         raise ValueError(
             "what a loss saves is planned from loss_fn and example_target: give both, or neither"
         )
-    if chunks is not None:
-        chunks = count("chunks", chunks, "the number of micro-batches")
+    searches_chunks = chunks == AUTO and not isinstance(schedule, Schedule)
+    number = number_given(chunks)
     partition = within(partition, boundaries)
     checkpoint = modes_of(checkpoint)
     check_training(
@@ -121,17 +130,39 @@ def plan(
         specs = tuple(s.with_memory(m) for s, m in zip(specs, limits, strict=True))
     optimizer_states = count_states(optimizer, optimizer_states)
     placement = placement_of(schedule, len(specs), stages)
-    whole = microbatches_of(schedule, chunks, len(placement))
-    with compiling():
-        prices, batch = costed(
+    is_measured = isinstance(costs, str) and costs == "measured"
+
+    def priced(costs: Costs) -> tuple[CostedModel, int | None]:
+        return costed(
             model,
             (example_inputs, example_kwargs or {}),
             CostSettings(costs, specs[0], optimizer_states, training),
             in_dims=in_dims,
             tracer=tracer,
-            chunks=chunks,
+            chunks=number,
             chain=chain,
         )
+
+    with compiling():
+        if schedule == AUTO or searches_chunks:
+            # To choose by measured costs, they would have to be measured for each number.
+            prices, batch = priced("analytic" if is_measured else costs)
+            loss = saved_by_loss(prices, loss_fn, example_target)
+            search = SettingSearch(prices, partition, specs, checkpoint, loss=loss)
+            free = leaves_stages_open(partition, checkpoint, stages)
+            several = None if free else len(placement)
+            left = Left(str(schedule), number, several, has_given_costs=are_given(costs))
+            trials = search.of_open(left, batch)
+            if trials[0].plan is None:
+                search.why_none(trials, batch)
+            elif not is_measured:
+                return trials[0].plan
+            else:
+                choice = Choice.of(trials, batch)
+                schedule, stages, number = choice.schedule, choice.stages, choice.chunks
+                placement = placement_of(schedule, len(specs), stages)
+        whole = microbatches_of(schedule, number, len(placement))
+        prices, batch = priced(costs)
         microbatches = max(1, min(whole, batch or 1))
         question = PlanQuestion(
             prices,

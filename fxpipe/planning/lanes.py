@@ -157,10 +157,10 @@ class PlannedLanes:
         return tuple(self._names.index(self._names[lane]) for lane in self.placement)
 
     def cut_up(
-        self, gm: fx.GraphModule, partition: Spec, part: int, reserve: Sequence[float] = ()
+        self, gm: fx.GraphModule, partition: Spec, part: int | None, reserve: Sequence[float] = ()
     ) -> CutModel:
         """Cut a model graph that has costs. A stage may take ``1 / part`` of the memory of its
-        device, less the bytes that are in ``reserve`` for it."""
+        device, less the bytes that are in ``reserve`` for it; None: as much as it needs."""
         devices = self._devices(part, reserve)
         report_progress("partition")
         lanes = tuple(self._names[lane] for lane in self.placement)
@@ -219,6 +219,9 @@ class PlannedLanes:
         target = self._machine(cut, step.modes, step.order)
         priced = prices(cut.problem.whole, target, cut.stage)
         kept, timeline = step.kept, step.timeline
+        found = cut.gm.meta.get(GAP)
+        if found is None:
+            found = gap(priced.slowest, lower_bound(cut.problem.dag, target))
         held = [round(n) for n in peaks(step.order, step.memory).stages]
         known = [sum(round(kept[i].fixed) + held[i] for i in own) for own in self._stages_on]
         running = [max(0, round(n - k)) for n, k in zip(timeline.peak_memory, known, strict=True)]
@@ -245,7 +248,7 @@ class PlannedLanes:
             step.order,
             timeline,
             step.modes,
-            cut.gm.meta.get(GAP, gap(priced.slowest, lower_bound(cut.problem.dag, target))),
+            found,
             self.training,
         )
 
@@ -265,9 +268,12 @@ class PlannedLanes:
         lanes = range(len(self.specs))
         return [[i for i, own in enumerate(self.placement) if own == lane] for lane in lanes]
 
-    def _devices(self, part: int, reserve: Sequence[float] = ()) -> tuple[DeviceSpec, ...]:
-        """The device of each stage, with ``1 / part`` of its memory, less the stage's reserve."""
+    def _devices(self, part: int | None, reserve: Sequence[float] = ()) -> tuple[DeviceSpec, ...]:
+        """The device of each stage, with ``1 / part`` of its memory, less the stage's reserve;
+        None: without a limit."""
         specs = [self.specs[lane] for lane in self.placement]
+        if part is None:
+            return tuple(spec.with_memory(None) for spec in specs)
         return tuple(
             spec
             if spec.memory is None
@@ -275,7 +281,7 @@ class PlannedLanes:
             for i, spec in enumerate(specs)
         )
 
-    def cut(self, partition: Spec, part: int, reserve: Sequence[float] = ()) -> Partition:
+    def cut(self, partition: Spec, part: int | None, reserve: Sequence[float] = ()) -> Partition:
         """The pass that cuts the model, for stages with so much memory as :meth:`planned` says."""
         return Partition(
             len(self.placement),

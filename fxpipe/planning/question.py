@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
 from fxpipe.planning.keeping import Keeping
-from fxpipe.planning.lanes import PlannedLanes
+from fxpipe.planning.lanes import CutModel, PlannedLanes
 from fxpipe.planning.loss import ExpectedLoss, SavedByLoss
 from fxpipe.planning.result import ROUNDING, Plan
 from fxpipe.runtime.microbatch import LISTED
@@ -83,8 +83,9 @@ def _first_that_counts_chunks(chain: Chain) -> str:
 @dataclass(frozen=True)
 class CostedModel:
     """A traced model (``sketched``), and copies of its graph with the costs of its nodes, one copy
-    for each number of micro-batches (``known``). ``rebuild`` puts the graph's output into the
-    structure that the model returns."""
+    for each number of micro-batches (``known``); and the cuts that have been made of it (``cuts``),
+    by all that they depend on. ``rebuild`` puts the graph's output into the structure that the
+    model returns."""
 
     model: nn.Module
     sketched: fx.GraphModule
@@ -92,9 +93,14 @@ class CostedModel:
     chain: Chain
     known: dict[int, fx.GraphModule] = field(default_factory=dict)
     rebuild: Callable[[Any], Any] = field(default=lambda output: output)
+    cuts: dict[Hashable, CutModel] = field(default_factory=dict)
 
     def of(self, chunks: int) -> fx.GraphModule:
         """A copy of the graph, with costs for ``chunks`` micro-batches."""
+        return copied(self.with_costs(chunks))
+
+    def with_costs(self, chunks: int) -> fx.GraphModule:
+        """The graph, with costs for ``chunks`` micro-batches, to be looked at only."""
         if chunks not in self.known:
             report_progress("cost")
             context = replace(self.context, chunks=chunks)
@@ -102,7 +108,7 @@ class CostedModel:
             passes = self.chain.passes(context, since=since, until="partition")
             with untouched(self.model):
                 self.known[chunks] = run(passes, copied(self.sketched))
-        return copied(self.known[chunks])
+        return self.known[chunks]
 
 
 @dataclass(frozen=True)
@@ -243,13 +249,20 @@ class PlanQuestion:
         its part of a predicted step, the bytes by which the searches were wrong are held in
         reserve, and the model is planned again. Of several plans that fit it is the fastest. If a
         device has several stages, each may first take all of its memory; if that does not fit, an
-        equal part of it.
+        equal part of it. But first it is cut as if there were no limits: if what comes of that
+        fits, no limit has to be thought of.
 
         Raises :class:`DoesNotFit`, without advice, if no cut is found that fits.
         """
+        is_limited = any(spec.memory is not None for spec in self.specs)
+        if self.is_automatic and is_limited:
+            free = self._without_limit()
+            if free.fits:
+                return free
         found: list[Plan] = []
         short: Plan | None = None
-        for part in (1,) if self._several == 1 else (1, self._several):
+        parts = [1] if self._several == 1 else [1, self._several]
+        for part in parts if is_limited else [None]:
             reserve = (0.0,) * len(self._lanes.placement)
             for _ in range(ROUNDS):
                 try:
@@ -268,16 +281,36 @@ class PlanQuestion:
                 return self._improved(min(found, key=lambda plan: plan.seconds))
         raise DoesNotFit(self.shortage() if short is None else _shortage(short))
 
-    def _planned(self, part: int, reserve: tuple[float, ...]) -> tuple[Plan, Plan]:
+    def _without_limit(self) -> Plan:
+        """The plan whose cut, and modes, are found as if the memory of the devices had no limit."""
+        cut = self._cut(None, ())
+        return self._lanes.plan(cut, self._lanes.step(cut, self._lanes.modes(cut)))
+
+    def _planned(self, part: int | None, reserve: tuple[float, ...]) -> tuple[Plan, Plan]:
         """A plan whose stages have the modes that the cut has chosen for them, and one whose stages
         have the best modes that are found; the same plan twice if the user gives the modes."""
         lanes = self._lanes
-        cut = lanes.cut_up(self.prices.of(self.chunks), self.partition, part, reserve)
+        cut = self._cut(part, reserve)
         step = lanes.step(cut, lanes.modes(cut))
         as_cut = lanes.plan(cut, step)
         if self.checkpoint != modes.AUTO:
             return as_cut, as_cut
         return as_cut, lanes.plan(cut, Keeping(lanes, cut).settled(step))
+
+    def _cut(self, part: int | None, reserve: tuple[float, ...]) -> CutModel:
+        """The model, cut into stages that may take ``1 / part`` of the memory of their devices,
+        less what is in reserve; or (None) as much as they need. Such a cut does not depend on the
+        schedule, but for the lanes of the stages, and is made only once."""
+        lanes, spec = self._lanes, self.partition
+        if part is not None or spec != "auto":
+            return lanes.cut_up(self.prices.of(self.chunks), spec, part, reserve)
+        key = (
+            *(lanes.placement, self.specs, self.names, self.chunks),
+            *(self.checkpoint, self.checkpoint_segments, self.loss),
+        )
+        if key not in self.prices.cuts:
+            self.prices.cuts[key] = lanes.cut_up(self.prices.of(self.chunks), spec, None)
+        return self.prices.cuts[key]
 
     def _improved(self, plan: Plan) -> Plan:
         """A faster plan, if cutting anew for modes that recompute less at one stage leads to it.

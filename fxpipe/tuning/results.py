@@ -25,7 +25,8 @@ class TuningTrial:
 
     Attributes:
         options: the arguments of :func:`fxpipe.compile`: "chunks", "schedule", "checkpoint" and
-            "partition", and "stages" if there are several on a device.
+            "partition"; "stages" if their number was given; and "checkpoint_segments" if there are
+            several.
         seconds: the predicted time of a training step; inf if it does not fit.
         memory: the predicted bytes of each lane at the most.
         bubble: the predicted fraction of the lanes' time in which they are idle.
@@ -132,7 +133,7 @@ class Tuning:
                 str(trial.options["schedule"]),
                 str(1 + max(trial.options["partition"].values())),
                 str(trial.options["chunks"]),
-                in_words(trial.options["checkpoint"]),
+                _modes(trial),
                 human_time(trial.seconds),
                 *["" if trial.measured is None else human_time(trial.measured)] * is_measured,
                 f"{trial.bubble:.0%}",
@@ -150,5 +151,10 @@ class Tuning:
 def said(trial: TuningTrial) -> str:
     """What distinguishes a trial from others, in words."""
     options = trial.options
-    modes = in_words(options["checkpoint"])
-    return f"{options['schedule']}, {options['chunks']} chunks, {modes}"
+    return f"{options['schedule']}, {options['chunks']} chunks, {_modes(trial)}"
+
+
+def _modes(trial: TuningTrial) -> str:
+    """The checkpoint modes of a trial, and the number of segments if there are several."""
+    segments = int(trial.options.get("checkpoint_segments", 1))
+    return in_words(trial.options["checkpoint"]) + (f", {segments} segments" * (segments > 1))

@@ -6,9 +6,11 @@ by measuring the best few.
     chunks      4, 8, 16 ...      ┐
     schedule    1f1b, zbv ...     ├─ a plan for each ── the fastest that fit ── measured
     stages      as it takes       │  (the cut, and the checkpoint mode of each stage)
-    checkpoint  "auto"            ┘
+    checkpoint  "auto"            │
+    segments    where they help   ┘
 
-All plans share one trace of the model, and those of one number of micro-batches share its costs.
+Each plan is a trial of the search that ``schedule="auto"`` makes (:mod:`fxpipe.planning.search`),
+which leaves out what cannot be the fastest; here all are made, as all are shown.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,74 +34,41 @@ from fxpipe.ir.devices import KNOWN, DeviceSpec, spec_of
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import kind
 from fxpipe.planning.limits import Memory, free_memory, limits_of
-from fxpipe.planning.loss import SavedByLoss
 from fxpipe.planning.optimizer import optimizer_states
-from fxpipe.planning.question import (
-    CostedModel,
-    CostSettings,
-    PlanQuestion,
-    costed,
-    saved_by_loss,
+from fxpipe.planning.question import CostSettings, costed, saved_by_loss
+from fxpipe.planning.result import ROUNDING
+from fxpipe.planning.search import (
+    Setting,
+    SettingSearch,
+    SettingTrial,
+    numbers_of_microbatches,
+    settings_of,
 )
-from fxpipe.planning.result import Plan
 from fxpipe.runtime.ambient import compiling
-from fxpipe.schedule import AUTO as SEARCHED
-from fxpipe.schedule import NAMES, named, placement_of
+from fxpipe.schedule import NAMES
 from fxpipe.trace import CustomTracer
 from fxpipe.tuning.results import Tuning, TuningTrial, said
 from passes.chain import Chain, chain_of
-from passes.common.modes import AUTO, Modes, modes_of
+from passes.common.modes import AUTO, Modes, is_never, modes_of
 from passes.cost.analytic import ADAM
 from passes.cost.choice import Costs
-from passes.partition.automatic import DoesNotFit
 from passes.partition.partition import Spec, within
 
-MOST = 8  # at most this many micro-batches for each lane are tried, if the user does not say which
 
-
-@dataclass(frozen=True)
-class _TunedModel:
-    """The model, the cut and the devices that all trials of a tuning have in common."""
-
-    prices: CostedModel
-    partition: Spec
-    specs: tuple[DeviceSpec, ...]
-    names: tuple[str, ...] | None
-    checkpoint: Modes
-    loss: SavedByLoss | None
-
-    def trial(self, schedule: str, stages: int | None, chunks: int) -> TuningTrial:
-        """The plan for one schedule and number of micro-batches, as a trial."""
-        options: dict[str, Any] = {"chunks": chunks, "schedule": schedule}
-        if stages is not None:
-            options["stages"] = stages
-        question = PlanQuestion(
-            self.prices,
-            self.partition,
-            self.specs,
-            schedule,
-            stages,
-            chunks,
-            self.checkpoint,
-            names=self.names,
-            loss=self.loss,
-        )
-        try:
-            plan = question.answer()
-        except DoesNotFit as error:
-            return TuningTrial(options | {"checkpoint": self.checkpoint}, math.inf, why=str(error))
-        return _planned(options, plan)
-
-
-def _planned(options: dict[str, Any], plan: Plan) -> TuningTrial:
+def _shown(trial: SettingTrial, checkpoint: Modes) -> TuningTrial:
+    """A trial of the search as one of a tuning."""
+    setting, plan = trial.setting, trial.plan
+    options: dict[str, Any] = {"chunks": setting.chunks, "schedule": setting.schedule}
+    if setting.stages is not None:
+        options["stages"] = setting.stages
+    if setting.segments > 1:
+        options["checkpoint_segments"] = setting.segments
+    if plan is None:
+        return TuningTrial(options | {"checkpoint": checkpoint}, math.inf, why=trial.why)
     modes = plan.checkpoint
-    chosen = {
-        "checkpoint": modes if isinstance(modes, str) else list(modes),
-        "partition": plan.partition,
-    }
-    if not plan.fits:
-        return TuningTrial(options | chosen, math.inf, plan.memory, why="a given cut does not fit")
-    return TuningTrial(options | chosen, plan.seconds, plan.memory, plan.bubble)
+    options["checkpoint"] = modes if isinstance(modes, str) else list(modes)
+    options["partition"] = plan.partition
+    return TuningTrial(options, plan.seconds, plan.memory, plan.bubble)
 
 
 def tune(
@@ -112,6 +81,7 @@ def tune(
     schedules: Sequence[str] | None = None,
     stages: Sequence[int | None] = (None,),
     checkpoint: Modes = AUTO,
+    checkpoint_segments: Sequence[int] = (1, 2, 4),
     partition: Spec = "auto",
     boundaries: Sequence[str] | None = None,
     memory: Memory = None,
@@ -133,12 +103,15 @@ def tune(
             unless something is to be measured, so that both may be on "meta".
         devices: as for :func:`fxpipe.compile`; or, as for :func:`fxpipe.plan`, descriptions of
             devices or the names of known ones, for which nothing can be measured.
-        chunks: the numbers of micro-batches to try. None: one for each lane, and twice as many as
-            long as the mini-batch has so many rows, up to eight for each lane.
+        chunks: the numbers of micro-batches to try. None: those that cut the mini-batch into equal
+            parts, up to eight for each lane.
         schedules: the schedules to try. None: all of :data:`fxpipe.schedule.NAMES`.
         stages: the numbers of stages to try. None among them stands for as many as a schedule
             takes.
         checkpoint: as for :func:`fxpipe.compile`; by default the mode of each stage is chosen.
+        checkpoint_segments: in how many segments stages are recomputed. Numbers above one are tried
+            where a stage is recomputed, or nothing fits otherwise, and are among the trials where
+            they make a trial fit, faster, or smaller.
         partition, boundaries, memory, optimizer, costs, in_dims, tracer, passes: as for
             :func:`fxpipe.compile`.
         measure: how many of the best trials are compiled and measured, each on a copy of the model.
@@ -169,9 +142,9 @@ def tune(
         )
     if options.get("training") is False:
         raise ValueError(
-            "tune finds the fastest way to train a model, and is given training=False: give "
-            "fxpipe.plan(model, devices, training=False, chunks=...) numbers of micro-batches to "
-            "compare"
+            "tune finds the fastest way to train a model, and is given training=False: of calls "
+            'only the number of micro-batches is open, which fxpipe.compile(chunks="auto") and '
+            "fxpipe.plan find"
         )
     specs, names, are_here = _lanes(devices, model)
     if measure and not are_here:
@@ -184,6 +157,9 @@ def tune(
         specs = tuple(s.with_memory(m) for s, m in zip(specs, limits, strict=True))
     given = (example_inputs, example_kwargs or {})
     settings = CostSettings(costs, specs[0], optimizer_states(optimizer, ADAM))
+    segments = [
+        count("checkpoint_segments", each, "the number of segments") for each in checkpoint_segments
+    ]
     tried = [count("chunks", each, "the number of micro-batches") for each in chunks or ()]
     with compiling():
         prices, batch = costed(
@@ -195,21 +171,28 @@ def tune(
             chunks=max(tried, default=None),
             chain=chain_of(passes),
         )
-        tuned = _TunedModel(
-            prices,
-            within(partition, boundaries),
-            specs,
-            names,
-            modes_of(checkpoint),
-            saved_by_loss(prices, options.get("loss_fn"), options.get("example_target", target)),
+        modes = modes_of(checkpoint)
+        loss = saved_by_loss(prices, options.get("loss_fn"), options.get("example_target", target))
+        search = SettingSearch(prices, within(partition, boundaries), specs, modes, names, loss)
+        numbers = tried or numbers_of_microbatches(len(specs), batch)
+        asked = settings_of(
+            len(specs),
+            numbers,
+            NAMES if schedules is None else schedules,
+            stages,
+            is_strict=schedules is not None and None in stages,
         )
-        asked = list(_settings(len(specs), tried or None, schedules, stages, batch))
         with Progress(transient=True, disable=not progress, console=_console()) as bar:
             task = bar.add_task("planning", total=len(asked))
             trials = []
-            for schedule, number, each in asked:
-                report_progress(f"{schedule}, {each} chunks")
-                trials.append(tuned.trial(schedule, number, each))
+            for setting in asked:
+                report_progress(str(setting))
+                found = search.trial(setting)
+                trials.append(_shown(found, modes))
+                for more in _segmented(found, segments, modes):
+                    other = search.trial(more)
+                    if _helps(other, found):
+                        trials.append(_shown(other, modes))
                 bar.advance(task)
     trials.sort(key=lambda trial: trial.seconds)
     kwargs = {"memory": memory, "optimizer": optimizer, "in_dims": in_dims, "tracer": tracer}
@@ -248,35 +231,22 @@ def _lanes(
     return tuple(specs), tuple(map(str, here)), True
 
 
-def _settings(
-    lanes: int,
-    chunks: Sequence[int] | None,
-    schedules: Sequence[str] | None,
-    stages: Sequence[int | None],
-    batch: int | None,
-) -> Iterator[tuple[str, int | None, int]]:
-    """The settings to try: schedules, numbers of stages and of micro-batches that go together."""
-    if chunks is None:
-        most = min(MOST * lanes, batch or 1)
-        powers = (lanes * 2**i for i in range(MOST))
-        chunks = [n for n in powers if n <= most] or [max(1, most)]
-    for schedule in NAMES if schedules is None else schedules:
-        for number in stages:
-            for each in chunks:
-                try:
-                    _possible(schedule, lanes, number, each)
-                except ValueError:
-                    if schedules is None or None not in stages:
-                        continue
-                    raise
-                yield schedule, number, each
+def _segmented(trial: SettingTrial, segments: Sequence[int], checkpoint: Modes) -> list[Setting]:
+    """The settings of a trial with other numbers of segments. There are none if no stage of it is
+    recomputed: they change nothing for stages that keep their activations."""
+    modes = checkpoint if trial.plan is None else trial.plan.checkpoint
+    if is_never(modes):
+        return []
+    return [replace(trial.setting, segments=number) for number in segments if number > 1]
 
 
-def _possible(schedule: str, lanes: int, stages: int | None, chunks: int) -> None:
-    """Raise ValueError if there is no such schedule."""
-    placement = placement_of(schedule, lanes, stages)
-    if schedule != SEARCHED:
-        named(schedule, lanes=lanes, stages=len(placement), microbatches=chunks)
+def _helps(other: SettingTrial, trial: SettingTrial) -> bool:
+    """Whether segments make a trial fit, faster, or smaller."""
+    if other.plan is None or is_never(other.plan.checkpoint):
+        return False
+    if trial.plan is None or other.seconds < trial.seconds * (1 - ROUNDING):
+        return True
+    return max(other.plan.memory) < max(trial.plan.memory) * (1 - ROUNDING)
 
 
 def _measured(

@@ -28,6 +28,7 @@ from fxpipe.loading.storage import without_values
 from fxpipe.meaning.asked import Meaning
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.weights import dim_of
+from fxpipe.planning.search import Choice
 from fxpipe.runtime.microbatch import Dim
 from fxpipe.runtime.ranks.agreement import Agreement
 from fxpipe.runtime.ranks.replicas import ReplicaGroup
@@ -76,6 +77,15 @@ class RankCompiler(Compiler):
         assert isinstance(context.partition, CutAlike)
         cut = Agreed(context.partition, self.agreement)
         return replace(context, partition=cut, places=self.options.placement)
+
+    def _decided(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Choice | str:
+        """What rank 0 chooses, which it tells the other ranks."""
+        own = super()._decided(inputs) if self.agreement.rank == 0 else ""
+        found: Choice | str = self.agreement.ask("choice", own)[0]
+        return found
+
+    def _may_open_again(self) -> bool:
+        return False  # a call may fail ahead of the cut on one rank, and after it on another one
 
     def _free_memory(self) -> tuple[float | None, ...]:
         """No limits: rank 0, which cuts the model, does not see the devices of other ranks."""

@@ -21,7 +21,7 @@ PRECISION = 1e-6
 def lower_bound(dag: Dag, machine: Machine) -> float:
     """Seconds that the slowest stage of any cut takes at least."""
     rows = machine.fastest(dag)
-    low = max(_shared_out(rows), float(rows.min(axis=0).max(initial=0.0)))
+    low = least_share(dag, machine)
     sums = np.concatenate([np.zeros((len(rows), 1)), rows.cumsum(axis=1)], axis=1)
     is_atom = np.array(_atoms(dag), dtype=bool)
     high = max(low, float(rows.sum(axis=1).min()))
@@ -34,6 +34,14 @@ def lower_bound(dag: Dag, machine: Machine) -> float:
         else:
             low = middle
     return low
+
+
+def least_share(dag: Dag, machine: Machine) -> float:
+    """Seconds that the busiest of several lanes works at least, whatever parts of the graph each of
+    them has: it is the larger one of the first two bounds. The stages of ``machine`` are the lanes.
+    """
+    rows = machine.fastest(dag)
+    return max(_shared_out(rows), float(rows.min(axis=0).max(initial=0.0)))
 
 
 def _shared_out(rows: Floats) -> float:

@@ -232,3 +232,10 @@ def test_outputs_only_are_planned_compiled_and_measured(models):
     out = succeeded("compile", *common, "--devices", "cpu,cpu")
     assert "memory of the lanes (predicted, without gradients)" in out
     assert "measured" in succeeded("bench", *common, "--devices", "cpu,cpu", "--rounds", 1)
+
+
+def test_the_number_of_micro_batches_may_be_left_open(models):
+    out = succeeded("compile", "own_models:build", "--devices", "cpu,cpu", "--chunks", "auto")
+    assert "chosen by prediction" in out
+    for left in (("--chunks", "auto"), ("--schedule", "auto")):
+        assert "micro-batch" in succeeded("plan", "own_models:build", "--devices", "h100", *left)

@@ -33,7 +33,7 @@ def test_devices_that_cannot_be(devices, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunks": 0}, "chunks is 0: give the number of micro-batches, 1 or more"),
+        ({"chunks": 0}, 'chunks is 0: give "auto", or the number of micro-batches, 1 or more'),
         ({"chunks": 2.5}, "chunks is 2.5"),
         ({"schedule": "auto", "stages": 0}, "stages is 0: give the number of stages, 1 or more"),
         ({"checkpoint": "sometimes"}, "checkpoint is 'sometimes': give 'never', 'except_last'"),
@@ -72,7 +72,6 @@ def test_any_integer_is_a_number():
         ("interleaved_1f1b", None, (0, 1, 0, 1)),
         ("interleaved_1f1b", 6, (0, 1, 0, 1, 0, 1)),
         ("zbv", None, (0, 1, 1, 0)),
-        ("auto", 4, (0, 1, 1, 0)),
     ],
 )
 def test_a_schedule_says_which_stages_a_lane_has(schedule, stages, expected):

@@ -22,6 +22,7 @@ from fxpipe import ops
 from fxpipe.ir.graph import STAGE
 from fxpipe.runtime.ranks import transport
 from fxpipe.runtime.ranks.alarm import Alarm
+from fxpipe.runtime.ranks.errors import RankError
 from fxpipe.runtime.ranks.transport import COMMUNICATORS
 from fxpipe.runtime.ranks.watch import Watch
 from fxpipe.schedule import placement_of
@@ -159,6 +160,22 @@ def outputs(group: Where, make: Make, x: Tensor, **options: Any) -> list[Any]:
         pipe.eval()
         found = [pipe(x), pipe(x, broadcast=True)]
         return [output if output is None else output.detach() for output in found]
+
+
+def chosen(where: Where, make: Make, call: Call, **options: Any) -> tuple[Any, Trained]:
+    """What has been chosen by prediction, and a step as it is taken then."""
+    with compiled(where, make, mean_loss, example_inputs=call.args, **options) as pipe:
+        choice = pipe._runner.options.choice
+        losses = [pipe.step(*call.args, target=call.target)]
+        grads = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+    return choice, Trained(losses, grads, {}, None)
+
+
+def unfit(group: Where, make: Make, x: Tensor, **options: Any) -> str:
+    """What a rank says where no cut fits."""
+    with pytest.raises((fxpipe.DoesNotFit, RankError)) as error:
+        compiled(group, make, mean_loss, example_inputs=(x,), **options).close()
+    return f"{type(error.value).__name__}: {error.value}"
 
 
 def said_to_a_backward(group: Where, make: Make, x: Tensor, **options: Any) -> str:

@@ -17,9 +17,11 @@ from tests.fxpipe.ranks.jobs import (
     Call,
     Trained,
     checkpointed,
+    chosen,
     train,
     train_all,
     train_all_sharing,
+    unfit,
 )
 from tests.models.registry import ENTRIES
 from tests.zoo import Chain, Tied, UNet, same
@@ -233,3 +235,30 @@ def test_models_of_transformers(pool, name):
     options["is_evaluated"] = name == "GPT2LMHeadModel"  # it takes as long as training does
     make = functools.partial(built, name)
     assert_same(*on_both(pool, train, make, calls, ranks=2, **options))
+
+
+# ------------------------------------------------------------------------------ what is left open
+
+
+def tanhs():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(8)))
+
+
+@pytest.mark.parametrize("left", [{"schedule": "auto"}, {"schedule": "1f1b", "chunks": "auto"}])
+def test_ranks_take_one_choice_and_train_as_lanes_to_which_it_is_given(pool, left):
+    call = Call((torch.randn(16, 48),), torch.randn(16))
+    found = pool.run(chosen, tanhs, call, ranks=2, **left)
+    choices = [choice for choice, _ in found]
+    assert choices[0].chunks > 0 and choices == choices[:1] * 2
+    names = ("schedule", "chunks", "partition")
+    given = {name: getattr(choices[0], name) for name in names}
+    assert left["schedule"] in ("auto", choices[0].name)
+    _, lanes = chosen(2, tanhs, call, **given)
+    assert_same([trained for _, trained in found], lanes)
+
+
+def test_where_nothing_fits_all_ranks_say_so(pool):
+    x = torch.randn(16, 48)
+    first, second = pool.run(unfit, tanhs, x, ranks=2, schedule="auto", memory="1KiB")
+    assert first.startswith("DoesNotFit: the model does not fit into the devices' memory")
+    assert second.startswith("RankError: rank 0 failed: DoesNotFit: ")

@@ -35,9 +35,9 @@ def test_the_best_trial_is_the_fastest_plan_of_all_settings():
     assert [trial.seconds for trial in found.trials] == sorted(plan.seconds for plan in every)
 
 
-def test_by_default_all_schedules_and_chunks_of_twice_the_number_are_tried():
+def test_by_default_all_schedules_and_all_even_chunks_are_tried():
     found = planned()
-    assert {trial.options["chunks"] for trial in found.trials} == {2, 4, 8, 16}
+    assert {trial.options["chunks"] for trial in found.trials} == {1, 2, 4, 8, 16}
     assert {trial.options["schedule"] for trial in found.trials} >= {"gpipe", "1f1b", "zbv"}
 
 
@@ -52,6 +52,24 @@ def test_what_does_not_fit_is_recomputed_or_left_out():
     with pytest.raises(fxpipe.DoesNotFit, match="nothing that was tried fits"):
         none.best  # noqa: B018
     assert "0 of 2 settings fit" in str(none)
+
+
+def test_segments_are_tried_where_a_stage_is_recomputed_and_shown_where_they_help():
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(16)))
+    model, x = on_meta(layers, torch.zeros(512, 16))
+
+    def planned(**options):
+        own = {"schedules": ["gpipe"], "chunks": [1], "progress": False}
+        return fxpipe.tune(model, [FREE_LINKS] * 2, x, **own, **options)
+
+    found = planned(checkpoint="always")
+    assert len(found.trials) > 1
+    (whole,) = (t for t in found.trials if "checkpoint_segments" not in t.options)
+    for trial in found.trials:
+        assert trial is whole or max(trial.memory) < max(whole.memory)
+    assert "always, 2 segments" in str(found)
+    assert len(planned(checkpoint="never").trials) == 1
+    assert len(planned(checkpoint="always", checkpoint_segments=[1]).trials) == 1
 
 
 def test_the_best_are_measured_and_make_a_pipeline(tmp_path):
