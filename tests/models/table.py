@@ -1,4 +1,4 @@
-"""Compiles the models of the zoo, and writes the table of the README and
+"""Compiles the models of the zoo, and writes the table of the documentation, the README's line and
 ``tests/models/results.md``.
 
 ``python -m tests.models.table`` runs all models. Followed by names of models, it runs only these,
@@ -30,6 +30,7 @@ from tests.models.shapes import Shapes, compare_shapes
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("results.md")
 LIBRARIES = "torch", "transformers", "diffusers", "monai"
+FAMILIES = ROOT / "docs" / "zoo.inc"
 START, END = "<!-- the zoo: written by python -m tests.models.table -->", "<!-- /the zoo -->"
 
 
@@ -183,26 +184,42 @@ def results_page(rows: list[Row], minutes: float) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """The table of the README: a line for each family."""
+    """The README's line on the models."""
+    good = sum(row.is_good for row in rows)
+    many = f"All {good}" if good == len(rows) else f"{good} of {len(rows)}"
+    return (
+        f"{many} models of the tests train like this, unchanged, from transformers, diffusers, "
+        "MONAI and plain PyTorch.\n"
+    )
+
+
+def families(rows: list[Row]) -> str:
+    """The table of the documentation: a line for each family."""
     known = entries()
     good = sum(row.is_good for row in rows)
-    text = f"{good} of {len(rows)} work in all cases; struck out are those that do not.\n\n"
+    text = ".. This file is written by python -m tests.models.table.\n\n"
     if good == len(rows):
-        text = f"All {good} work in all cases.\n\n"
-    text += "| library | family | models |\n| --- | --- | --- |\n"
+        text += f"All {good} work in all cases.\n\n"
+    else:
+        text += f"{good} of {len(rows)} work in all cases; those that do not are in brackets.\n\n"
+    text += ".. list-table::\n   :header-rows: 1\n   :widths: 14 18 68\n\n"
+    text += _line("library", "family", "models")
     groups = groupby(rows, lambda row: (known[row.name].library, known[row.name].family))
     for (library, family), members in groups:
-        names = dict.fromkeys(
-            _model(row.name if row.is_good else f"~~{row.name}~~") for row in members
-        )
-        text += f"| {library} | {family} | {', '.join(names)} |\n"
+        names = (_model(row.name) if row.is_good else f"({_model(row.name)})" for row in members)
+        text += _line(library, family, ", ".join(dict.fromkeys(names)))
     reasons = [f"- {row.name}, {reason(row)}" for row in rows if not row.is_good]
     reasons += [
-        f'- {row.name}, only with `check="warn"`: {known[row.name].across}'
+        f'- {row.name}, only with ``check="warn"``: {known[row.name].across}'
         for row in rows
         if known[row.name].across
     ]
     return text + ("\n" + "\n".join(reasons) + "\n" if reasons else "")
+
+
+def _line(*cells: str) -> str:
+    """A line of a list-table."""
+    return "   * - " + "\n     - ".join(cells) + "\n"
 
 
 def reason(row: Row) -> str:
@@ -215,7 +232,7 @@ def reason(row: Row) -> str:
     return where + short(said.partition("\nChange")[0])
 
 
-HEADS = r"(For(?!mer)[A-Z]\w+|LMHeadModel|MTModel|Transformer[23]DModel|(?<=\w{3})Model)(?=~*$)"
+HEADS = r"(For(?!mer)[A-Z]\w+|LMHeadModel|MTModel|Transformer[23]DModel|(?<=\w{3})Model)$"
 
 
 def _model(name: str) -> str:
@@ -224,8 +241,9 @@ def _model(name: str) -> str:
 
 
 def write(rows: list[Row], minutes: float) -> None:
-    """Write the page of results, and the table in the README."""
+    """Write the page of results, the table of the documentation, and the README's line."""
     TABLE.write_text(results_page(rows, minutes))
+    FAMILIES.write_text(families(rows))
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(START)
     _, _, after = rest.partition(END)
@@ -236,7 +254,8 @@ def write(rows: list[Row], minutes: float) -> None:
 @click.argument("names", nargs=-1)
 @click.option("--workers", default=os.cpu_count() or 1, help="Processes to run at the same time.")
 def main(names: tuple[str, ...], workers: int) -> None:
-    """Compile the models of the zoo, and write tests/models/results.md and the README's table."""
+    """Compile the models of the zoo, and write tests/models/results.md, docs/zoo.inc and the line
+    of the README."""
     _quiet()
     start, rows, known = time.perf_counter(), [], entries()
     for row in run_all(names or known, workers):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.models.compare import Step, compare, difference
 from tests.models.registry import entries
-from tests.models.table import END, ROOT, START, TABLE, called
+from tests.models.table import END, FAMILIES, ROOT, START, TABLE, called
 
 FAST = [entry for entry in entries().values() if entry.fast]
 
@@ -29,7 +29,8 @@ def test_the_table_has_all_models():
     assert len(entries()) >= 60
     assert [name for name in entries() if f"| {name} |" not in page] == []
     readme = (ROOT / "README.md").read_text()
-    assert START in readme and END in readme
+    assert f"{START}\nAll {len(entries())} models" in readme and END in readme
+    assert f"All {len(entries())} work" in FAMILIES.read_text()
 
 
 def test_a_difference_is_seen_wherever_it_is():
