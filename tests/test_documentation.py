@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 import fxpipe
@@ -116,9 +117,9 @@ def test_commands_that_are_named_exist(name):
         arguments = shlex.split(command)
         if arguments == ["--version"]:
             continue
-        called = main.commands[arguments[0]]
-        with called.make_context(arguments[0], arguments[1:]):
-            pass
+        # With its parent: click keeps a command's help option as its first context had it.
+        parent = click.Context(main, **main.context_settings)
+        main.commands[arguments[0]].make_context(arguments[0], arguments[1:], parent)
 
 
 @pytest.mark.parametrize("name", TEXTS)
