@@ -72,124 +72,58 @@ def compile(
 ) -> Pipeline:
     """Compile a model to a pipeline over several devices, which computes what the model computes.
 
+    ::
+
+        pipe = fxpipe.compile(model, ["cuda:0", "cuda:1"], chunks=8, loss_fn=F.cross_entropy)
+        output = pipe(x)                                   # like the model; or a training step:
+        loss = pipe.step(x, target=y, optimizer=optimizer, zero_grad=True)
+
     Args:
-        model: the model; the pipeline shares its parameters.
-        devices: the device of each lane. Devices may repeat: ``["cpu", "cpu"]`` is two lanes on the
-            CPU. None: every visible accelerator, or two CPU lanes if there is none. A lane has one
-            stage, or as many as ``schedule`` and ``stages`` say. For a ``DeviceMesh`` of one
-            dimension, or a ``ProcessGroup``, each of its processes is a lane, and all of them
-            compile the same model; see :class:`fxpipe.ranks.RankPipeline`. A mesh of two dimensions
-            has its stages along the one that is called "pp". Along the other one it has parts of
-            the same parameters, if it is called "tp", and otherwise replicas.
-        example_inputs, example_kwargs: the arguments of one mini-batch, as a tuple and a dict. If
-            either is given, the pipeline is compiled now, otherwise at its first call.
-        chunks: the number of micro-batches in a mini-batch. None: the number that ``schedule`` has,
-            if it is a :class:`fxpipe.schedule.Schedule`, else four for each stage. "auto": the
-            number with which a step (or a call, without ``training``) is predicted to take least
-            time; it is chosen for the first mini-batch, among the numbers that cut it evenly, up to
-            eight for each device. (If ``costs`` are given, they say nothing of what one more
-            micro-batch costs: then it is four for each device.) For ``schedule="auto"``, None means
-            "auto". A batch with fewer rows than that has fewer micro-batches, which keep their
-            order in the schedule. A model whose graph holds for one batch size only may get fewer
-            too, all of one size.
-        partition: where to cut the model. "auto"; or the names of the modules or nodes that begin a
-            stage; or a dict from names to stages; or a function that takes the model graph and
-            returns one of these; or an :class:`Auto`, which sets what is balanced (time, memory),
-            and under which conditions.
-        boundaries: where an automatic cut may be: at the begin and at the end of each module whose
-            path, or the end of it, is one of these. A ``*`` stands for one name:
-            ``["model.layers.*"]`` allows cuts between layers only. None: everywhere.
-        costs: where the automatic cut takes the times of nodes from. "analytic": an estimate.
-            "measured": each node runs and is timed on the first device. Or a :class:`Profile`, the
-            path of a saved one, or a dict from names of nodes or modules to seconds. "auto":
-            "measured" on accelerators if there are example inputs, else "analytic".
-        checkpoint: which micro-batches keep no activations, but recompute them in the backward:
-            "never", "always", or "except_last" (all but the last); or a list with one of these for
-            each stage. "auto": the compiler chooses the mode of each stage together with the cut,
-            so that the step fits into the memory that is known (see ``memory``) and takes least
-            time; without a limit of memory it is "never".
-        checkpoint_segments: the number of segments of a checkpointed stage. The inputs of all
-            segments are kept, and each segment is recomputed on its own, so that the activations of
-            only one segment exist at a time. (If a schedule puts weight gradients off, the
-            activations from which they are computed exist until then.)
-        schedule: the order of a training step, :meth:`Pipeline.step`: one of
-            :data:`fxpipe.schedule.NAMES`; or a :class:`fxpipe.schedule.Schedule` with as many lanes
-            as there are devices. "auto": of all these names, with as many stages as each takes and
-            the number of ``chunks`` that suits it, the one with which a step is predicted to take
-            least time and fits; or an order of its own, if that is faster. It is chosen at the
-            first call, by the search that :func:`fxpipe.tune` shows as a table; the report says
-            what has been chosen, and what others would take. Of several ranks the first one chooses
-            for all. What the user gives (``chunks``, ``stages``, ``partition``, ``checkpoint``)
-            stays.
-        stages: the number of stages. None: as many as the schedule takes, which is one for each
-            device, or two for "interleaved_1f1b", "looped_bfs", "zbv" and "dualpipe_v".
-        loss_fn: the loss function of :meth:`Pipeline.step`: ``loss_fn(output, target)`` returns a
-            scalar. None: the model returns its loss, as its output, as the first element of a
-            tuple, or under the name "loss".
-        loss_weight: the weight of each micro-batch in the loss of the mini-batch, which is the sum
-            of all losses times their weights over the sum of the weights. A function of a
-            micro-batch that returns a number: it is called with the micro-batch's target; or, if
-            there is no ``loss_fn``, with the model's arguments by name
-            (``lambda labels, **_: (labels != -100).sum()``). :mod:`fxpipe.loss_weight` has such
-            functions. Or "rows" for a loss that is a mean over rows, or "sum" for one that is a
-            sum. None: the check finds out which of the two the loss is.
-        in_dims, out_dims: the batch dimensions of inputs and outputs that cannot be inferred: an
-            int or None for all of them, or values nested like the arguments, or like the output. An
-            output without a batch dimension (None) is averaged over the micro-batches, weighted by
-            their sizes. It is added up if "sum" is given in place of None, or if the check finds
-            that it is a sum over the rows. In ``in_dims``, "list" means that a list has one element
-            for each row, and is cut between elements: ``{"images": "list", "targets": "list"}`` for
-            a detection model.
-        deferred_batch_norm: whether the running statistics of batch norms are updated once for each
-            mini-batch, as without a pipeline. Either way, each micro-batch is normalised by its own
-            statistics.
-        tracer: the front end that traces the model: "auto", "symbolic", "export", or a function
-            ``(model, args, kwargs) -> fx.GraphModule``.
-        passes: the chain of passes to run. None: :func:`fxpipe.default_chain`, to which you can add
-            passes of your own: ``fxpipe.default_chain().before("split", Mine())``.
-        check: whether the results of micro-batches are compared with the model's on a whole batch,
-            on a few rows, each time a kind of call is compiled. True: a call for which they differ
-            is refused. "warn": it runs, with a warning. False: it runs without one.
-        stage_backend: the backend that compiles each stage, forward and backward, as
-            ``torch.compile`` takes it ("inductor", or a function of a graph module and example
-            inputs); or a dict of arguments of ``torch.compile``, ``{"backend": "inductor", "mode":
-            "max-autotune"}``. A stage that it cannot compile runs as it is, with a warning. None:
-            all stages run as they are.
-        dynamic: whether a program may serve inputs of other sizes than those it was compiled for,
-            in other dimensions than the batch's: sequences of other lengths, pictures of other
-            heights and widths. None: the first one is for the sizes of its inputs, and those
-            compiled once another size has come are for all sizes that the model treats alike, so
-            that most models are compiled twice at most. True: already the first one is, which takes
-            longer to compile. False: each shape has a program of its own. (The batch size may
-            always vary, and so may all sizes where symbolic tracing can trace the model.)
-        memory: the memory that the cut may take on each lane for a training step: bytes, text such
-            as "20GiB" or "400MiB", the name of a known device, or a list with one of these for each
-            lane. It counts parameters, gradients, states of the optimizer and buffers; activations
-            of all micro-batches under way; what operators need while they run; and values that wait
-            to be sent. None: what is free on an accelerator, and no limit on the CPU.
-        optimizer: the optimizer whose states count as memory: the name of one in ``torch.optim``
-            ("adamw"), an optimizer, or the number of tensors that it keeps for each parameter.
-            None: Adam's, which are two.
-        example_target: the target of one mini-batch, as :meth:`Pipeline.step` takes it; its tensors
-            may be on "meta". With it, ``memory`` also counts what ``loss_fn`` saves for its
-            backward: the function is called once on tensors without values. None: the target of the
-            first call counts if that is a step, and otherwise the report says what is missing.
-        training: whether the pipeline is to be trained. False: it only computes outputs. Then no
-            memory is counted for gradients, optimizers, or activations that a backward needs; the
-            model is cut by the time of its forward and by the memory of its weights; calls run as
-            under ``torch.no_grad()``, and a backward from their outputs is refused, as are
-            :meth:`Pipeline.step` and the options of training. Dropout and batch norm still go by
-            ``train()`` and ``eval()``.
-        dump: a folder, in which ``index.html`` shows what each pass changed: the graph as text, as
-            code and, if it is small, drawn, after every pass. None: the folder that the environment
-            variable ``FXPIPE_DUMP`` names, if it is set.
-        verbose: whether each compilation logs where its time goes, as a table of its phases, with
-            the logger "fxpipe.compilations" (on stderr if logging has not been set up).
-            The environment variable ``FXPIPE_LOGS=compile`` does the same.
-        cache: a folder in which the results of tracing and checking are kept, for other processes
-            that compile the same model with the same options for the same kind of call, see
-            :mod:`fxpipe.compiler.disk`. None: the folder that the environment variable
-            ``FXPIPE_CACHE`` names, if it is set.
+        model: any module. The pipeline shares its parameters.
+        devices: one for each lane; ``["cpu", "cpu"]`` is two lanes on the CPU. None: every visible
+            accelerator. For a ``DeviceMesh`` or a ``ProcessGroup`` see
+            :class:`fxpipe.ranks.RankPipeline`.
+        example_inputs, example_kwargs: the arguments of one mini-batch, as a tuple and a dict:
+            compile now. None: compile at the first call.
+        chunks: the number of micro-batches in a mini-batch. None: four for each stage. "auto": the
+            number with which a step is predicted to take least time.
+        partition: where to cut: "auto"; the names of the modules or nodes that begin a stage; a
+            dict from names to stages; a function of the model graph; or an :class:`Auto`.
+        boundaries: modules at whose begin and end an automatic cut may be: ``["model.layers.*"]``.
+        costs: times of nodes, for the cut: "analytic", "measured", a :class:`Profile`, its path, or
+            seconds by name. "auto": measured on accelerators if there are example inputs.
+        checkpoint: which micro-batches recompute their activations: "never", "always",
+            "except_last"; a list with one of these for each stage; or "auto": what fits, and is
+            fastest.
+        checkpoint_segments: a checkpointed stage is recomputed in so many parts, one at a time.
+        schedule: the order of a training step: a name in :data:`fxpipe.schedule.NAMES`, a
+            :class:`Schedule`, or "auto": the one with which a step is predicted to take least time.
+        stages: the number of stages. None: as many as the schedule takes.
+        loss_fn: ``loss_fn(output, target)`` returns a scalar. None: the model returns its loss.
+        loss_weight: what a micro-batch counts in the loss of the mini-batch: a function, such as
+            those of :mod:`fxpipe.loss_weight`; "rows"; or "sum". None: found out by the check.
+        in_dims, out_dims: batch dimensions that cannot be inferred: an int or None for all values,
+            or nested like the values; "list": a list of rows; "sum": an output that is a sum.
+        deferred_batch_norm: update running statistics once for each mini-batch.
+        tracer: "auto", "symbolic", "export", or ``(model, args, kwargs) -> fx.GraphModule``.
+        passes: the chain of passes. None: :func:`fxpipe.default_chain`.
+        check: compare what micro-batches compute with the model, whenever a kind of call is
+            compiled. True: a call that differs is refused. "warn": it runs. False: no check.
+        stage_backend: what compiles each stage, as ``torch.compile`` takes it: "inductor", a
+            function, or a dict of arguments. None: stages run as they are.
+        dynamic: one program for other lengths, heights and widths, too. None: from the second size
+            on. (The batch size may always vary.)
+        memory: what the cut may take on each lane: bytes, "20GiB", a device's name, or a list.
+            None: what is free on an accelerator; no limit on the CPU.
+        optimizer: whose states count as memory: a name in ``torch.optim``, an optimizer, or a
+            number of tensors for each parameter. None: Adam's two.
+        example_target: a target, with which ``memory`` also counts what ``loss_fn`` saves.
+        training: False: outputs only, and no memory for gradients.
+        dump: a folder for a page that shows what each pass changed; or ``FXPIPE_DUMP=folder``.
+        verbose: log where the time of each compilation goes; or ``FXPIPE_LOGS=compile``.
+        cache: a folder for what other processes need not trace again; or ``FXPIPE_CACHE=folder``.
+
+    The page "All options" of the documentation says more of each.
 
     Returns:
         A module with the model's signature, outputs, parameters and state dict. The parameters are
@@ -200,8 +134,8 @@ def compile(
         TraceError, BatchError, PartitionError: at compilation, if the model cannot be traced, if
             its batch dimensions or the meaning of its outputs cannot be settled, or if the model
             cannot be cut.
-        DoesNotFit: at compilation, if no cut is found that fits into the memory of the lanes; the
-            message says how many bytes are missing, and which other calls would fit.
+        DoesNotFit: at compilation, if no cut fits into the memory of the lanes; the message says
+            how many bytes are missing, and which other calls would fit.
     """
     call = WrittenCall.of(compile, "fxpipe.compile", locals())
     if not isinstance(model, nn.Module):

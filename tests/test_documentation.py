@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import pydoc
 import re
 import shlex
 import textwrap
@@ -135,3 +136,17 @@ def test_the_block_of_options_is_the_signature():
     options = {keyword.arg: literal_eval(keyword.value) for keyword in call.value.keywords}
     signature = inspect.signature(fxpipe.compile).parameters
     assert options == {name: p.default for name, p in signature.items() if name != "model"}
+
+
+def test_the_page_of_options_has_each_option_once():
+    page = (ROOT / "docs" / "options.rst").read_text()
+    named = [name for line in re.findall("^``.*``$", page, re.M) for name in line.split(", ")]
+    assert sorted(named) == sorted(
+        f"``{name}``" for name in inspect.signature(fxpipe.compile).parameters
+    )
+
+
+def test_the_help_of_compile_fits_on_two_screens():
+    shown = pydoc.plain(pydoc.render_doc(fxpipe.compile)).splitlines()
+    assert len(shown) <= 100
+    assert "pipe = fxpipe.compile(" in "\n".join(shown)
