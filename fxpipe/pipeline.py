@@ -86,6 +86,7 @@ class Pipeline(ModelProxy):
     """
 
     losses: tuple[Tensor, ...]
+    grad_norm: Tensor | None
     _runner: Runner
     _views: Views
 
@@ -94,7 +95,7 @@ class Pipeline(ModelProxy):
         self._set_up(Runner(Compiler(model, options)))
 
     def _set_up(self, runner: Runner) -> None:
-        self.__dict__.update(_runner=runner, _views=Views(runner), losses=())
+        self.__dict__.update(_runner=runner, _views=Views(runner), losses=(), grad_norm=None)
 
     # ------------------------------------------------------------------------------------- running
 
@@ -126,6 +127,7 @@ class Pipeline(ModelProxy):
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         zero_grad: bool = False,
         max_grad_norm: float | None = None,
+        accumulate: int = 1,
         **kwargs: Any,
     ) -> Tensor:
         """A training step in the order of the schedule: forward, loss, and backward.
@@ -134,7 +136,8 @@ class Pipeline(ModelProxy):
         inputs get no gradients. The loss of a micro-batch is weighted by its number of rows, so
         that a loss which is a mean over rows is the mean over the mini-batch; with a
         ``loss_weight``, it is weighted by what that gives. Losses that are sums are added up. After
-        the step :attr:`losses` has the losses of the micro-batches.
+        the step :attr:`losses` has the losses of the micro-batches, and :attr:`grad_norm` the norm
+        that the gradients had before they were clipped.
 
         Args:
             target: the second argument of ``loss_fn``: tensors, in any nesting, with as many rows
@@ -157,6 +160,9 @@ class Pipeline(ModelProxy):
             max_grad_norm: clip the gradients by this norm ahead of the optimizer's step, see
                 :meth:`clip_grad_norm_`. All gradients have to be there for that, so the optimizer
                 steps at the end.
+            accumulate: the number of steps whose mean the optimizer takes: the gradients of this
+                step count 1 / accumulate. Give the optimizer to the last of these steps only, and
+                this number to all of them. The loss that is returned is that of this step, whole.
 
         Returns:
             The loss of the mini-batch, without history and not scaled.
@@ -181,9 +187,12 @@ class Pipeline(ModelProxy):
             )
         optimizers = self._optimizers(optimizer, scaler, zero_grad, max_grad_norm)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        accumulate = count("accumulate", accumulate, "the number of steps that are accumulated")
         unrolled, values = self._runner.ready_to_step(args, kwargs, target)
         last = self._runner.options.devices[-1]
-        scale = None if scaler is None else scaler.scale(torch.ones((), device=last))
+        scale = None if accumulate == 1 else torch.full((), 1 / accumulate, device=last)
+        if scaler is not None:
+            scale = scaler.scale(torch.ones((), device=last) if scale is None else scale)
         stepping = None
         if optimizers is not None:
             stepping = Stepping(optimizers, self.module.parameters(), zero_grad)
@@ -192,11 +201,10 @@ class Pipeline(ModelProxy):
             total, losses = self._runner.run(unrolled, [*values, scale, in_parts])
         if stepping is not None and scaler is not None:
             self._runner.unscale(stepping, scaler)
-        if max_grad_norm is not None:
-            self.clip_grad_norm_(max_grad_norm)
+        norm = None if max_grad_norm is None else self.clip_grad_norm_(max_grad_norm)
         if stepping is not None:
             stepping.finish(scaler)
-        self.__dict__["losses"] = losses
+        self.__dict__.update(losses=losses, grad_norm=norm)
         return total  # type: ignore[no-any-return]
 
     def _optimizers(

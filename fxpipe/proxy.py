@@ -100,7 +100,7 @@ class ModelProxy(nn.Module):
 
     def _is_own(self, name: str) -> bool:
         """Whether a name is one of those that the proxy adds to ``nn.Module``."""
-        if name in ("module", "losses"):
+        if name in ("module", "losses", "grad_norm"):
             return True
         is_added = hasattr(type(self), name) and not hasattr(nn.Module, name)
         return is_added and not name.startswith("_") and name not in self._OPEN

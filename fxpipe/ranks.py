@@ -93,6 +93,7 @@ class RankPipeline(Pipeline):
         optimizer: Any = None,
         zero_grad: bool = False,
         max_grad_norm: float | None = None,
+        accumulate: int = 1,
         **kwargs: Any,
     ) -> Tensor:
         """A training step, which all ranks run together; see :meth:`fxpipe.Pipeline.step`.
@@ -117,7 +118,8 @@ class RankPipeline(Pipeline):
                 Afterwards the pipeline can be used again, unless a process has died.
         """
         how = {"optimizer": optimizer, "zero_grad": zero_grad, "max_grad_norm": max_grad_norm}
-        return super().step(*args, target=target, scaler=scaler, **how, **kwargs)
+        how |= {"scaler": scaler, "accumulate": accumulate}
+        return super().step(*args, target=target, **how, **kwargs)
 
     def _optimizers(
         self, optimizer: Any, scaler: Any, zero_grad: bool, max_grad_norm: float | None

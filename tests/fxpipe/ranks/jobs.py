@@ -292,8 +292,8 @@ class Overflowing(nn.Module):
 def scaled(
     where: Where, layer: str, calls: Sequence[Call], max_grad_norm: float | None
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    """Train with a scaler, where the layer's gradient is inf in the second step. Returns the loss
-    and the scaler's state after each step, and the parameters after all of them."""
+    """Train with a scaler, where the layer's gradient is inf in the second step. Returns the loss,
+    the gradients' norm and the scaler's state after each step, and the parameters at the end."""
     make = functools.partial(Overflowing, layer)
     options = {"chunks": 3, "schedule": "1f1b", "example_inputs": calls[0].args}
     size = where if isinstance(where, int) else dist.get_world_size(where)
@@ -306,8 +306,9 @@ def scaled(
         for number, call in enumerate(calls):
             BROKEN[:] = [True] * (number == 1)
             how = {"scaler": scaler, "optimizer": optimizer, "max_grad_norm": max_grad_norm}
-            how["zero_grad"] = True
-            after.append((pipe.step(*call.args, target=call.target, **how), scaler.state_dict()))
+            how |= {"zero_grad": True, "accumulate": 2}
+            loss = pipe.step(*call.args, target=call.target, **how)
+            after.append((loss, pipe.grad_norm, scaler.state_dict()))
         BROKEN.clear()
         return after, {n: p.detach().clone() for n, p in pipe.named_parameters()}
 

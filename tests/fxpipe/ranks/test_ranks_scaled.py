@@ -23,14 +23,21 @@ def test_a_gradient_that_is_inf_on_one_rank_skips_the_step_on_all_and_scales_sta
     batches = calls()
     found = pool.run(scaled, layer, batches, None)
     after, parameters = scaled(4, layer, batches, None)
-    assert [state["scale"] for _, state in after] == [8.0, 4.0, 4.0, 8.0]
-    assert all(same([loss for loss, _ in rank], [loss for loss, _ in after]) for rank, _ in found)
-    assert all([s for _, s in rank] == [s for _, s in after] for rank, _ in found)
+    assert [state["scale"] for *_, state in after] == [8.0, 4.0, 4.0, 8.0]
+    losses = [loss for loss, *_ in after]
+    assert all(same([loss for loss, *_ in rank], losses) for rank, _ in found)
+    assert all([s for *_, s in rank] == [s for *_, s in after] for rank, _ in found)
     assert same({n: p for _, own in found for n, p in own.items()}, parameters)
 
 
 def test_gradients_are_unscaled_on_all_ranks_before_they_are_clipped(pool):
     batches = calls()
     found = pool.run(scaled, "a", batches, 0.1, ranks=2)
-    _, parameters = scaled(2, "a", batches, 0.1)
+    after, parameters = scaled(2, "a", batches, 0.1)
+    norms = [norm for _, norm, _ in after]
+    assert norms[0] > 0.1 and not norms[1].isfinite()
+    for rank, _ in found:
+        torch.testing.assert_close(
+            [norm for _, norm, _ in rank], norms, rtol=0, atol=0, equal_nan=True
+        )
     assert same({n: p for _, own in found for n, p in own.items()}, parameters)

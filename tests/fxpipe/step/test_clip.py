@@ -25,6 +25,7 @@ def test_a_step_clips_the_gradients_ahead_of_the_optimizers_step():
             assert norm > 0.1
             optimizers[0].step()
             pipe.step(x, target=y, optimizer=optimizers[1], zero_grad=True, max_grad_norm=0.1)
+            assert same(pipe.grad_norm, norm)
             assert all(parameter.grad is None for parameter in pipe.parameters())
         assert same(model.state_dict(), pipe.state_dict())
 
@@ -34,6 +35,7 @@ def test_a_norm_without_an_optimizer_is_refused():
         with pytest.raises(ValueError, match=r"call pipe\.clip_grad_norm_"):
             pipe.step(torch.ones(4, 3), target=torch.ones(4), max_grad_norm=1.0)
         pipe.step(torch.ones(4, 3), target=torch.ones(4))
+        assert pipe.grad_norm is None
         norm = pipe.clip_grad_norm_(1e-3)
         own = torch.cat([parameter.grad.flatten() for parameter in pipe.parameters()])
         assert norm > 1e-3 and torch.linalg.vector_norm(own) <= 1e-3
