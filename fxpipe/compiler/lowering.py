@@ -47,7 +47,7 @@ class Lowering:
             loss_weight=self._loss_weight(mode),
             training=options.training,
         )
-        return self._lowered(mode, f"pipeline of {chunks}", context, chunks)
+        return self._lowered(mode, f"pipeline of {chunks} micro-batches", context, chunks)
 
     def step(self, mode: Mode, chunks: int, target: Target, loss_dim: Dim) -> Unrolled:
         """The step graph for ``chunks`` micro-batches, and its programs.
@@ -70,7 +70,7 @@ class Lowering:
             weighs_inputs=loss_dim == WEIGHTED and options.loss_fn is None,
             compiled=mode.compiled,
         )
-        return self._lowered(mode, f"step of {chunks}", context, chunks)
+        return self._lowered(mode, f"step of {chunks} micro-batches", context, chunks)
 
     @property
     def _segments(self) -> int:

@@ -1,9 +1,12 @@
 """HTML for the report and the dump: pages that are single files, need no network, and adapt to
-light and dark screens."""
+light and dark screens, wide and narrow ones.
+
+What a drawing or a table shows of a stage, a micro-batch or a skip has a class that says so, such
+as ``stage-1``, ``mb-0`` and ``skip-relu``, or, in a drawing of Graphviz's, a title. Where a reader
+points at one of them, it lights up everywhere on the page."""
 
 from __future__ import annotations
 
-import base64
 import html
 import re
 from collections.abc import Iterable, Sequence
@@ -23,13 +26,27 @@ pre { overflow-x: auto; font-size: 13px; line-height: 1.4; }
 .failed { border-left: 4px solid #d55e00; padding-left: 1em; white-space: pre-wrap; }
 .table, .drawing { overflow-x: auto; }
 table { border-collapse: collapse; }
-th, td { padding: 0.2em 0.8em; text-align: right; border-bottom: 1px solid var(--quiet); }
+th, td { padding: 0.2em 0.6em; text-align: right; border-bottom: 1px solid var(--quiet); }
+td { white-space: nowrap; }
+td.words, th.words { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+th.words { min-width: 9em; }
 th button { all: unset; cursor: pointer; font-weight: bold; }
 th button:focus-visible { outline: 2px solid; }
-.drawing img { background: white; display: block; max-width: 100%; }
-@media (prefers-color-scheme: dark) {
-  .drawing img { filter: invert(0.88) hue-rotate(180deg); }
+@media (max-width: 50em) {
+  .table thead { display: none; }
+  .table table, .table tbody, .table tr { display: block; }
+  .table tr { padding: 0.4em 0; border-bottom: 1px solid var(--quiet); }
+  .table td, .table td.words { display: flex; justify-content: space-between; gap: 1em; }
+  .table td, .table td.words { border: 0; padding: 0; text-align: right; }
+  .table td::before { content: attr(data-column); color: var(--quiet); }
 }
+.drawing svg { background: white; display: block; height: auto; }
+@media (prefers-color-scheme: dark) {
+  .drawing svg { filter: invert(0.88) hue-rotate(180deg); }
+}
+.lit .about:not(.on) { opacity: 0.25; }
+tr.on { background: var(--added); }
+.copy { float: right; }
 nav a { margin-right: 1em; }
 label { color: var(--quiet); }
 input[type=range] { vertical-align: middle; width: 16em; }
@@ -37,7 +54,8 @@ section { margin-bottom: 1.5em; }
 summary { cursor: pointer; }
 """
 
-# The script only sorts tables and zooms drawings: the page can be read without it.
+# The script sorts tables, zooms drawings, copies code, and lights up what the reader points at: the
+# page can be read without it.
 _SCRIPT = """
 document.querySelectorAll("th button").forEach((button) => button.addEventListener("click", () => {
   const head = button.closest("th"), body = head.closest("table").tBodies[0];
@@ -52,15 +70,43 @@ document.querySelectorAll("th button").forEach((button) => button.addEventListen
   body.append(...(down ? rows.reverse() : rows));
 }));
 document.querySelectorAll("input[type=range]").forEach((zoom) => {
-  const image = zoom.closest("section").querySelector("img"), box = image.parentNode;
-  const scale = () => {
+  const drawing = zoom.closest("section").querySelector(".drawing svg"), box = drawing.parentNode;
+  const usual = drawing.style.width;
+  zoom.addEventListener("input", () => {
     const middle = (box.scrollLeft + box.clientWidth / 2) / box.scrollWidth;
-    const whole = Math.min(image.naturalWidth, box.clientWidth);
-    image.style.maxWidth = "none";
-    image.style.width = whole * zoom.value + "px";
+    drawing.style.width = `calc(${zoom.value} * ${usual})`;
     box.scrollLeft = middle * box.scrollWidth - box.clientWidth / 2;
-  };
-  zoom.addEventListener("input", scale);
+  });
+});
+document.querySelectorAll(".copy").forEach((button) => button.addEventListener("click", (event) => {
+  event.preventDefault();
+  const text = button.closest("details").querySelector("pre");
+  getSelection().selectAllChildren(text);
+  document.execCommand("copy");
+  getSelection().removeAllRanges();
+  button.textContent = "copied";
+  setTimeout(() => button.textContent = "copy", 2000);
+}));
+const keys = (element) => {
+  const title = element.querySelector(":scope > title"), said = title ? title.textContent : "";
+  const cell = said.match(/^(?:mb (\\d+) )?(?:cluster_)?stage[ _](\\d+)$/);
+  const found = [...element.classList].filter((name) => /^(skip|mb|stage)-/.test(name));
+  return cell ? [...(cell[1] ? [`mb-${cell[1]}`] : []), `stage-${cell[2]}`, ...found] : found;
+};
+const about = new Map();
+document.querySelectorAll(".drawing g, .drawing text[class], tr[class]").forEach((element) => {
+  const own = keys(element);
+  if (own.length) about.set(element, own) && element.classList.add("about");
+});
+const light = (key) => {
+  document.body.classList.toggle("lit", key !== undefined);
+  about.forEach((own, element) => element.classList.toggle("on", own.includes(key)));
+};
+about.forEach((own, element) => {
+  const kinds = ["skip-", "mb-", "stage-"];
+  const first = kinds.flatMap((kind) => own.filter((key) => key.startsWith(kind)))[0];
+  element.addEventListener("pointerenter", () => light(first));
+  element.addEventListener("pointerleave", () => light(undefined));
 });
 """
 
@@ -115,36 +161,69 @@ Row = Sequence[tuple[float | str, str]]
 """A row of a table. Each cell is a pair: the value by which its column is sorted, and its text."""
 
 
-def table_html(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """A table; a click on the head of a column sorts by it."""
-    head = "".join(f'<th><button type="button">{column}</button></th>' for column in columns)
-    written = "".join(
-        "<tr>{}</tr>".format(
-            "".join(
-                f'<td data-value="{html.escape(str(value))}">{html.escape(text)}</td>'
-                for value, text in row
-            )
-        )
-        for row in rows
+def table_html(
+    columns: Sequence[str],
+    rows: Iterable[Row],
+    *,
+    words: str = "",
+    about: Sequence[str] = (),
+) -> str:
+    """A table; a click on the head of a column sorts by it. On a narrow screen each row is a block
+    with a line for each cell.
+
+    Args:
+        words: the column that has text of any length, whose lines may be broken.
+        about: what each row is about, such as "stage-1".
+    """
+
+    def cell(tag: str, column: str, more: str, text: str) -> str:
+        kind = ' class="words"' if column == words else ""
+        return f"<{tag}{kind}{more}>{text}</{tag}>"
+
+    head = "".join(
+        cell("th", column, "", f'<button type="button">{column}</button>') for column in columns
     )
+    written = ""
+    for number, row in enumerate(rows):
+        cells = "".join(
+            cell(
+                "td",
+                column,
+                f' data-column="{column}" data-value="{html.escape(str(value))}"',
+                html.escape(text),
+            )
+            for column, (value, text) in zip(columns, row, strict=True)
+        )
+        named = f' class="{html.escape(about[number])}"' if about and about[number] else ""
+        written += f"<tr{named}>{cells}</tr>"
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{written}</tbody></table>"
     return f'<div class="table">{table}</div>'
 
 
+LEAST = 0.7
+"""The scale below which letters of a drawing cannot be read: a narrow screen shows a part of it."""
+
+
 def drawing_html(name: str, svg: str) -> str:
     """A drawing with a slider that zooms it."""
-    # The SVG is embedded as an image, since ids that two inline SVGs have in common would clash.
-    data = base64.b64encode(svg.encode()).decode()
-    name = html.escape(name)
+    drawn = svg[svg.index("<svg") :]
+    size, unit = re.search(r'width="([\d.]+)(pt)?"', drawn).groups()  # type: ignore[union-attr]
+    width = float(size) * (4 / 3 if unit else 1)  # in pixels
+    # Two drawings of a page may have the same ids. Within HTML no namespace is needed.
+    drawn = re.sub(r' (id|xmlns|xmlns:xlink)="[^"]*"', "", drawn)
+    style = f"width: clamp({LEAST * width:.0f}px, 100%, {width:.0f}px)"
+    shown = f'<svg role="img" aria-label="{html.escape(name)}" style="{style}"'
     return (
         '<label>zoom <input type="range" min="0.25" max="8" step="0.25" value="1"></label>'
-        f'<div class="drawing"><img alt="{name}" src="data:image/svg+xml;base64,{data}"></div>'
+        f'<div class="drawing">{drawn.replace("<svg", shown, 1)}</div>'
     )
 
 
 def text_html(summary: str, text: str) -> str:
-    """A long text that is folded away below its summary until the reader opens it."""
+    """A long text that is folded away below its summary until the reader opens it, with a button
+    that copies it."""
+    copy = '<button type="button" class="copy">copy</button>'
     return (
-        f"<details><summary>{html.escape(summary)}</summary>"
+        f"<details><summary>{html.escape(summary)}</summary>{copy}"
         f"<pre>{html.escape(text)}</pre></details>"
     )

@@ -17,10 +17,10 @@ from fxpipe.inspect.html import (
     table_html,
     text_html,
 )
-from fxpipe.inspect.memory import draw_memory
 from fxpipe.inspect.report import Report
 from fxpipe.ir.text import human_bytes
 from fxpipe.schedule import Timeline
+from fxpipe.schedule.gantt import draw
 from passes.common.skips import Hop, SkipLayout
 
 
@@ -32,7 +32,8 @@ class Page:
         title: the heading of the page.
         report: the report, whose table and lines the page shows first.
         drawings: drawings as SVG, by their headings.
-        timeline: a training step, or a call without one, with the memory that each lane holds.
+        timelines: a training step, or a call without one: as predicted, with the memory that each
+            lane holds, and as measured, if it has been.
         changes: one history for each chain of passes, which says what each pass has changed.
         codes: the Python code of graphs, by the graphs' names.
     """
@@ -40,23 +41,31 @@ class Page:
     title: str
     report: Report
     drawings: Mapping[str, str]
-    timeline: Timeline
+    timelines: Sequence[Timeline]
     changes: Sequence[History]
     codes: Mapping[str, str]
 
     def __str__(self) -> str:
-        layout = self.report.layout
-        step = self.timeline.draw(memory=False)
-        run = "Training step" if self.report.training else "Call"
-        travels = _said(layout) + table_html(COLUMNS, _rows(layout.hops))
+        report, layout = self.report, self.report.layout
+        run = "Training step" if report.training else "Call"
+        rows = [
+            [*row[:2], (said, said), *row[2:]]
+            for row, said in zip(report.rows, report.contain, strict=True)
+        ]
+        columns = (*report.columns[:2], CONTAINS, *report.columns[2:])
+        stages = [f"stage-{number}" for number in range(len(rows))]
+        values = [f"skip-{hop.value}" if hop.is_skip else "" for hop in layout.hops]
+        travels = _said(layout) + table_html(COLUMNS, _rows(layout.hops), about=values)
         return sections_html(
             self.title,
             [
-                Section("Summary", list_html(self.report.lines)),
-                Section("Stages", table_html(self.report.columns, self.report.rows)),
+                Section("Summary", list_html(report.facts)),
+                Section("Stages", table_html(columns, rows, words=CONTAINS, about=stages)),
                 *(Section(name, drawing_html(name, svg)) for name, svg in self.drawings.items()),
-                Section(run, drawing_html("timeline", step)),
-                Section("Memory", drawing_html("memory", draw_memory(self.timeline))),
+                Section(
+                    f"{run} and memory",
+                    drawing_html("timeline", draw(self.timelines, widest=WIDEST)),
+                ),
                 Section("Values sent", travels),
                 Section("Passes", "".join(_chains(self.changes))),
                 Section("Code", "".join(text_html(*code) for code in self.codes.items())),
@@ -64,13 +73,18 @@ class Page:
         )
 
 
-COLUMNS = ("value", "from", "to", "way", "bytes")
+CONTAINS = "contains"
+WIDEST = 1100  # pixels for the boxes of a step: all of it can be seen at once
+COLUMNS = ("value", "from", "to", "way", "size")
 
 
 def _said(layout: SkipLayout) -> str:
+    count, skips = len(layout.hops), len(layout.skips)
     return (
-        f"<p>{len(layout.hops)} values are sent to a stage for each mini-batch; "
-        f"{len(layout.skips)} of them are skips, which pass over stages.</p>"
+        f"<p>{count} value{'s are' if count != 1 else ' is'} sent to a stage for each mini-batch; "
+        f"{skips} of them {'are skips, which pass' if skips != 1 else 'is a skip, which passes'} "
+        "over stages to the one that uses it. A value has the name of the node that computes it; "
+        "the code of the stages is below.</p>"
     )
 
 

@@ -124,15 +124,20 @@ class Report:
 
     @property
     def lines(self) -> list[str]:
-        """The lines below the table: facts about the whole pipeline, and then advice."""
+        """The lines below the table: what is in each stage, facts about the whole pipeline, and
+        then advice."""
+        return [*(f"stage {i}: {said}" for i, said in enumerate(self.contain)), *self.facts]
+
+    @property
+    def facts(self) -> list[str]:
+        """The lines below the table, without those that say what is in each stage."""
         chosen = " (chosen: give chunks= to change it)" * self.was_chosen
         said = "no training step: its schedule cannot run"
         if self.timeline is not None:
             said = f"bubble {self.timeline.bubble:.0%} of all lanes' time (predicted, "
             said += f"{self.timeline.name})"
-        lines = [f"stage {i}: {contains}" for i, contains in enumerate(self.contain)]
         several = f"{self.chunks} micro-batch{'es' * (self.chunks != 1)}"
-        lines.append(f"{several}{chosen}, {said}")
+        lines = [f"{several}{chosen}, {said}"]
         if isinstance(self.choice, str):
             lines.append(f"nothing has been chosen by prediction: {self.choice}")
         elif self.choice is not None:

@@ -230,7 +230,7 @@ class Views:
                 "Stage graph": render_svg(self.draw("stage")),
                 "Pipeline graph": render_svg(self.draw("pipeline")),
             },
-            self.timeline(),
+            [self.timeline(), *([] if self.measured is None else [self.measured])],
             self.histories,
             {"pipeline": format_code(self.graph_module), **codes},
         )

@@ -27,11 +27,18 @@ _MEANING = {
     Kind.WEIGHT_GRAD: "weight gradient",
 }
 _LIGHT, _DARK = 0.72, 0.28  # how much white is in the colours of a lane's first and last stage
-_OTHER, _COPY, _MARK, _HELD = "#BBBBBB", "#555555", "#CC0000", "#C9C9D6"
+_OTHER, _COPY, _MARK, _HELD, _FIXED = "#BBBBBB", "#555555", "#CC0000", "#C9C9D6", "#A2A2B4"
 _SIZE = 11  # the size of letters, in pixels
-_ROW, _GAP, _MEMORY, _WAY = 24, 9, 20, 4  # heights: boxes, gaps between lanes, memory, copies
+_ROW, _GAP, _MEMORY, _WAY = 24, 9, 36, 4  # heights: boxes, gaps between lanes, memory, copies
 _NARROWEST, _WIDEST = 640, 8000  # limits on the width of the part that has the boxes
 _SIZES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+
+IN_THE_DARK = (
+    "<style>@media (prefers-color-scheme: dark) { svg:root { background: white; "
+    "filter: invert(0.88) hue-rotate(180deg); } }</style>"
+)
+"""For a drawing that is a file, or an image of a page: on a dark screen it is dark. A page that has
+drawings in its text says itself what they look like."""
 
 FORWARDS = (1.0, "forwards of a stage")
 """The unit of time for schedules without costs, in which the forward of a stage takes 1."""
@@ -44,6 +51,7 @@ def draw(
     marks: Sequence[Action] = (),
     caption: str = "",
     unit: tuple[float, str] | None = None,
+    widest: float = _WIDEST,
 ) -> str:
     """Draw timelines as SVG, one below the other, over one axis of time. All begin at time 0.
 
@@ -52,8 +60,10 @@ def draw(
         marks: actions to outline.
         caption: a line below the drawing, which explains the marks.
         unit: the seconds in a unit of time, and its name; None: s, ms or µs, as fits.
+        widest: the most pixels for the part that has the boxes. It is less wide where all numbers
+            have room in their boxes nevertheless.
     """
-    return _Chart(timelines, memory, marks, caption, unit).svg()
+    return _Chart(timelines, memory, marks, caption, unit, widest).svg()
 
 
 def _text_width(text: str, size: float = _SIZE) -> float:
@@ -92,7 +102,9 @@ class _Chart:
         marks: Sequence[Action],
         caption: str,
         unit: tuple[float, str] | None,
+        widest: float,
     ) -> None:
+        self.widest = widest
         self.marks, self.caption = set(marks), caption
         self.seconds = max((timeline.makespan for timeline in timelines), default=0.0) or 1.0
         self.unit, self.unit_name = unit or time_unit(self.seconds)
@@ -103,6 +115,7 @@ class _Chart:
         }
         peaks = [_peak_label(t) for t in timelines if t.memory and memory]
         self.left = 16 + max(map(_text_width, [*self.labels.values(), *peaks]), default=0)
+        self.right = 24 + max(map(_text_width, peaks), default=0)
         self.width = self._plot_width(timelines)
         self.panels: list[_Panel] = []
         y = 8.0
@@ -123,7 +136,7 @@ class _Chart:
         digits = max(len(_number(span)) for span in spans)
         box = digits * 0.62 * _SIZE + 5
         wished = self.seconds / lengths[len(lengths) // 10] * box
-        return min(max(wished, _NARROWEST), _WIDEST)
+        return min(max(wished, _NARROWEST), self.widest)
 
     def x(self, seconds: float) -> float:
         return self.left + seconds / self.seconds * self.width
@@ -133,11 +146,12 @@ class _Chart:
         rows = 1 + max((row for row, _ in legend), default=0)
         below = self.axis + 42
         height = below + rows * 20 + (20 if self.caption else 0) + 4
-        width = self.left + self.width + 24
+        width = self.left + self.width + self.right
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
             f'viewBox="0 0 {width:.0f} {height:.0f}" '
             f'font-family="Helvetica, Arial, sans-serif" font-size="{_SIZE}">',
+            IN_THE_DARK,
             _rect(0, 0, width, height, 'fill="white"'),
             *self._axis(),
         ]
@@ -171,7 +185,9 @@ class _Chart:
         yield _text(22 + _text_width(timeline.name, _SIZE * 1.1), panel.title, said)
         most = max((a for series in timeline.memory for _, a in series), default=0.0)
         for lane, top in enumerate(panel.tops):
-            yield _text(10, top + _ROW * 0.67, self.labels[index, lane])
+            stages = " ".join(f"stage-{stage}" for stage in _shades(timeline, lane))
+            named = f' class="{stages}"' if stages else ""
+            yield _text(10, top + _ROW * 0.67, self.labels[index, lane], more=named)
             yield _rect(self.left, top, self.width, _ROW, 'fill="#F6F6F6"')
             shades = _shades(timeline, lane)
             for span in timeline.of_lane(lane):
@@ -195,25 +211,36 @@ class _Chart:
         said = f"{span}: {span.seconds / self.unit:.4g} {self.unit_name}"
         title = f"<title>{escape(said)}</title>"
         box = _rect(x, top + inset, max(end - x, 0.5), _ROW - 2 * inset, f'fill="{fill}" {edge}')
-        yield f"<g>{title}{box}"
+        about = "" if action is None else f' class="stage-{action.stage} mb-{action.microbatch}"'
+        yield f"<g{about}>{title}{box}"
         number = _number(span)
         if _text_width(number) <= end - x - 1:
             yield _text((x + end) / 2, top + _ROW / 2 + 4, number, "middle")
         yield "</g>"
 
     def _held(self, panel: _Panel, lane: int, top: float, most: float) -> Iterator[str]:
-        """The memory of a lane over time, as steps; all lanes of a panel have one scale."""
-        begin = panel.timeline.start
+        """The memory of a lane over time, as steps; all lanes of a panel have one scale, whose ends
+        are at the right. What is held all the time is darker."""
+        begin, low, right = panel.timeline.start, top + _MEMORY, self.left + self.width
         series = [(s - begin, amount) for s, amount in panel.timeline.memory[lane]]
         series.append((panel.timeline.makespan, series[-1][1]))
-        low = top + _MEMORY
+
+        def y(amount: float) -> float:
+            return low - _MEMORY * amount / (most or 1)
+
         points = [f"{self.x(series[0][0]):.1f},{low:.1f}"]
         for (start, amount), (end, _) in pairwise(series):
-            y = low - _MEMORY * amount / (most or 1)
-            points += [f"{self.x(start):.1f},{y:.1f}", f"{self.x(end):.1f},{y:.1f}"]
+            points += [f"{self.x(t):.1f},{y(amount):.1f}" for t in (start, end)]
         points.append(f"{self.x(series[-1][0]):.1f},{low:.1f}")
+        yield _line(self.left, top, right, top, 'stroke="#DDDDDD"')
         yield f'<polygon points="{" ".join(points)}" fill="{_HELD}"/>'
+        always = min(amount for _, amount in series)
+        end = self.x(series[-1][0])
+        yield _rect(self.left, y(always), end - self.left, low - y(always), f'fill="{_FIXED}"')
+        yield _line(self.left, low, right, low, 'stroke="#777777"')
         yield _text(self.left - 6, low - 5, _peak(panel.timeline.peak_memory[lane]), "end")
+        yield _text(right + 4, top + 9, _peak(most))
+        yield _text(right + 4, low, "0")
 
     def _legend(self) -> Iterator[tuple[int, str]]:
         """The items of the legend: the row that each is in, and its SVG."""
@@ -231,6 +258,7 @@ class _Chart:
             items.append((_COPY, "copy to the lane", 5))
         if any(panel.has_memory for panel in self.panels):
             items.append((_HELD, "memory, with its peak", 1))
+            items.append((_FIXED, "held all the time", 1))
         x, row = 10.0, 0
         for fill, meaning, inset in items:
             wide = 24 + _text_width(meaning) + 12

@@ -24,6 +24,7 @@ from torch import fx
 
 from fxpipe.ir.cost import batch_bytes
 from fxpipe.ir.graph import HOME, MICROBATCH, ONCE, ORIGIN, STAGE
+from fxpipe.ir.text import human_bytes
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Hop:
 
     def __str__(self) -> str:
         way = f"stage {self.source} -> stage {self.target}"
-        return f"{self.value}: {way}, {self.bytes:,} bytes" + ", once" * self.once
+        return f"{self.value}: {way}, {human_bytes(self.bytes)}" + ", once" * self.once
 
 
 @dataclass(frozen=True)

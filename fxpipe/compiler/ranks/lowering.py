@@ -195,7 +195,7 @@ class RankLowering(Lowering):
             tuple(mode.out_dims),
             training=options.training,
         )
-        gm, title = mode.stage_graph, f"ranks of {chunks}"
+        gm, title = mode.stage_graph, f"ranks of {chunks} micro-batches"
         history = History.observed(self.model, title, gm, options.observer)
         for entry in options.passes.entries:
             if entry.leads_to == Level.PIPELINE and entry.source == Level.STAGE:

@@ -36,13 +36,15 @@ _INVISIBLE = {"style": "invis"}
 
 @dataclass(frozen=True)
 class Line:
-    """A kind of edge: how it is drawn, and its meaning, which the legend explains."""
+    """A kind of edge: how it is drawn, and its meaning, which the legend explains. ``skip`` is the
+    name of the value, of a line that is for one skip."""
 
     meaning: str
     style: str = "solid"
     color: str = "black"
     penwidth: str = "1"
     arrowhead: str = "normal"
+    skip: str = ""
 
     @property
     def is_skip(self) -> bool:
@@ -50,7 +52,8 @@ class Line:
 
     @property
     def attributes(self) -> dict[str, str]:
-        return {
+        named = {"class": f"skip-{self.skip}"} if self.skip else {}
+        return named | {
             "style": self.style,
             "color": self.color,
             "fontcolor": self.color,
@@ -74,6 +77,7 @@ def skip_lines(names: Sequence[str], what: str) -> dict[str, Line]:
             style=_SKIP_STYLES[i % len(_SKIP_STYLES)],
             color=SKIP_COLOURS[i % len(SKIP_COLOURS)],
             penwidth=THICK,
+            skip=name,
         )
     return lines
 

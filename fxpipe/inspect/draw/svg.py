@@ -9,6 +9,8 @@ from typing import Any
 
 import graphviz  # type: ignore[import-untyped]
 
+from fxpipe.schedule.gantt import IN_THE_DARK
+
 
 class NoLayout(RuntimeError):
     """A drawing cannot be laid out: no program for that is installed, or the program fails."""
@@ -37,7 +39,9 @@ def render_svg(source: graphviz.Source) -> str:
     if done.returncode:
         raise NoLayout(f"{program} could not lay out the drawing: {done.stderr.strip()}")
     svg: str = done.stdout
-    return svg
+    head, begin, body = svg.partition("<svg")
+    tag, end, rest = body.partition(">")
+    return head + begin + tag + end + IN_THE_DARK + rest
 
 
 def _program() -> str:

@@ -61,7 +61,7 @@ def test_the_demo_trains_compares_reports_and_draws(tmp_path):
         assert after < before
     (difference,) = re.findall(r"largest difference of the 12 losses: (\S+)", result.output)
     assert float(difference) < 1e-4
-    assert re.search("skip relu: stage 0 -> stage [23], [0-9,]+ bytes", result.output)
+    assert re.search("skip relu: stage 0 -> stage [23], [\\d.]+ [KM]iB", result.output)
     for level in ("stage", "pipeline"):
         assert "<svg" in (tmp_path / "out" / f"{level}.svg").read_text()
     assert "UNet on 4 stages" in (tmp_path / "out" / "report.html").read_text()

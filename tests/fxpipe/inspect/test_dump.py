@@ -38,7 +38,7 @@ def dumped(tmp_path):
 
 def test_every_pass_leaves_text_and_code_in_order(dumped):
     _, folder = dumped
-    assert chains(folder) == ["00-MLP-stages", "01-MLP-pipeline-of-2"]
+    assert chains(folder) == ["00-MLP-stages", "01-MLP-pipeline-of-2-micro-batches"]
     assert passes_in(folder / "00-MLP-stages") == [
         "00-before",
         "01-alias",
@@ -59,7 +59,7 @@ def test_every_pass_leaves_text_and_code_in_order(dumped):
         for entry in default_chain().entries
         if entry.leads_to == Level.PIPELINE and entry.when != "with stage_backend"
     ]
-    assert passes_in(folder / "01-MLP-pipeline-of-2") == [
+    assert passes_in(folder / "01-MLP-pipeline-of-2-micro-batches") == [
         f"{number:02}-{name}" for number, name in enumerate(["before", *names])
     ]
     for text in folder.glob("*/*.txt"):
@@ -68,7 +68,7 @@ def test_every_pass_leaves_text_and_code_in_order(dumped):
 
 def test_the_last_text_is_of_what_runs(dumped):
     pipe, folder = dumped
-    last = max((folder / "01-MLP-pipeline-of-2").glob("*.txt"))
+    last = max((folder / "01-MLP-pipeline-of-2-micro-batches").glob("*.txt"))
     assert last.read_text() == whole_text(pipe.graph_module)
 
 
@@ -115,7 +115,7 @@ def test_graphs_are_drawn_where_they_change_each_as_what_it_is(tmp_path):
     drawn = [path.stem for path in sorted((folder / "00-MLP-stages").glob("*.svg"))]
     assert "08-partition" in drawn and "07-random" not in drawn
     assert "<svg" in (folder / "00-MLP-stages" / "08-partition.svg").read_text()
-    grid = (folder / "01-MLP-pipeline-of-2" / "03-copies.svg").read_text()
+    grid = (folder / "01-MLP-pipeline-of-2-micro-batches" / "03-copies.svg").read_text()
     assert "stage 1 · " in grid and grid.count(">mb 1<") == 2, "a row a stage"
 
 
@@ -127,13 +127,13 @@ def test_each_number_of_micro_batches_each_mode_and_each_step_has_its_own_folder
     pipe(X)
     pipe.step(X, target=torch.zeros_like(pipe(X)))
     assert chains(folder)[2:] == [
-        "02-MLP-pipeline-of-1",
+        "02-MLP-pipeline-of-1-micro-batches",
         "03-MLP-stages",
-        "04-MLP-pipeline-of-2",
-        "05-MLP-step-of-2",
+        "04-MLP-pipeline-of-2-micro-batches",
+        "05-MLP-step-of-2-micro-batches",
     ]
     steps = ["00-before", f"01-{Step.name}", "02-verify_step"]
-    assert passes_in(folder / "05-MLP-step-of-2") == steps
+    assert passes_in(folder / "05-MLP-step-of-2-micro-batches") == steps
 
 
 def test_what_is_there_is_not_overwritten(tmp_path):
@@ -163,7 +163,7 @@ def test_a_pass_that_fails_is_shown_with_its_error(tmp_path):
     chain = default_chain().before("microbatch", Broken())
     with pytest.raises(ValueError, match="no <good>"):
         fxpipe.compile(MLP(), TWO, example_inputs=(X,), passes=chain, dump=tmp_path)
-    page = (tmp_path / "01-MLP-pipeline-of-6" / "index.html").read_text()
+    page = (tmp_path / "01-MLP-pipeline-of-6-micro-batches" / "index.html").read_text()
     assert "own/broken" in page and "ValueError: no &lt;good&gt;" in page
 
 

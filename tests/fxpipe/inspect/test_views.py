@@ -46,7 +46,7 @@ def test_an_emitted_graph_can_be_traced_again():
 def test_the_report_says_what_each_stage_holds_and_sends():
     pipe = fxpipe.compile(Chain(4, {0: (3,)}), ["cpu"] * 4, chunks=2, example_inputs=(X[:, :3],))
     text = pipe.report()
-    assert "skip a: stage 1 -> stage 3, 72 bytes" in text
+    assert "skip a: stage 1 -> stage 3, 72 B" in text
     rows = [line for line in text.splitlines() if line.startswith("│")]
     assert len(rows) == 4
     assert all("48 B" in row for row in rows), "parameters: 9 + 3 floats"

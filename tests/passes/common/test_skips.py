@@ -28,7 +28,7 @@ def test_a_value_used_far_away_goes_straight_there():
     found = layout(Chain(4, {0: (3,)}), ["b", "c", "d"])
     # b needs a too, one stage on: the value visits b first, and then d.
     assert found.skips == (Hop("a", 1, 3, BYTES),)
-    assert_expected_inline(str(found), """a: stage 1 -> stage 3, 24 bytes\n""")
+    assert_expected_inline(str(found), """a: stage 1 -> stage 3, 24 B\n""")
 
 
 def test_a_value_with_three_users_visits_them_in_order_each_once():

@@ -391,10 +391,11 @@ def test_what_is_installed_with_fxpipe_draws_where_the_path_has_no_program(monke
 @pytest.mark.skipif(os.name == "nt", reason="the program is a shell script")
 def test_the_dot_of_the_system_is_preferred(monkeypatch, tmp_path):
     dot = tmp_path / "dot"
-    dot.write_text("#!/bin/sh\necho drawn by the system")
+    dot.write_text("#!/bin/sh\necho '<svg>drawn by the system</svg>'")
     dot.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert render_svg(graphviz.Source("digraph {}")) == "drawn by the system\n"
+    svg = render_svg(graphviz.Source("digraph {}"))
+    assert svg.startswith("<svg><style>") and svg.endswith("drawn by the system</svg>\n")
 
 
 def test_without_a_layout_program_it_says_what_to_install(monkeypatch):
