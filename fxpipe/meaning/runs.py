@@ -50,7 +50,8 @@ class ModelRuns:
         self.modes: list[Mapping[int, str] | None] = [self.real] if self.real else []
         self.modes += [{}, None]
         self.drew = False  # whether a run of the model has drawn random numbers
-        self.met_batch_norm = False  # whether it has called a batch norm that is no module
+        self.met_norm = False  # whether it has called a norm whose statistics have been replaced
+        self.met_batch_norm = False  # whether that was a batch norm that is no module
         self.met_random_numbers = False  # whether a draw (of dropout, say) has been replaced
         self.said: set[str] = set()  # the outputs that ``out_dims`` says something of
         self.loss = ""  # the path of the loss among the model's outputs, "" if it has none
@@ -76,7 +77,7 @@ class ModelRuns:
     @property
     def are_stilled(self) -> bool:
         """Whether something has been put in the place of random numbers or batch statistics."""
-        return self.met_batch_norm or self.met_random_numbers
+        return self.met_norm or self.met_random_numbers
 
     def output_of(self, tensors: Sequence[Tensor], seed: int | None = None) -> Any:
         """The model's output for these tensors, from a run without side effects."""
@@ -172,6 +173,7 @@ class ModelRuns:
             with quiet as stilled:
                 made = run()
             if stilled is not None:
+                self.met_norm |= stilled.met_norm
                 self.met_batch_norm |= stilled.met_batch_norm
                 self.met_random_numbers |= stilled.met_random_numbers
             self.drew = self.drew or (seed is None and since.drew_random_numbers())

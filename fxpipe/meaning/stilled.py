@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def still(model: nn.Module) -> Iterator[Still]:
     Attributes of modules that are set here are put back by ``fxpipe.trace.untouched``, which the
     caller has to enter before.
     """
+    mode = Still()  # type: ignore[no-untyped-call]
+    told: list[nn.Module] = []  # the instance norms that tell the mode when they are under way
     for module in model.modules():
         if isinstance(module, BatchNorm) and module.training:
             if module.running_mean is None:
@@ -67,8 +70,15 @@ def still(model: nn.Module) -> Iterator[Still]:
                 vars(module)["training"] = False
         elif isinstance(module, nn.RNNBase) and module.dropout:
             vars(module)["dropout"] = 0.0
-    with Still() as mode:  # type: ignore[no-untyped-call]
-        yield mode
+        elif isinstance(module, _INSTANCE_NORMS) and "forward" not in vars(module):
+            told.append(module)
+            vars(module)["forward"] = partial(_by_row, mode, module.forward)
+    try:
+        with mode:
+            yield mode
+    finally:
+        for module in told:
+            del vars(module)["forward"]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -76,13 +86,30 @@ def _identity(x: Tensor) -> Tensor:
     return x * 1
 
 
+_INSTANCE_NORMS = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
+
+
+def _by_row(mode: Still, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of an instance norm. PyTorch computes it as a batch norm whose channels are those
+    of all rows, so that the operator alone does not tell that each row is normalised by itself."""
+    before, mode.is_by_row = mode.is_by_row, True
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        mode.is_by_row = before
+
+
 class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that replaces operators: a random tensor has the same value everywhere,
     dropout keeps all values, and a batch norm in train mode uses its running statistics, or mean 0
     and variance 1 if it keeps none."""
 
+    met_norm = False
+    """Whether a norm has been replaced: a batch norm in train mode, or an instance norm."""
     met_batch_norm = False
     """Whether a batch norm in train mode has been replaced."""
+    is_by_row = False
+    """Whether the module of an instance norm is under way."""
     met_random_numbers = False
     """Whether an operator that draws random numbers has been replaced."""
 
@@ -104,7 +131,8 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
         x, weight, bias, mean, var, training, *rest = args
         if not training:
             return args
-        self.met_batch_norm = True
+        self.met_norm = True
+        self.met_batch_norm |= not self.is_by_row
         if mean is None or var is None:
             mean, var = _unit(x)
         return (x, weight, bias, mean, var, False, *rest)

@@ -44,6 +44,28 @@ def test_a_model_with_a_norm_in_train_mode_is_checked_with_its_backward(norm):
     torch.testing.assert_close(gradients(model), expected)
 
 
+def by_channels(x):
+    """Pictures as one row, whose channels are theirs, and back."""
+    return x.transpose(0, 1)[None] if x.ndim == 4 else x[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("norm", "is_of_the_batch"),
+    [
+        (nn.InstanceNorm2d(4), False),
+        (lambda x: F.batch_norm(x, None, None, training=True), True),
+        (lambda x: by_channels(F.batch_norm(by_channels(x), None, None, training=True)), True),
+    ],
+    ids=["instance norm", "batch norm", "batch norm of one row"],
+)
+def test_the_report_names_statistics_of_the_batch_and_not_those_of_a_row(norm, is_of_the_batch):
+    """PyTorch computes an instance norm as a batch norm, whose channels are those of all rows."""
+    torch.manual_seed(0)
+    with fxpipe.compile(Normed(norm), ["cpu"] * 2, chunks=4) as pipe:
+        pipe(torch.randn(8, 3, 9, 9))
+        assert ("batch statistics" in pipe.report()) is is_of_the_batch
+
+
 def test_the_backward_of_a_norm_is_that_with_fixed_statistics():
     x, weight = torch.randn(5, 3, 4, 4, requires_grad=True), torch.randn(3)
     grad = torch.randn(5, 3, 4, 4)
