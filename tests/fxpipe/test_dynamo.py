@@ -183,7 +183,7 @@ def test_a_model_with_a_fixed_batch_is_taken_in_one_chunk():
         ({"example_inputs": (1,)}, "example_inputs has no meaning for a backend"),
         ({"schedule": "1f1b"}, "schedule has no meaning for a backend"),
         ({"in_dims": (0,)}, "give a dict from names of arguments to their batch dimensions"),
-        ({"chunks": 0}, "chunks is 0: give the number of micro-batches"),
+        ({"chunks": 0}, 'chunks is 0: give "auto", or the number of micro-batches'),
         ({"chunk": 4}, "takes no option 'chunk': did you mean 'chunks'"),
         ({"devices": "cpu"}, "devices is 'cpu': give a list"),
     ],
