@@ -41,7 +41,7 @@ from fxpipe.meaning.compare import (
 )
 from fxpipe.meaning.listed import is_a_row, rows_of
 from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
-from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
+from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, MOVED, part, sampled
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
 
@@ -207,6 +207,13 @@ def check_graph(question: Question) -> Verdict:
     """
     few, *_ = question.sizes
     return _checked(replace(question, sizes=(few,)), lambda path: False, True, LEVELS)
+
+
+def check_unmixed(question: Question) -> Verdict:
+    """The verdict of samples whose rows keep their integers and flags, and of the first sizes only.
+    Without a trial if the model takes none of them."""
+    few, *_ = question.sizes
+    return _checked(replace(question, sizes=(few,)), lambda path: False, True, (MOVED, GIVEN))
 
 
 def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likely: bool) -> Verdict:

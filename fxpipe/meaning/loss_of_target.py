@@ -4,7 +4,7 @@ function that is given the output and a target."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
-from fxpipe.meaning.check import Question, Verdict, check
+from fxpipe.meaning.check import Question, Verdict, check, check_unmixed
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
-from fxpipe.meaning.sample import part
+from fxpipe.meaning.sample import part, uneven
 from fxpipe.meaning.weights import (
     Weigh,
     dim_of,
@@ -123,7 +123,23 @@ class _LossOfTarget:
         if self.asking.runs.drew and not self.asking.runs.stilled:
             self.asking.runs.stilled = True
             verdict = check(question, is_likely=True)
+        if verdict.is_exact and question.has_values:
+            less = check_unmixed(replace(question, tensors=self.uneven()))
+            if less.trial is not None and less.problems:
+                return less
         return verdict
+
+    def uneven(self) -> list[Any]:
+        """The example with rows that are less like each other: numbers of the inputs, and integers
+        and numbers of the target, so that the loss of each row is another one. The integers of the
+        inputs may have meanings that such a row would break."""
+        tensors = list(self.tensors)
+        for i, (tensor, dim) in enumerate(zip(self.tensors, self.dims, strict=True)):
+            if dim is None or not isinstance(tensor, Tensor):
+                continue
+            if i >= self.count or tensor.is_floating_point():
+                tensors[i] = uneven(tensor, dim, seed=i)
+        return tensors
 
     def dim(self) -> Dim:
         """How the losses of the micro-batches are put together. Raises BatchError, or warns."""

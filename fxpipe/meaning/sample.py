@@ -104,6 +104,34 @@ def sampled(
     return found
 
 
+def uneven(tensor: Tensor, dim: int, seed: int) -> Tensor:
+    """A tensor of the example with rows that are less like each other: in each row a share of its
+    own of the integers is one and the same of them, and floating-point values are by such a share
+    nearer to the smallest one. Rows of a single number, and flags, stay as they are.
+
+    What a loss computes of whole rows, such as how often a class occurs, is nearly the same for
+    all rows of many numbers that are alike; and then nearly any function of it is nearly a mean.
+    """
+    count, tensor = tensor.shape[dim], tensor.detach()
+    has_one_number = tensor.numel() in (0, count)
+    if has_one_number or tensor.is_meta or tensor.layout != torch.strided:
+        return tensor
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        return tensor
+    across = [count if i == dim else 1 for i in range(tensor.dim())]
+    # Multiples of the golden section are spread evenly, however many of them are taken.
+    share = (0.9 * (torch.arange(1, count + 1) * 0.6180339887 % 1)).reshape(across)
+    if tensor.is_floating_point():
+        finite = tensor[tensor.isfinite()]
+        least = finite.min() if finite.numel() else tensor.new_zeros(())
+        nearer = torch.lerp(tensor, least.expand_as(tensor), share.to(tensor))
+        return torch.where(tensor.isfinite(), nearer, tensor)
+    draw = torch.Generator().manual_seed(seed)
+    one = tensor.flatten()[torch.randint(tensor.numel(), across, generator=draw).to(tensor.device)]
+    is_one = torch.rand(tensor.shape, generator=draw) < share
+    return torch.where(is_one.to(tensor.device), one, tensor)
+
+
 def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Generator) -> Any:
     """The rows of a column in this order, each perturbed by itself, as they may differ in shape."""
     rows = Column([column.tensors[i] for i in order]).detach()
