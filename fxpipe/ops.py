@@ -77,7 +77,9 @@ def scatter(
 
 
 @_op
-def write_back(tensor: Tensor, dim: int | None, parts: Sequence[Tensor]) -> None:
+def write_back(
+    tensor: Tensor | _microbatch.Parts, dim: int | None, parts: Sequence[Tensor]
+) -> None:
     """Write the micro-batches' copies of an input, changed by the model, back to the input.
 
     ::
@@ -87,7 +89,7 @@ def write_back(tensor: Tensor, dim: int | None, parts: Sequence[Tensor]) -> None
 
     ``parts`` are joined along ``dim``, and have the shape of ``tensor`` together.
     """
-    tensor.copy_(_microbatch.gather(parts, dim))
+    _microbatch.write_back(tensor, dim, parts)
 
 
 @_op
@@ -109,6 +111,7 @@ def gather(
     parts: Sequence[Tensor] = (),
     parts_dim: int = 0,
     weights: Sequence[float] = (),
+    apart: bool = False,
 ) -> Any:
     """Put the micro-batches' outputs together: joined along ``dims``, averaged where that is None.
 
@@ -126,10 +129,14 @@ def gather(
         parts: the micro-batches' parts of an input, by whose sizes an average weighs the outputs.
         parts_dim: the batch dimension of ``parts``.
         weights: of each micro-batch's loss (see :func:`loss_weights`).
+        apart: whether tensors with the batch dimension ``dims`` are left as they are, for the next
+            call, which takes them as they are: a state of the stages.
 
     Raises ValueError if an output that can be neither joined nor averaged (without a batch
     dimension, and not of floating point) differs between micro-batches.
     """
+    if apart and len(values) > 1 and isinstance(dims, int):
+        return _microbatch.Parts(tuple(values), dims)
     return _microbatch.gather(values, dims, parts, parts_dim, weights)
 
 

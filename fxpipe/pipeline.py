@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.compiler.compilations import Compilations
+from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.guards.program import Guards
 from fxpipe.compiler.options import Options
@@ -28,6 +29,7 @@ from fxpipe.compiler.runner import NO_TRACE, Runner
 from fxpipe.inspect.explain import Explanation
 from fxpipe.inspect.stage import Stage
 from fxpipe.inspect.views import Views
+from fxpipe.ir._torch import transforms
 from fxpipe.ir.counts import count
 from fxpipe.ir.graph import WRITTEN
 from fxpipe.ir.printing import format_code
@@ -38,13 +40,14 @@ from fxpipe.loading.initialise import Init
 from fxpipe.loading.load import Source
 from fxpipe.planning.estimates import measured
 from fxpipe.planning.search import Choice
-from fxpipe.proxy import ModelProxy, moved_to
+from fxpipe.proxy import ModelProxy, calling, moved_to
+from fxpipe.runtime.apart import all_whole
 from fxpipe.runtime.clock import Record
 from fxpipe.runtime.ending import call
 from fxpipe.runtime.inference import without_backward
 from fxpipe.runtime.optimizer import Stepping
 from fxpipe.schedule import Timeline
-from fxpipe.trace import untouched
+from fxpipe.trace import bound_arguments, untouched
 from passes.common.skips import SkipLayout
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -108,14 +111,66 @@ class Pipeline(ModelProxy):
         if not self._runner.options.training:
             return self._inferred(args, kwargs)
         mode, values, unrolled = self._runner.ready(args, kwargs)
-        return mode.rebuild(self._runner.run(unrolled, values))
+        return self._given_back(mode, self._runner.run(unrolled, values), args, kwargs)
 
     def _inferred(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.no_grad():
             mode, values, unrolled = self._runner.ready(args, kwargs)
         trained = itertools.chain(self.parameters(), tensors_of(values))
-        output = without_backward(lambda: self._runner.run(unrolled, values), trained)
-        return mode.rebuild(output)
+
+        def run() -> Any:
+            return self._runner.run(unrolled, values)
+
+        stay_apart = not torch.is_grad_enabled() and not transforms()
+        output = without_backward(run if stay_apart else lambda: all_whole(run()), trained)
+        return self._given_back(mode, output, args, kwargs)
+
+    def _given_back(
+        self, mode: Mode, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The output of a program as the model's own structure. The caller's arguments that the
+        call changes get their new contents, and are in it."""
+        made = mode.rebuild(output)
+        if not mode.written.places:
+            return made
+        arguments = bound_arguments(self.module, args, kwargs).arguments
+        return mode.written.given_back(made, arguments)
+
+    @property
+    def generate(self) -> Callable[..., Any]:
+        """The model's own ``generate``, by which language models continue a text; it calls this
+        pipeline where it would call the model.
+
+        Everything else about it is the model's: arguments, samplers, results, and the cache of keys
+        and values. If the pipeline is compiled with ``training=False``, the cache stays on the
+        devices of the stages that use it, in the micro-batches' parts. Two programs are compiled,
+        one for the prompt and one for the tokens after it, for any length.
+        """
+        if not hasattr(type(self.module), "generate"):
+            raise AttributeError(f"{type(self.module).__name__} has no attribute 'generate'")
+        own: Callable[..., Any] = calling(self.module, self._generating).generate
+
+        @functools.wraps(own)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            _refuse_an_encoder(self.module, self._runner.options.names)
+            return own(*args, **kwargs)
+
+        return generate
+
+    def _generating(self, *args: Any, **kwargs: Any) -> Any:
+        """A call by the model's ``generate``.
+
+        Raises RuntimeError if each such call would be compiled.
+        """
+        output = self(*args, **kwargs)
+        number = self._runner.last()[0].written.number
+        if number:
+            raise RuntimeError(
+                f"{number} is a number that each call of {type(self.module).__name__} changes, and "
+                "a graph has numbers as constants, so that every token would be compiled: give "
+                "generate() another kind of cache, or use_cache=False"
+            )
+        return output
 
     @_opaque
     @call
@@ -569,6 +624,18 @@ class Pipeline(ModelProxy):
         if options.stage_backend is not None:
             said += f", stage_backend={options.stage_backend}"
         return said
+
+
+def _refuse_an_encoder(model: nn.Module, devices: Sequence[str]) -> None:
+    """Raise NotImplementedError for a model whose ``generate`` calls an encoder by itself, which
+    the devices of a pipeline share."""
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) and len(set(devices)) > 1:
+        raise NotImplementedError(
+            f"generate() of {type(model).__name__} calls its encoder by itself, whose parameters "
+            f"are on {' and '.join(dict.fromkeys(devices))}: such a model generates on one device, "
+            "or on CPU lanes"
+        )
 
 
 def _listed(optimizer: Any) -> list[Any] | None:

@@ -114,6 +114,20 @@ class ModelProxy(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
 
+def calling(model: nn.Module, call: Callable[..., Any]) -> Any:
+    """A view of a model: it has the model's attributes and methods, but to call it is to call
+    another function. The model's methods that call it, on this view, call that function."""
+    kind = type(model)
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    own = {"__call__": __call__, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    view: Any = object.__new__(type(kind.__name__, (kind,), own))
+    object.__setattr__(view, "__dict__", vars(model))
+    return view
+
+
 def moved_to(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> torch.device | None:
     """The device to which ``fn``, a function as ``nn.Module.to`` applies it to each tensor, would
     move tensors of the model; None if it leaves every tensor on its device."""

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,6 +59,18 @@ class RankPipeline(Pipeline):
         runner = RankRunner(RankCompiler(model, options, ranks))
         self._set_up(runner)
         self.__dict__["_views"] = RankViews(runner)
+
+    @property
+    def generate(self) -> Callable[..., Any]:
+        """Ranks do not generate: the model's ``generate`` needs the output of each call, and a
+        cache, where the call is made.
+
+        Raises AttributeError.
+        """
+        raise AttributeError(
+            "generate() is not supported for ranks: compile the model for the devices of one "
+            "process, as compile(model, devices, training=False)"
+        )
 
     @call
     def forward(self, *args: Any, broadcast: bool = False, **kwargs: Any) -> Any:

@@ -103,6 +103,7 @@ class ToPipeline:
             is averaged with such weights.
         compiled: makes compiled stages; None: stages run uncompiled.
         training: as for :class:`ToStages`.
+        apart: as for :class:`passes.Microbatch`.
     """
 
     leads_to: ClassVar[Level] = Level.PIPELINE
@@ -115,6 +116,7 @@ class ToPipeline:
     loss_weight: nn.Module | None = None
     compiled: CompiledStages | None = None
     training: bool = True
+    apart: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

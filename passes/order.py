@@ -145,7 +145,7 @@ def _to_pipeline() -> tuple[Entry[ToPipeline], ...]:
     return (
         Entry(
             "microbatch",
-            lambda c: Microbatch(c.chunks, c.in_dims, c.out_dims, c.loss_weight),
+            lambda c: Microbatch(c.chunks, c.in_dims, c.out_dims, c.loss_weight, c.apart),
             *(stage, pipeline, Microbatch),
             needs=("split", "outputs"),
             leads_to=pipeline,

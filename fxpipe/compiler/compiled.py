@@ -20,10 +20,12 @@ from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
 from fxpipe.planning.estimates import LossMemory
 from fxpipe.planning.loss import NO_TARGET, SavedByLoss, loss_memory
+from fxpipe.runtime.apart import Apart, as_tensors
 from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, Dims, InDim, Parts, joined
 from fxpipe.runtime.program import Program
 from fxpipe.trace import Traced
+from fxpipe.trace.arguments import WrittenArguments
 from fxpipe.trace.premises import are_alike
 
 
@@ -67,6 +69,8 @@ class Mode:
     bindings: list[Binding] = field(default_factory=list)
     unrolled: dict[int, Unrolled] = field(default_factory=dict)
     """The pipeline graphs that have been compiled, by their number of micro-batches."""
+    written: WrittenArguments = field(default_factory=WrittenArguments)
+    """The arguments that the call changes."""
     compiled: CompiledStages | None = None
     """The stages as a backend of ``torch.compile`` has compiled them; None if they run as they
     are."""
@@ -150,10 +154,32 @@ class Mode:
         """The number of rows in the mini-batch, from the values of the placeholders."""
         return self.rows or batch_size(values, self.in_dims)
 
+    @property
+    def states(self) -> frozenset[int]:
+        """The places, among the nodes that the stage graph returns, of the tensors in arguments
+        that the call changes; but not of those that are returned beside these, too."""
+        if not self.written.places or self.rows is not None:
+            return frozenset()
+        output = self.stage_graph.graph.output_node()
+        marks = {node: torch.tensor(i) for i, node in enumerate(output.all_input_nodes)}
+        marked = self.traced.rebuild(fx.map_arg(output.args[0], marks.__getitem__))
+        states, others = ({int(mark) for mark in marks} for marks in self.written.states(marked))
+        return frozenset(
+            place for place in states - others if isinstance(self.out_dims[place], int)
+        )
+
+    def values_in_parts(self, values: Sequence[Any], chunks: int) -> list[Any]:
+        """The values of the placeholders, with states that the stages have already as they have
+        them."""
+        return [
+            value.cut(dim, chunks) if isinstance(value, Apart) else value
+            for value, dim in zip(values, self.in_dims, strict=True)
+        ]
+
     def rebuild(self, output: Any) -> Any:
         """The output of the pipeline graph as the model's own structure."""
         if self.rows is None or self.chunks in (None, 1):
-            return self.traced.rebuild(output)
+            return self.traced.rebuild(as_tensors(output))
         return joined(
             [
                 self.traced.rebuild(

@@ -31,7 +31,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.staging import Staging
 from fxpipe.ir._torch import transforms
 from fxpipe.ir.progress import phase
-from fxpipe.ir.structure import Structure
+from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.asked import Asked, Meaning
 from fxpipe.meaning.asking import Trace
@@ -41,6 +41,7 @@ from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
+from fxpipe.runtime.apart import whole
 from fxpipe.runtime.microbatch import Dim
 from fxpipe.trace import canonical, to_be_compared
 from fxpipe.trace.patches import quiet
@@ -194,7 +195,7 @@ class Compiler(Staging):
             )
         name, cut = type(self.model).__name__, self.layout.labels
         at, begin = datetime.now(), time.perf_counter()
-        some, named = canonical(self.model, args, kwargs)
+        some, named = map_tensors(whole, canonical(self.model, args, kwargs))
         with compiling(), quiet():
             inputs = self._to_the_model(out_of_inference_mode((some, named)))
             with self._nothing_open(inputs):

@@ -46,6 +46,7 @@ class Lowering:
             compiled=mode.compiled,
             loss_weight=self._loss_weight(mode),
             training=options.training,
+            apart=frozenset() if options.training else mode.states,
         )
         return self._lowered(mode, f"pipeline of {chunks} micro-batches", context, chunks)
 

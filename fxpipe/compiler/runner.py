@@ -91,7 +91,8 @@ class Runner:
                 "a backward: call it under torch.no_grad(), or use torch.func.jvp"
             )
         self._last = mode, chunks
-        return mode, values, self.compiler.pipeline(mode, chunks)
+        unrolled = self.compiler.pipeline(mode, chunks)
+        return mode, mode.values_in_parts(values, chunks), unrolled
 
     def ready_to_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any

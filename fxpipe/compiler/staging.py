@@ -62,6 +62,7 @@ from fxpipe.trace import (
     trace,
     untouched,
 )
+from fxpipe.trace.arguments import written_arguments
 from fxpipe.trace.errors import failure
 from fxpipe.trace.isolation import on_one_device
 from fxpipe.trace.premises import Premises, Reads, attributes_read
@@ -150,20 +151,24 @@ class Staging(ABC):
         """Copy the inputs to the device of the model, where the model can run before it is cut.
 
         The inputs stay where they are if the model is on several devices, or if its stages have
-        been placed: :meth:`_where_it_runs` then brings the model to the inputs. For a model that is
-        not loaded yet the inputs are taken to "meta", whatever their values.
+        been placed: :meth:`_where_it_runs` then brings the model to the inputs. States, which are
+        on the devices of several stages, are brought together. For a model that is not loaded yet
+        the inputs are taken to "meta", whatever their values.
         """
         if self.is_on_meta():
             args, kwargs = map_tensors(_without_values, inputs)
             return args, kwargs
         own = (*self.model.parameters(), *self.model.buffers())
         homes = {tensor.device for tensor in own}
-        if self.layout.labels or len(homes) != 1:
+        is_placed = bool(self.layout.labels)
+        if is_placed:
+            homes = {tensor.device for tensor in Structure.of(inputs)[0][:1]}
+        if len(homes) != 1:
             return inputs
         (home,) = homes
 
         def brought(tensor: Tensor) -> Tensor:
-            if tensor.device == home or tensor.is_meta:
+            if tensor.device == home or tensor.is_meta or (is_placed and tensor.is_cpu):
                 return tensor
             return tensor.detach().to(home).requires_grad_(tensor.requires_grad)
 
@@ -289,6 +294,7 @@ class Staging(ABC):
 
         compared = meaning.graph if chunks is None and not self._any_size else None
         with self._where_it_runs(twin.model, tensors):
+            written = written_arguments(twin.model, *traced_with)
             prepared = self._traced(
                 twin.model, traced_with, varying, meaning, chunks, options.tracer, entry, compared
             )
@@ -329,6 +335,7 @@ class Staging(ABC):
             notes=meaning.notes,
             expected_loss=self._expected_loss,
             is_checked=bool(meaning.outputs),
+            written=written,
             history=prepared.history,
             compiled=None
             if options.stage_backend is None

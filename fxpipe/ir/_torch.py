@@ -176,9 +176,14 @@ def exchange(tensor: Tensor, new: Tensor) -> None:
         tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks
 
 
-def wrapper_tensor(kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+def wrapper_tensor(
+    kind: type[Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Any:
     """A tensor of a subclass, with a shape and a dtype, but without memory."""
-    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype)
+    return Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl

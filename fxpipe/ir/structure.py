@@ -29,15 +29,16 @@ def children(value: Any) -> dict[Any, Any] | None:
     parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
     if not spec.is_leaf():
         return dict(value) if isinstance(value, Mapping) else dict(enumerate(parts))
-    return _attributes(value) if is_opened(value) else None
+    return attributes(value) if is_opened(value) else None
 
 
 def is_opened(value: Any) -> bool:
     """Whether it is an object with attributes; classes, functions and modules are not."""
-    return bool(_attributes(value)) and not callable(value) and not isinstance(value, Enum)
+    return bool(attributes(value)) and not callable(value) and not isinstance(value, Enum)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, in its dictionary and in slots."""
     slots = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
     named = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
     found = {name: getattr(value, name) for name in named if hasattr(value, name)}
@@ -88,6 +89,7 @@ class _Part:
     holes: list[_Hole]
     paths: list[str]  # to the holes
     kept: dict[int, Any]  # by id: modules and functions, which are not copied
+    is_shared: bool = False  # whether it is an object without holes that nobody can copy
 
     @staticmethod
     def of(value: Any) -> tuple[list[Any], _Part]:
@@ -107,18 +109,23 @@ class _Part:
             for _, part, _ in within
             if isinstance(part, torch.Size) and not holes.keys().isdisjoint(map(id, part))
         }
-        emptied = _copied(value, kept | holes | shapes) if holes else value
+        try:
+            emptied = _copied(value, kept | holes | shapes)
+        except Exception:
+            if holes:
+                raise
+            return [], _Part(value, [], [], {}, is_shared=True)
         tensors = {id(part): part for _, part, _ in within}
         return (
             [tensors[key] for key in paths],
-            _Part(emptied, list(holes.values()), list(paths.values()), kept if holes else {}),
+            _Part(emptied, list(holes.values()), list(paths.values()), kept),
         )
 
     def fill(self, tensors: Iterator[Any]) -> Any:
-        if not self.holes:
-            return self.value
         if isinstance(self.value, _Hole):
             return next(tensors)
+        if self.is_shared or (not self.holes and not is_opened(self.value)):
+            return self.value
         return _copied(self.value, self.kept | {id(hole): next(tensors) for hole in self.holes})
 
 
@@ -182,7 +189,8 @@ class Structure:
         )
 
     def fill(self, tensors: Iterable[Any]) -> Any:
-        """A value of this structure with these tensors in their places; its objects are copies.
+        """A value of this structure with these tensors in their places; its objects are copies,
+        also those without tensors, as a model may put some into them.
         Where one tensor was at several places, the tensor of the first of them is."""
         if self.same:
             given = list(tensors)

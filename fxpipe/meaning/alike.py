@@ -110,11 +110,18 @@ def _is_alike(node: fx.Node) -> bool:
         along = node.args[place] if len(node.args) > place else node.kwargs.get(name, 0)
         dims = along if isinstance(along, list | tuple) else [along]
         return not any(
-            not isinstance(dim, int) or _dims(value)[dim]
+            not isinstance(dim, int) or _has_rows_along(dim, value)
             for value in _values(node.args)
             for dim in dims
         )
     return False
+
+
+def _has_rows_along(dim: int, value: Any) -> bool:
+    """Whether a tensor has rows in a dimension; one that is without it, in any dimension: ``cat``
+    takes an empty tensor of one dimension together with others."""
+    dims = _dims(value)
+    return dims[dim] if -len(dims) <= dim < len(dims) else any(dims)
 
 
 def keeps_rows_apart(graph: fx.Graph) -> bool:

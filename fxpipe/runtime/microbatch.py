@@ -42,18 +42,26 @@ Dims = Dim | tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class Parts:
-    """The values of one leaf in all micro-batches, if it is in a list with one element for each
-    row: such values stay apart, since the list is cut between its elements."""
+    """The values of one leaf in all micro-batches, where they stay apart: if the leaf is in a list
+    with one element for each row, which is cut between its elements; or if it is a state that the
+    stages keep from call to call."""
 
     values: tuple[Any, ...]
+    dim: int | None = None
+    """The batch dimension of a state, along which the values could be joined."""
 
     def detach(self) -> Parts:
         """The tensors without their history."""
-        return Parts(tuple(value.detach() for value in self.values))
+        return Parts(tuple(value.detach() for value in self.values), self.dim)
 
     def clone(self) -> Parts:
         """A copy of every tensor."""
-        return Parts(tuple(value.clone() for value in self.values))
+        return Parts(tuple(value.clone() for value in self.values), self.dim)
+
+    def joined(self) -> Tensor:
+        """A state as one tensor."""
+        assert self.dim is not None
+        return torch.cat(self.values, self.dim)
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,16 @@ def scatter(tensor: Any, dim: InDim, chunks: int) -> tuple[Any, ...]:
         return (tensor,) * chunks
     # torch.tensor_split gives several views at once, and autograd lets nobody write to such views.
     return tuple(tensor.narrow(dim, a, b - a) for a, b in _ranges(tensor.shape[dim], chunks))
+
+
+def write_back(tensor: Tensor | Parts, dim: int | None, parts: Sequence[Tensor]) -> None:
+    """Write the micro-batches' parts of a tensor to it; of a state that is in parts, each to its
+    own."""
+    if isinstance(tensor, Parts):
+        for own, part in zip(tensor.values, parts, strict=True):
+            own.copy_(part)
+    else:
+        tensor.copy_(gather(parts, dim))
 
 
 def rows_of_each(rows: int, chunks: int) -> list[int]:

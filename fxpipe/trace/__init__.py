@@ -11,6 +11,7 @@ the random number generators as they were.
 ::
 
     example              the call that is traced: its tensors, and its constants
+    arguments            the arguments that a call changes
     twin                 a copy of the model's structure, which is run and traced in its place
     isolation            runs the model, and puts back what the run has changed on it
     symbolic, export     the two front ends

@@ -39,6 +39,8 @@ class Microbatch:
             tensors (see :func:`fxpipe.ops.gather`).
         loss_weight: a module that gives the weight of a micro-batch's loss from its parts of all
             inputs; None unless an output is "weighted".
+        apart: the places, among the nodes that the stage graph returns, of states: tensors that
+            stay apart, each micro-batch's on the device of its stage, for the next call.
     """
 
     name: ClassVar[str] = "microbatch"
@@ -46,6 +48,7 @@ class Microbatch:
     in_dims: tuple[InDim, ...]
     out_dims: tuple[Dims, ...]
     loss_weight: nn.Module | None = None
+    apart: frozenset[int] = frozenset()
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph = fx.Graph()
@@ -136,14 +139,17 @@ class Microbatch:
     ) -> None:
         output = old.output_node()
         gathered: dict[fx.Node, fx.Node] = {}
-        for node, dims in _with_dims(output.all_input_nodes, self.out_dims, "out_dims"):
+        returned = _with_dims(output.all_input_nodes, self.out_dims, "out_dims")
+        for place, (node, dims) in enumerate(returned):
             if self.chunks == 1:
                 dims = _without_means(dims)
             args = (tuple(copied[node] for copied in copies), dims, *sizes)
             name = f"{node.meta.get(ORIGIN, node.name)}_out"
             own = dims if isinstance(dims, tuple) else (dims,)
-            weights: dict[str, Any] = {"weights": loss_weights} if WEIGHTED in own else {}
-            gathered[node] = new.create_node("call_function", ops.gather, args, weights, name)
+            named: dict[str, Any] = {"weights": loss_weights} if WEIGHTED in own else {}
+            if place in self.apart:
+                named["apart"] = True
+            gathered[node] = new.create_node("call_function", ops.gather, args, named, name)
             # An output is gathered in the last stage that has the value. The caller uses an output
             # after all uses in the model, so in the backward the caller's gradient comes first.
             stages = [n.meta[STAGE] for n in (node, *node.users) if STAGE in n.meta]

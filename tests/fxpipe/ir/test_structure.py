@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,24 @@ def test_a_value_is_filled_with_other_tensors() -> None:
     assert one.module is value["past"].layers[0].module and one.kind is Tensor
     assert again["slots"].mean.tolist() == [10] * 3 and again["slots"].name == "a"
     assert again["tuple"][0] is None and again["tuple"][2] == 5
+
+
+def test_an_object_without_tensors_is_a_copy_each_time_since_it_may_get_some() -> None:
+    empty = Cache(0)
+    tensors, structure = Structure.of({"past": empty})
+    first, second = structure.fill(tensors)["past"], structure.fill(tensors)["past"]
+    first.layers.append(torch.ones(1))
+    assert not empty.layers and not second.layers
+    assert not structure.fill(tensors)["past"].layers
+
+
+def test_an_object_without_tensors_that_cannot_be_copied_is_shared() -> None:
+    class Lock:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    lock = Lock()
+    assert Structure.of([lock])[1].fill([])[0] is lock
 
 
 def test_a_structure_does_not_keep_tensors_alive() -> None:

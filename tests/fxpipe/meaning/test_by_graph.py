@@ -303,6 +303,8 @@ ALIKE = {
     "the number of rows": (lambda h: h / h.shape[0], False),
     "a mean over rows": (lambda h: h - h.mean(0), False),
     "an order": (lambda h: h.sort(0).values, False),
+    "an empty tensor beside": (lambda h: torch.cat([torch.empty(0), h[:, None]], -2)[:, 0], True),
+    "an empty tensor ahead of rows": (lambda h: torch.cat([torch.empty(0), h], -2), False),
 }
 
 

@@ -1,0 +1,246 @@
+"""The arguments that a call changes: lists, dicts and objects, such as a cache of keys and values.
+
+::
+
+    def forward(self, token, past):            the caller's past    ──┐        ┌──> the same object
+        past.keys = torch.cat((past.keys, k))                         copy   refill
+        return logits, past                    a copy of it ── graph ─┴────────┘
+
+A graph is a function: it takes the tensors in ``past``, and returns those that are in it
+afterwards. So the model always runs with copies of such arguments, while it is checked and traced,
+and what the graph returns is put into the caller's own object, as the model would have done it.
+Such an object is a state, which goes from call to call. In a pipeline without training its tensors
+stay on the stages that use them (:class:`fxpipe.runtime.apart.Apart`).
+
+A graph returns only what the model returns. So an argument that the model changes has to be among
+its outputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.ir._torch import pytree
+from fxpipe.ir.errors import Unsupported
+from fxpipe.ir.structure import Structure, all_parts, attributes, is_opened, leaves
+from fxpipe.trace.containers import Contents
+from fxpipe.trace.errors import may_be_the_models
+from fxpipe.trace.example import bound_arguments
+from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
+
+OUTPUT = "output"
+_CONTAINERS = list, dict, set, deque
+
+
+@dataclass(frozen=True)
+class WrittenArguments:
+    """The arguments that a call changes and returns."""
+
+    places: Mapping[str, str] = field(default_factory=dict)
+    """The path of each of them among the arguments, by its path in the output."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """For the path of a tensor, a container or an object that is in one of them after the call and
+    was in one of them before: its path before. The call may have written to it, or moved it."""
+    number: str = ""
+    """The path of a number in one of them that the call changes, and that is a constant of the
+    graph; "" if there is none."""
+
+    def states(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors in these arguments, as an output has them, and its other tensors."""
+        every = {path: leaf for path, leaf in leaves(output, OUTPUT) if isinstance(leaf, Tensor)}
+        own = {path for place in self.places for path, _ in leaves(_at(output, place), place)}
+        found = [leaf for path, leaf in every.items() if path in own]
+        return found, [leaf for path, leaf in every.items() if path not in own]
+
+    def given_back(self, output: Any, arguments: Mapping[str, Any]) -> Any:
+        """The output with the caller's own objects in it, which get the contents of those that the
+        output has in their place.
+
+        Args:
+            arguments: the arguments of the call, by name.
+        """
+        own: dict[int, Any] = {}
+        for path, place in self.places.items():
+            callers = {p: part for p, part, _ in all_parts(_at(arguments, place, ""), place)}
+            refill = _Refill({p: callers.get(before) for p, before in self.origins.items()})
+            made = _at(output, path)
+            own[id(made)] = refill(made, place)
+        parts, spec = pytree.tree_flatten(output, is_leaf=lambda part: id(part) in own)
+        return pytree.tree_unflatten([own.get(id(part), part) for part in parts], spec)
+
+
+def written_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> WrittenArguments:
+    """Find out, by a run of the model on copies of the arguments, which of them it changes.
+
+    Raises Unsupported for one that it changes and does not return.
+    """
+    bound = bound_arguments(model, args, kwargs)
+    if not any(True for _ in _mutable(bound)):
+        return WrittenArguments()
+    tensors, structure = Structure.of((bound.args, bound.kwargs))
+
+    def run(has_gradients: bool) -> WrittenArguments:
+        some, named = structure.fill(tensor.detach().clone() for tensor in tensors)
+        before = [*_mutable(bound_arguments(model, some, named))]
+        with (
+            untouched(model),
+            parameters_put_back(model),
+            torch.set_grad_enabled(has_gradients),
+        ):
+            return _found(type(model).__name__, before, called(model, some, named))
+
+    try:
+        return run(False)
+    except Unsupported:
+        raise
+    except Exception as error:
+        if not may_be_the_models(error):
+            raise
+        return run(True)  # the model may need gradients to run
+
+
+class _Before:
+    """An argument, and what was in it ahead of the call."""
+
+    def __init__(self, path: str, part: Any) -> None:
+        self.path, self.part, self._contents = path, part, Contents(part)
+        self._leaves = dict(leaves(part, path))
+        self._parts = self._now()  # they are kept, so that no other object gets the id of one
+
+    def _now(self) -> list[tuple[str, Any]]:
+        """Its parts that may be written to, and itself, with their paths."""
+        return [
+            (path, part)
+            for path, part, _ in all_parts(self.part, self.path)
+            if isinstance(part, (Tensor, *_CONTAINERS)) or is_opened(part)
+        ]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it holds something else now."""
+        return self._contents.have_changed()
+
+    @property
+    def has_new_tensors(self) -> bool:
+        """Whether there are tensors in it that were not in it."""
+        known = set(map(id, self._leaves.values()))
+        now = (leaf for _, leaf in leaves(self.part))
+        return any(isinstance(leaf, Tensor) and id(leaf) not in known for leaf in now)
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """For the path of each part that is in it now and has been in it before: the path then."""
+        before = {id(part): path for path, part in reversed(self._parts)}
+        return {path: before[id(part)] for path, part in self._now() if id(part) in before}
+
+    @property
+    def number(self) -> str:
+        """The path of a number that is another one now; "" if there is none."""
+        for path, now in leaves(self.part, self.path):
+            before = self._leaves.get(path)
+            if type(now) in (int, float) and type(before) is type(now) and before != now:
+                return path
+        return ""
+
+
+def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArguments:
+    parts = [*all_parts(output, OUTPUT)]
+    returned = {id(part): path for path, part, _ in reversed(parts)}
+    places: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    number = ""
+    for argument in before:
+        own = returned.get(id(argument.part))
+        if own is not None and (argument.has_changed or argument.has_new_tensors):
+            places[own] = argument.path
+            origins |= argument.origins
+            number = number or argument.number
+        elif own is None and argument.has_changed:
+            raise Unsupported(
+                f"{name} changes the argument {argument.path}, a {type(argument.part).__name__}, "
+                "and does not return it: a pipeline knows what its graph returns, and no more; let "
+                f"the forward return {argument.path} as well"
+            )
+    return WrittenArguments(places, origins, number)
+
+
+def _mutable(bound: inspect.BoundArguments) -> Iterator[_Before]:
+    """The outermost parts of arguments that a call could change."""
+    for name, value in bound.arguments.items():
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            for key, part in value.items():
+                yield from _mutable_in(part, f"{name}.{key}")
+        else:
+            yield from _mutable_in(value, name)
+
+
+def _mutable_in(value: Any, path: str) -> Iterator[_Before]:
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, tuple):
+        for i, part in enumerate(value):
+            yield from _mutable_in(part, f"{path}[{i}]")
+    elif isinstance(value, _CONTAINERS) or is_opened(value):
+        yield _Before(path, value)
+
+
+def _at(value: Any, path: str, root: str = OUTPUT) -> Any:
+    """The part at a path of a value whose own path is ``root``."""
+    parts = ((below.removeprefix("."), part) for below, part, _ in all_parts(value, root))
+    return next(part for below, part in parts if below == path)
+
+
+class _Refill:
+    """Puts the contents of what a graph has made into the objects of the caller.
+
+    Args:
+        origins: by the paths of what has been made: the caller's object that it stands for.
+    """
+
+    def __init__(self, origins: Mapping[str, Any]) -> None:
+        self._origins = origins
+        self._done: dict[int, Any] = {}
+
+    def __call__(self, made: Any, path: str) -> Any:
+        """What the caller has after the call at this path, where ``made`` has been made."""
+        if id(made) in self._done:
+            return self._done[id(made)]
+        own = self._origins.get(path)
+        own = own if type(own) is type(made) or isinstance(own, Tensor) else None
+        if isinstance(made, Tensor):
+            return made if own is None else own
+        if type(made) is tuple:
+            return tuple(self(part, f"{path}[{i}]") for i, part in enumerate(made))
+        if not isinstance(made, _CONTAINERS) and not is_opened(made):
+            return made
+        target = self._done[id(made)] = made if own is None else own
+        if isinstance(made, dict):
+            parts = {key: self(part, _below(path, key)) for key, part in made.items()}
+            target.clear()
+            target.update(parts)
+        elif isinstance(made, list | deque):
+            elements = [self(part, f"{path}[{i}]") for i, part in enumerate(made)]
+            target.clear()
+            target.extend(elements)
+        elif isinstance(made, set):
+            elements = list(made)
+            target.clear()
+            target.update(elements)
+        else:
+            named = {name: self(part, f"{path}.{name}") for name, part in attributes(made).items()}
+            for name in attributes(target).keys() - named.keys():
+                object.__delattr__(target, name)
+            for name, part in named.items():
+                object.__setattr__(target, name, part)
+        return target
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}.{key}" if isinstance(key, str) else f"{path}[{key}]"
