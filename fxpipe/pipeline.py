@@ -131,7 +131,7 @@ class Pipeline(ModelProxy):
         """The output of a program as the model's own structure. The caller's arguments that the
         call changes get their new contents, and are in it."""
         made = mode.rebuild(output)
-        if not mode.written.places:
+        if not mode.written:
             return made
         arguments = bound_arguments(self.module, args, kwargs).arguments
         return mode.written.given_back(made, arguments)

@@ -41,7 +41,7 @@ from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
-from fxpipe.runtime.apart import whole
+from fxpipe.runtime.apart import plain
 from fxpipe.runtime.microbatch import Dim
 from fxpipe.trace import canonical, to_be_compared
 from fxpipe.trace.patches import quiet
@@ -195,7 +195,7 @@ class Compiler(Staging):
             )
         name, cut = type(self.model).__name__, self.layout.labels
         at, begin = datetime.now(), time.perf_counter()
-        some, named = map_tensors(whole, canonical(self.model, args, kwargs))
+        some, named = map_tensors(plain, canonical(self.model, args, kwargs))
         with compiling(), quiet():
             inputs = self._to_the_model(out_of_inference_mode((some, named)))
             with self._nothing_open(inputs):

@@ -182,6 +182,10 @@ class Structure:
         """A tensor for each place of a tensor. It has to be one, as constructors may check that."""
         return [torch.empty(0) for part in self.parts for _ in part.holes]
 
+    def hollow(self) -> Any:
+        """A value of this structure, with an empty tensor in the place of each tensor."""
+        return self._fill(self._marks())
+
     def fits(self, other: Structure) -> bool:
         """Whether another structure has its tensors in the same places; constants may differ."""
         return self.spec == other.spec and all(

@@ -77,8 +77,12 @@ class Apart(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain copy."""
-        memo[id(self)] = copied = self.whole().clone()
+        memo[id(self)] = copied = self.copied()
         return copied
+
+    def copied(self) -> Tensor:
+        """A plain copy of this tensor, which stays in parts if it is."""
+        return self._parts.joined() if self._parts is not None else self.whole().clone()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values, as ``Tensor.numpy`` gives them."""
@@ -105,6 +109,12 @@ class Apart(Tensor):
 def whole(value: Any) -> Any:
     """A tensor that is in parts as a plain one; any other value as it is."""
     return value.whole() if isinstance(value, Apart) else value
+
+
+def plain(value: Any) -> Any:
+    """A plain copy of a tensor that is in parts, for a compilation, which leaves it there; any
+    other value as it is."""
+    return value.copied() if isinstance(value, Apart) and value.is_in_parts else whole(value)
 
 
 def as_tensors(output: Any) -> Any:

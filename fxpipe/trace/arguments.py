@@ -12,8 +12,9 @@ and what the graph returns is put into the caller's own object, as the model wou
 Such an object is a state, which goes from call to call. In a pipeline without training its tensors
 stay on the stages that use them (:class:`fxpipe.runtime.apart.Apart`).
 
-A graph returns only what the model returns. So an argument that the model changes has to be among
-its outputs.
+A graph returns only what the model returns. So an argument that gets new tensors has to be among
+the outputs. A change that only moves or drops what was there (``batch.pop("labels")``) needs none
+of the graph: it is done again to the caller's own object.
 """
 
 from __future__ import annotations
@@ -48,9 +49,15 @@ class WrittenArguments:
     origins: Mapping[str, str] = field(default_factory=dict)
     """For the path of a tensor, a container or an object that is in one of them after the call and
     was in one of them before: its path before. The call may have written to it, or moved it."""
+    moved: Mapping[str, Structure] = field(default_factory=dict)
+    """For the path of each other argument that the call changes, without new tensors in it: what it
+    is after the call."""
     number: str = ""
     """The path of a number in one of them that the call changes, and that is a constant of the
     graph; "" if there is none."""
+
+    def __bool__(self) -> bool:
+        return bool(self.places or self.moved)
 
     def states(self, output: Any) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors in these arguments, as an output has them, and its other tensors."""
@@ -66,12 +73,17 @@ class WrittenArguments:
         Args:
             arguments: the arguments of the call, by name.
         """
+
+        def refilled(made: Any, place: str) -> Any:
+            callers = {p: part for p, part, _ in all_parts(_at(arguments, place, ""), place)}
+            return _Refill({p: callers.get(was) for p, was in self.origins.items()})(made, place)
+
         own: dict[int, Any] = {}
         for path, place in self.places.items():
-            callers = {p: part for p, part, _ in all_parts(_at(arguments, place, ""), place)}
-            refill = _Refill({p: callers.get(before) for p, before in self.origins.items()})
             made = _at(output, path)
-            own[id(made)] = refill(made, place)
+            own[id(made)] = refilled(made, place)
+        for place, after in self.moved.items():
+            refilled(after.hollow(), place)
         parts, spec = pytree.tree_flatten(output, is_leaf=lambda part: id(part) in own)
         return pytree.tree_unflatten([own.get(id(part), part) for part in parts], spec)
 
@@ -79,7 +91,7 @@ class WrittenArguments:
 def written_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> WrittenArguments:
     """Find out, by a run of the model on copies of the arguments, which of them it changes.
 
-    Raises Unsupported for one that it changes and does not return.
+    Raises Unsupported for one that gets new tensors and is not returned.
     """
     bound = bound_arguments(model, args, kwargs)
     if not any(True for _ in _mutable(bound)):
@@ -155,6 +167,7 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
     returned = {id(part): path for path, part, _ in reversed(parts)}
     places: dict[str, str] = {}
     origins: dict[str, str] = {}
+    moved: dict[str, Structure] = {}
     number = ""
     for argument in before:
         own = returned.get(id(argument.part))
@@ -163,12 +176,16 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
             origins |= argument.origins
             number = number or argument.number
         elif own is None and argument.has_changed:
-            raise Unsupported(
-                f"{name} changes the argument {argument.path}, a {type(argument.part).__name__}, "
-                "and does not return it: a pipeline knows what its graph returns, and no more; let "
-                f"the forward return {argument.path} as well"
-            )
-    return WrittenArguments(places, origins, number)
+            if argument.has_new_tensors:
+                kind = type(argument.part).__name__
+                raise Unsupported(
+                    f"{name} puts a tensor into the argument {argument.path}, a {kind}, and does not "
+                    "return it: a pipeline knows what its graph returns, and no more; let the "
+                    f"forward return {argument.path} as well"
+                )
+            moved[argument.path] = Structure.of(argument.part)[1]
+            origins |= argument.origins
+    return WrittenArguments(places, origins, moved, number)
 
 
 def _mutable(bound: inspect.BoundArguments) -> Iterator[_Before]:

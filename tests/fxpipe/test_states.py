@@ -190,9 +190,37 @@ def test_a_list_that_is_changed_and_returned_is_the_callers():
 
 
 def test_a_list_that_is_changed_and_not_returned_is_refused():
-    why = "Lists changes the argument seen, a list, and does not return it: .* return seen as well"
+    why = "Lists puts a tensor into the argument seen, a list, and does .* return seen as well"
     with piped(Lists(returns=False)) as pipe, pytest.raises(RuntimeError, match=why):
         pipe(X, [])
+
+
+class Popping(nn.Module):
+    """Takes the target out of its batch, and notes that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, batch):
+        target = batch.pop("target")
+        batch["calls"] = batch.get("calls", 0) + 1
+        batch["order"].append(batch["order"].pop(0))
+        return (self.inner(batch["x"]) - target).square().mean()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_the_model_takes_out_of_an_argument_or_moves_in_it_needs_not_be_returned(training):
+    model = Popping()
+    ours, theirs = ({"x": X, "target": X + 1, "order": [X + 2, X + 3]} for _ in range(2))
+    before = list(ours["order"])
+    with torch.no_grad(), piped(model, training=training) as pipe:
+        for calls in (1, 2):
+            torch.testing.assert_close(pipe(ours), model(theirs))
+            assert ours.keys() == theirs.keys() and ours["calls"] == calls
+            assert all(a is b for a, b in zip(ours["order"], before[calls % 2 :], strict=False))
+            ours["target"] = theirs["target"] = X - 1
+    assert ours["order"][0] is before[0] and ours["x"] is X
 
 
 class Counting(nn.Module):
