@@ -179,8 +179,8 @@ def _found(name: str, before: Sequence[_Before], output: Any) -> WrittenArgument
             if argument.has_new_tensors:
                 kind = type(argument.part).__name__
                 raise Unsupported(
-                    f"{name} puts a tensor into the argument {argument.path}, a {kind}, and does not "
-                    "return it: a pipeline knows what its graph returns, and no more; let the "
+                    f"{name} puts a tensor into the argument {argument.path}, a {kind}, and does "
+                    "not return it: a pipeline knows what its graph returns, and no more; let the "
                     f"forward return {argument.path} as well"
                 )
             moved[argument.path] = Structure.of(argument.part)[1]

@@ -186,9 +186,7 @@ def test_the_callers_cache_is_written_to_as_the_model_writes_to_it():
 
 def test_a_cache_that_is_written_to_and_not_returned_is_refused():
     with piped(made(gpt2)) as pipe:
-        with pytest.raises(
-            RuntimeError, match="a tensor into the argument past_key_values, a Dynamic"
-        ):
+        with pytest.raises(RuntimeError, match="tensor into the argument past_key_values"):
             pipe(PROMPT, past_key_values=transformers.DynamicCache(), use_cache=False)
         assert continued(pipe).shape == (5, 7 + NEW)
 
