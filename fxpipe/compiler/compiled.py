@@ -45,6 +45,10 @@ class Mode:
     guards say for which calls it is right."""
 
     traced: Traced
+    as_cut: fx.GraphModule
+    """The model graph as pass "partition" has left it. The passes after it compute values again in
+    stages that use them, and send parameters, which is right for this cut only: the planner, which
+    tries other cuts, begins with this graph."""
     stage_graph: fx.GraphModule
     in_dims: Sequence[InDim]
     out_dims: list[Dims]

@@ -3,9 +3,9 @@ options. The model is not traced again.
 
 ::
 
-    model graph with its cut ── ahead of the cut ─┬─ as it is: this cut, these modes ── plan
-                                                  ├─ schedule="zb_h1" ───────────────── plan
-                                                  └─ chunks=16: costs anew ──────────── plan
+    model graph as it was cut ─┬─ as it is: this cut, these modes ── plan
+                               ├─ schedule="zb_h1" ───────────────── plan
+                               └─ chunks=16: costs anew ──────────── plan
 """
 
 from __future__ import annotations
@@ -25,19 +25,6 @@ from fxpipe.planning.limits import reachable_memory
 from fxpipe.planning.question import PlanQuestion, copied
 from fxpipe.planning.result import Plan
 from passes.chain import ToStages, run
-
-
-def ahead_of_the_cut(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a model graph in which no shared parameter is brought to other devices, as ahead of
-    pass "tied"."""
-    gm = copied(gm)
-    for node in gm.graph.find_nodes(op="call_function", target=ops.bring):
-        (parameter,) = node.all_input_nodes
-        (home,) = (user for user in parameter.users if user.target is ops.share)
-        for brought in list(node.users):
-            brought.replace_all_uses_with(home)
-    gm.graph.eliminate_dead_code()
-    return gm
 
 
 @dataclass(frozen=True)
@@ -128,7 +115,7 @@ class Replanned:
 
     def _at(self, chunks: int) -> fx.GraphModule:
         if not self._priced:
-            self._priced[self.chunks] = ahead_of_the_cut(self.mode.model_graph)
+            self._priced[self.chunks] = self.mode.as_cut
         if chunks not in self._priced:
             self._priced[chunks] = self._costs_for(chunks)
         return self._priced[chunks]

@@ -48,7 +48,7 @@ from fxpipe.meaning.sample import Sample, batch_size, with_rows
 from fxpipe.meaning.weights import named_arguments
 from fxpipe.planning.limits import free_memory
 from fxpipe.planning.loss import NO_TARGET, ExpectedLoss, SavedByLoss
-from fxpipe.planning.question import CostedModel, PlanQuestion, sketch
+from fxpipe.planning.question import CostedModel, PlanQuestion, copied, sketch
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import Dims
@@ -90,6 +90,17 @@ class _ModelGraph:
         for rewrite in self.chain.passes(self.context, since=since, until=until):
             gm = self.history(rewrite, gm)
         return gm
+
+    def cut(self) -> fx.GraphModule:
+        """Run the passes from "partition" up to the one ahead of "split". Returns a copy of the
+        graph as pass "partition" has left it: later passes compute values again in other stages."""
+        passes = self.chain.passes(self.context, since="partition", until="split")
+        gm = self.history(next(passes), self.traced.graph_module)
+        as_cut = copied(gm)
+        for rewrite in passes:
+            gm = self.history(rewrite, gm)
+        self.traced.graph_module = gm
+        return as_cut
 
     @property
     def out_dims(self) -> list[Dims]:
@@ -302,10 +313,10 @@ class Staging(ABC):
         premises = _but_for_states(reads) if entry is None else entry.reads(self.model)
         self._expected_loss = self._loss_of(prepared.traced, batch, chunks)
         give_back()  # what the trace has freed: the cut and the stages take memory of their own
-        prepared.traced.graph_module = prepared.run(since="partition", until="split")
+        as_cut = prepared.cut()
         stage_graph = prepared.run(since="split")
         with phase("twin", quiet=True):
-            for gm in (prepared.traced.graph_module, stage_graph):
+            for gm in (prepared.traced.graph_module, as_cut, stage_graph):
                 twin.restore(gm)
             prepared.traced.rebuild = twin.original(prepared.traced.rebuild)
             prepared.traced.settled = twin.settled(prepared.traced.settled)
@@ -318,6 +329,7 @@ class Staging(ABC):
             self.homes = {name: homes[name] or self.homes.get(name, cpu) for name in homes}
         mode = Mode(
             traced=prepared.traced,
+            as_cut=as_cut,
             arguments=named_arguments(self.model, args, kwargs),
             stage_graph=stage_graph,
             in_dims=dims,
@@ -341,7 +353,7 @@ class Staging(ABC):
             if options.stage_backend is None
             else CompiledStages(options.stage_backend),
         )
-        for gm in (mode.model_graph, stage_graph):
+        for gm in (mode.model_graph, as_cut, stage_graph):
             mode.bindings += bindings(gm, self.model)
         for gm, device in zip(stages_of(stage_graph), options.devices, strict=True):
             mode.bindings += bindings(gm, self.model, device)

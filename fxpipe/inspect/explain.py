@@ -11,7 +11,7 @@ the speed, and which calls would help.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,6 +23,7 @@ from fxpipe.compiler.replanned import Replanned
 from fxpipe.inspect.report import UNEVEN, advice
 from fxpipe.inspect.stage import Stage
 from fxpipe.inspect.suggestions import Suggesting, Suggestion
+from fxpipe.ir.errors import AnotherStrategy
 from fxpipe.ir.graph import GAP
 from fxpipe.ir.text import human_bytes, human_time, optimality
 from fxpipe.meaning.messages import split
@@ -121,10 +122,13 @@ class Explaining:
             "Where it is cut": self._cut(),
         }
         compiled = Replanned(self.options, self.layout, self.mode, self.chunks)
-        try:
-            now = compiled.as_it_is()
-        except ValueError as error:
-            said["What limits the speed"] = [f"No {self._run} can be predicted: {error}."]
+        now, why = _plan_of(compiled.as_it_is)
+        if now is None:
+            said["What limits the speed"] = [
+                f"No {self._run} can be predicted: {why}.",
+                *self._measured,
+                *self._advice,
+            ]
             return Explanation(title, said)
         found = Suggesting(compiled, now, self.options.call).found
         said["What limits the speed"] = self._speed(compiled, now)
@@ -254,10 +258,7 @@ class Explaining:
             f"{_counted(lanes, 'lane')} {'are' if lanes > 1 else 'is'} {sum(busy) / whole:.2f} "
             "times as fast as one."
         ]
-        if self.measured is not None:
-            sentences.append(
-                f"Measured, by pipe.measure, it was {human_time(self.measured.makespan)}."
-            )
+        sentences += self._measured
         sentences.append(
             f"Lane {slowest} ({self._on(slowest)}) works most: {human_time(busy[slowest])}, and "
             f"the mean of all is {human_time(mean)}. "
@@ -268,19 +269,25 @@ class Explaining:
                 else "So the stages are even."
             )
         )
-        waits, links = whole - busy[slowest], 0.0
-        if len(set(self.options.names)) > 1:
-            links = whole - compiled.without_links().seconds
+        waits = whole - busy[slowest]
         sentences.append(
             f"The bubble: lane {slowest} waits {waits / whole:.0%} of the {run}, for its first "
             "micro-batch and after its last."
-            + (f" Links cost {links / whole:.0%} of the {run}." if links > SEEN * whole else "")
         )
+        if len(set(self.options.names)) > 1:
+            free, why = _plan_of(compiled.without_links)
+            if free is None:
+                sentences.append(f"What links cost cannot be predicted: {why}.")
+            elif whole - free.seconds > SEEN * whole:
+                sentences.append(f"Links cost {1 - free.seconds / whole:.0%} of the {run}.")
         if not is_never(self.layout.modes):
-            kept = compiled.without_checkpoints().seconds
-            sentences.append(f"To recompute activations costs {1 - kept / whole:.0%} of the {run}.")
-        times = [cost.seconds for cost in self.mode.costs]
-        sentences += [_sentence(line) for line in advice(self.mode.model_graph, times)]
+            kept, why = _plan_of(compiled.without_checkpoints)
+            sentences.append(
+                f"What it costs to recompute activations cannot be predicted: {why}."
+                if kept is None
+                else f"To recompute activations costs {1 - kept.seconds / whole:.0%} of the {run}."
+            )
+        sentences += self._advice
         if len(set(self.options.names)) < lanes:
             sentences.append(
                 "Lanes on one device share it: this prediction is for lanes that each have a "
@@ -291,6 +298,19 @@ class Explaining:
         sentences.append(f"The times of nodes {source}; pipe.measure(...) measures {what}:")
         sentences.append(f"    print(pipe.measure(x{target}))")
         return sentences
+
+    @property
+    def _measured(self) -> list[str]:
+        """How long a step has taken, if one has been measured."""
+        if self.measured is None:
+            return []
+        return [f"Measured, by pipe.measure, it was {human_time(self.measured.makespan)}."]
+
+    @property
+    def _advice(self) -> list[str]:
+        """Which part of the model makes the cut uneven, if it is."""
+        times = [cost.seconds for cost in self.mode.costs]
+        return [_sentence(line) for line in advice(self.mode.model_graph, times)]
 
     def _on(self, lane: int) -> str:
         """The stages of a lane, in words."""
@@ -333,6 +353,14 @@ class Explaining:
                 "returns its loss; pipe(x) runs all forwards first, whatever the schedule."
             )
         return sentences
+
+
+def _plan_of(ask: Callable[[], Plan]) -> tuple[Plan | None, str]:
+    """What the planner answers to a question; or None, and why it has no answer."""
+    try:
+        return ask(), ""
+    except (ValueError, AnotherStrategy) as error:  # no such schedule can run, or no cut is valid
+        return None, str(error)
 
 
 def _counted(count: int, what: str) -> str:

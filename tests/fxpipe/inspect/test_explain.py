@@ -6,10 +6,12 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from fxpipe.compiler.replanned import Replanned
 from fxpipe.schedule import Schedule
 from tests.zoo import MLP
 
@@ -245,6 +247,68 @@ def test_a_schedule_that_cannot_run_is_said_to_be_the_reason_for_no_prediction()
     explanation = explained(layers(2), (torch.ones(2, 64),), schedule=stuck)
     assert "No step can be predicted" in said(explanation, "What limits the speed")
     assert explanation.suggestions == ()
+
+
+class Resizing(nn.Module):
+    """Its last layer is in the last stage and reads a size of the input: by ``size_of``."""
+
+    def __init__(self, size_of):
+        super().__init__()
+        self.size_of = size_of
+        self.body = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(6)))
+
+    def forward(self, x):
+        return F.interpolate(self.body(x), size=self.size_of(x))
+
+
+def unpacked(x):
+    _, _, height, width = x.shape
+    return height, width
+
+
+@pytest.mark.parametrize(
+    "size_of",
+    [
+        lambda x: x.shape[-2:],
+        lambda x: x.shape[2:],
+        lambda x: x.size()[2:],
+        lambda x: (x.shape[2], x.shape[3]),
+        unpacked,
+    ],
+    ids=["shape[-2:]", "shape[2:]", "size()[2:]", "two sizes", "unpacked"],
+)
+def test_a_model_that_resizes_to_the_size_of_its_input_is_predicted(size_of):
+    with fxpipe.compile(
+        Resizing(size_of), TWO, chunks=4, example_inputs=(torch.randn(8, 3, 16, 16),)
+    ) as pipe:
+        explanation = pipe.explain()
+        assert "A training step takes" in said(explanation, "What limits the speed")
+        assert any("chunks" in each.options for each in explanation.suggestions)
+        (again,) = {each.before for each in explanation.suggestions}
+        assert again == pytest.approx(pipe.timeline().makespan), "the same cut, planned again"
+
+
+def test_where_one_prediction_fails_the_others_are_said(monkeypatch):
+    def fails(compiled):
+        raise fxpipe.PartitionError("no such cut")
+
+    monkeypatch.setattr(Replanned, "without_checkpoints", fails)
+    explanation = explained(layers(4), (torch.ones(8, 64),), chunks=2, checkpoint="always")
+    found = said(explanation, "What limits the speed")
+    assert "What it costs to recompute activations cannot be predicted: no such cut." in found
+    assert "A training step takes" in found and explanation.suggestions
+
+
+def test_where_no_step_can_be_predicted_a_measured_one_is_said(monkeypatch):
+    def fails(compiled):
+        raise fxpipe.PartitionError("no such cut")
+
+    monkeypatch.setattr(Replanned, "as_it_is", fails)
+    with fxpipe.compile(MLP(), TWO, chunks=2, loss_fn=lambda y, _: y.mean()) as pipe:
+        pipe.measure(X, rounds=1)
+        found = said(pipe.explain(), "What limits the speed")
+    assert "No step can be predicted: no such cut." in found
+    assert "Measured, by pipe.measure, it was" in found
 
 
 def test_a_model_without_a_batch_has_an_explanation():
