@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
-from fxpipe.ir.errors import AnotherStrategy, is_the_models
+from fxpipe.ir.errors import AnotherStrategy, is_itself, is_the_models
 from fxpipe.ir.graph import GAP, STAGE, stage_nodes
 from fxpipe.planning.loss import ExpectedLoss, SavedByLoss
 from fxpipe.planning.question import CostSettings, costed
@@ -67,7 +67,8 @@ def decided(
             chain=options.passes,
         )
     except Exception as error:  # tracing runs the model's code, which may raise anything
-        if isinstance(error, AnotherStrategy | ValueError) or is_the_models(error):
+        is_said = isinstance(error, AnotherStrategy | ValueError) and not is_itself(error)
+        if is_said or is_the_models(error):
             return str(error)
         raise
     names = tuple(map(str, options.lanes))

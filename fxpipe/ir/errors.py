@@ -39,13 +39,25 @@ class OneSizeOnly(AnotherStrategy, RuntimeError):
     """A model, or its graph, does not take a batch of another size than the example's."""
 
 
+ITSELF = "itself fails on these inputs, ahead of compiling"
+"""The words by which a note says that an error is the model's on the inputs of the call as they
+are, see :mod:`fxpipe.trace.itself`."""
+
+
+def is_itself(error: BaseException) -> bool:
+    """Whether an error is the model's on the inputs of the call, which no strategy can avoid."""
+    return any(ITSELF in note for note in getattr(error, "__notes__", ()))
+
+
 def is_the_models(error: Exception) -> bool:
-    """Whether a model's own code, or a library that it calls, has refused what it was given.
+    """Whether a model's own code, or a library that it calls, has refused what it was given, so
+    that something else may be tried.
 
     An error that fxpipe's own code raises is a bug, and an out-of-memory error says nothing about
-    what the model accepts: neither may be taken for such a refusal.
+    what the model accepts: neither may be taken for such a refusal. Nor is there anything else to
+    try where the model refuses the inputs of the call as they are.
     """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_itself(error):
         return False
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and not is_ours(frames[-1].filename)

@@ -45,6 +45,7 @@ from fxpipe.meaning.weights import (
 from fxpipe.runtime.microbatch import WEIGHTED
 from fxpipe.trace import Traced, canonical
 from fxpipe.trace.gradients import has_gradient
+from fxpipe.trace.itself import OnTheInputs
 from fxpipe.trace.premises import attributes_read
 
 Trace = Callable[[InDims], Traced | None]
@@ -59,7 +60,10 @@ def _first_of(names: Sequence[str]) -> str:
 
 class Asking:
     """One check of a kind of call: it asks, for one candidate after the other, whether parts of
-    samples give what the whole gives."""
+    samples give what the whole gives.
+
+    ``on_the_inputs``: where the model takes no sample, it raises what the model raises on the
+    inputs as they are, so that no more samples are tried. None: they are not the user's."""
 
     def __init__(
         self,
@@ -69,8 +73,10 @@ class Asking:
         inputs: Sequence[Input],
         asked: Asked,
         listed: Listed | None = None,
+        on_the_inputs: OnTheInputs | None = None,
     ) -> None:
         self.inputs, self.asked, self.listed = inputs, asked, listed
+        self.on_the_inputs = on_the_inputs
         self.otherwise: Callable[[], Meaning | None] = lambda: None  # tried if no candidate fits
         self.arguments: Fill
         fill: Callable[[Sequence[Any]], Any]
@@ -82,6 +88,8 @@ class Asking:
             fill, self.arguments = structure.fill, named_arguments(model, args, kwargs)
         real = {i: each.name for i, each in enumerate(inputs) if _is_real(each.tensor)}
         self.runs = ModelRuns(model, fill, real, asked)
+        if on_the_inputs is not None:
+            self.runs.refused = on_the_inputs.refuse
         self.random: set[str] = set()  # the outputs that depend on the random seed
         self.contradiction = ""  # how the model contradicts ``loss_weight``, for a message
 
@@ -141,7 +149,8 @@ class Asking:
         """The meaning where no candidate fits: an error, or with ``check="warn"`` a warning and
         the first candidate."""
         # If the model raises an error on the call itself, the trace will raise the same.
-        if not is_taken(self.runs.output_of, self.tensors):
+        is_known = self.on_the_inputs is not None and self.on_the_inputs.are_taken
+        if not is_known and not is_taken(self.runs.output_of, self.tensors):
             return Meaning(verdicts[0][0])
         tried = next((v for v in verdicts if v[1].trial is not None and v[1].is_wrong), None)
         if tried is not None:

@@ -23,6 +23,7 @@ from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.listed import Listed, any_row
 from fxpipe.meaning.said import Input, named_inputs
 from fxpipe.runtime.microbatch import LISTED, InDim
+from fxpipe.trace.itself import OnTheInputs
 from fxpipe.trace.twin import model_of
 
 _LAYOUTS = torch.strided, torch.sparse_coo
@@ -80,12 +81,13 @@ def meaning_of(
     ways = candidates(inputs)
     is_said = not ways
     listed = Listed.of(model, args, kwargs, inputs)
+    itself = OnTheInputs(model, args, kwargs)
     if len(asked.sizes(8)) == 1:  # always one micro-batch, so that there is nothing to check
         return Meaning(ways[0] if ways else [None] * len(inputs))
     before = _FOUND.get(model_of(model), {}).get(_key(inputs))
     is_known = before is not None and LISTED in before
     if listed is not None and (is_said or is_known or listed.is_likely):
-        found = _in_lists(model, args, kwargs, listed, asked, is_said)
+        found = _in_lists(itself, listed, asked, is_said)
         if found is not None:
             _FOUND.setdefault(model_of(model), {})[_key(inputs)] = found.in_dims
             return found
@@ -97,9 +99,9 @@ def meaning_of(
     is_one = not batch and listed is None
     if is_one or any(each.tensor.layout not in _LAYOUTS for each in inputs):
         return Meaning(ways[0])
-    asking = Asking(model, args, kwargs, inputs, asked)
+    asking = Asking(model, args, kwargs, inputs, asked, on_the_inputs=itself)
     if listed is not None:
-        asking.otherwise = partial(_in_lists, model, args, kwargs, listed, asked, False)
+        asking.otherwise = partial(_in_lists, itself, listed, asked, False)
     found = None if trace is None or not asked.check else asking.by_graph(ways, trace)
     found = found or asking.best(ways)
     _FOUND.setdefault(model_of(model), {})[_key(inputs)] = found.in_dims
@@ -139,20 +141,13 @@ def check_at_size(
         warn(text, BatchWarning, stacklevel=2)
 
 
-def _in_lists(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    listed: Listed,
-    asked: Asked,
-    is_said: bool,
-) -> Meaning | None:
+def _in_lists(call: OnTheInputs, listed: Listed, asked: Asked, is_said: bool) -> Meaning | None:
     """The meaning of a call whose lists have one element for each row.
 
     If cutting these lists does not give the model's output, this is an error if the user has asked
     for it (``is_said``); else the result is None.
     """
-    asking = Asking(model, args, kwargs, listed.inputs, asked, listed)
+    asking = Asking(call.model, call.args, call.kwargs, listed.inputs, asked, listed, call)
     if is_said:
         found = asking.best([listed.dims])
         if not found.outputs:

@@ -60,6 +60,9 @@ class ModelRuns:
         self.changed: list[str] | None = None
         self._values: Values | None = None  # for parameters of zeros, see ``stirred``
         self._call: Callable[[Any, Any], Any] = partial(called, model)
+        self._takes_some = False  # whether the model has taken any tensors so far
+        # Called where the model refuses the first tensors: it may end the check by an error.
+        self.refused: Callable[[], None] = lambda: None
 
     def of_graph(self, traced: Traced) -> ModelRuns:
         """Runs of a graph of the model in place of the model itself, in the way in which the model
@@ -92,14 +95,27 @@ class ModelRuns:
         no tensors are saved for a backward.
         """
         mode, *others = self.modes
+        failure = None
+        for each in (mode, None) if others else (mode,):
+            try:
+                found = self._ran_in(each, tensors, seed)
+            except Exception as error:
+                if not is_the_models(error):
+                    raise
+                failure = error
+                continue
+            self._takes_some = True
+            if each is mode:
+                return found
+            self.modes = others  # without gradients it runs: the error was about gradients
+            return found if others == [None] else self.ran(tensors, seed)
         try:
-            return self._ran_in(mode, tensors, seed)
-        except Exception as error:
-            if not others or not is_the_models(error):
-                raise
-        found = self._ran_in(None, tensors, seed)  # an error now is not about gradients
-        self.modes = others
-        return found if others == [None] else self.ran(tensors, seed)
+            if not self._takes_some:
+                self.refused()
+            assert failure is not None
+            raise failure
+        finally:
+            del failure  # it refers to the frames that have it, and these to tensors
 
     def _ran_in(
         self, mode: Mapping[int, str] | None, tensors: Sequence[Tensor], seed: int | None

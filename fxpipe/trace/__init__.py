@@ -57,6 +57,7 @@ from fxpipe.trace.example import (
     canonical,
 )
 from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
+from fxpipe.trace.itself import note_itself
 from fxpipe.trace.other_sizes import with_proven_sizes
 from fxpipe.trace.patches import LOCK
 from fxpipe.trace.settled import settled
@@ -249,6 +250,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
     except Exception as error:
         if is_the_models(error):
             _explain_several_devices(model, error)
+            note_itself(model, error)
         raise
 
     if references:

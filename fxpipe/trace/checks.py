@@ -49,7 +49,7 @@ def references(example: Example) -> list[Reference]:
     found = []
     if batch is not None:
         found = _at_size(example, batch + 1 if batch <= 2 else 2, watched=True)
-    found = found or [_on_the_example(example)]
+    found = found or [on_the_example(example)]
     first = found[0].result
     if first.written:
         _refuse_what_is_done_once(example)
@@ -57,7 +57,7 @@ def references(example: Example) -> list[Reference]:
         if smaller := _at_size(example, size, recorded=True, watched=bool(first.written)):
             return [*found, *smaller]
     with suppressed():  # the model may run without gradients only
-        return [*found, _on_the_example(example, recorded=True)]
+        return [*found, on_the_example(example, recorded=True)]
     return found
 
 
@@ -83,7 +83,7 @@ def smallest_reference(example: Example, *, recorded: bool = False) -> Reference
     for size in _few_rows(example.batch):
         if smaller := _at_size(example, size, recorded=recorded, watched=True):
             return smaller[0]
-    return _on_the_example(example, recorded=recorded)
+    return on_the_example(example, recorded=recorded)
 
 
 def _few_rows(batch: int | None) -> list[int]:
@@ -106,14 +106,17 @@ def refused_sizes(example: Example, references: list[Reference]) -> frozenset[in
     return frozenset(size for size in tried if accepted and size < min(accepted))
 
 
-def _on_the_example(example: Example, *, recorded: bool = False) -> Reference:
+def on_the_example(example: Example, *, recorded: bool = False) -> Reference:
+    """A run of the model on the example as it is, with gradients recorded if the model needs them
+    to run; what it raises then is passed on."""
     try:
         result = example.run(example.tensors, recorded=recorded, watched=True)
+        return Reference(example.tensors, result, ON_THE_EXAMPLE, None)
     except Exception as error:
         if recorded or not is_the_models(error):
             raise
-        return _on_the_example(example, recorded=True)  # the model may need gradients to run
-    return Reference(example.tensors, result, ON_THE_EXAMPLE, None)
+    # Not within the handler: the error of this run would be shown with the other one as its cause.
+    return on_the_example(example, recorded=True)
 
 
 def _at_size(
@@ -167,7 +170,7 @@ def compare(
             _compare(example, reference, traced, tolerance, watched)
         except Refused:
             if reference.where != ON_THE_EXAMPLE:
-                _compare(example, _on_the_example(example), traced, tolerance, watched)
+                _compare(example, on_the_example(example), traced, tolerance, watched)
             raise
 
 

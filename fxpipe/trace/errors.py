@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from fxpipe.ir.errors import is_itself
 from fxpipe.ir.source import is_of_a_model, is_ours
 from fxpipe.trace import whole
 
@@ -30,9 +31,10 @@ _OURS = AttributeError, NameError, LookupError, AssertionError
 def may_be_the_models(error: Exception) -> bool:
     """Whether an exception may be due to the model's code, so that another attempt is worth while.
 
-    It is not where memory has run out, nor where the error is a bug in a line of this package.
+    It is not where memory has run out, where the model fails by itself, on the inputs as they are,
+    nor where the error is a bug in a line of this package.
     """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or is_itself(error):
         return False
     frames = traceback.extract_tb(error.__traceback__)
     return not (isinstance(error, _OURS) and frames and is_ours(frames[-1].filename))

@@ -11,7 +11,8 @@
     Devices                                         a heading
     -------
 
-Messages are compared word for word. "[...]" stands for words of PyTorch or Python within them.
+Messages are compared word for word. "[...]" stands for words of PyTorch or Python within them,
+FOLDER for the folder that a call is made in, and PROJECT for that of the project.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import tests.bad_input.given as given
 from fxpipe.cli import main
 
 TABLE = Path(__file__).with_name("messages.txt")
+PROJECT = str(Path(__file__).parents[2])
 CALL, MORE, COMMAND, MESSAGE = ">>> ", "... ", "$ fxpipe ", "    "
 WIDTH = 100
 OTHERS_WORDS = "[...]"  # stands for what PyTorch or Python says, which depends on its version
@@ -88,7 +90,8 @@ def answered(entry: Entry) -> Entry:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         said = _printed(entry.call) if entry.call.startswith(COMMAND) else _raised(entry.call)
-        said = " ".join(said.replace(os.getcwd(), "FOLDER").split())
+        said = said.replace(os.getcwd(), "FOLDER").replace(PROJECT, "PROJECT")
+        said = " ".join(said.split())
     words = map(re.escape, entry.message.split(OTHERS_WORDS))
     is_as_written = re.fullmatch(".*".join(words), said) is not None
     return entry if is_as_written else replace(entry, message=said)

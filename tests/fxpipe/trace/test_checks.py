@@ -191,7 +191,7 @@ def test_a_model_that_memory_does_not_suffice_for_is_not_run_with_gradients_as_w
 
     model = Full()
     with pytest.raises(torch.OutOfMemoryError):
-        checks._on_the_example(Example.of(model, (x(),), {}, None))
+        checks.on_the_example(Example.of(model, (x(),), {}, None))
     assert Full.runs == 1
 
 
