@@ -48,7 +48,7 @@ from fxpipe.ir.errors import NeedsValues, TraceError, Unsupported, is_the_models
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.trace import checks, export, recorders, state, symbolic
-from fxpipe.trace.errors import Refused, failure, first_line, may_be_the_models, suppressed
+from fxpipe.trace.errors import Refused, failure, may_be_the_models, suppressed
 from fxpipe.trace.example import (
     BatchDims,
     Example,
@@ -57,7 +57,7 @@ from fxpipe.trace.example import (
     canonical,
 )
 from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
-from fxpipe.trace.itself import note_itself
+from fxpipe.trace.itself import explain
 from fxpipe.trace.other_sizes import with_proven_sizes
 from fxpipe.trace.patches import LOCK
 from fxpipe.trace.settled import settled
@@ -249,8 +249,7 @@ def _trace(example: Example, tracer: str | CustomTracer, check: bool) -> Traced:
         raise
     except Exception as error:
         if is_the_models(error):
-            _explain_several_devices(model, error)
-            note_itself(model, error)
+            explain(model, error)
         raise
 
     if references:
@@ -395,20 +394,6 @@ def _refuse_iterators(model: nn.Module, references: list[checks.Reference]) -> N
                     f"{type(model).__name__} returns a {type(leaf).__name__}{where}: what is in it "
                     "is computed after the model has returned; return a list or a tuple of it"
                 )
-
-
-def _explain_several_devices(model: nn.Module, error: Exception) -> None:
-    """Raise ``TraceError`` where a model may have failed because it is on several devices."""
-    where: dict[torch.device, str] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        where.setdefault(tensor.device, name)
-    if len(where) > 1:
-        raise TraceError(
-            f"{type(model).__name__} is on several devices "
-            f"({', '.join(f'{name} on {device}' for device, name in where.items())}) and does not "
-            f"run as it is, {first_line(error)}; move it to one, model.to(device): compiled, each "
-            "stage is moved to its own"
-        ) from error
 
 
 def _front_ends(tracer: str | CustomTracer) -> dict[str, Callable[[Example], Traced]]:

@@ -29,12 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.errors import Unsupported
+from fxpipe.ir.errors import Unsupported, is_the_models
 from fxpipe.ir.structure import Structure, all_parts, attributes, is_opened, leaves
 from fxpipe.trace.containers import Contents
 from fxpipe.trace.errors import may_be_the_models
 from fxpipe.trace.example import bound_arguments
 from fxpipe.trace.isolation import Args, Kwargs, called, parameters_put_back, untouched
+from fxpipe.trace.itself import explain
 
 OUTPUT = "output"
 _CONTAINERS = list, dict, set, deque
@@ -115,7 +116,14 @@ def written_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> WrittenAr
     except Exception as error:
         if not may_be_the_models(error):
             raise
+    try:
         return run(True)  # the model may need gradients to run
+    except Unsupported:
+        raise
+    except Exception as error:
+        if is_the_models(error):
+            explain(model, error)
+        raise
 
 
 class _Before:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fxpipe.ir.errors import ITSELF, is_the_models
+from fxpipe.ir.errors import ITSELF, TraceError, is_the_models
 from fxpipe.trace import recorders
 from fxpipe.trace.checks import on_the_example
-from fxpipe.trace.errors import is_model_line
+from fxpipe.trace.errors import first_line, is_model_line
 from fxpipe.trace.example import Example
 from fxpipe.trace.isolation import Args, Kwargs
 
@@ -54,7 +54,7 @@ class OnTheInputs:
                 return
             if not is_the_models(error):
                 raise
-            note_itself(self.model, error)
+            explain(self.model, error)
             raise
 
     def _tells(self) -> bool:
@@ -65,9 +65,17 @@ class OnTheInputs:
         return has_values and is_together and not recorders.has_hooks(self.model)
 
 
-def note_itself(model: nn.Module, error: Exception) -> None:
-    """Note on an error that the model itself fails, and at which of its lines. From then on the
-    error is one that no other strategy can avoid (:func:`fxpipe.ir.errors.is_the_models`)."""
+def explain(model: nn.Module, error: Exception) -> None:
+    """Note on what a model has raised on the inputs of a call that the model itself fails, and at
+    which of its lines. From then on no other strategy is tried after this error
+    (:func:`fxpipe.ir.errors.is_the_models`).
+
+    Raises ``TraceError`` where the model may have failed because it is on several devices.
+    """
+    own = (*model.parameters(), *model.buffers())
+    if any(tensor.is_meta for tensor in own):
+        return
+    _explain_several_devices(model, error)
     how = ", run without its hooks," if recorders.has_hooks(model) else ""
     text = f"in fxpipe: {type(model).__name__}{how} {ITSELF}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_model_line(f)]
@@ -76,3 +84,17 @@ def note_itself(model: nn.Module, error: Exception) -> None:
         line = f'  File "{last.filename}", line {last.lineno}, in {last.name}\n    {last.line}'
         text = f"{text}, from\n{line}"
     error.add_note(text)
+
+
+def _explain_several_devices(model: nn.Module, error: Exception) -> None:
+    """Raise ``TraceError`` where a model may have failed because it is on several devices."""
+    where: dict[torch.device, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        where.setdefault(tensor.device, name)
+    if len(where) > 1:
+        raise TraceError(
+            f"{type(model).__name__} is on several devices "
+            f"({', '.join(f'{name} on {device}' for device, name in where.items())}) and does not "
+            f"run as it is, {first_line(error)}; move it to one, model.to(device): compiled, each "
+            "stage is moved to its own"
+        ) from error
