@@ -15,6 +15,7 @@ from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Loss
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, stage_costs
+from fxpipe.ir.structure import Structure
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
@@ -123,6 +124,19 @@ class Mode:
         }
         mark = own_loss(self.traced.rebuild(fx.map_arg(output.args[0], marks.__getitem__)))
         return kinds[int(mark)] if isinstance(mark, Tensor) and not mark.ndim else None
+
+    @property
+    def output_dims(self) -> dict[str, int]:
+        """The batch dimensions of the tensors in the model's output, by their paths in it."""
+        output = self.stage_graph.graph.output_node()
+        marks = {
+            node: pytree.tree_map(lambda dim: torch.tensor(dim if type(dim) is int else -1), dims)
+            for node, dims in zip(output.all_input_nodes, self.out_dims, strict=True)
+        }
+        marked = self.traced.rebuild(fx.map_arg(output.args[0], marks.__getitem__))
+        found, structure = Structure.of(marked)
+        dims = zip(structure.paths(), map(int, found), strict=True)
+        return {path: dim for path, dim in dims if dim >= 0}
 
     def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The number of rows in the mini-batch of a call; None if no input has a batch

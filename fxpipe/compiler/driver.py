@@ -143,6 +143,7 @@ class Compiler(Staging):
                     sizes=self.options.sizes,
                     loss_weight=self.options.loss_weight,
                 ),
+                mode.output_dims,
             )
 
     def forget(self) -> None:

@@ -18,6 +18,15 @@ def human_bytes(count: int) -> str:
     return f"{size:.1f} {units[0]}"
 
 
+def told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers with as many digits, four at least, as show that they differ."""
+    for digits in range(4, 17):
+        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
 def human_time(seconds: float) -> str:
     """``0.0015`` → ``1.5 ms``."""
     if seconds >= 1:

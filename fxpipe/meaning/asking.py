@@ -306,7 +306,7 @@ class Asking:
         """The ``loss_weight`` that makes a loss equal to the model's, as code that the user can
         write; "" if none is known."""
         is_the_loss = self.runs.returns_loss and self.runs.loss == problem.path
-        if verdict.trial is None or self.asked.loss_weight is not None or not is_the_loss:
+        if verdict.trial is None or not is_the_loss:
             return ""
         labels = [(each.name, i) for i, each in enumerate(self.inputs) if each.name.isidentifier()]
         return remedy(verdict.trial, self.runs.loss, labels, self._weigh, dims)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import leaves
+from fxpipe.ir.text import told_apart
 from fxpipe.meaning.compare import (
     MEAN,
     Difference,
@@ -41,7 +42,7 @@ from fxpipe.meaning.compare import (
 )
 from fxpipe.meaning.listed import is_a_row, rows_of
 from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
-from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, MOVED, part, sampled
+from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
 
@@ -209,13 +210,6 @@ def check_graph(question: Question) -> Verdict:
     return _checked(replace(question, sizes=(few,)), lambda path: False, True, LEVELS)
 
 
-def check_unmixed(question: Question) -> Verdict:
-    """The verdict of samples whose rows keep their integers and flags, and of the first sizes only.
-    Without a trial if the model takes none of them."""
-    few, *_ = question.sizes
-    return _checked(replace(question, sizes=(few,)), lambda path: False, True, (MOVED, GIVEN))
-
-
 def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likely: bool) -> Verdict:
     """The verdict of samples of these sizes. If the parts do not give the whole for a sample whose
     integers are mixed, this counts only if they do not for whole rows either: the model may not be
@@ -243,10 +237,12 @@ def _checked(
     trial: Trial | None = None
     count = 0
     for seed in range(TRIALS):
-        trial = _trial(question, seed, trial, verdict, levels)
-        if trial is None:
+        taken = _trial(question, seed, trial, verdict, levels)
+        if taken is None:
             break
-        verdict.trial, count = trial, count + 1
+        if trial is not None and _is_empty(taken.whole):
+            continue  # any way of putting parts together fits
+        verdict.trial, trial, count = taken, taken, count + 1
         for path, found in _but_for_rounding(question, trial):
             if ignored(path):
                 fits[path] = (LISTED,) if is_a_row(path) else _by_shape(trial, path)
@@ -264,7 +260,7 @@ def _checked(
             break
     for problems in failed.values():
         share = max((p.difference.share for p in problems if p.difference), default=1.0)
-        is_large = share > LARGE and not problems[0].is_scalar
+        is_large = share > LARGE
         often = len(problems) == count or (len(problems) > 1 and share >= SMALL) or is_large
         (verdict.problems if often else verdict.slight).append(problems[0])
     if verdict.trial is not None:  # what is accepted although it differs is joined by its shape
@@ -554,11 +550,11 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
         return found.dims
     apart = found.difference
     if whole.ndim == 0 and whole.is_floating_point():
-        so, other = whole.item(), mean(parts, trial.sizes).item()
+        so, other = told_apart(whole.item(), mean(parts, trial.sizes).item())
         return Problem(
             path,
-            f"{path} is neither a mean over the rows nor a sum: it is {so:.4g} for {rows} rows of "
-            f"the example, slightly changed, and {other:.4g} as the mean of {sizes} of them",
+            f"{path} is neither a mean over the rows nor a sum: it is {so} for {rows} rows "
+            f"made from those of the example, and {other} as the mean of {sizes} of them",
             is_scalar=True,
             difference=apart,
         )

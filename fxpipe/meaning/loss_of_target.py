@@ -4,7 +4,7 @@ function that is given the output and a target."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
-from fxpipe.meaning.check import Question, Verdict, check, check_unmixed
+from fxpipe.meaning.check import Question, Verdict, check
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
-from fxpipe.meaning.sample import part, uneven
+from fxpipe.meaning.sample import part
 from fxpipe.meaning.weights import (
     Weigh,
     dim_of,
@@ -34,6 +34,9 @@ from fxpipe.trace import untouched
 LOSS = "output"
 """The path of the loss in a question whose only output is the loss."""
 
+FACTORS = torch.tensor([1.0, 6.0, 2.0, 4.0, 0.5])
+"""By what the outputs for different rows are multiplied."""
+
 
 def loss_dim(
     model: nn.Module,
@@ -42,6 +45,7 @@ def loss_dim(
     loss: Callable[[Any, Any], Any],
     readings: Sequence[Targets],
     asked: Asked,
+    out_dims: Mapping[str, int],
 ) -> tuple[int, Dim]:
     """How the target is cut into micro-batches, as a place among the readings; and how the losses
     of the micro-batches are put together to the loss of the mini-batch: by a sum (SUM), a mean over
@@ -51,12 +55,15 @@ def loss_dim(
         loss: the user's function of output and target.
         readings: the ways in which the target may be cut, the likeliest first. The first one with
             which the parts make the whole is taken; if there is none, the first one.
+        out_dims: the batch dimensions of the model's outputs, by their paths.
 
     Raises:
         BatchError: if the model does not tell, or if what the user has said does not fit.
         BatchWarning: (a warning) for a loss that is neither a mean over the rows nor a sum.
     """
-    found = [_LossOfTarget(model, inputs, in_dims, loss, each, asked) for each in readings]
+    found = [
+        _LossOfTarget(model, inputs, in_dims, loss, each, asked, out_dims) for each in readings
+    ]
     if len(found) == 1:
         return 0, found[0].dim()
     place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
@@ -74,6 +81,7 @@ class _LossOfTarget:
         loss: Callable[[Any, Any], Any],
         target: Targets,
         asked: Asked,
+        out_dims: Mapping[str, int],
     ) -> None:
         args, kwargs = inputs
         self.model, self.loss, self.target, self.asked = model, loss, target, asked
@@ -89,15 +97,17 @@ class _LossOfTarget:
         self.places = [i for i, leaf in leaves if isinstance(leaf, Tensor | ListOfRows)]
         given = (target.leaves[i] for i in self.places)
         cut = [Column(leaf.elements) if isinstance(leaf, ListOfRows) else leaf for leaf in given]
-        self.tensors: list[Any] = [*self.asking.tensors, *cut]
-        self.dims = [*self.own, *(0 if target.has_batch[i] else None for i in self.places)]
+        rows = rows_in(self.named, self.own) or 0
+        self.out_dims, self.factors = out_dims, FACTORS[torch.arange(rows) % len(FACTORS)]
+        self.tensors: list[Any] = [*self.asking.tensors, *cut, self.factors]
+        self.dims = [*self.own, *(0 if target.has_batch[i] else None for i in self.places), 0]
         some = Structure.of(inputs)[0]
         self.device = some[0].device if some else None
 
     def filled(self, tensors: Sequence[Any]) -> Any:
         """The target with these tensors, on the device of the inputs."""
         given = list(self.target.leaves)
-        for place, value in zip(self.places, tensors[self.count :], strict=True):
+        for place, value in zip(self.places, tensors[self.count : -1], strict=True):
             rows = self.target.leaves[place]
             brought = map_tensors(self._brought, value.tensors if is_column(value) else value)
             given[place] = type(rows.elements)(brought) if isinstance(rows, ListOfRows) else brought
@@ -108,7 +118,22 @@ class _LossOfTarget:
 
     def run(self, tensors: list[Tensor]) -> tuple[Any, None]:
         """The loss, without an autograd graph."""
+        return self._loss(self.asking.runs.output_of(tensors[: self.count]), tensors)
+
+    def run_apart(self, tensors: list[Tensor]) -> tuple[Any, None]:
+        """The loss of outputs that are multiplied by a factor for each row. Where a model has not
+        been trained, all rows have nearly the same loss, so that it hardly matters how much each of
+        them counts."""
         output = self.asking.runs.output_of(tensors[: self.count])
+        found, structure = Structure.of(output)
+        for i, (tensor, path) in enumerate(zip(found, structure.paths(), strict=True)):
+            dim = self.out_dims.get(path)
+            if dim is not None and tensor.is_floating_point():
+                shape = [-1 if k == dim else 1 for k in range(tensor.dim())]
+                found[i] = tensor * tensors[-1].to(tensor).reshape(shape)
+        return self._loss(structure.fill(found), tensors)
+
+    def _loss(self, output: Any, tensors: list[Tensor]) -> tuple[Any, None]:
         with untouched(self.model), torch.no_grad():  # the loss may draw random numbers
             return self.loss(output, self.filled(tensors)), None
 
@@ -117,29 +142,21 @@ class _LossOfTarget:
         return lambda tensors: function(self.filled(tensors))
 
     def verdict(self) -> Verdict:
-        """The result of the check of the loss function on samples of outputs and targets."""
-        question = Question(self.run, self.tensors, self.dims)
+        """The result of the check of the loss function on samples of outputs and targets: of
+        outputs with factors, if the loss function takes them."""
+        if self.out_dims and len(self.factors):
+            verdict = self._checked(self.run_apart)
+            if verdict.trial is not None and LOSS not in verdict.unclear:
+                return verdict
+        return self._checked(self.run)
+
+    def _checked(self, run: Callable[[list[Tensor]], tuple[Any, None]]) -> Verdict:
+        question = Question(run, self.tensors, self.dims)
         verdict = check(question, is_likely=True)
         if self.asking.runs.drew and not self.asking.runs.stilled:
             self.asking.runs.stilled = True
             verdict = check(question, is_likely=True)
-        if verdict.is_exact and question.has_values:
-            less = check_unmixed(replace(question, tensors=self.uneven()))
-            if less.trial is not None and less.problems:
-                return less
         return verdict
-
-    def uneven(self) -> list[Any]:
-        """The example with rows that are less like each other: numbers of the inputs, and integers
-        and numbers of the target, so that the loss of each row is another one. The integers of the
-        inputs may have meanings that such a row would break."""
-        tensors = list(self.tensors)
-        for i, (tensor, dim) in enumerate(zip(self.tensors, self.dims, strict=True)):
-            if dim is None or not isinstance(tensor, Tensor):
-                continue
-            if i >= self.count or tensor.is_floating_point():
-                tensors[i] = uneven(tensor, dim, seed=i)
-        return tensors
 
     def dim(self) -> Dim:
         """How the losses of the micro-batches are put together. Raises BatchError, or warns."""
@@ -157,7 +174,7 @@ class _LossOfTarget:
             refuse(asked, messages.unknown_loss(verdict))
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             by = ""
-            if verdict.trial is not None and asked.loss_weight is None:
+            if verdict.trial is not None:
                 keys = _keys_of(self.target, self.places)
                 count = self.count
                 labels = [
@@ -166,7 +183,7 @@ class _LossOfTarget:
                     if i in keys and not is_column(self.tensors[count + i])
                 ]
                 by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims)
-            text = messages.across(verdict.problems[0], self.named, by)
+            text = messages.across(verdict.problems[0], self.named, by, of_loss_fn=True)
             warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)

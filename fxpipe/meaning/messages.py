@@ -155,18 +155,24 @@ def unknown_loss(verdict: Verdict) -> str:
     )
 
 
-def across(problem: Problem, inputs: Sequence[Input], remedy: str = "") -> str:
+def across(
+    problem: Problem, inputs: Sequence[Input], remedy: str = "", *, of_loss_fn: bool = False
+) -> str:
     """The warning for a number, such as a loss, that differs from the model's on the mini-batch.
 
-    ``remedy`` is the ``loss_weight`` that makes it equal to the model's, as code that the user can
-    write, or "" if none is known.
+    Args:
+        remedy: the ``loss_weight`` that makes it equal to the model's, as code that the user can
+            write, or "" if none is known.
+        of_loss_fn: whether it is the result of ``loss_fn``, and not of the model.
     """
+    what = f"{problem.text}, which is what a pipeline gives, as gradient accumulation does."
+    otherwise = "compute it outside of the model, from the whole output of the pipeline"
+    if of_loss_fn:
+        otherwise = "call loss_fn(pipe(x), target) and its backward in place of a step"
     if remedy:
         return (
-            f"{problem.text}, which is what a pipeline gives, as gradient accumulation does. It is "
-            f"a mean to which rows contribute unequally: with loss_weight={remedy} it is the "
-            "model's; or compute it outside of the model, from the whole output of the pipeline, "
-            "or give chunks=1"
+            f"{what} It is a mean to which rows contribute unequally: with loss_weight={remedy} it "
+            f"is the {'whole batch' if of_loss_fn else 'model'}'s; or {otherwise}, or give chunks=1"
         )
     masked = [
         each.name
@@ -183,8 +189,10 @@ def across(problem: Problem, inputs: Sequence[Input], remedy: str = "") -> str:
             f" Labels of {IGNORED} in {masked[0]} are left out, so that micro-batches with few "
             "other labels count for too much."
         )
-    return (
-        f"{problem.text}, which is what a pipeline gives, as gradient accumulation does.{why} To "
-        "get the model's number, compute it outside of the model, from the whole output of the "
-        "pipeline, or give chunks=1"
-    )
+    if of_loss_fn:
+        return (
+            f"{what}{why} To get the loss of the whole batch, give loss_weight=, a function of the "
+            f"target that says by how much each micro-batch counts; or {otherwise}; or give "
+            "chunks=1"
+        )
+    return f"{what}{why} To get the model's number, {otherwise}, or give chunks=1"

@@ -18,7 +18,7 @@ MIXED, WHOLE, MOVED, GIVEN = LEVELS = "mixed", "whole rows", "moved", "given"
 """How much a sample differs from the example, the largest difference first:
 
 - "mixed": rows are in another order, and each integer or flag is replaced by one that is drawn from
-  the same tensor;
+  the same tensor, in some rows more often by one and the same;
 - "whole rows": rows are in another order, and keep their integers and flags. Only in a tensor whose
   numbers are all equal, numbers are changed;
 - "moved": rows are in another order;
@@ -97,39 +97,14 @@ def sampled(
         value = tensor.detach()
         if dim is not None:
             chosen = value.index_select(dim, (order % value.shape[dim]).to(value.device))
-            value = chosen if level == GIVEN else _perturbed(chosen, value, dim, level, draw)
+            if level != GIVEN:
+                chosen = _perturbed(chosen, value, dim, level, draw)
+                chosen = _uneven(chosen, value, dim, level, draw)
+            value = chosen
         elif level != GIVEN:
             value = _perturbed(value, value, 0, MOVED, draw)
         found.append(value)
     return found
-
-
-def uneven(tensor: Tensor, dim: int, seed: int) -> Tensor:
-    """A tensor of the example with rows that are less like each other: in each row a share of its
-    own of the integers is one and the same of them, and floating-point values are by such a share
-    nearer to the smallest one. Rows of a single number, and flags, stay as they are.
-
-    What a loss computes of whole rows, such as how often a class occurs, is nearly the same for
-    all rows of many numbers that are alike; and then nearly any function of it is nearly a mean.
-    """
-    count, tensor = tensor.shape[dim], tensor.detach()
-    has_one_number = tensor.numel() in (0, count)
-    if has_one_number or tensor.is_meta or tensor.layout != torch.strided:
-        return tensor
-    if tensor.is_complex() or tensor.dtype == torch.bool:
-        return tensor
-    across = [count if i == dim else 1 for i in range(tensor.dim())]
-    # Multiples of the golden section are spread evenly, however many of them are taken.
-    share = (0.9 * (torch.arange(1, count + 1) * 0.6180339887 % 1)).reshape(across)
-    if tensor.is_floating_point():
-        finite = tensor[tensor.isfinite()]
-        least = finite.min() if finite.numel() else tensor.new_zeros(())
-        nearer = torch.lerp(tensor, least.expand_as(tensor), share.to(tensor))
-        return torch.where(tensor.isfinite(), nearer, tensor)
-    draw = torch.Generator().manual_seed(seed)
-    one = tensor.flatten()[torch.randint(tensor.numel(), across, generator=draw).to(tensor.device)]
-    is_one = torch.rand(tensor.shape, generator=draw) < share
-    return torch.where(is_one.to(tensor.device), one, tensor)
 
 
 def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Generator) -> Any:
@@ -173,6 +148,47 @@ def _perturbed(
     if level == MIXED or (level == WHOLE and bool((example == example.flatten()[0]).all())):
         return _exchanged(rows, example, dim, draw)
     return rows
+
+
+def _uneven(rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Generator) -> Tensor:
+    """The rows, less like each other: in each, a share of its own of the floating-point values is
+    moved towards the smallest one. At the level "mixed" such a share of the integers and flags is
+    replaced by a few of them: the smallest, the largest, and any other one. Rows of a single number
+    stay as they are.
+
+    What a loss computes of a whole row, such as how many of its labels count or how often a class
+    occurs, is nearly the same for all rows of many numbers drawn alike; and then nearly any
+    function of it is nearly a mean over the rows.
+    """
+    count = rows.shape[dim]
+    if rows.numel() in (0, count) or rows.is_meta or rows.layout != torch.strided:
+        return rows
+    if rows.is_complex():
+        return rows
+    share = torch.tensor([0.9, 0.2, 0.5, 0.0, 0.7])[torch.arange(count) % 5]
+    share = share.reshape([count if i == dim else 1 for i in range(rows.dim())])
+    if _has_fractions(example):
+        return _lowered(rows, share.to(rows))
+    if level != MIXED or example.device.type != "cpu":  # see _exchanged
+        return rows
+    flat = example.flatten()
+    any_one = flat[torch.randint(flat.numel(), (), generator=draw)]
+    few = torch.stack([flat.amin(), flat.amax(), any_one])
+    replaced = few[torch.randint(len(few), rows.shape, generator=draw)]
+    return torch.where(torch.rand(rows.shape, generator=draw) < share, replaced, rows)
+
+
+def _has_fractions(example: Tensor) -> bool:
+    """Whether a tensor holds real numbers that are no integers."""
+    finite = example[example.isfinite()] if example.is_floating_point() else example[:0]
+    return bool((finite != finite.round()).any())
+
+
+def _lowered(rows: Tensor, share: Tensor) -> Tensor:
+    """Finite values that have been moved towards the smallest of them."""
+    is_finite = rows.isfinite()
+    least = rows[is_finite].min() if bool(is_finite.any()) else rows.new_zeros(())
+    return torch.where(is_finite, torch.lerp(rows, least.expand_as(rows), share), rows)
 
 
 def _shaken(rows: Tensor, low: Tensor, high: Tensor, noise: Tensor) -> Tensor:

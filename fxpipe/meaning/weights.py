@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.structure import Structure
+from fxpipe.ir.text import told_apart
 from fxpipe.loss_weight import IGNORED, tokens
 from fxpipe.meaning.check import Problem, Trial, Verdict
 from fxpipe.meaning.compare import Difference, difference
@@ -90,11 +91,12 @@ def _apart(
     whole = trial.whole[path]
     value = weighted_sum([output[path] for output in trial.parts], shares(weights))
     largest = max(output[path].abs().nan_to_num().item() for output in trial.parts)
+    so, other = told_apart(whole.item(), value.item())
+    sizes = " and ".join(map(str, trial.sizes))
     return difference(whole, value, largest), (
-        f"{path} is not the mean that loss_weight says: it is {whole.item():.4g} for "
-        f"{sum(trial.sizes)} rows of the example, slightly changed, and {value.item():.4g} as the "
-        f"mean of {' and '.join(map(str, trial.sizes))} of them, which have the weights "
-        f"{' and '.join(f'{weight:.4g}' for weight in weights)}"
+        f"{path} is not the mean that loss_weight says: it is {so} for {sum(trial.sizes)} rows "
+        f"made from those of the example, and {other} as the mean of {sizes} of them, which have "
+        f"the weights {' and '.join(f'{weight:.4g}' for weight in weights)}"
     )
 
 
@@ -142,12 +144,17 @@ def _functions(name: str, tensor: Tensor) -> Iterator[tuple[str, Callable[..., A
     if tensor.is_meta or tensor.is_complex():
         return
     is_integer = not tensor.is_floating_point() and tensor.dtype.is_signed
-    if is_integer and bool((tensor == IGNORED).any()):
-        quoted = f'"{name}"' if name else ""
-        for shifted in (False, True):
-            given = ", ".join([quoted] * bool(name) + ["shifted=True"] * shifted)
-            function = tokens(name or "labels", shifted=shifted)
-            yield f"fxpipe.loss_weight.tokens({given})", function
+    has_ignored = is_integer and bool((tensor == IGNORED).any())
+    if is_integer and tensor.numel():
+        # Losses that leave out another label mostly leave out the smallest or the largest one.
+        others = [] if has_ignored else [int(tensor.amin()), int(tensor.amax())]
+        for label in [IGNORED] if has_ignored else others:
+            named = [f'"{name}"'] * bool(name) + [f"ignore_index={label}"] * (label != IGNORED)
+            for shifted in (False, True):
+                given = ", ".join(named + ["shifted=True"] * shifted)
+                function = tokens(name or "labels", ignore_index=label, shifted=shifted)
+                yield f"fxpipe.loss_weight.tokens({given})", function
+    if has_ignored:
         return
     is_mask = bool((tensor >= 0).all()) and (tensor.is_floating_point() or bool((tensor < 2).all()))
     if tensor.ndim and is_mask:

@@ -3,7 +3,9 @@ mean over them, and is told from a mean by rows that are less like each other.""
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.meaning.sample import uneven
+from fxpipe.meaning.check import Question, check
 
 X, Y = torch.randn(8, 1, 32, 32), (torch.rand(8, 32, 32) > 0.8).long()
 
@@ -39,11 +41,11 @@ OF_ROWS = {
 }
 
 
-def step(loss_fn):
+def step(loss_fn, target=Y, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1))
-    with fxpipe.compile(model, ["cpu"] * 2, chunks=4, loss_fn=loss_fn) as pipe:
-        return pipe.step(X, target=Y), loss_fn(model(X), Y)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4, loss_fn=loss_fn, **options) as pipe:
+        return pipe.step(X, target=target), loss_fn(model(X), target)
 
 
 @pytest.mark.parametrize("name", ACROSS)
@@ -62,29 +64,50 @@ def test_a_mean_over_rows_is_none_of_these(name):
     torch.testing.assert_close(loss, whole.detach())
 
 
-def test_uneven_rows_have_shares_of_their_own_and_values_of_the_example():
-    labels = torch.arange(4).repeat(8, 256)
-    found = uneven(labels, 0, seed=0)
-    most = torch.stack([torch.bincount(row, minlength=4).max() for row in found])
-    assert found.shape == labels.shape and set(found.unique().tolist()) == {0, 1, 2, 3}
-    assert len(set(most.tolist())) == 8
-    numbers = torch.rand(8, 256)
-    means = uneven(numbers, 0, seed=0).mean(1)
-    assert means.min() < 0.2 and means.max() > 0.4
-    assert uneven(numbers, 0, seed=0).min() == numbers.min()
-
-
+@pytest.mark.parametrize("ignored", [255, -1, -100])
 @pytest.mark.parametrize(
-    "tensor",
-    [torch.arange(8), torch.rand(8, 1), torch.rand(8, 4) > 0.5, torch.zeros(0, 4)],
-    ids=["a class for each row", "a number for each row", "flags", "no rows"],
+    "where",
+    [slice(4, 8), slice(0, 4), slice(2, 3), (2, slice(3))],
+    ids=["the last half", "the first half", "one row", "three pixels"],
 )
-def test_what_has_no_shares_stays_as_it_is(tensor):
-    assert torch.equal(uneven(tensor, 0, seed=0), tensor)
+def test_labels_that_a_loss_leaves_out_are_found_wherever_they_are(ignored, where):
+    """The rows of a model that has not been trained have nearly the same loss, and the labels of a
+    sample are drawn from all rows: so the check gives the rows losses that differ, and shares of
+    the labels that do."""
+    target = Y.clone()
+    target[where] = ignored
+    loss_fn = partial(F.cross_entropy, ignore_index=ignored)
+    index = "" if ignored == -100 else f"ignore_index={ignored}"
+    with pytest.warns(fxpipe.BatchWarning) as told:
+        step(loss_fn, target)
+    (text,) = [str(each.message) for each in told]
+    assert f"with loss_weight=fxpipe.loss_weight.tokens({index}) it is the whole batch's" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxpipe.BatchWarning)
+        weight = fxpipe.loss_weight.tokens(ignore_index=ignored)
+        loss, whole = step(loss_fn, target, loss_weight=weight)
+    torch.testing.assert_close(loss, whole.detach())
 
 
-def test_what_is_not_finite_stays_so():
-    tensor = torch.tensor([[1.0, float("inf")], [float("nan"), 2.0]])
-    found = uneven(tensor, 0, seed=0)
-    assert found.isinf().tolist() == tensor.isinf().tolist()
-    assert found.isnan().tolist() == tensor.isnan().tolist()
+def test_a_weight_that_counts_other_labels_than_the_loss_is_told_which_fits():
+    target = Y.clone()
+    target[2] = 255
+    loss_fn = partial(F.cross_entropy, ignore_index=255)
+    with pytest.warns(fxpipe.BatchWarning, match="not the mean that loss_weight says") as told:
+        step(loss_fn, target, loss_weight=fxpipe.loss_weight.tokens())
+    assert "with loss_weight=fxpipe.loss_weight.tokens(ignore_index=255)" in str(told[0].message)
+
+
+def test_a_sample_without_a_number_settles_nothing():
+    """A sample whose integers are mixed may have rows of padding only, which have no mean: any way
+    of putting NaNs together fits, and the samples with a number decide."""
+    calls = itertools.count()
+
+    def run(tensors):
+        (x,) = tensors
+        is_number = next(calls) not in range(3, 9)  # the first of three samples, and its two parts
+        return x.max() if is_number else x.max() * float("nan"), None
+
+    question = Question(run, [torch.randn(8, 3)], [0], sizes=[(1, 3)])
+    verdict = check(question, is_likely=True)
+    assert not verdict.unclear and [problem.path for problem in verdict.problems] == ["output"]
