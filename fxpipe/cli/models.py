@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 PLANNING = 4  # the parts of planning that the progress bar counts: trace, cost, partition, schedule
 
 
+_CALLS = (
+    "The calls above are Python, in which model and example_inputs stand for what FACTORY and\n"
+    "--input give. The options of this command go by the same names: chunks=8 is --chunks 8."
+)
+
+
 def _compiled(given: Given, **options: Any) -> Pipeline:
     import fxpipe
 
@@ -34,7 +40,7 @@ def _compiled(given: Given, **options: Any) -> Pipeline:
         return fxpipe.compile(
             given.model,
             example_inputs=given.args,
-            example_kwargs=given.kwargs,
+            example_kwargs=given.kwargs or None,
             **options,
         )
 
@@ -156,7 +162,7 @@ def explain(factory: str, shapes: tuple[Shape, ...], **options: Any) -> None:
     with _compiled(given, **options) as pipe:
         with working("asking the planner"):
             said = str(pipe.explain())
-        click.echo(said)
+        click.echo(f"{said}\n\n{_CALLS}")
 
 
 @click.command(short_help="Predict a pipeline for devices that need not be here.")

@@ -34,9 +34,7 @@ def path_to(*endings: str) -> Callable[[str], Path]:
     return file
 
 
-def devices_of(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> tuple[str, ...] | None:
+def devices_of(ctx: click.Context, param: click.Parameter, value: str | None) -> list[str] | None:
     """Parse a list of devices such as ``cpu,cpu``; a device that this machine lacks is refused."""
     if value is None:
         return None
@@ -45,7 +43,7 @@ def devices_of(
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count() if kind is not None else 0
     there = ["cpu", *(f"{kind.type}:{i}" for i in range(count) if kind is not None)]
-    names = tuple(name.strip() for name in value.split(","))
+    names = [name.strip() for name in value.split(",")]
     for name in names:
         if name not in there and (kind is None or not count or name != kind.type):
             raise click.BadParameter(

@@ -14,13 +14,18 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
 
+from fxpipe.loss_weight import Tokens
+from passes.partition.automatic import Auto
+
 FIRST = "model", "devices"  # these are given by position
 LONGEST = 60  # the most characters of an argument that is written down
+_NAMES: Mapping[type, str] = {Tokens: "fxpipe.loss_weight.tokens", Auto: "fxpipe.Auto"}
+"""What users call to make the values that are dataclasses of this project."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,21 @@ def _literal(value: Any) -> str | None:
         if any(None in pair for pair in pairs):
             return None
         return "{" + ", ".join(f"{key}: {each}" for key, each in pairs) + "}"
-    return None
+    name = _NAMES.get(type(value))
+    return None if name is None else _made_by(name, value)
+
+
+def _made_by(name: str, value: Any) -> str | None:
+    """The call that makes a dataclass: with the fields that are not as by default."""
+    parts = []
+    for field in fields(value):
+        own = getattr(value, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if own != default:
+            parts.append((field.name, _literal(own)))
+    if any(text is None for _, text in parts):
+        return None
+    return f"{name}({', '.join(f'{key}={text}' for key, text in parts)})"
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -20,6 +20,8 @@ from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.replanned import Replanned
+from fxpipe.inspect.against import against, factor, is_off, microbatches_of
+from fxpipe.inspect.calls import PrintedCalls
 from fxpipe.inspect.report import UNEVEN, advice
 from fxpipe.inspect.stage import Stage
 from fxpipe.inspect.suggestions import Suggesting, Suggestion
@@ -98,6 +100,7 @@ class Explaining:
         mode, chunks: what has been compiled for the last call, and its number of micro-batches.
         stages: the stages of it.
         measured: a training step, or a call without one, as it was measured; None if none was.
+        replayed: the same, as it is predicted from the measured times of the stages.
         has_stepped: whether there has been a training step by the schedule.
     """
 
@@ -108,11 +111,11 @@ class Explaining:
     chunks: int
     stages: Sequence[Stage]
     measured: Timeline | None = None
+    replayed: Timeline | None = None
     has_stepped: bool = False
 
     def __call__(self) -> Explanation:
-        """The explanation. The planner is asked for several times, which takes about as long as the
-        compilation."""
+        """The explanation. The planner is asked several times."""
         name, stages = type(self.model).__name__, len(self.stages)
         title = f"{name} on {_counted(stages, 'stage')}, {_counted(self.chunks, 'micro-batch')}"
         said = {
@@ -126,14 +129,14 @@ class Explaining:
         if now is None:
             said["What limits the speed"] = [
                 f"No {self._run} can be predicted: {why}.",
-                *self._measured,
+                *self._measured(None),
                 *self._advice,
             ]
             return Explanation(title, said)
         found = Suggesting(compiled, now, self.options.call).found
         said["What limits the speed"] = self._speed(compiled, now)
         said["What it needs of memory"] = self._memory(compiled, now)
-        said["What would help"] = self._help(found)
+        said["What would help"] = self._help(found, now)
         return Explanation(f"{title}, {now.schedule.name}", said, found)
 
     @property
@@ -257,8 +260,12 @@ class Explaining:
             f"prediction; one after the other, the stages would take {human_time(sum(busy))}. So "
             f"{_counted(lanes, 'lane')} {'are' if lanes > 1 else 'is'} {sum(busy) / whole:.2f} "
             "times as fast as one."
+            + (
+                " Lanes on one device share it: this prediction is for lanes that each have a "
+                "device, or cores, of their own."
+            )
+            * (len(set(self.options.names)) < lanes)
         ]
-        sentences += self._measured
         sentences.append(
             f"Lane {slowest} ({self._on(slowest)}) works most: {human_time(busy[slowest])}, and "
             f"the mean of all is {human_time(mean)}. "
@@ -288,23 +295,57 @@ class Explaining:
                 else f"To recompute activations costs {1 - kept.seconds / whole:.0%} of the {run}."
             )
         sentences += self._advice
-        if len(set(self.options.names)) < lanes:
+        sentences += self._measured(now)
+        if self.measured is None:
+            needs = "" if self._calls.has_loss or not training else ", which need loss_fn="
             sentences.append(
-                "Lanes on one device share it: this prediction is for lanes that each have a "
-                "device, or cores, of their own."
+                f"The times of nodes {self._source}; pipe.measure(...) measures {run}s{needs}:"
             )
-        source = "were measured" if self.options.costs == "measured" else "are estimates"
-        what, target = ("steps", ", target=y") if training else ("calls", "")
-        sentences.append(f"The times of nodes {source}; pipe.measure(...) measures {what}:")
-        sentences.append(f"    print(pipe.measure(x{target}))")
+            sentences.append(f"    print({self._calls.of('measure')})")
         return sentences
 
-    @property
-    def _measured(self) -> list[str]:
-        """How long a step has taken, if one has been measured."""
+    def _measured(self, now: Plan | None) -> list[str]:
+        """How long a step has taken, if one has been measured, and why that is not as predicted."""
         if self.measured is None:
             return []
-        return [f"Measured, by pipe.measure, it was {human_time(self.measured.makespan)}."]
+        took = f"Measured, by pipe.measure, it was {human_time(self.measured.makespan)}"
+        if microbatches_of(self.measured) != self.chunks:
+            of = _counted(microbatches_of(self.measured), "micro-batch")
+            return [f"{took}, for a mini-batch of {of}."]
+        if now is None or self.replayed is None:
+            return [f"{took}."]
+        names = [str(device) for device in self.options.lanes]
+        found = list(against(now.timeline, self.measured, self.replayed, names, self._run))
+        if self._is_measured_as_it_is and is_off(now.timeline, self.measured):
+            if self.options.costs == "measured":
+                found.append(
+                    "The times of nodes were measured, each by itself: so it is not they that are "
+                    "off, but what is around them, or lanes that slow each other."
+                )
+            else:
+                found += [
+                    f"The times of nodes {self._source}, and they are off. With "
+                    'costs="measured" each node is measured by itself, which also tells slow nodes '
+                    "from lanes that slow each other:",
+                    f"    pipe = {self.options.call.with_options(costs='measured')}",
+                ]
+        return found
+
+    @property
+    def _is_measured_as_it_is(self) -> bool:
+        """Whether a step with this number of micro-batches has been measured."""
+        return self.measured is not None and microbatches_of(self.measured) == self.chunks
+
+    @property
+    def _source(self) -> str:
+        """Where the times of nodes come from."""
+        if self.options.costs == "measured":
+            return "were measured"
+        return "are those of costs=" if self.options.has_given_costs else "are estimates"
+
+    @property
+    def _calls(self) -> PrintedCalls:
+        return PrintedCalls(self.model, self.options, self.mode)
 
     @property
     def _advice(self) -> list[str]:
@@ -330,7 +371,7 @@ class Explaining:
             sentences.append('No limit is known: memory= says one, such as memory="20GiB".')
         return sentences
 
-    def _help(self, found: Sequence[Suggestion]) -> list[str]:
+    def _help(self, found: Sequence[Suggestion], now: Plan) -> list[str]:
         """The suggestions, each with its call."""
         if not found and not self.options.training:
             return [
@@ -342,15 +383,25 @@ class Explaining:
                 "Nothing that was tried (the cut, checkpoints, other numbers of micro-batches, "
                 "other schedules) is predicted to save 5 % of a step or more. This tries more, and "
                 "measures the best three:",
-                "    fxpipe.tune(model, devices, (x,), measure=3)",
+                f"    print({self._calls.tune(measure=3)})",
             ]
         sentences = []
+        if self.measured is not None and self._is_measured_as_it_is:
+            times = factor(now.timeline, self.measured)
+            sentences.append(
+                "These are predictions from the times of nodes, as the first prediction above is; "
+                f"the measured times of the stages, {times:.3g} times as long, are not in them, as "
+                "they say nothing of another cut or of other micro-batches."
+            )
         for each in found:
             sentences += [f"{each}:", f"    pipe = {each.call}"]
+            if each.caution:
+                sentences.append(f"{each.caution}.")
         if not self.has_stepped and any("schedule" in each.options for each in found):
             sentences.append(
-                "A schedule acts in pipe.step(x, target=y), which needs loss_fn= or a model that "
-                "returns its loss; pipe(x) runs all forwards first, whatever the schedule."
+                f"A schedule acts in {self._calls.of('step')}"
+                + ("" if self._calls.has_loss else ", which needs loss_fn=")
+                + "; a call of pipe runs all forwards first, whatever the schedule."
             )
         return sentences
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
+from fxpipe.inspect.batch_statistics import caution
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import COST, GAP, STAGE, stage_nodes
 from fxpipe.ir.text import human_bytes, human_time, optimality
@@ -195,7 +196,9 @@ class Report:
         found = advice(self.model_graph, times)
         is_fastest = self.was_chosen and isinstance(self.choice, Choice)
         if then is not None and self.timeline is not None and not is_fastest:
-            found += bubble_advice(self.timeline.bubble, then.bubble, more)
+            more_chunks = bubble_advice(self.timeline.bubble, then.bubble, more)
+            warned = caution(self.model_graph, self.rows_given, self.chunks, more)
+            found += [*more_chunks, *([warned] if more_chunks and warned else [])]
         return found
 
     def __str__(self) -> str:

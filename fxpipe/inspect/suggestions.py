@@ -20,6 +20,7 @@ from typing import Any
 
 from fxpipe.compiler.replanned import Replanned
 from fxpipe.compiler.written import WrittenCall
+from fxpipe.inspect.batch_statistics import caution
 from fxpipe.ir.errors import AnotherStrategy
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import human_time
@@ -45,6 +46,7 @@ class Suggestion:
         call: the call, as Python. Arguments that have no short literal stand there by the names of
             their parameters, such as ``model`` and ``loss_fn``.
         run: what takes so long: "step", or "call" if nothing is trained.
+        caution: what the change does beside that: a sentence without its full stop, or empty.
     """
 
     options: Mapping[str, Any]
@@ -53,6 +55,7 @@ class Suggestion:
     memory: tuple[float, ...]
     call: str
     run: str = "step"
+    caution: str = ""
 
     @property
     def saved(self) -> float:
@@ -140,7 +143,11 @@ class Suggesting:
             return None
         call = str(self.call.with_options(**settings))
         run = "step" if plan.training else "call"
-        return Suggestion(dict(settings), plan.seconds, self.now.seconds, plan.memory, call, run)
+        compiled = self.compiled
+        then = settings.get("chunks", compiled.chunks)
+        warned = caution(compiled.mode.model_graph, compiled.rows, compiled.chunks, then)
+        before = self.now.seconds
+        return Suggestion(dict(settings), plan.seconds, before, plan.memory, call, run, warned)
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan | None:
         """The plan with changed options; None if there is none that fits."""

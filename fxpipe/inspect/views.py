@@ -289,6 +289,7 @@ class Views:
             *runner.last(),
             self.stages,
             measured=self.measured,
+            replayed=None if self.measured is None else self.timeline(),
             has_stepped=runner.last_step() is not None,
         )()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from fxpipe.ir._torch import DisableTorchFunction, memory_number, pytree, stored_values
+from fxpipe.ir.text import kind
 
 _WITHOUT_TENSORS = {type(None), bool, int, float, str, slice, torch.dtype, torch.device}
 
@@ -18,11 +19,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a value (any pytree), in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    kind = type(value)  # usual kinds come first: every pass calls this for every node
-    if kind in _WITHOUT_TENSORS:
+    own = type(value)  # usual kinds come first: every pass calls this for every node
+    if own in _WITHOUT_TENSORS:
         return []
-    if kind in (tuple, list, dict):
-        parts = value.values() if kind is dict else value
+    if own in (tuple, list, dict):
+        parts = value.values() if own is dict else value
         return [tensor for part in parts for tensor in tensors_of(part)]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
@@ -30,6 +31,13 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def tensor_bytes(value: Any) -> int:
     """Bytes of all tensors in a value (any pytree; fake tensors count as real ones)."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+
+
+def no_scalar(value: Any) -> str:
+    """What a value is in place of a scalar tensor; empty if it is one."""
+    if not isinstance(value, Tensor):
+        return kind(value)
+    return "" if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -27,7 +27,8 @@ from fxpipe.ir.autograd import next_edges, reached
 from fxpipe.ir.cost import copies_of
 from fxpipe.ir.graph import SAVED, STAGE, VALUE, stage_nodes
 from fxpipe.ir.structure import map_tensors
-from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
+from fxpipe.ir.tensors import memory_bytes, memory_of, no_scalar, tensor_bytes, tensors_of
+from fxpipe.meaning.loss import own_loss
 from fxpipe.planning.estimates import LossMemory
 from fxpipe.runtime.ambient import without_saved_tensors_hooks
 from fxpipe.trace import untouched
@@ -119,7 +120,15 @@ class ExpectedLoss:
 
     def saved(self, graph: fx.Graph) -> SavedByLoss | str:
         """What the loss saves, given the output of a model graph; or in words why that is not
-        known. The function runs on fake tensors, which have no values: it may need some.
+        known. The function runs on fake tensors, which have no values: it may need some."""
+        try:
+            return self.computed(graph)[1]
+        except Exception as error:  # it is the user's function, which may raise anything
+            return f"loss_fn does not run on tensors without values ({type(error).__name__})"
+
+    def computed(self, graph: fx.Graph) -> tuple[Any, SavedByLoss]:
+        """The loss, as a tensor without a value, and what it saves. Raises what the function raises
+        for fake tensors.
 
         What it changes on a module of its own is put back.
         """
@@ -136,9 +145,7 @@ class ExpectedLoss:
                 output = pytree.tree_map_only(Tensor, _fresh, _output(graph))
                 devices = [tensor.device for tensor in tensors_of(output)]
                 target = map_tensors(lambda t: self._part(t, mode, devices), self.target)
-                return saved_by(self._call, output, [target])[1]
-        except Exception as error:  # it is the user's function, which may raise anything
-            return f"loss_fn does not run on tensors without values ({type(error).__name__})"
+                return saved_by(self._call, output, [target])
         finally:
             mode.allow_non_fake_inputs = known
 
@@ -152,6 +159,12 @@ class ExpectedLoss:
         fake: Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
         fake = fake.to(devices[0]) if devices else fake
         return fake[:some].clone() if whole and fake.ndim and len(fake) == whole else fake
+
+
+def no_loss(graph: fx.Graph, rebuild: Callable[[Any], Any]) -> str:
+    """What a model returns in place of a loss: empty if its output, or the part of it that would be
+    the loss, is a scalar tensor. ``rebuild`` is as for :class:`ExpectedLoss`."""
+    return no_scalar(own_loss(rebuild(_output(graph))))
 
 
 def _output(graph: fx.Graph) -> Any:

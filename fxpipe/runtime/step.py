@@ -30,8 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.ir._torch import SET_GRAD_ENABLED, lean, pytree, run_backward
 from fxpipe.ir.hooks import all_are_watched
-from fxpipe.ir.tensors import memory_bytes
-from fxpipe.ir.text import kind
+from fxpipe.ir.tensors import memory_bytes, no_scalar
 from fxpipe.runtime.checkpointing.rerun import Rerun
 from fxpipe.runtime.copy import moved
 from fxpipe.runtime.dependency import flattened, leaves_in, mapped
@@ -248,12 +247,7 @@ def loss(
 
     def run(output: Any) -> tuple[Tensor]:
         value = function(output, target)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            what = (
-                f"a tensor of shape {tuple(value.shape)}"
-                if isinstance(value, Tensor)
-                else kind(value)
-            )
+        if what := no_scalar(value):
             raise ValueError(
                 f"the loss of micro-batch {number} is {what}: a scalar tensor is needed; give "
                 "loss_fn(output, target) that returns one"

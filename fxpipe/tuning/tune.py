@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +32,12 @@ from fxpipe.api import compile
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import KNOWN, DeviceSpec, spec_of
 from fxpipe.ir.progress import report_progress
+from fxpipe.ir.tensors import no_scalar
 from fxpipe.ir.text import kind
 from fxpipe.planning.limits import Memory, free_memory, limits_of
+from fxpipe.planning.loss import ExpectedLoss, no_loss
 from fxpipe.planning.optimizer import optimizer_states
-from fxpipe.planning.question import CostSettings, costed, saved_by_loss
+from fxpipe.planning.question import CostedModel, CostSettings, costed, saved_by_loss
 from fxpipe.planning.result import ROUNDING
 from fxpipe.planning.search import (
     Setting,
@@ -125,7 +127,8 @@ def tune(
     pipeline.
 
     Raises:
-        TypeError, ValueError: if an argument makes no sense; the message says what would.
+        TypeError, ValueError: if an argument makes no sense, or if steps are to be measured that
+            have no scalar loss; the message says what would do.
         TraceError: as :func:`fxpipe.compile`.
     """
     if not isinstance(model, nn.Module):
@@ -171,6 +174,8 @@ def tune(
             chunks=max(tried, default=None),
             chain=chain_of(passes),
         )
+        if measure:
+            _check_loss(prices, options.get("loss_fn"), target)
         modes = modes_of(checkpoint)
         loss = saved_by_loss(prices, options.get("loss_fn"), options.get("example_target", target))
         search = SettingSearch(prices, within(partition, boundaries), specs, modes, names, loss)
@@ -202,6 +207,34 @@ def tune(
             report_progress(f"measuring {said(trial)}")
             trials[i] = _measured(trial, model, devices, given, target, rounds, kwargs)
     return Tuning(tuple(sorted(trials, key=lambda trial: trial.key)))
+
+
+def _check_loss(
+    prices: CostedModel, loss_fn: Callable[[Any, Any], Any] | None, target: Any
+) -> None:
+    """Raise, ahead of the search, if the steps that are to be measured will have no scalar loss, or
+    if ``loss_fn`` needs a target and none is given. The function is called on tensors without
+    values: what it raises for these says nothing, but a wrong type is wrong for all values."""
+    graph = prices.sketched.graph
+    if loss_fn is None:
+        found, whose = no_loss(graph, prices.rebuild), "the model returns"
+    else:
+        whose = "loss_fn returns"
+        try:
+            found = no_scalar(ExpectedLoss(loss_fn, target, prices.rebuild).computed(graph)[0])
+        except Exception as error:  # it is the user's function, which may raise anything
+            if target is None and isinstance(error, TypeError | AttributeError):
+                error.add_note(
+                    "tune was given no target=, so that loss_fn was called with None for it: give "
+                    "tune(..., target=y)"
+                )
+                raise
+            return
+    if found:
+        raise ValueError(
+            f"steps are to be measured, and what {whose} is {found}: a scalar tensor is needed as "
+            "the loss; give loss_fn(output, target) that returns one"
+        )
 
 
 def _console() -> Console:

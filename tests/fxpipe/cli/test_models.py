@@ -223,7 +223,9 @@ def test_explain_says_what_limits_the_speed_and_which_call_would_help(models):
     assert out.startswith("Named on 2 stages, 2 micro-batches")
     headings = ["Where the batch is", "How it was traced", "What limits the speed"]
     assert all(f"\n{heading}\n" in out for heading in [*headings, "What would help"])
-    assert "pipe = fxpipe.compile(model, (" in out
+    assert 'pipe = fxpipe.compile(model, ["cpu", "cpu"], ' in out
+    assert "example_kwargs={}" not in out
+    assert "The calls above are Python" in out
 
 
 def test_outputs_only_are_planned_compiled_and_measured(models):

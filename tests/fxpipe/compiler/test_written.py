@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fxpipe.compiler.written import WrittenCall
+import fxpipe
+from fxpipe.compiler.written import WrittenCall, written
+from fxpipe.ir.devices import KNOWN
 
 
 def takes(model, devices=None, *, chunks=None, loss_fn=None, schedule="gpipe", pins=None):
@@ -28,6 +30,16 @@ X = object()
 
 def test_what_is_as_by_default_is_left_out():
     assert str(call(nn.ReLU(), None, schedule="".join(["g", "pipe"]))) == "takes(model)"
+
+
+def test_values_that_this_project_makes_are_written_as_the_call_that_makes_them():
+    tokens = fxpipe.loss_weight.tokens("y", ignore_index=0)
+    assert written("loss_weight", tokens) == ('fxpipe.loss_weight.tokens(name="y", ignore_index=0)')
+    assert eval(written("loss_weight", tokens)) == tokens
+    assert written("loss_weight", fxpipe.loss_weight.tokens()) == "fxpipe.loss_weight.tokens()"
+    auto = fxpipe.Auto(pins={"a": 1}, boundaries=["layers.*"])
+    assert eval(written("partition", auto)) == auto
+    assert written("partition", fxpipe.Auto(devices=[KNOWN["h100"]])) == "partition"
 
 
 def test_long_literals_are_left_to_the_user():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.compiler.replanned import Replanned
-from fxpipe.schedule import Schedule
+from fxpipe.schedule import Schedule, Timeline
 from tests.zoo import MLP
 
 TWO, X = ["cpu"] * 2, torch.ones(8, 12)
@@ -73,14 +74,16 @@ def test_what_is_suggested_is_said_with_its_gain_and_its_call():
     text = str(explanation)
     assert f"{best.saved:.0%} less" in text and f"pipe = {best.call}" in text
     assert best.call.startswith('fxpipe.compile(model, ["cpu", "cpu"], example_inputs=')
-    assert "pipe.step(x, target=y)" in said(explanation, "What would help")
+    found = said(explanation, "What would help")
+    assert "A schedule acts in pipe.step(input, target=target), which needs loss_fn=" in found
 
 
 def test_a_pipeline_that_cannot_be_made_faster_is_not_given_advice():
     explanation = explained(layers(1), (torch.randn(4, 64),), ["cpu"], chunks=1)
     assert explanation.suggestions == []
     assert "Nothing that was tried" in said(explanation, "What would help")
-    assert "fxpipe.tune(model, devices, (x,), measure=3)" in said(explanation, "What would help")
+    call = 'fxpipe.tune(model, ["cpu"], (input,), measure=3, loss_fn=loss_fn, target=target)'
+    assert call in said(explanation, "What would help")
 
 
 def test_what_does_not_fit_into_the_memory_is_not_suggested():
@@ -227,7 +230,8 @@ def test_what_limits_the_speed_is_given_in_parts_of_the_step():
     assert "So 2 lanes are 1.33 times as fast as one." in found, "GPipe: 2 x 2 / (2 + 1)"
     assert "So the stages are even." in found
     assert "The bubble: lane 0 waits 33% of the step" in found
-    assert "pipe.measure" in found and "Lanes on one device share it" in found
+    assert "So 2 lanes are 1.33 times as fast as one. Lanes on one device share it" in found
+    assert "The times of nodes are those of costs=; pipe.measure(...) measures steps" in found
 
 
 def test_recomputing_is_given_as_a_part_of_the_step():
@@ -239,7 +243,73 @@ def test_recomputing_is_given_as_a_part_of_the_step():
 def test_a_measured_step_is_said_beside_the_predicted_one():
     with fxpipe.compile(MLP(), TWO, chunks=2, loss_fn=lambda y, _: y.mean()) as pipe:
         pipe.measure(X, rounds=1)
-        assert "Measured, by pipe.measure, it was" in str(pipe.explain())
+        explanation = pipe.explain()
+        found = said(explanation, "What limits the speed")
+        assert "times as long as predicted. Its stages work" in found
+        assert "2 lanes share cpu: what one of them takes, the others lack" in found
+        assert "print(pipe.measure(" not in str(explanation), "that has just been done"
+        found = said(explanation, "What would help")
+        assert found.startswith("These are predictions from the times of nodes"), "not measured"
+
+
+@pytest.mark.parametrize("costs", ["analytic", "measured"])
+def test_where_times_of_nodes_are_off_measured_ones_are_advised_if_they_are_estimates(costs):
+    with fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), costs=costs) as pipe:
+        slow = Timeline(
+            "measured",
+            ("a", "b"),
+            tuple(
+                replace(span, start=100 * span.start, end=100 * span.end)
+                for span in pipe.timeline().spans
+            ),
+        )
+        pipe._views.measured = slow
+        found = said(pipe.explain(), "What limits the speed")
+    assert "100 times as long as predicted" in found
+    is_advised = 'chunks=2, costs="measured")' in found
+    assert is_advised == (costs == "analytic")
+    assert ("The times of nodes were measured, each by itself" in found) == (not is_advised)
+
+
+def test_a_measured_step_of_other_micro_batches_is_not_compared():
+    with fxpipe.compile(MLP(), TWO, chunks=2, loss_fn=lambda y, _: y.mean()) as pipe:
+        pipe.measure(X, rounds=1)
+        pipe(X[:1])
+        found = said(pipe.explain(), "What limits the speed")
+    assert ", for a mini-batch of 2 micro-batches." in found and "as predicted" not in found
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_more_micro_batches_are_not_advised_without_a_word_on_batch_norm(tracer, deferred):
+    def cautions(model):
+        options = {"tracer": tracer, "deferred_batch_norm": deferred}
+        found = explained(model, (torch.randn(4, 8, 16, 16),), chunks=1, **options)
+        return {
+            each.options["chunks"]: each.caution
+            for each in found.suggestions
+            if each.caution and f"{each.caution}." in said(found, "What would help")
+        }
+
+    found = cautions(Normed())
+    assert found, "more micro-batches would help"
+    for chunks, caution in found.items():
+        rows = 4 // chunks
+        assert f"those of {rows} row{'s' * (rows > 1)} in place of 4" in caution
+        assert ("one row are hardly those of the data" in caution) == (rows == 1)
+    assert not cautions(Normed().eval()), "its statistics are fixed"
 
 
 def test_a_schedule_that_cannot_run_is_said_to_be_the_reason_for_no_prediction():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import fxpipe
+import fxpipe.tuning.tune as tuning
 from fxpipe.tuning.pareto import front, picture
 from fxpipe.tuning.results import Tuning, TuningTrial
 from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
@@ -162,3 +164,38 @@ def test_an_argument_that_nothing_takes_is_refused_also_if_nothing_is_measured()
 def test_arguments_that_make_no_sense_are_refused(devices, options, said):
     with pytest.raises(ValueError, match=said):
         fxpipe.tune(nn.Linear(2, 2), devices, (torch.zeros(4, 2),), progress=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, r"the model returns is a tensor of shape \(4, 2\): a scalar .* give loss_fn\("),
+        (
+            {"loss_fn": lambda y, t: y - t, "target": torch.ones(4, 2)},
+            "what loss_fn returns is a tensor",
+        ),
+        ({"loss_fn": lambda y, t: 0.0}, "what loss_fn returns is a float"),
+    ],
+)
+def test_steps_without_a_scalar_loss_are_refused_ahead_of_the_search(monkeypatch, options, said):
+    monkeypatch.setattr(tuning, "SettingSearch", None)
+    with pytest.raises(ValueError, match=said):
+        fxpipe.tune(nn.Linear(2, 2), ["cpu"], (torch.zeros(4, 2),), measure=1, **options)
+
+
+def test_a_loss_function_that_needs_a_target_is_refused_without_one(monkeypatch):
+    monkeypatch.setattr(tuning, "SettingSearch", None)
+    loss_fn = nn.MSELoss()
+    with pytest.raises(AttributeError) as caught:
+        fxpipe.tune(nn.Linear(2, 2), ["cpu"], (torch.zeros(4, 2),), measure=1, loss_fn=loss_fn)
+    assert "tune was given no target=" in caught.value.__notes__[0]
+
+
+def test_a_loss_function_that_needs_values_is_not_judged_by_tensors_without_values():
+    def loss_fn(output, target):
+        return output.sum() * (1.0 if output.sum().item() > 0 else 2.0)
+
+    options = {"chunks": [2], "schedules": ["gpipe"], "progress": False, "loss_fn": loss_fn}
+    with warnings.catch_warnings(action="ignore"):
+        found = fxpipe.tune(nn.Linear(2, 2), ["cpu"], (torch.ones(4, 2),), measure=1, **options)
+    assert found.best.measured

@@ -1,0 +1,105 @@
+"""A measured step beside the predicted one, in sentences: by which factor it is longer, and what
+that is made of, as far as it is known.
+
+::
+
+    predicted                  9.9 ms
+    the stages take longer   176.0 ms   the same step, with the measured times of stages
+    what is left             191.8 ms   the host, which starts nodes, and lanes that wait
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from fxpipe.ir.text import human_time
+from fxpipe.schedule import Timeline
+
+SEEN = 0.02  # the part of the measured time from which on it is said what passes between actions
+OFF = 1.5  # by this factor the stages take longer, or shorter, where estimates are said to be off
+NAMED = 4  # the most stages whose factors are given one by one
+
+
+def factor(predicted: Timeline, measured: Timeline) -> float:
+    """By how much longer the stages work in a measured step than in the predicted one."""
+    return _ratio(sum(_seconds(measured).values()), sum(_seconds(predicted).values()))
+
+
+def is_off(predicted: Timeline, measured: Timeline) -> bool:
+    """Whether the stages take so much longer, or shorter, that the times of nodes are wrong."""
+    times = factor(predicted, measured)
+    return times > OFF or times < 1 / OFF
+
+
+def against(
+    predicted: Timeline,
+    measured: Timeline,
+    replayed: Timeline,
+    devices: Sequence[str],
+    run: str = "step",
+) -> Iterator[str]:
+    """What a measured step says beside the predicted one.
+
+    Args:
+        replayed: the step as it is predicted from the measured times of the stages.
+        devices: the name of each lane's device.
+        run: what has been measured: "step", or "call".
+    """
+    whole = measured.makespan
+    times = _ratio(whole, predicted.makespan)
+    yield (
+        f"Measured, by pipe.measure, it was {human_time(whole)}, {times:.3g} times as long as "
+        "predicted."
+    )
+    found = _of_stages(predicted, measured)
+    if len(found) > NAMED:
+        least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+        said = f"from {found[least]:.3g} (stage {least}) to {found[most]:.3g} (stage {most})"
+    else:
+        said = ", ".join(f"stage {stage} {times:.3g}" for stage, times in found.items())
+    yield (
+        f"Its stages work {human_time(sum(_seconds(measured).values()))} in all, "
+        f"{factor(predicted, measured):.3g} times as long as predicted ({said})."
+    )
+    others = sum(span.seconds for span in measured.spans if span.action is None)
+    if others > SEEN * whole:
+        yield f"The loss and its backward, which no prediction counts, take {human_time(others)}."
+    lanes = Counter(devices).items()
+    shared = [f"{count} lanes share {name}" for name, count in lanes if count > 1]
+    if shared:
+        yield (
+            f"{', and '.join(shared)}: what one of them takes, the others lack, and that is in "
+            "these times."
+        )
+    rest = whole - replayed.makespan
+    if rest > SEEN * whole:
+        yield (
+            f"With these times of the stages the {run} would take {human_time(replayed.makespan)}; "
+            f"the other {human_time(rest)} ({rest / whole:.0%} of it) pass between the actions, "
+            "where the host starts nodes and lanes wait for each other."
+        )
+
+
+def microbatches_of(timeline: Timeline) -> int:
+    """The number of micro-batches of a step."""
+    return 1 + max((s.action.microbatch for s in timeline.spans if s.action), default=0)
+
+
+def _of_stages(predicted: Timeline, measured: Timeline) -> dict[int, float]:
+    """By how much longer each stage works in the measured step."""
+    one, other = _seconds(predicted), _seconds(measured)
+    return {stage: _ratio(other[stage], one[stage]) for stage in sorted(one)}
+
+
+def _seconds(timeline: Timeline) -> dict[int, float]:
+    """The seconds that each stage works."""
+    found: defaultdict[int, float] = defaultdict(float)
+    for span in timeline.spans:
+        if span.action is not None:
+            found[span.action.stage] += span.seconds
+    return found
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else float("inf")

@@ -1,0 +1,59 @@
+"""A measured step beside the predicted one, in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fxpipe.inspect.against import against, factor, is_off, microbatches_of
+from fxpipe.schedule import Span, StageCost, Timeline, named, simulate
+
+
+def step(*seconds: float, chunks: int = 2) -> Timeline:
+    """A step whose stages take so long for the forward of a micro-batch."""
+    costs = [StageCost(each, each, each) for each in seconds]
+    return simulate(named("gpipe", lanes=len(seconds), microbatches=chunks), costs)
+
+
+def test_it_says_by_which_factor_the_step_and_each_stage_are_longer():
+    predicted, measured = step(1e-3, 1e-3), step(3e-3, 5e-3)
+    first, second = against(predicted, measured, measured, ["cuda:0", "cuda:1"])
+    times = measured.makespan / predicted.makespan
+    assert f", {times:.3g} times as long as predicted." in first
+    assert "Its stages work 48.0 ms in all, 4 times as long as predicted" in second
+    assert "(stage 0 3, stage 1 5)" in second
+    assert factor(predicted, measured) == pytest.approx(4) and is_off(predicted, measured)
+    assert not is_off(predicted, step(1.2e-3, 1.2e-3))
+
+
+def test_of_many_stages_it_names_those_that_differ_least_and_most():
+    predicted, measured = step(*[1e-3] * 6), step(*(1e-3 * i for i in (3, 2, 3, 4, 9, 4)))
+    _, second = against(predicted, measured, measured, [f"cuda:{i}" for i in range(6)])
+    assert "(from 2 (stage 1) to 9 (stage 4))" in second
+
+
+def test_lanes_that_share_a_device_are_named():
+    one = step(1e-3, 1e-3)
+    *_, last = against(one, one, one, ["cpu", "cpu"])
+    assert "2 lanes share cpu: what one of them takes, the others lack" in last
+
+
+def test_what_no_stage_takes_is_between_the_actions():
+    one = step(1e-3, 1e-3)
+    late = [replace(s, start=s.start + 9e-3, end=s.end + 9e-3) for s in one.spans if s.lane]
+    measured = replace(one, spans=(*(s for s in one.spans if not s.lane), *late))
+    *_, last = against(one, measured, one, ["cuda:0", "cuda:1"])
+    assert "the other 7.0 ms" in last and "pass between the actions" in last
+
+
+def test_the_loss_is_said_by_itself():
+    one = step(1e-3, 1e-3)
+    measured = replace(one, spans=(*one.spans, Span(1, 0.0, 2e-3, None, "loss")))
+    assert factor(one, measured) == pytest.approx(1), "the loss is no work of a stage"
+    *_, last = against(one, measured, one, ["cuda:0", "cuda:1"])
+    assert "The loss and its backward, which no prediction counts, take 2.0 ms." in last
+
+
+def test_micro_batches_are_counted():
+    assert microbatches_of(step(1.0, chunks=5)) == 5
