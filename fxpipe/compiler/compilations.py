@@ -51,7 +51,7 @@ class Compilation:
         lines = textwrap.wrap(head + reasons[0], WIDTH, subsequent_indent="   ")
         for reason in reasons[1:]:
             lines += textwrap.wrap(reason, WIDTH, initial_indent="   ", subsequent_indent="   ")
-        said = textwrap.wrap(str(self.guards), WIDTH - 3)
+        said = textwrap.wrap(self.guards.brief, WIDTH - 3)
         return "\n".join([*lines, *textwrap.indent("\n".join(said), "   ").splitlines()])
 
 
@@ -62,9 +62,13 @@ class Compilations(Sequence[Compilation]):
 
         2 compilations of GPT
         1. 10:46:11, 2.31 s, export: the first call
-           compiled for ids: int64 [*, *], ids.size(1) <= 64, train, no autocast
+           compiled for ids: int64 [*, *], ids.size(1) <= 64, train, no autocast, 9 attributes of
+           the model
         2. 10:46:15, 1.95 s, export: mode of the model: train → eval
-           compiled for ids: int64 [*, *], ids.size(1) <= 64, eval, no autocast
+           compiled for ids: int64 [*, *], ids.size(1) <= 64, eval, no autocast, 9 attributes of
+           the model
+
+    ``pipe.compilations[0].guards.attributes`` has the attributes of the model.
     """
 
     def __init__(self, name: str) -> None:

@@ -38,7 +38,7 @@ def log_compilation(model: str, done: Compilation) -> None:
     how = ", ".join(filter(None, (done.front_end, done.cache)))
     took = human_time(done.seconds)
     COMPILATIONS.info(
-        "%s: compilation %d in %s, %s, %s", model, done.number, took, how, done.guards
+        "%s: compilation %d in %s, %s, %s", model, done.number, took, how, done.guards.brief
     )
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import io
+import math
 import re
 from typing import Any
 
 
-def human_bytes(count: int) -> str:
+def human_bytes(count: float) -> str:
     """``1536`` → ``1.5 KiB``."""
     if count < 1024:
-        return f"{count} B"
+        return f"{count:g} B"
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -25,6 +26,14 @@ def told_apart(one: float, other: float) -> tuple[str, str]:
         if texts[0] != texts[1]:
             break
     return texts
+
+
+def too_little(who: str, needed: float, limit: float) -> str:
+    """By how much a limit of memory is too low, in words. The difference is there by itself, as two
+    sizes that differ by little are the same in words."""
+    sizes = math.ceil(needed), math.floor(limit), math.ceil(needed - limit)
+    most, has, short = map(human_bytes, sizes)
+    return f"{who} needs {most} and has {has}, {short} short"
 
 
 def human_time(seconds: float) -> str:

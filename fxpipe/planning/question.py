@@ -4,7 +4,6 @@ make a model fit that does not fit."""
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,6 +15,7 @@ from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import AnotherStrategy, is_the_models
 from fxpipe.ir.log import warn
 from fxpipe.ir.progress import report_progress
+from fxpipe.ir.text import too_little
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.sample import batch_size, out_of_inference_mode
@@ -181,11 +181,10 @@ FEW = 16
 
 
 def _shortage(plan: Plan) -> str:
-    """A sentence that says how many bytes are missing on which device for a plan."""
+    """A sentence that says how much memory is missing on which device for a plan."""
     limits = [spec.memory or 0.0 for spec in plan.devices]
     short = [
-        f"device {lane} needs {math.ceil(needed):,} bytes and has {limit:,.0f}, "
-        f"{math.ceil(needed - limit):,} short"
+        too_little(f"device {lane}", needed, limit)
         for lane, (needed, limit) in enumerate(zip(plan.memory, limits, strict=True))
         if limit and needed > limit
     ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from fxpipe.ir.text import human_bytes
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.memory import Memory, MemoryChanges, most_held, peaks
 from fxpipe.schedule.schedule import Schedule
@@ -95,8 +96,8 @@ class SchedulingProblem:
             least = self.largest(own)
             if least > room * SLACK:
                 return (
-                    f"lane {lane} may keep {room:g} bytes of activations, and one micro-batch "
-                    f"needs {least:g} at its stages {', '.join(map(str, own))}: "
+                    f"lane {lane} may keep {human_bytes(room)} of activations, and one micro-batch "
+                    f"needs {human_bytes(least)} at its stages {', '.join(map(str, own))}: "
                     "raise max_bytes, or make micro-batches smaller"
                 )
         return None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fxpipe.ir.text import human_bytes
 from fxpipe.schedule.actions import Action
 from fxpipe.schedule.gantt import draw
 from fxpipe.schedule.occupancy import Occupancy, time_unit
@@ -29,7 +30,7 @@ class Timeline(Occupancy):
         ]
         for lane, (name, busy) in enumerate(zip(self.lanes, self.busy, strict=True)):
             own = self.own_spans[lane]
-            peak = f", peak {self.peak_memory[lane]:.6g} bytes" if self.memory else ""
+            peak = f", peak {human_bytes(self.peak_memory[lane])}" if self.memory else ""
             lines.append(f"{name}: works {busy / unit:.4g} of its {own / unit:.4g} {said}{peak}")
         return "\n".join(lines)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fxpipe.ir.text import human_bytes
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.bounds import Bound, spread
 from fxpipe.schedule.memory import MemoryChanges, counting, held_in_order
@@ -52,13 +53,13 @@ def validate(
     if max_bytes is not None and activation_bytes is None:
         raise ValueError("max_bytes needs activation_bytes: what each stage keeps of a micro-batch")
     bounds = (
-        (max_live, None, "stage", "micro-batches"),
-        (max_live_in_lane, None, "lane", "micro-batches"),
-        (max_bytes, activation_bytes, "lane", "bytes"),
+        (max_live, None, "stage"),
+        (max_live_in_lane, None, "lane"),
+        (max_bytes, activation_bytes, "lane"),
     )
-    for bound, weights, of, unit in bounds:
+    for bound, weights, of in bounds:
         if bound is not None:
-            _check_bound(schedule, bound, weights, released_by_input, of, unit)
+            _check_bound(schedule, bound, weights, released_by_input, of)
 
 
 # ---------------------------------------------------------------------------- no action is missing
@@ -165,8 +166,9 @@ def _check_bound(
     weights: Sequence[float] | None,
     released_by_input: float,
     of: str,
-    unit: str,
 ) -> None:
+    unit, said = ("bytes", human_bytes) if weights is not None else ("micro-batches", _number)
+    named = f" {unit}" if weights is None else ""
     size = schedule.stages if of == "stage" else len(schedule.lanes)
     bounds = spread(bound, size, f"the bound on {unit} of each {of}")
     memory = counting(schedule, weights, released_by_input)
@@ -176,9 +178,13 @@ def _check_bound(
             index, amount = (action.stage, at_stage) if of == "stage" else (lane, in_lane)
             if amount > bounds[index] * (1 + 1e-9):
                 raise ScheduleError(
-                    f"{of} {index} keeps {amount:g} {unit} alive, {_at((lane, position))} "
-                    f"({action}): {bounds[index]:g} are allowed"
+                    f"{of} {index} keeps {said(amount)}{named} alive, {_at((lane, position))} "
+                    f"({action}): {said(bounds[index])} are allowed"
                 )
+
+
+def _number(count: float) -> str:
+    return f"{count:g}"
 
 
 def _at(place: _Place) -> str:

@@ -28,6 +28,7 @@ from torch import fx
 
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.graph import stage_nodes
+from fxpipe.ir.text import too_little
 from passes.partition.by_name import check_names, check_stage, named
 from passes.partition.cut.bounds import lower_bound
 from passes.partition.cut.dag import Dag, Machine, prices
@@ -273,7 +274,7 @@ def shortage(found: CutProblem, target: Machine, pins: Mapping[int, int]) -> str
         )
     need = prices(found.dag, target, stage).memory
     short = [
-        f"device {s} needs {n:,.0f} bytes and has {m:,.0f}, {math.ceil(n - m):,} short"
+        too_little(f"device {s}", n, m)
         for s, (n, m) in enumerate(zip(need, target.memory, strict=True))
         if n > m
     ]

@@ -46,6 +46,7 @@ from fxpipe.compiler.disk.versions import (
 )
 from fxpipe.ir.hooks import HOOKS
 from fxpipe.ir.tensors import memory_of
+from fxpipe.ir.text import human_bytes
 
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), type(...), range, slice),
@@ -254,7 +255,7 @@ class Digest:
         if not is_strided or type(tensor) not in (Tensor, nn.Parameter):
             raise NotKept(f"{path} is a constant of the kind {_name(type(tensor))}")
         if tensor.nbytes > _LARGEST:
-            raise NotKept(f"{path} is a constant of {tensor.nbytes:,} bytes")
+            raise NotKept(f"{path} is a constant of {human_bytes(tensor.nbytes)}")
         content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._token(hashlib.sha256(content).hexdigest())
 

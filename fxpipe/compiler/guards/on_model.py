@@ -82,6 +82,11 @@ class StateGuard:
         """The attributes that the program depends on in the latest state."""
         return self.premises[-1].attributes()
 
+    def said(self) -> dict[str, str]:
+        """The attributes that the program depends on, in the order of their paths, and the values
+        that they had, in words."""
+        return dict(sorted(self.premises[-1].said(_paths(self.model))))
+
     def widen(self, other: StateGuard, free: Iterable[nn.Module]) -> None:
         """Let this guard also hold in the states in which ``other`` holds, the guard of a program
         that computes the same.
@@ -99,8 +104,7 @@ class StateGuard:
             self.premises += [premises.without(changed) for premises in other.premises]
 
     def __str__(self) -> str:
-        latest, paths = self.premises[-1], _paths(self.model)
-        said = [f"{name} = {value}" for name, value in latest.said(paths)]
+        said = [f"{name} = {value}" for name, value in self.said().items()]
         more = len(said) - SHOWN
         if not said:
             return ""

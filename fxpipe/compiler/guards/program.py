@@ -111,6 +111,20 @@ class Guards:
         """The guards on arguments that are no tensors."""
         return [guard for guard in self._all if isinstance(guard, ConstantGuard)]
 
+    @property
+    def attributes(self) -> dict[str, str]:
+        """All attributes of the model that the program depends on, by their paths, with the values
+        that they have to have, in words: ``{"head.scale": "3"}``. ``print`` shows a few."""
+        return self.state.said()
+
+    @property
+    def brief(self) -> str:
+        """The guards in words, with no more than the number of attributes of the model."""
+        said = [str(guard) for guard in self._all if guard is not self.state]
+        count = len(self.attributes)
+        attributes = f"{count} attribute{'s' * (count != 1)} of the model" if count else ""
+        return f"compiled for {', '.join(filter(None, [*said, attributes]))}"
+
     def __str__(self) -> str:
         return f"compiled for {', '.join(filter(None, map(str, self._all)))}"
 

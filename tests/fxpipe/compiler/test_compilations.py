@@ -66,6 +66,27 @@ def test_they_are_printed_a_few_lines_each():
     assert "2. TIME, export: shape of x: (4, 3) → (4, 4) (dimension 1 has to be 3:" in said
 
 
+def test_of_the_attributes_of_the_model_only_their_number_is_printed():
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.scales = [1.0, 2.0]
+            self.c, self.b, self.a = 1.0, 2.0, 3.0
+
+        def forward(self, x):
+            return super().forward(x) * self.a * self.b * self.c
+
+    with fxpipe.compile(nn.Sequential(Scaled(), nn.Tanh()), TWO, chunks=2) as pipe:
+        pipe(torch.randn(4, 3))
+        found = pipe.guards.attributes
+        assert (
+            list(found) == sorted(found) and found.items() >= {"0.a": "3.0", "0.c": "1.0"}.items()
+        )
+        said = str(pipe.compilations)
+        assert f"no autocast, {len(found)} attributes of the model" in said.replace("\n  ", "")
+        assert "0.a" not in said and "0.a = 3.0" in str(pipe.guards)
+
+
 def test_a_call_that_is_served_or_refused_is_no_compilation():
     with fxpipe.compile(Listed(), TWO, chunks=2, dynamic=True) as pipe:
         pipe(torch.randn(4, 3))

@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_with_calls_that_would_fit():
     with pytest.raises(fxpipe.DoesNotFit) as error:
         fxpipe.compile(model, ["cpu"] * 2, memory=limit, **options)
     message = str(error.value)
-    assert re.search(r"device 0 needs [\d,]+ bytes and has [\d,]+, [\d,]+ short", message)
+    assert re.search(r"device 0 needs [\d.]+ MiB and has [\d.]+ MiB, [\d.]+ .iB short", message)
     ways = (
         message.partition("it would fit with ")[2].replace(" or with ", ", with ").split(", with ")
     )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.ir.text import human_bytes
 from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
 from tests.zoo import MODELS, UNet
 
@@ -55,7 +56,7 @@ def test_a_model_that_cannot_fit_is_refused_with_what_is_short_and_what_would_he
         fxpipe.plan(model, [short] * 2, example_inputs=x, chunks=4)
     message = str(error.value)
     assert "device 0 needs " in message
-    assert f"and has {0.4 * TABLES:,.0f}, " in message
+    assert f"and has {human_bytes(0.4 * TABLES)}, " in message
     assert (
         "; nothing that was tried makes it fit (schedule, chunks, checkpoint, up to 8 devices): "
         "give devices with more memory"

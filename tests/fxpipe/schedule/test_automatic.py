@@ -217,7 +217,7 @@ def test_skips_are_counted():
             2,
             1,
             {"memory": Memory([4, 4], fixed=1), "max_bytes": 4},
-            "lane 0 may keep 3 bytes of activations, and one micro-batch needs 4 at its stages 0",
+            "lane 0 may keep 3 B of activations, and one micro-batch needs 4 B at its stages 0",
         ),
     ],
 )

@@ -51,6 +51,6 @@ def test_no_named_schedule_beats_the_bound(name, microbatches, costs, latency):
 def test_what_a_lane_needs_at_least():
     assert problem([UNIT] * 3, (0, 1, 0), room=2).misfit() is None
     assert problem([UNIT] * 3, (0, 1, 0), room=1).misfit() == (
-        "lane 0 may keep 1 bytes of activations, and one micro-batch needs 2 at its stages 0, 2: "
+        "lane 0 may keep 1 B of activations, and one micro-batch needs 2 B at its stages 0, 2: "
         "raise max_bytes, or make micro-batches smaller"
     )

@@ -65,7 +65,7 @@ def test_it_prints_what_matters():
     timeline = simulate(named("gpipe", lanes=1, microbatches=1), [StageCost(1, 1, 1)], None, memory)
     assert str(timeline).splitlines() == [
         "gpipe: 3 s, 0.0% of all lanes' time is idle, 0.0% within their own spans",
-        "lane 0: works 3 of its 3 s, peak 1048 bytes",
+        "lane 0: works 3 of its 3 s, peak 1.0 KiB",
     ]
     assert [str(span) for span in measured().spans] == ["0F0", "0B0", "loss"]
 

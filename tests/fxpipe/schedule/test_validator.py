@@ -140,7 +140,7 @@ def test_bounds_on_lanes_and_on_bytes():
         ScheduleError, match=r"lane 0 keeps 4 micro-batches alive, at position 3 of"
     ):
         validate(schedule, max_live_in_lane=3)
-    with pytest.raises(ScheduleError, match=r"lane 1 keeps 400 bytes alive, .*: 399 are allowed"):
+    with pytest.raises(ScheduleError, match=r"lane 1 keeps 400 B alive, .*: 399 B are allowed"):
         validate(schedule, activation_bytes=[100] * 4, max_bytes=[400, 399])
 
 
