@@ -24,6 +24,7 @@ from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.guards.program import Guards
+from fxpipe.compiler.loss import NoLoss
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.runner import NO_TRACE, Runner
 from fxpipe.inspect.explain import Explanation
@@ -318,7 +319,14 @@ class Pipeline(ModelProxy):
         """
         rounds = count("rounds", rounds, "the number of steps to measure")
         if self._runner.options.training:
-            unrolled, values = self._runner.ready_to_step(args, kwargs, target)
+            try:
+                unrolled, values = self._runner.ready_to_step(args, kwargs, target)
+            except NoLoss as error:
+                error.add_note(
+                    "measure() measures a training step; to measure calls, compile the model with "
+                    "training=False"
+                )
+                raise
             values += [None, None]
         elif target is not None:
             raise ValueError(

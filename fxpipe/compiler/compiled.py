@@ -15,6 +15,7 @@ from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Loss
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, stage_costs
+from fxpipe.ir.graph import VALUE, mutable
 from fxpipe.ir.structure import Structure
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.sample import Sample, batch_size
@@ -137,6 +138,14 @@ class Mode:
         found, structure = Structure.of(marked)
         dims = zip(structure.paths(), map(int, found), strict=True)
         return {path: dim for path, dim in dims if dim >= 0}
+
+    @property
+    def output_taken_for_loss(self) -> Any:
+        """What a training step takes for the loss where there is no ``loss_fn``: a fake tensor, for
+        a mini-batch of the example's size, or what else the model returns there."""
+        output = self.model_graph.graph.output_node()
+        values = fx.map_arg(output.args[0], lambda node: node.meta[VALUE])
+        return own_loss(self.traced.rebuild(mutable(values)))
 
     def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The number of rows in the mini-batch of a call; None if no input has a batch

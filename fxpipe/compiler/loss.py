@@ -7,17 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree, saved_tensors_hooks
 from fxpipe.ir.structure import Structure
+from fxpipe.ir.text import kind
 from fxpipe.meaning.loss import own_loss
 from fxpipe.planning.loss import SavedByLoss, saved_by
 from fxpipe.runtime.microbatch import ListOfRows
 from fxpipe.runtime.random import alone
+
+if TYPE_CHECKING:
+    from fxpipe.compiler.compiled import Mode
+    from fxpipe.compiler.options import Options
 
 LossFunction = Callable[[Any, Any], Tensor]
 LossWeightFunction = Callable[..., Any]
@@ -63,11 +68,15 @@ class Loss(nn.Module):
                 return self.call(output, whole)  # type: ignore[misc]
         except Exception as error:
             if whole is None:
-                error.add_note(
-                    "step() was given no target=, so that loss_fn was called with None for it: "
-                    "give step(x, target=y)"
-                )
+                error.add_note(_without_target("loss_fn"))
             raise
+
+
+def _without_target(function: str) -> str:
+    return (
+        f"step() was given no target=, so that {function} was called with None for it: give "
+        "step(x, target=y)"
+    )
 
 
 class LossWeight(nn.Module):
@@ -77,23 +86,55 @@ class LossWeight(nn.Module):
         function: the user's ``loss_weight``.
         fill: makes the arguments of ``function``, positional and named ones, from the tensors of a
             micro-batch: of its target, or of its inputs if the model returns its loss.
+        of_target: whether it is those of the target.
     """
 
     def __init__(
         self,
         function: LossWeightFunction,
         fill: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+        of_target: bool = False,
     ) -> None:
         super().__init__()
         # A lambda, so that a function that is a module does not become a submodule.
         self.call = lambda *args, **kwargs: function(*args, **kwargs)
-        self.fill = fill
+        self.fill, self.of_target = fill, of_target
 
     def forward(self, *leaves: Any) -> Any:
         """The weight of a micro-batch."""
         args, kwargs = self.fill(leaves)
-        with alone(), torch.no_grad():
-            return self.call(*args, **kwargs)  # type: ignore[no-untyped-call]
+        try:
+            with alone(), torch.no_grad():
+                return self.call(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            if self.of_target and args == (None,):
+                error.add_note(_without_target("loss_weight"))
+            raise
+
+
+class NoLoss(ValueError):
+    """A training step is asked of a model that returns no loss, without a ``loss_fn``."""
+
+
+def refuse_no_loss(mode: Mode, options: Options, name: str) -> None:
+    """Raise :class:`NoLoss` if a training step has no loss, as far as the shapes of the model's
+    output tell. A loss for each row is one where each micro-batch has one row.
+
+    Args:
+        name: the class of the model.
+    """
+    if options.loss_fn is not None:
+        return
+    found = mode.output_taken_for_loss
+    if isinstance(found, Tensor) and found.numel() in (1, mode.example.batch):
+        return
+    what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else kind(found)
+    why = "" if options.loss_weight is None else ", and loss_weight= only says what a loss counts"
+    raise NoLoss(
+        f"a training step needs a loss, and {name} returns {what}{why}: give "
+        "compile(loss_fn=...), a function of output and target, or let the model return its loss, "
+        "a scalar tensor"
+    )
 
 
 @dataclass(frozen=True)

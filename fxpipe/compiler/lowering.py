@@ -111,4 +111,4 @@ class Lowering:
         if self.options.loss_fn is None or target is None:
             return LossWeight(function, mode.arguments)
         nesting = target.nesting
-        return LossWeight(function, lambda leaves: ((nesting.fill(leaves),), {}))
+        return LossWeight(function, lambda leaves: ((nesting.fill(leaves),), {}), of_target=True)

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
-from fxpipe.compiler.loss import Target
+from fxpipe.compiler.loss import Target, refuse_no_loss
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.shortage import shortage
 from fxpipe.ir._torch import TransformType, has_tangent, is_forward_mode, transforms
@@ -101,6 +101,7 @@ class Runner:
 
         Raises:
             RuntimeError: if the pipeline is closed, or in inference mode.
+            NoLoss: if there is no ``loss_fn``, and the model returns no loss.
             ValueError: for a target where there is no ``loss_fn`` and the model has no argument
                 ``target``.
         """
@@ -117,6 +118,7 @@ class Runner:
             if target is None and self.options.loss_fn is not None:
                 error.add_note("the target is given by its name: step(x, target=y)")
             raise
+        refuse_no_loss(mode, self.options, type(self.compiler.model).__name__)
         readings = Target.readings(target, mode.batch_of(values), mode.rows is not None)
         self._step, wanted = self.compiler.step(mode, chunks, readings)
         self._last = mode, chunks

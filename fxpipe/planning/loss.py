@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from fxpipe.ir._torch import gradient_kinds, pytree
 from fxpipe.ir.autograd import next_edges, reached
 from fxpipe.ir.cost import copies_of
-from fxpipe.ir.graph import SAVED, STAGE, VALUE, stage_nodes
+from fxpipe.ir.graph import SAVED, STAGE, VALUE, mutable, stage_nodes
 from fxpipe.ir.structure import map_tensors
 from fxpipe.ir.tensors import memory_bytes, memory_of, no_scalar, tensor_bytes, tensors_of
 from fxpipe.meaning.loss import own_loss
@@ -168,7 +168,7 @@ def no_loss(graph: fx.Graph, rebuild: Callable[[Any], Any]) -> str:
 
 
 def _output(graph: fx.Graph) -> Any:
-    return fx.map_arg(graph.output_node().args[0], lambda node: node.meta[VALUE])
+    return mutable(fx.map_arg(graph.output_node().args[0], lambda node: node.meta[VALUE]))
 
 
 def _fresh(tensor: Tensor) -> Tensor:

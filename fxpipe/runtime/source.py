@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from fxpipe.ir.graph import DEVICE
+from fxpipe.ir.graph import DEVICE, mutable
 from fxpipe.runtime.notes import where
 
 _LITERALS = (type(None), bool, int, str)
@@ -202,6 +203,14 @@ class _Source:
             return repr(argument)
         if type(argument) is tuple:
             return f"({''.join(f'{self._expression(each)}, ' for each in argument)})"
+        # Those of a graph are of types of fx that cannot be written to. What is called may write to
+        # lists and dicts that it is given, which are made anew for each call.
+        if type(argument) in (list, immutable_list):
+            return f"[{', '.join(map(self._expression, argument))}]"
+        if type(argument) in (dict, immutable_dict):
+            keys = map(self._expression, argument)
+            values = map(self._expression, argument.values())
+            return f"{{{', '.join(f'{k}: {v}' for k, v in zip(keys, values, strict=True))}}}"
         found: list[fx.Node] = []
         fx.map_arg(argument, found.append)
         if not found:
@@ -209,7 +218,7 @@ class _Source:
         nodes = list(dict.fromkeys(found))
 
         def filled(*values: Any) -> Any:
-            return fx.map_arg(argument, dict(zip(nodes, values, strict=True)).__getitem__)
+            return mutable(fx.map_arg(argument, dict(zip(nodes, values, strict=True)).__getitem__))
 
         names = ", ".join(node.name for node in nodes)
         return f"{self._constant('filled', filled)}({names})"

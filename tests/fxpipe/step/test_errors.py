@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.schedule import Schedule
 from tests.fxpipe.step.compiled import compiled
-from tests.zoo import gradients, mean_loss, same
+from tests.zoo import MLP, gradients, mean_loss, same
 
 
 def test_an_array_of_another_library_is_refused_as_a_target():
@@ -51,6 +51,16 @@ def test_an_array_of_another_library_is_refused_as_a_target():
             {"loss_fn": None},
             lambda p: p.step(torch.randn(4, 12), target=torch.randn(4)),
             "a target is given, but no loss_fn",
+        ),
+        (
+            {"loss_fn": None},
+            lambda p: p.step(torch.randn(4, 12)),
+            r"needs a loss, and MLP returns a tensor of shape \(4, 12\): give compile\(loss_fn=",
+        ),
+        (
+            {"loss_fn": None, "loss_weight": fxpipe.loss_weight.tokens()},
+            lambda p: p.step(torch.randn(4, 12)),
+            r"returns a tensor of shape \(4, 12\), and loss_weight= only says what a loss counts",
         ),
         (
             {},
@@ -119,6 +129,45 @@ def test_where_the_target_has_been_forgotten_the_error_says_so():
         "step() was given no target=, so that loss_fn was called with None for it: give step(x, "
         "target=y)"
     )
+
+
+def test_where_the_target_of_a_loss_weight_has_been_forgotten_the_error_says_so():
+    tokens = fxpipe.loss_weight.tokens(ignore_index=0)
+    with compiled(loss_weight=tokens) as pipe, pytest.raises(AttributeError) as caught:
+        pipe.step(torch.randn(4, 12))
+    assert caught.value.__notes__[0] == (
+        "step() was given no target=, so that loss_weight was called with None for it: give "
+        "step(x, target=y)"
+    )
+
+
+def test_to_measure_a_model_without_a_loss_it_is_compiled_without_training():
+    """A step is measured, and it has to have a loss."""
+    x = torch.randn(4, 12)
+    with compiled(loss_fn=None) as pipe:
+        with pytest.raises(ValueError, match="a training step needs a loss, and MLP ret") as caught:
+            pipe.measure(x)
+        assert caught.value.__notes__ == [
+            "measure() measures a training step; to measure calls, compile the model with "
+            "training=False"
+        ]
+        assert pipe(x).shape == (4, 12)
+    with compiled(loss_fn=None, training=False, schedule="gpipe") as pipe:
+        pipe.measure(x, rounds=1)
+
+
+def test_a_loss_for_each_row_is_one_of_micro_batches_of_one_row():
+    class OfRows(MLP):
+        def forward(self, x):
+            return super().forward(x).square().mean(1)
+
+    model, x = OfRows(), torch.randn(4, 12)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=4) as pipe:
+        pipe.step(x)
+    found = gradients(model)
+    model.zero_grad()
+    model(x).mean().backward()
+    torch.testing.assert_close(found, gradients(model))
 
 
 def test_where_the_target_is_given_without_its_name_the_error_says_so():

@@ -40,6 +40,106 @@ def test_a_model_may_return_its_loss(kind):
     torch.testing.assert_close(gradients(model), gradients(wanted))
 
 
+@dataclass
+class Found:
+    y: Tensor
+    more: list
+
+
+class Returning(MLP):
+    """Returns its output within other values, in one of several structures."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        y = super().forward(x)
+        of_all = {
+            "dict": {"y": y, "more": [y, {"x": x, "none": []}]},
+            "list": [y, {"x": x, "numbers": [1, 2]}],
+            "tuple": (y, [x]),
+            "dataclass": Found(y, [x, {"x": x}]),
+        }
+        return of_all[self.kind]
+
+
+def kinds(value: object) -> object:
+    """The types within a value."""
+    if isinstance(value, dict):
+        return type(value), {key: kinds(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value), [kinds(each) for each in value]
+    return (type(value), kinds(vars(value))) if isinstance(value, Found) else type(value)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("kind", ["dict", "list", "tuple", "dataclass"])
+def test_the_loss_gets_the_types_that_the_model_returns(kind, tracer, schedule):
+    """Lists and dicts in a graph are of types of ``torch.fx``, which nobody can write to."""
+    model, x, target = Returning(kind), torch.randn(6, 12), torch.randn(6, 12)
+    seen = []
+
+    def loss(output, target):
+        seen.append(kinds(output))
+        if isinstance(output, dict):
+            output["y"] = output["y"].double().float()
+            return (output["y"] - target).square().mean()
+        y = output.y if isinstance(output, Found) else output[0]
+        if isinstance(output, list):
+            output.append(None)
+        return (y - target).square().mean()
+
+    options = {"chunks": 3, "loss_fn": loss, "tracer": tracer, "schedule": schedule}
+    with fxpipe.compile(model, ["cpu"] * 2, **options) as pipe:
+        pipe.step(x, target=target)
+        pipe.step(x, target=target)
+        assert set(map(str, seen)) == {str(kinds(model(x)))} == {str(kinds(pipe(x)))}
+
+
+def test_a_loss_that_is_no_scalar_is_named_by_the_type_that_the_model_returns():
+    options = {"chunks": 3, "loss_fn": lambda output, target: output}
+    with (
+        fxpipe.compile(Returning("dict"), ["cpu"] * 2, **options) as pipe,
+        pytest.raises(ValueError, match="is a dict: a scalar tensor is needed"),
+    ):
+        pipe.step(torch.randn(6, 12), target=torch.randn(6))
+
+
+class Writing(nn.Module):
+    """Is kept whole, as its way depends on values; it writes to a dict of its own arguments."""
+
+    def forward(self, given):
+        given = dict(given)
+        if bool(given["x"].sum() > 1e9):
+            raise ValueError("too large")
+        SEEN.append(kinds(given))
+        return given["x"] + given["more"][0]
+
+
+SEEN: list[object] = []
+
+
+@pytest.mark.parametrize("stages", [["second"], ["kept"]])
+def test_a_module_that_is_kept_whole_gets_plain_dicts_and_lists(stages):
+    class Keeping(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept, self.second = Writing(), nn.Linear(12, 12)
+
+        def forward(self, x):
+            return self.second(self.kept({"x": super().forward(x), "more": [x, 1]}))
+
+    model, x = Keeping(), torch.randn(6, 12)
+    SEEN.clear()
+    model(x)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=3, partition=stages, loss_fn=mean_loss) as pipe:
+        pipe.step(x, target=torch.randn(6))
+        assert "kept" in str(pipe.model_graph.graph)
+    assert set(map(str, SEEN)) == {str(SEEN[0])}
+
+
 def test_a_model_that_returns_its_loss_may_have_an_argument_called_target():
     class Own(MLP):
         def forward(self, x, target=None):
