@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fxpipe.cli.errors import UserError, is_users
+from fxpipe.cli.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -158,16 +158,22 @@ def called_with(given: Given) -> Iterator[None]:
     Raises:
         UserError: if the model fails on the inputs; the message names them. Other errors pass.
     """
+    from fxpipe.ir.errors import is_itself  # here, so that --help need not wait
+    from fxpipe.trace.errors import sentence
+
     try:
         yield
     except Exception as error:
-        failure = _failure(given) if is_users(error) else None
+        is_clicks = isinstance(error, click.ClickException | click.exceptions.Exit | click.Abort)
+        failure = error if is_itself(error) else None if is_clicks else _failure(given)
         if failure is None:
             raise
         raise UserError(
-            f"{type(given.model).__name__} cannot be called with {_said(given)}: {failure}\n"
+            f"{type(given.model).__name__} cannot be called with {_said(given)}: "
+            f"{sentence(failure)}\n"
             "Give other inputs with --input SIZES[:DTYPE], such as 8,3,32,32 or 8,128:int64, one "
-            "for each argument; or let FACTORY return a model and its inputs"
+            "for each argument; for inputs that are no tensors (a dict, say) let FACTORY be a "
+            "function that returns (model, (inputs,))"
         ) from error
 
 

@@ -88,7 +88,7 @@ _PIPELINE = (
     ),
     click.option(
         "--schedule",
-        type=click.Choice([*NAMES, "auto"]),
+        type=click.Choice([*NAMES, "auto"], case_sensitive=False),
         default="gpipe",
         show_default=True,
         help="The schedule of a training step, in the literature's names; auto takes the fastest.",

@@ -18,7 +18,7 @@ LANES = 4
     short_help="Print a schedule, its bubble, and how much memory it takes.",
     epilog=f"NAME is one of {', '.join(NAMES)}.",
 )
-@click.argument("name", type=click.Choice(NAMES), metavar="NAME")
+@click.argument("name", type=click.Choice(NAMES, case_sensitive=False), metavar="NAME")
 @click.option(
     "--lanes", type=click.IntRange(min=1), help=f"The number of lanes (devices). Default: {LANES}."
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 
 from fxpipe.schedule.actions import Action, Entry, Kind, Overlap
 from fxpipe.schedule.schedule import Schedule
@@ -54,8 +55,23 @@ def named(name: str, *, lanes: int, microbatches: int, stages: int | None = None
 def stages_per_lane(name: str) -> int:
     """The number of stages that a named schedule gives each lane by default."""
     if name not in _NAMED:
-        raise ValueError(f"schedule is {name!r}: give one of {', '.join(NAMES)}")
+        raise ValueError(unknown(name))
     return _NAMED[name][1]
+
+
+def unknown(name: object, more: str = "") -> str:
+    """What to say of a name that no schedule has: which name it may stand for, and all of them.
+
+    Others write the names of these schedules in other ways: "1F1B", "Interleaved1F1B".
+
+    Args:
+        more: what else can be given.
+    """
+    plain = {each.replace("_", ""): each for each in NAMES}
+    written = "".join(filter(str.isalnum, name.lower())) if isinstance(name, str) else ""
+    near = get_close_matches(written, plain, 1)
+    meant = f"did you mean {plain[near[0]]!r}? There are" if near else "give one of"
+    return f"schedule is {name!r}: {meant} {', '.join(NAMES)}{more}"
 
 
 def least_microbatches(name: str, lanes: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from fxpipe.ir.counts import count
 from fxpipe.schedule.automatic import auto
 from fxpipe.schedule.bounds import Bound
-from fxpipe.schedule.catalogue import NAMES, least_microbatches, named
+from fxpipe.schedule.catalogue import NAMES, least_microbatches, named, unknown
 from fxpipe.schedule.memory import Memory
 from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.world import Links, StageCost
@@ -38,7 +38,7 @@ def placement_of(schedule: str | Schedule, lanes: int, stages: int | None) -> tu
             raise ValueError(f"stages is {stages}: give as many for each of the {lanes} devices")
         return ((down + down[::-1]) * stages)[:stages]
     if schedule not in NAMES:
-        raise ValueError(f"schedule is {schedule!r}: give one of {', '.join(NAMES)}, or {AUTO}")
+        raise ValueError(unknown(schedule, f", or {AUTO}"))
     # Where the stages are does not depend on the number of micro-batches.
     return named(schedule, lanes=lanes, stages=stages, microbatches=2 * lanes).placement
 

@@ -46,6 +46,19 @@ def words():
     return nn.Embedding(4, 8), torch.zeros(8, 3, dtype=torch.long)
 
 
+class OfADict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, batch):
+        return self.second(self.first(batch["image"]))
+
+
+def of_a_dict():
+    return OfADict(), ({"image": torch.ones(8, 8)},)
+
+
 class Whole(nn.Module):
     def forward(self, x):
         return x.long() + 1

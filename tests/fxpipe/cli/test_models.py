@@ -78,6 +78,18 @@ def test_inputs_that_the_model_does_not_take_are_said_to_be_so(models, command):
     assert "Give other inputs with --input" in message
 
 
+@pytest.mark.parametrize("command", ["compile", "explain", "plan", "bench"])
+def test_a_model_of_a_dict_is_told_how_to_be_given_one(models, command):
+    """The error is the model's own, of whatever type, and needs no traceback."""
+    devices = ["--devices", "h100,h100" if command == "plan" else "cpu,cpu"]
+    message = refused(command, "own_models:OfADict", *devices, "--input", "8,8")
+    error, hint = message.splitlines()
+    assert error.startswith("OfADict cannot be called with float32 [8, 8]: IndexError: ")
+    assert 'return self.second(self.first(batch["image"])))' in error
+    assert hint.endswith("let FACTORY be a function that returns (model, (inputs,))")
+    assert run(command, "own_models:of_a_dict", *devices).exit_code == 0
+
+
 def test_compile_draws_each_level_as_dot_without_graphviz(models, monkeypatch):
     monkeypatch.setenv("PATH", "")
     for level in ("model", "stage", "pipeline", "step"):

@@ -20,6 +20,10 @@ def test_every_schedule_is_printed_as_a_grid(name):
     assert out.startswith(str(found))
 
 
+def test_names_are_taken_in_any_case():
+    assert shown("1F1B", "--lanes", 2, "--chunks", 4) == shown("1f1b", "--lanes", 2, "--chunks", 4)
+
+
 def test_the_bubble_is_counted_in_both_ways_and_so_are_live_micro_batches():
     out = shown("1f1b", "--lanes", 4, "--chunks", 8)
     # All lanes: (n - 1) / (m + n - 1). Lane i begins i forwards after the first and ends i

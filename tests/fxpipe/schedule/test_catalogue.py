@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import fxpipe
 from fxpipe.schedule import NAMES, Schedule, catalogue, live, named, validate
 
 PER_LANE = {"gpipe": [1], "1f1b": [1], "zbv": [2], "dualpipe_v": [2]}
@@ -165,7 +166,7 @@ def test_zb_h1_keeps_no_more_than_the_first_lane_of_1f1b(lanes, microbatches):
 @pytest.mark.parametrize(
     "name, size, message",
     [
-        ("gpip", {}, "schedule is 'gpip': give one of gpipe, 1f1b, interleaved_1f1b"),
+        ("gpip", {}, "schedule is 'gpip': did you mean 'gpipe'"),
         ("gpipe", {"stages": 8}, "gpipe has 1 stage on each lane: 4 lanes take 4 stages, not 8"),
         ("zbv", {"stages": 4}, "zbv has 2 stages on each lane: 4 lanes take 8 stages, not 4"),
         ("looped_bfs", {"stages": 7}, "4 lanes take 8 stages, say, not 7"),
@@ -255,3 +256,27 @@ def torch_takes(name, lanes, microbatches):
         return microbatches >= 2 * lanes
     rounds = max(1, microbatches // lanes)
     return name not in ("interleaved_1f1b", "zb_h1") or microbatches % rounds == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("1F1B", "1f1b"),
+        ("GPipe", "gpipe"),
+        ("1fb1", "1f1b"),
+        ("Interleaved1F1B", "interleaved_1f1b"),
+        ("ZB-H1", "zb_h1"),
+        ("DualPipeV", "dualpipe_v"),
+    ],
+)
+def test_a_name_that_is_written_in_another_way_is_suggested(written, meant):
+    with pytest.raises(ValueError, match=f"'{written}': did you mean '{meant}'. There are gpipe, "):
+        named(written, lanes=2, microbatches=4)
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'.*dualpipe_v, or auto"):
+        fxpipe.compile(nn.Linear(2, 2), ["cpu"] * 2, schedule=written)
+
+
+@pytest.mark.parametrize("written", ["nosuch", None, 1])
+def test_nothing_is_suggested_for_what_is_like_no_name(written):
+    with pytest.raises(ValueError, match=f"schedule is {written!r}: give one of gpipe, 1f1b"):
+        fxpipe.compile(nn.Linear(2, 2), ["cpu"] * 2, schedule=written)
