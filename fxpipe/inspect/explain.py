@@ -10,6 +10,7 @@ the speed, and which calls would help.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,7 +199,16 @@ class Explaining:
         }
         sentences = [by.get(traced.front_end, f"{traced.front_end} has traced the model.")]
         if traced.tried:
-            sentences.append("What was tried before that, and why it was not taken:")
+            if traced.front_end == "export" and _has_only_stopped(traced.tried):
+                sentences.append(
+                    "That is nothing to mend: symbolic tracing, which was tried before that, has "
+                    "neither sizes nor values of inputs to put into calls and conditions, and so "
+                    "torch.export has traced the model. What differs is that nodes are operators, "
+                    "and no layers, and that the graph may be for some sizes only, as said below. "
+                    "Symbolic tracing ended here:"
+                )
+            else:
+                sentences.append("What was tried before that, and why it was not taken:")
             sentences += [f"    {tried}" for tried in traced.tried]
         elif traced.front_end == "export" and self.options.tracer == "export":
             sentences.append('That is so because of tracer="export".')
@@ -417,6 +427,12 @@ def _plan_of(ask: Callable[[], Plan]) -> tuple[Plan | None, str]:
 def _counted(count: int, what: str) -> str:
     """``2, "micro-batch"`` → ``2 micro-batches``."""
     return f"{count} {what}" + ("" if count == 1 else "es" if what.endswith("h") else "s")
+
+
+def _has_only_stopped(tried: Sequence[str]) -> bool:
+    """Whether symbolic tracing, and nothing else, was tried in vain, and ended by an exception in
+    the model's code: its graph was not found to be wrong."""
+    return len(tried) == 1 and re.match(r"symbolic: \w+: ", tried[0]) is not None
 
 
 def _sentence(text: str) -> str:

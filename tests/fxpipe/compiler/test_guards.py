@@ -263,3 +263,29 @@ def test_a_module_that_comes_to_lie_where_another_lay_is_another():
         holder[0] = nn.Tanh()
         torch.testing.assert_close(pipe(ROWS), holder(ROWS))
         assert len(pipe.all_guards) == 2
+
+
+class Doubling(MLP):
+    """Doubles its output, as an attribute of its class says: read at the module or by the name of
+    the class."""
+
+    at_the_module = by_the_name = False
+
+    def forward(self, x):
+        x = super().forward(x)
+        x = 2 * x if self.at_the_module else x
+        return 2 * x if Doubling.by_the_name else x
+
+
+def test_an_attribute_of_the_class_is_a_guard_where_it_is_read_at_the_module(monkeypatch):
+    """Nobody can watch a class: where the attribute is read by the name of the class, the user has
+    to say that it has changed."""
+    model = Doubling()
+    with fxpipe.compile(model, TWO, chunks=2, tracer="symbolic") as pipe:
+        before = pipe(X)
+        monkeypatch.setattr(Doubling, "at_the_module", True)
+        assert torch.equal(pipe(X), 2 * before)
+        monkeypatch.setattr(Doubling, "by_the_name", True)
+        assert torch.equal(pipe(X), 2 * before)
+        pipe.recompile()
+        assert torch.equal(pipe(X), 4 * before)

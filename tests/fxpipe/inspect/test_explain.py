@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
@@ -165,10 +165,43 @@ def test_it_says_why_symbolic_tracing_was_not_enough():
     found = said(explained(Branches()), "How it was traced")
     assert "torch.export has traced the model" in found
     assert "symbolic: " in found and "if len(x.shape) == 2 and x.size(1) > 1 else x" in found
+    assert "That is nothing to mend: symbolic tracing, which was tried before" in found
+    assert "What differs is that nodes are operators, and no layers" in found
     found = said(explained(MLP()), "How it was traced")
     assert "symbolically" in found and "tried before" not in found
     found = said(explained(MLP(), tracer="export"), "How it was traced")
     assert 'because of tracer="export"' in found and "tried before" not in found
+
+
+def test_correct_code_with_sizes_is_said_to_be_nothing_to_mend():
+    class Causal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x):
+            _, length, _ = x.shape
+            return self.last(torch.ones(length, length).tril() @ self.linear(x))
+
+    explanation = explained(Causal(), (torch.randn(4, 3, 12),), chunks=2)
+    found = said(explanation, "How it was traced")
+    assert "That is nothing to mend" in found and "symbolic: TypeError: ones() takes 1" in found
+
+
+def test_a_symbolic_graph_that_is_wrong_is_not_called_usual():
+    class Asks(nn.Module):
+        """Gives something else where it is traced symbolically."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x):
+            return self.last(self.linear(x) * (2 if isinstance(x, fx.Proxy) else 3))
+
+    found = said(explained(Asks()), "How it was traced")
+    assert "nothing to mend" not in found
+    assert "What was tried before that" in found and "symbolic: " in found
 
 
 def test_a_reason_is_kept_in_the_cache_on_disk(tmp_path):
