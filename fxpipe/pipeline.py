@@ -24,7 +24,7 @@ from fxpipe.compiler.compilations import Compilations
 from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.driver import Compiler
 from fxpipe.compiler.guards.program import Guards
-from fxpipe.compiler.loss import NoLoss
+from fxpipe.compiler.no_loss import NoLoss
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.runner import NO_TRACE, Runner
 from fxpipe.inspect.explain import Explanation

@@ -7,22 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree, saved_tensors_hooks
 from fxpipe.ir.structure import Structure
-from fxpipe.ir.text import kind
 from fxpipe.meaning.loss import own_loss
 from fxpipe.planning.loss import SavedByLoss, saved_by
 from fxpipe.runtime.microbatch import ListOfRows
 from fxpipe.runtime.random import alone
-
-if TYPE_CHECKING:
-    from fxpipe.compiler.compiled import Mode
-    from fxpipe.compiler.options import Options
 
 LossFunction = Callable[[Any, Any], Tensor]
 LossWeightFunction = Callable[..., Any]
@@ -110,31 +105,6 @@ class LossWeight(nn.Module):
             if self.of_target and args == (None,):
                 error.add_note(_without_target("loss_weight"))
             raise
-
-
-class NoLoss(ValueError):
-    """A training step is asked of a model that returns no loss, without a ``loss_fn``."""
-
-
-def refuse_no_loss(mode: Mode, options: Options, name: str) -> None:
-    """Raise :class:`NoLoss` if a training step has no loss, as far as the shapes of the model's
-    output tell. A loss for each row is one where each micro-batch has one row.
-
-    Args:
-        name: the class of the model.
-    """
-    if options.loss_fn is not None:
-        return
-    found = mode.output_taken_for_loss
-    if isinstance(found, Tensor) and found.numel() in (1, mode.example.batch):
-        return
-    what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else kind(found)
-    why = "" if options.loss_weight is None else ", and loss_weight= only says what a loss counts"
-    raise NoLoss(
-        f"a training step needs a loss, and {name} returns {what}{why}: give "
-        "compile(loss_fn=...), a function of output and target, or let the model return its loss, "
-        "a scalar tensor"
-    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from torch.amp import GradScaler
 
 from fxpipe.compiler.compiled import Mode, Unrolled
 from fxpipe.compiler.driver import Compiler
-from fxpipe.compiler.loss import Target, refuse_no_loss
+from fxpipe.compiler.loss import Target
+from fxpipe.compiler.no_loss import refuse_no_loss
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.shortage import shortage
 from fxpipe.ir._torch import TransformType, has_tangent, is_forward_mode, transforms
