@@ -10,6 +10,7 @@ options. The model is not traced again.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from fxpipe.compiler.fitting import question_of
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
 from fxpipe.ir.graph import SEED, STAGE, VALUE, stage_nodes
+from fxpipe.planning.lanes import CutModel
 from fxpipe.planning.limits import reachable_memory
 from fxpipe.planning.question import PlanQuestion, copied
 from fxpipe.planning.result import Plan
@@ -43,6 +45,8 @@ class Replanned:
     chunks: int
     _priced: dict[int, fx.GraphModule] = field(default_factory=dict)
     """Graphs with the costs for numbers of micro-batches."""
+    _cuts: dict[Hashable, CutModel] = field(default_factory=dict)
+    """The cuts that have been made: schedules that place stages alike have one."""
 
     @property
     def memory(self) -> tuple[float | None, ...]:
@@ -67,7 +71,8 @@ class Replanned:
         gm = self._at(self.chunks)
         loss = self.mode.saved_by_loss
         asked = question_of(self.options, memory, gm, context, self.chunks, loss)
-        return replace(asked, checkpoint=self.layout.modes)
+        prices = replace(asked.prices, cuts=self._cuts)
+        return replace(asked, checkpoint=self.layout.modes, prices=prices)
 
     def as_it_is(self) -> Plan:
         """What is predicted for the cut and the modes that the model has, whether they fit or

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import graphviz  # type: ignore[import-untyped]
 from torch import fx
@@ -56,6 +58,24 @@ NO_STEP = (
 )
 
 
+@dataclass(frozen=True)
+class _Explained:
+    """An explanation, with all that it has been made of. It keeps no compiled program alive."""
+
+    explanation: Explanation
+    mode: weakref.ref[Mode]
+    options: Options
+    measured: Timeline | None
+    state: tuple[Any, ...]
+
+    def is_of(
+        self, mode: Mode, options: Options, measured: Timeline | None, state: tuple[Any, ...]
+    ) -> bool:
+        """Whether the explanation is still that of a pipeline."""
+        is_same = self.mode() is mode and self.options is options and self.measured is measured
+        return is_same and self.state == state
+
+
 class Views:
     """Views of the programs that a runner ran last: their graphs, stages, drawings, predictions and
     reports. Before the first call, a view compiles the programs for the runner's example inputs.
@@ -67,6 +87,7 @@ class Views:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.measured: Timeline | None = None
+        self._explained: _Explained | None = None
 
     @property
     def _options(self) -> Options:
@@ -278,20 +299,30 @@ class Views:
         return mode.expected_loss if isinstance(mode.expected_loss, str) else ""
 
     def explain(self) -> Explanation:
-        """What the compiler has found and decided, what limits the speed, and what would help."""
+        """What the compiler has found and decided, what limits the speed, and what would help. It
+        is kept until something of what it says has changed."""
         runner = self._runner
         if not runner.has_a_call:
             return not_compiled(runner.compiler.model)
-        return Explaining(
-            runner.compiler.model,
-            self._options,
-            runner.compiler.layout,
-            *runner.last(),
-            self.stages,
-            measured=self.measured,
-            replayed=None if self.measured is None else self.timeline(),
-            has_stepped=runner.last_step() is not None,
-        )()
+        mode, chunks = runner.last()
+        modes, has_stepped = runner.compiler.layout.modes, runner.last_step() is not None
+        state = chunks, modes, has_stepped, mode.saved_by_loss
+        known = self._explained
+        if known is None or not known.is_of(mode, self._options, self.measured, state):
+            found = Explaining(
+                runner.compiler.model,
+                self._options,
+                runner.compiler.layout,
+                mode,
+                chunks,
+                self.stages,
+                measured=self.measured,
+                replayed=None if self.measured is None else self.timeline(),
+                has_stepped=has_stepped,
+            )()
+            known = _Explained(found, weakref.ref(mode), self._options, self.measured, state)
+            self._explained = known
+        return known.explanation
 
     # --------------------------------------------------------------------------------- predictions
 

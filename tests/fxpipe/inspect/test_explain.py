@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.compiler.replanned import Replanned
+from fxpipe.planning.lanes import PlannedLanes
 from fxpipe.schedule import Schedule, Timeline
 from tests.zoo import MLP
 
@@ -439,6 +440,49 @@ def test_a_graph_for_one_batch_size_is_explained_by_why_there_is_none_for_any():
     found = said(explained(Loops(), (torch.randn(4, 4),), chunks=2), "How it was traced")
     assert "this batch size only, because for any size there was none" in found
     assert "no front end can trace Loops" in found
+
+
+def test_the_explanation_is_kept_until_the_pipeline_changes(monkeypatch):
+    calls = []
+    plan = Replanned.as_it_is
+    monkeypatch.setattr(Replanned, "as_it_is", lambda self: calls.append(1) or plan(self))
+
+    def asks(pipe):
+        before = len(calls)
+        explanation = pipe.explain()
+        assert pipe.explain() is explanation
+        return len(calls) > before
+
+    with fxpipe.compile(MLP(), TWO, chunks=2, loss_fn=lambda y, _: y.mean()) as pipe:
+        pipe(X)
+        assert asks(pipe) and not asks(pipe)
+        pipe(X)
+        assert not asks(pipe), "the same program has run"
+        pipe(X[:1])
+        assert asks(pipe), "there is one micro-batch"
+        pipe.step(X)
+        assert asks(pipe), "there has been a step, with what its loss saves"
+        pipe.measure(X, rounds=1)
+        assert asks(pipe)
+        pipe.measure(X, rounds=1)
+        assert asks(pipe), "another measurement"
+        pipe.recompile()
+        pipe(X)
+        assert asks(pipe)
+
+
+def test_schedules_that_place_stages_alike_are_planned_with_one_cut(monkeypatch):
+    cuts = []
+    cut_up = PlannedLanes.cut_up
+
+    def counted(self, gm, partition, *args):
+        cuts.append((self.placement, self.chunks, str(partition)))
+        return cut_up(self, gm, partition, *args)
+
+    monkeypatch.setattr(PlannedLanes, "cut_up", counted)
+    explained(layers(4), (torch.randn(16, 64),), chunks=2)
+    searched = [each for each in cuts if each[2] == "auto"]
+    assert len(searched) == len(set(searched)) > 3
 
 
 def test_lines_fit_the_terminal_but_for_code_and_lines_of_models():
