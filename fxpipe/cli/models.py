@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -240,6 +241,7 @@ def bench(
       fxpipe bench models:build --devices cpu,cpu --schedule 1f1b
       fxpipe bench fxpipe.demo:UNet --input 16,3,32,32 --rounds 20 --draw out.svg
     """
+    from fxpipe.inspect.against import against, is_off
     from fxpipe.schedule import compare
 
     given = load(factory, shapes)
@@ -252,6 +254,16 @@ def bench(
         click.echo(str(compare(before, measured)))
         again = replace(pipe.timeline(), name="predicted from the measured times of the stages")
         click.echo("\n" + str(again).splitlines()[0])
+        lanes = {stage.lane: str(stage.device) for stage in pipe.stages}
+        devices = [lanes[lane] for lane in sorted(lanes)]
+        run = "step" if options["training"] else "call"
+        _, *causes = against(before, measured, again, devices, run)
+        if is_off(before, measured):
+            causes.append(
+                "The times of nodes are estimates, and they are off, unless lanes slow each other: "
+                'fxpipe.compile(..., costs="measured") measures each node by itself.'
+            )
+        click.echo("\n" + "\n".join(textwrap.fill(cause, 100) for cause in causes))
         if draw:
             write(draw, compare(before, measured).draw())
 

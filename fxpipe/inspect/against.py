@@ -5,7 +5,8 @@ that is made of, as far as it is known.
 
     predicted                  9.9 ms
     the stages take longer   176.0 ms   the same step, with the measured times of stages
-    what is left             191.8 ms   the host, which starts nodes, and lanes that wait
+    what is left             191.8 ms   the host, which starts nodes, lanes that wait, and single
+                                        actions that have taken longer than others
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def against(
     """What a measured step says beside the predicted one.
 
     Args:
-        replayed: the step as it is predicted from the measured times of the stages.
+        replayed: the step as it is predicted from the measured times of the stages, which are the
+            medians of their actions.
         devices: the name of each lane's device.
         run: what has been measured: "step", or "call".
     """
@@ -77,7 +79,8 @@ def against(
         yield (
             f"With these times of the stages the {run} would take {human_time(replayed.makespan)}; "
             f"the other {human_time(rest)} ({rest / whole:.0%} of it) pass between the actions, "
-            "where the host starts nodes and lanes wait for each other."
+            "where the host starts nodes and lanes wait for each other, or in single actions that "
+            "have taken longer than others of their stage."
         )
 
 

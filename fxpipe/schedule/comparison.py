@@ -74,15 +74,16 @@ class Comparison:
             f"idle: {a.name} {a.bubble:.1%}, {b.name} {b.bubble:.1%}",
         ]
         for (stage, kind), (first, second) in self.stages.items():
-            what = kind.name.lower().replace("_", " ")
-            lines.append(f"stage {stage} {what}: {self._both(first, second)}")
+            lines.append(f"stage {stage} {_name(kind)}: {self._both(first, second)}")
         return "\n".join([*lines, self._caption()])
 
     def _caption(self) -> str:
         found = self.largest
         if found is None:
             return "no action is in both"
-        return f"largest disagreement: {found.action}, {self._both(found.first, found.second)}"
+        action = found.action
+        said = f"{_name(action.kind)} of micro-batch {action.microbatch} at stage {action.stage}"
+        return f"largest disagreement: {said} ({action}), {self._both(found.first, found.second)}"
 
     def _both(self, first: float, second: float) -> str:
         unit, said = time_unit(max(first, second))
@@ -102,6 +103,11 @@ class Comparison:
 def compare(first: Timeline, second: Timeline) -> Comparison:
     """Put two timelines of one step side by side."""
     return Comparison(first, second)
+
+
+def _name(kind: Kind) -> str:
+    """The kind of an action in words: "backward input"."""
+    return kind.name.lower().replace("_", " ")
 
 
 def _spans(timeline: Timeline) -> dict[Action, Span]:

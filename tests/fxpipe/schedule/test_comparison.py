@@ -25,7 +25,8 @@ def test_the_largest_disagreement_is_named():
     found = compare(predicted(), measured())
     assert found.largest == Disagreement(Action(1, Kind.BACKWARD, 1), 2.0, 2.5)
     assert found.largest.seconds == 0.5
-    assert "largest disagreement: 1B1, 1f1b 2 s, measured 2.5 s" in str(found)
+    said = "largest disagreement: backward of micro-batch 1 at stage 1 (1B1), 1f1b 2 s, measured"
+    assert f"{said} 2.5 s" in str(found)
 
 
 def test_how_far_off_the_prediction_is():
@@ -45,7 +46,7 @@ def test_stages_are_compared_by_the_means_of_their_actions():
 def test_both_are_drawn_and_the_disagreement_outlined():
     svg = compare(predicted(), measured()).draw()
     assert svg.count('stroke="#CC0000"') == 2
-    assert "largest disagreement: 1B1" in svg
+    assert "largest disagreement: backward of micro-batch 1 at stage 1 (1B1)" in svg
     assert svg.count('font-weight="bold"') == 2
 
 
