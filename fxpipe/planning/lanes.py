@@ -47,6 +47,7 @@ from passes.common.stage_names import stage_names
 from passes.cost.analytic import relative_time
 from passes.partition.cut.bounds import gap, lower_bound
 from passes.partition.cut.dag import Machine, prices
+from passes.partition.cut.solve import Effort
 from passes.partition.partition import Partition, Spec
 from passes.partition.problem import CutProblem, machine, problem
 
@@ -146,6 +147,7 @@ class PlannedLanes:
     names: tuple[str, ...] | None = None
     loss: SavedByLoss | None = None
     training: bool = True
+    effort: Effort | None = None
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -293,6 +295,7 @@ class PlannedLanes:
             placement=self._places,
             explains=False,
             segments=self.checkpoint_segments,
+            effort=self.effort,
         )
 
     def _order(self, stages: int) -> Schedule | None:

@@ -32,6 +32,7 @@ from passes.common import modes
 from passes.common.modes import Modes, milder
 from passes.cost.choice import Costs
 from passes.partition.automatic import Auto, DoesNotFit
+from passes.partition.cut.solve import QUICK, Effort
 from passes.partition.partition import Spec
 from passes.partition.ways import Change, ways_out
 
@@ -200,7 +201,9 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
 class PlanQuestion:
     """The model, the devices and the options of a plan; :meth:`answer` makes the plan.
 
-    ``loss`` says what the loss saves for its backward; None: nobody knows.
+    Args:
+        loss: what the loss saves for its backward; None: nobody knows.
+        effort: limits the search for an automatic cut.
     """
 
     prices: CostedModel
@@ -213,6 +216,7 @@ class PlanQuestion:
     checkpoint_segments: int = 1
     names: tuple[str, ...] | None = None
     loss: SavedByLoss | None = None
+    effort: Effort | None = None
 
     @cached_property
     def _lanes(self) -> PlannedLanes:
@@ -228,6 +232,7 @@ class PlanQuestion:
             self.names,
             self.loss,
             self._trains,
+            self.effort,
         )
 
     @property
@@ -305,7 +310,7 @@ class PlanQuestion:
             return lanes.cut_up(self.prices.of(self.chunks), spec, part, reserve)
         key = (
             *(lanes.placement, self.specs, self.names, self.chunks),
-            *(self.checkpoint, self.checkpoint_segments, self.loss),
+            *(self.checkpoint, self.checkpoint_segments, self.loss, self.effort),
         )
         if key not in self.prices.cuts:
             self.prices.cuts[key] = lanes.cut_up(self.prices.of(self.chunks), spec, None)
@@ -394,7 +399,8 @@ class PlanQuestion:
             more = range(len(names), count)
             is_one = len(set(names)) == 1  # such as the CPU, which has all lanes
             names = (*names, *(names[0] if is_one else f"device {i}" for i in more))
-        other = replace(self, specs=specs, names=names, **change.settings)
+        # Whether it fits hardly depends on how fast the cut is, and many changes are tried.
+        other = replace(self, specs=specs, names=names, effort=QUICK, **change.settings)
         gm = other.prices.of(other.chunks)
         try:
             spec = other._automatic(gm)

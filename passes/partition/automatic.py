@@ -33,7 +33,7 @@ from passes.partition.by_name import check_names, check_stage, named
 from passes.partition.cut.bounds import lower_bound
 from passes.partition.cut.dag import Dag, Machine, prices
 from passes.partition.cut.search import EQUAL
-from passes.partition.cut.solve import Cut, solve, solve_in_order, tightest
+from passes.partition.cut.solve import Cut, Effort, solve, solve_in_order, tightest
 from passes.partition.modules import at_boundaries, between_modules
 from passes.partition.pieces import heaviest
 from passes.partition.problem import OBJECTIVES, CutProblem, PartitionError, problem
@@ -114,20 +114,23 @@ def automatic(
     target: Machine,
     spec: Auto,
     devices: Sequence[DeviceSpec] | None = None,
+    effort: Effort | None = None,
 ) -> tuple[CutProblem, Cut]:
     """The best cut of a model graph, whose nodes have costs, into the stages of a machine.
+
+    ``effort`` limits the search; None: as :func:`~passes.partition.cut.solve.solve` does.
 
     Raises:
         DoesNotFit: if no cut fits into the devices' memory, or puts all pins into their stages.
         PartitionError: if there is no cut for another reason.
     """
     found, target, pins = posed(graph, target, spec, devices)
-    best = solve(found.dag, target, slack=spec.slack, pins=pins)
+    best = solve(found.dag, target, slack=spec.slack, pins=pins, effort=effort)
     if best is None:
         raise DoesNotFit("the model does not fit into the devices' memory")
     limit = _limit(best, spec.slack)
     for small, home in between_modules(found):
-        cut = _within(small, target, _moved(pins, home), limit)
+        cut = _within(small, target, _moved(pins, home), limit, effort)
         if cut is not None:
             stage = tuple(cut.stage[h] for h in home)
             return found, replace(best, stage=stage, prices=prices(found.dag, target, stage))
@@ -141,14 +144,21 @@ def _limit(best: Cut, slack: float) -> float:
     return within if best.prices.slowest <= within else best.prices.slowest * (1 + slack)
 
 
-def _within(dag: Dag, target: Machine, pins: Mapping[int, int] | None, limit: float) -> Cut | None:
+def _within(
+    dag: Dag,
+    target: Machine,
+    pins: Mapping[int, int] | None,
+    limit: float,
+    effort: Effort | None,
+) -> Cut | None:
     """The cut that is liked best of those whose slowest stage takes at most ``limit`` seconds; None
     if there is none, or if the pins contradict each other."""
     if pins is None:
         return None
     bound = lower_bound(dag, target)
     slack = max(0.0, limit / bound - 1) if bound > 0 else 0.0
-    best = solve(dag, target, slack=slack, pins=pins, limit=limit * (1 + EQUAL))
+    most = limit * (1 + EQUAL)
+    best = solve(dag, target, slack=slack, pins=pins, limit=most, effort=effort)
     return None if best is None else _easier(dag, target, slack, pins, best, limit)
 
 

@@ -25,7 +25,7 @@ from passes.common.modes import Modes, milder
 from passes.partition.automatic import Auto, DoesNotFit, automatic, posed, shortage
 from passes.partition.by_name import labels_of_mapping, labels_of_starts
 from passes.partition.cut.dag import Machine
-from passes.partition.cut.solve import Cut, can_fit
+from passes.partition.cut.solve import Cut, Effort, can_fit
 from passes.partition.problem import CutProblem, PartitionError, machine
 from passes.partition.ways import Change, ways_out
 
@@ -72,6 +72,7 @@ class Partition:
         segments: in how many segments a checkpointed stage is recomputed.
         explains: whether the error for a model that does not fit says how much memory is missing
             and what would help; to find that takes further cuts.
+        effort: limits the search for an automatic cut.
 
     Raises :class:`PartitionError` if there are fewer places to cut than needed, a name is unknown,
     the asked-for stages need each other in a circle, or the devices have too little memory.
@@ -87,6 +88,7 @@ class Partition:
     placement: tuple[int, ...] | None = None
     explains: bool = True
     segments: int = 1
+    effort: Effort | None = None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm.meta.pop(GAP, None)
@@ -136,7 +138,7 @@ class Partition:
 
     def solved(self, graph: fx.Graph, spec: Auto) -> tuple[CutProblem, Cut]:
         """The automatic cut of a model graph with costs."""
-        return automatic(graph, self._machine, spec, self.devices)
+        return automatic(graph, self._machine, spec, self.devices, self.effort)
 
     @property
     def _machine(self) -> Machine:
