@@ -213,6 +213,8 @@ class Pipeline(ModelProxy):
             zero_grad: set the gradients of the parameters to None as soon as ``optimizer`` has
                 stepped them. With "looped_bfs", whose lanes do all backwards of one stage before
                 those of the next, a lane then never holds gradients of more than one of its stages.
+                A step that fails sets them to None, too, unless it is one of several that
+                ``accumulate``.
             max_grad_norm: clip the gradients by this norm ahead of the optimizer's step, see
                 :meth:`clip_grad_norm_`. All gradients have to be there for that, so the optimizer
                 steps at the end.
@@ -254,7 +256,11 @@ class Pipeline(ModelProxy):
             stepping = Stepping(optimizers, self.module.parameters(), zero_grad)
         with torch.no_grad():  # the forward of each stage switches gradients on itself
             in_parts = stepping if max_grad_norm is None and scaler is None else None
-            total, losses = self._runner.run(unrolled, [*values, scale, in_parts])
+            try:
+                total, losses = self._runner.run(unrolled, [*values, scale, in_parts])
+            except BaseException as error:
+                self._after_a_failed_step(error, zero_grad and accumulate == 1)
+                raise
         if stepping is not None and scaler is not None:
             self._runner.unscale(stepping, scaler)
         norm = None if max_grad_norm is None else self.clip_grad_norm_(max_grad_norm)
@@ -262,6 +268,19 @@ class Pipeline(ModelProxy):
             stepping.finish(scaler)
         self.__dict__.update(losses=losses, grad_norm=norm)
         return total  # type: ignore[no-any-return]
+
+    def _after_a_failed_step(self, error: BaseException, frees: bool) -> None:
+        """Free the gradients of the micro-batches that were done, which the next step would train
+        with, or say in a note that they are there."""
+        having = [p for p in self.module.parameters() if p.grad is not None]
+        if frees:
+            for parameter in having:
+                parameter.grad = None
+        elif having:
+            error.add_note(
+                "micro-batches that were done have added their gradients to .grad: set gradients "
+                "to None, with optimizer.zero_grad(), ahead of the next step"
+            )
 
     def _optimizers(
         self, optimizer: Any, scaler: Any, zero_grad: bool, max_grad_norm: float | None

@@ -180,7 +180,9 @@ def _uneven(rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Gen
 
 def _has_fractions(example: Tensor) -> bool:
     """Whether a tensor holds real numbers that are no integers."""
-    finite = example[example.isfinite()] if example.is_floating_point() else example[:0]
+    if not example.is_floating_point():
+        return False
+    finite = example[example.isfinite()]
     return bool((finite != finite.round()).any())
 
 

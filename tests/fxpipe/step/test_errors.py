@@ -122,6 +122,26 @@ def test_a_backward_that_fails_is_said_and_the_next_step_works(schedule):
     assert same(gradients(model), wanted)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zbv"])
+def test_a_step_that_fails_leaves_no_gradients_where_it_was_to_zero_them(schedule):
+    """A loop that goes on with the next batch would train with them."""
+    model, x, target = Fails(), torch.randn(8, 12), torch.randn(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"chunks": 4, "schedule": schedule, "loss_fn": mean_loss}
+    with fxpipe.compile(model, ["cpu"] * 2, **options) as pipe:
+        Fails.count = 100
+        pipe.step(x, target=target, optimizer=optimizer, zero_grad=True)
+        Fails.count = 0
+        with pytest.raises(ArithmeticError):
+            pipe.step(x, target=target, optimizer=optimizer, zero_grad=True)
+        assert all(p.grad is None for p in model.parameters())
+        Fails.count = 0
+        with pytest.raises(ArithmeticError) as caught:
+            pipe.step(x, target=target)
+    has_some = any(p.grad is not None for p in model.parameters())
+    assert has_some == any("set gradients to None" in note for note in caught.value.__notes__)
+
+
 def test_where_the_target_has_been_forgotten_the_error_says_so():
     with compiled() as pipe, pytest.raises(TypeError) as caught:
         pipe.step(torch.randn(4, 12))
