@@ -68,7 +68,7 @@ def test_what_the_model_has_the_pipeline_has_but_for_methods():
         def dtype(self):
             return self.layers[0].weight.dtype
 
-        def generate(self):
+        def encode(self):
             return self(torch.ones(1, 12))
 
     model = Configured()
@@ -80,8 +80,8 @@ def test_what_the_model_has_the_pipeline_has_but_for_methods():
     assert model.config == {"hidden": 13}
     pipe.note = "mine"
     assert not hasattr(model, "note")
-    with pytest.raises(AttributeError, match=r"no attribute 'generate'.*take pipe.module.generate"):
-        _ = pipe.generate
+    with pytest.raises(AttributeError, match=r"no attribute 'encode'.*take pipe.module.encode"):
+        _ = pipe.encode
     with pytest.raises(AttributeError, match=r"no attribute 'confic'$"):
         _ = pipe.confic
 
