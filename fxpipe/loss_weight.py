@@ -36,6 +36,12 @@ class Tokens:
                 f"{', '.join(map(repr, given))}: give the name of the labels, "
                 "fxpipe.loss_weight.tokens(name)"
             )
+        if isinstance(given, tuple | list):
+            raise ValueError(
+                f"loss_weight counts labels, and the target is a {type(given).__name__} of "
+                f"{len(given)}: say which of them are labels, by a function of the target such as "
+                f"loss_weight=lambda target: (target[0] != {self.ignore_index}).sum()"
+            )
         labels = given[self.name] if isinstance(given, Mapping) else given
         if self.shifted:
             labels = labels[..., 1:]

@@ -134,6 +134,8 @@ class Replanned:
             for share in parameter.users:  # pass "shared" reads the parameter by a node of its own
                 if VALUE not in parameter.meta and share.target is ops.share:
                     parameter.meta[VALUE] = share.meta[VALUE]
+            if VALUE not in parameter.meta:  # a module, which is called with what is shared
+                parameter.meta[VALUE] = gm.get_submodule(str(parameter.target))
         if options.costs == "measured":
             return gm
         values, dims = self._inputs(gm)

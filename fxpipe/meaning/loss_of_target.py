@@ -4,6 +4,7 @@ function that is given the output and a target."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +135,9 @@ class _LossOfTarget:
         return self._loss(structure.fill(found), tensors)
 
     def _loss(self, output: Any, tensors: list[Tensor]) -> tuple[Any, None]:
-        with untouched(self.model), torch.no_grad():  # the loss may draw random numbers
+        # The loss may draw random numbers, and a module may count its calls, say.
+        own = untouched(self.loss) if isinstance(self.loss, nn.Module) else nullcontext()
+        with untouched(self.model), own, torch.no_grad():
             return self.loss(output, self.filled(tensors)), None
 
     def weigh(self, function: Callable[..., Any]) -> Weigh:
@@ -182,7 +185,7 @@ class _LossOfTarget:
                     for i in range(len(self.places))
                     if i in keys and not is_column(self.tensors[count + i])
                 ]
-                by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims)
+                by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims, of_target=True)
             text = messages.across(verdict.problems[0], self.named, by, of_loss_fn=True)
             warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
         if asked.loss_weight is not None:
@@ -200,20 +203,22 @@ class Targets:
     fill: Callable[[Sequence[Any]], Any]
 
 
-def _keys_of(target: Targets, places: Sequence[int]) -> dict[int, str]:
-    """The key of each tensor in a target that is a dictionary, by the tensor's place in ``places``;
-    "" for a target that is a tensor itself."""
+def _keys_of(target: Targets, places: Sequence[int]) -> dict[int, str | int]:
+    """What to write behind a target for each of its tensors, by the tensor's place in ``places``:
+    its key, if the target is a dictionary; its number, if it is a tuple or a list; and "" for a
+    target that is a tensor itself."""
     marks = list(target.leaves)
     for i in places:
         marks[i] = torch.empty(0)
     whole = target.fill(marks)
     if isinstance(whole, Tensor):
         return {0: ""}
-    if not isinstance(whole, Mapping):
+    if not isinstance(whole, Mapping | tuple | list):
         return {}
+    items = [*(whole.items() if isinstance(whole, Mapping) else enumerate(whole))]
     return {
-        k: str(key)
+        k: key if isinstance(key, int) else str(key)
         for k, i in enumerate(places)
-        for key, value in whole.items()
+        for key, value in items
         if value is marks[i]
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,9 +117,10 @@ def with_ignored(trial: Trial, place: int, dim: int) -> Trial:
 def remedy(
     trial: Trial,
     path: str,
-    named: Sequence[tuple[str, int]],
+    named: Sequence[tuple[str | int, int]],
     weigh: Callable[[Callable[..., Any]], Weigh],
     dims: Sequence[int | None],
+    of_target: bool = False,
 ) -> str:
     """The ``loss_weight`` with which the losses of the parts come closest to the loss of the whole,
     as code that the user can write; "" if none fits.
@@ -128,28 +129,35 @@ def remedy(
         named: the tensors that may be labels or masks: their names (as arguments of the model, or
             keys of the target; empty for a target that is a tensor) and places in the sample.
         weigh: makes the function for a micro-batch's weight from a ``loss_weight``.
+        of_target: whether the tensors are parts of the target.
     """
     found: list[tuple[float, str]] = []
     for name, place in named:
-        for text, function in _functions(name, trial.tensors[place]):
+        for text, function in _functions(name, trial.tensors[place], of_target):
             compared = _apart(trial, path, weigh(function), dims)
             if compared is not None and not compared[0]:
                 found.append((compared[0].largest, text))
     return min(found)[1] if found else ""
 
 
-def _functions(name: str, tensor: Tensor) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _functions(
+    name: str | int, tensor: Tensor, of_target: bool
+) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Functions that a user may give as ``loss_weight``, each with its code: they count the labels
     in a tensor that a loss is a mean over, or add up a mask."""
     if tensor.is_meta or tensor.is_complex():
         return
     is_integer = not tensor.is_floating_point() and tensor.dtype.is_signed
     has_ignored = is_integer and bool((tensor == IGNORED).any())
+    part = "target" if name == "" else f"target[{_quoted(name)}]"
     if is_integer and tensor.numel():
         # Losses that leave out another label mostly leave out the smallest or the largest one.
         others = [] if has_ignored else [int(tensor.amin()), int(tensor.amax())]
         for label in [IGNORED] if has_ignored else others:
-            named = [f'"{name}"'] * bool(name) + [f"ignore_index={label}"] * (label != IGNORED)
+            if isinstance(name, int):
+                yield f"lambda target: ({part} != {label}).sum()", _Count(name, label)
+                continue
+            named = [_quoted(name)] * bool(name) + [f"ignore_index={label}"] * (label != IGNORED)
             for shifted in (False, True):
                 given = ", ".join(named + ["shifted=True"] * shifted)
                 function = tokens(name or "labels", ignore_index=label, shifted=shifted)
@@ -158,18 +166,39 @@ def _functions(name: str, tensor: Tensor) -> Iterator[tuple[str, Callable[..., A
         return
     is_mask = bool((tensor >= 0).all()) and (tensor.is_floating_point() or bool((tensor < 2).all()))
     if tensor.ndim and is_mask:
-        said = name or "target"
-        rest = ", **_" if name else ""
-        yield f"lambda {said}{rest}: {said}.sum()", _Sum(name)
+        is_argument = not of_target and name != ""
+        code = (
+            f"lambda {name}, **_: {name}.sum()" if is_argument else f"lambda target: {part}.sum()"
+        )
+        yield code, _Sum(name)
 
 
+def _quoted(name: str | int) -> str:
+    return f'"{name}"' if isinstance(name, str) else str(name)
+
+
+@dataclass(frozen=True)
 class _Sum:
     """The sum of a mask."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str | int
 
     def __call__(self, *target: Any, **inputs: Any) -> Tensor:
+        found: Tensor = self.part(*target, **inputs).sum(dtype=torch.float64)
+        return found
+
+    def part(self, *target: Any, **inputs: Any) -> Any:
+        """The tensor in the target, or among the model's arguments."""
         given: Any = target[0] if target else inputs
-        found: Tensor = (given[self.name] if self.name else given).sum(dtype=torch.float64)
+        return given if self.name == "" else given[self.name]
+
+
+@dataclass(frozen=True)
+class _Count(_Sum):
+    """The number of labels that are not ``ignored``."""
+
+    ignored: int
+
+    def __call__(self, *target: Any, **inputs: Any) -> Tensor:
+        found: Tensor = (self.part(*target, **inputs) != self.ignored).sum()
         return found

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxpipe import ops
 from fxpipe.ir._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -118,6 +119,10 @@ class FakeInterpreter(fx.Interpreter):
         return self.fake(self.fetch_attr(target))
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is ops.call:  # of a module, with values in place of some parameters
+            module, values, *rest = args
+            own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            args = (module, {**self.fake(own), **values}, *rest)
         return _without_values(super().call_function, target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:

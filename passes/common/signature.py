@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from fxpipe.ir._torch import pytree
@@ -27,7 +27,8 @@ def signature(
     """A key on which the work of a node depends: nodes with equal keys do the same, and results
     with the same shapes and layouts come of it.
 
-    None for a call of a module that is not PyTorch's, whose work may depend on anything.
+    None for a call of a module that is not PyTorch's, whose work may depend on anything, or that is
+    an argument.
 
     Args:
         value_of: the fake value of each node that this one uses.
@@ -39,6 +40,8 @@ def signature(
             return None
         state = tuple(_look(t) for t in (*module.parameters(), *module.buffers()))
         target = type(module), repr(module), module.training, state
+    if any(isinstance(each.meta.get(VALUE), nn.Module) for each in node.all_input_nodes):
+        return None
     memories: dict[int, int] = {}  # numbers the memories, so that the key tells which are shared
 
     def look(value: Any) -> Any:

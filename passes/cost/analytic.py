@@ -381,5 +381,11 @@ def _state(gm: fx.GraphModule, node: fx.Node) -> list[Tensor]:
     if node.op == "call_module":
         module = gm.get_submodule(str(node.target))
         return [*module.parameters(), *module.buffers()]
-    attributes = (attribute(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr")
-    return [value for value in attributes if isinstance(value, Tensor)]
+    found: list[Tensor] = []
+    for each in node.all_input_nodes:
+        if each.op == "get_attr":
+            value = attribute(gm, str(each.target))
+            is_module = isinstance(value, nn.Module)
+            own = [*value.parameters(), *value.buffers()] if is_module else [value]
+            found += [tensor for tensor in own if isinstance(tensor, Tensor)]
+    return found

@@ -3,6 +3,7 @@ while pass "cost" runs them on fake tensors."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -66,11 +67,25 @@ def _of_heads(shape: Any, heads: int) -> Any:
     return (shape[0], heads, *shape[2:])
 
 
-ATTENTION = {
+def _recurrent_flops(x: Any, of_inputs: Any, of_states: Any, *_: Any, **__: Any) -> int:
+    """Of one layer: each step multiplies its inputs and its state by a matrix each."""
+    steps, rows, _ = x
+    matrices: int = math.prod(of_inputs) + math.prod(of_states)
+    return 2 * int(steps) * int(rows) * matrices
+
+
+def _recurrent_backward_flops(*args: Any, **_: Any) -> int:
+    return 2 * _recurrent_flops(*args)  # the gradients of inputs and states, and of the matrices
+
+
+OF_KERNELS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
+    torch.ops.aten.mkldnn_rnn_layer_backward: _recurrent_backward_flops,
 }
-"""FLOP formulas for the CPU's attention kernels, which ``FlopCounterMode`` does not know."""
+"""FLOP formulas for the CPU's kernels of attention and of LSTMs, which ``FlopCounterMode`` does not
+know."""
 
 
 class Living:
@@ -109,7 +124,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.load = load
         self.memory = Living()
-        self.flops = FlopCounterMode(display=False, custom_mapping=ATTENTION)
+        self.flops = FlopCounterMode(display=False, custom_mapping=OF_KERNELS)
 
     def __enter__(self) -> Any:
         self.flops.__enter__()  # type: ignore[no-untyped-call]

@@ -79,6 +79,23 @@ def test_what_is_suggested_is_said_with_its_gain_and_its_call():
     assert "A schedule acts in pipe.step(input, target=target), which needs loss_fn=" in found
 
 
+class Recurrent(nn.Module):
+    """Its recurrent layer is called with some of its own weights as arguments, which are shared."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(5, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def test_a_module_that_is_called_with_shared_weights_is_predicted_for_other_numbers_of_chunks():
+    explanation = explained(Recurrent(), (torch.randn(32, 6, 5),), chunks=4)
+    assert "A training step takes" in said(explanation, "What limits the speed")
+    assert any("chunks=" in line for line in explanation.paragraphs["What would help"])
+
+
 def test_a_pipeline_that_cannot_be_made_faster_is_not_given_advice():
     explanation = explained(layers(1), (torch.randn(4, 64),), ["cpu"], chunks=1)
     assert explanation.suggestions == []

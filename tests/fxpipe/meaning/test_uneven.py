@@ -98,6 +98,59 @@ def test_a_weight_that_counts_other_labels_than_the_loss_is_told_which_fits():
     assert "with loss_weight=fxpipe.loss_weight.tokens(ignore_index=255)" in str(told[0].message)
 
 
+def weighed_mean(output, target):
+    labels, weights = target.values() if isinstance(target, dict) else target
+    losses = F.cross_entropy(output, labels, reduction="none").mean((1, 2))
+    return (losses * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize(
+    "target, code",
+    [
+        ((Y, torch.rand(8)), "lambda target: target[1].sum()"),
+        ({"labels": Y, "weights": torch.rand(8)}, 'lambda target: target["weights"].sum()'),
+    ],
+    ids=["tuple", "dict"],
+)
+def test_weights_of_rows_in_a_target_are_told_as_code(target, code):
+    with pytest.warns(fxpipe.BatchWarning) as told:
+        step(weighed_mean, target)
+    assert f"with loss_weight={code} it is the whole batch's" in str(told[0].message)
+    loss, whole = step(weighed_mean, target, loss_weight=eval(code))
+    torch.testing.assert_close(loss, whole.detach())
+
+
+def test_labels_cannot_be_counted_in_a_tuple_of_targets():
+    says = r"a tuple of 2: .*lambda target: \(target\[0\] != -100\)"
+    with pytest.raises(ValueError, match=says):
+        step(weighed_mean, (Y, torch.rand(8)), loss_weight=fxpipe.loss_weight.tokens())
+
+
+class Counting(nn.Module):
+    """A loss that knows how many batches there have been, and keeps a mean of its targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, output, target):
+        self.calls += 1
+        with torch.no_grad():
+            self.mean.lerp_(target.float().mean(), 0.1)
+        return F.cross_entropy(output, target)
+
+
+def test_the_check_leaves_the_state_of_a_loss_as_it_was():
+    loss_fn, expected = Counting(), Counting()
+    step(loss_fn)
+    for part in Y.chunk(4):
+        expected(torch.zeros(2, 2, 32, 32), part)
+    assert loss_fn.calls == 4 + 1, "once for each micro-batch, and once by this test"
+    expected(torch.zeros(8, 2, 32, 32), Y)
+    torch.testing.assert_close(loss_fn.mean, expected.mean)
+
+
 def test_a_sample_without_a_number_settles_nothing():
     """A sample whose integers are mixed may have rows of padding only, which have no mean: any way
     of putting NaNs together fits, and the samples with a number decide."""

@@ -37,6 +37,16 @@ def test_a_linear_costs_what_its_sizes_say():
     assert cost.backward_s == pytest.approx(2 * cost.forward_s)
 
 
+@pytest.mark.parametrize("kind, gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_a_recurrent_layer_multiplies_its_inputs_and_its_states_at_each_step(kind, gates):
+    steps, rows = 6, 5
+    model = nn.Sequential(kind(8, 16, num_layers=2, bias=False))
+    cost = costs(model, torch.ones(steps, rows, 8, requires_grad=True))["_0"]
+    first, second = gates * 16 * (8 + 16), gates * 16 * (16 + 16)
+    assert cost.flops == 2 * steps * rows * (first + second)
+    assert cost.backward_flops == pytest.approx(2 * cost.flops, rel=0.1), "a first state has no use"
+
+
 def test_no_gradient_is_computed_for_inputs_that_need_none():
     cost = costs(nn.Sequential(nn.Linear(8, 16, bias=False)), torch.ones(4, 8))["_0"]
     assert cost.backward_flops == cost.flops
