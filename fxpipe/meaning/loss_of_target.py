@@ -128,10 +128,13 @@ class _LossOfTarget:
         output = self.asking.runs.output_of(tensors[: self.count])
         found, structure = Structure.of(output)
         for i, (tensor, path) in enumerate(zip(found, structure.paths(), strict=True)):
-            dim = self.out_dims.get(path)
-            if dim is not None and tensor.is_floating_point():
-                shape = [-1 if k == dim else 1 for k in range(tensor.dim())]
-                found[i] = tensor * tensors[-1].to(tensor).reshape(shape)
+            dim, factors = self.out_dims.get(path), tensors[-1]
+            if dim is None or not tensor.is_floating_point() or tensor.shape[dim] % len(factors):
+                continue
+            # A row of inputs may be several rows of an output, one after the other.
+            factors = factors.to(tensor).repeat_interleave(tensor.shape[dim] // len(factors))
+            shape = [-1 if k == dim else 1 for k in range(tensor.dim())]
+            found[i] = tensor * factors.reshape(shape)
         return self._loss(structure.fill(found), tensors)
 
     def _loss(self, output: Any, tensors: list[Tensor]) -> tuple[Any, None]:

@@ -227,7 +227,7 @@ def test_what_is_chosen_fits_the_memory_that_is_given():
     limit = 0.8 * max(free)
     with fxpipe.compile(made(), TWO, memory=limit, **options) as pipe:
         assert max(pipe.timeline().peak_memory) <= limit * (1 + 1e-9)
-    with pytest.raises(fxpipe.DoesNotFit, match="bytes"):
+    with pytest.raises(fxpipe.DoesNotFit, match=r"and has 1\.0 KiB"):
         fxpipe.compile(made(), TWO, memory="1KiB", **options)
 
 

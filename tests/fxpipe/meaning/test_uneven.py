@@ -151,6 +151,27 @@ def test_the_check_leaves_the_state_of_a_loss_as_it_was():
     torch.testing.assert_close(loss_fn.mean, expected.mean)
 
 
+@pytest.mark.parametrize("ignored", [-100, 7])
+def test_a_row_may_be_several_rows_of_the_output(ignored):
+    """As where tokens are flattened ahead of the head."""
+    torch.manual_seed(0)
+    x, target = torch.randn(8, 5, 4), torch.randint(6, (8, 5))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Flatten(0, 1), nn.Linear(6, 8))
+
+    def loss_fn(output, target):
+        return F.cross_entropy(output, target.flatten(), ignore_index=ignored)
+
+    with warnings.catch_warnings(), fxpipe.compile(model, ["cpu"] * 2, loss_fn=loss_fn) as pipe:
+        warnings.simplefilter("error", fxpipe.BatchWarning)
+        torch.testing.assert_close(pipe.step(x, target=target), loss_fn(model(x), target).detach())
+    target[3, 1:] = ignored
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, loss_fn=loss_fn) as pipe,
+        pytest.warns(fxpipe.BatchWarning, match="rows contribute unequally"),
+    ):
+        pipe.step(x, target=target)
+
+
 def test_a_sample_without_a_number_settles_nothing():
     """A sample whose integers are mixed may have rows of padding only, which have no mean: any way
     of putting NaNs together fits, and the samples with a number decide."""
