@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,12 @@ from fxpipe.compiler.history import History
 from fxpipe.compiler.loss import Loss
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, stage_costs
-from fxpipe.ir.graph import VALUE, mutable
 from fxpipe.ir.structure import Structure
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
 from fxpipe.planning.estimates import LossMemory
-from fxpipe.planning.loss import NO_TARGET, SavedByLoss, loss_memory
+from fxpipe.planning.loss import NO_TARGET, SavedByLoss, loss_memory, taken_for_loss
 from fxpipe.runtime.apart import Apart, as_tensors
 from fxpipe.runtime.compiled.stage import CompiledStages
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, Dims, InDim, Parts, joined
@@ -115,26 +114,22 @@ class Mode:
         """How the losses that the model returns for micro-batches are put together to the loss of
         the mini-batch: by a sum (SUM), with the weights of ``loss_weight`` (WEIGHTED), or by a mean
         over the rows (None)."""
-        output = self.stage_graph.graph.output_node()
         kinds = [None, SUM, WEIGHTED]
-        marks = {
-            node: pytree.tree_map(
-                lambda dim: torch.tensor(kinds.index(dim) if dim in kinds else 0), dims
+        mark = own_loss(
+            self._marked(
+                pytree.tree_map(lambda dim: kinds.index(dim) if dim in kinds else 0, dims)
+                for dims in self.out_dims
             )
-            for node, dims in zip(output.all_input_nodes, self.out_dims, strict=True)
-        }
-        mark = own_loss(self.traced.rebuild(fx.map_arg(output.args[0], marks.__getitem__)))
+        )
         return kinds[int(mark)] if isinstance(mark, Tensor) and not mark.ndim else None
 
     @property
     def output_dims(self) -> dict[str, int]:
         """The batch dimensions of the tensors in the model's output, by their paths in it."""
-        output = self.stage_graph.graph.output_node()
-        marks = {
-            node: pytree.tree_map(lambda dim: torch.tensor(dim if type(dim) is int else -1), dims)
-            for node, dims in zip(output.all_input_nodes, self.out_dims, strict=True)
-        }
-        marked = self.traced.rebuild(fx.map_arg(output.args[0], marks.__getitem__))
+        marked = self._marked(
+            pytree.tree_map(lambda dim: dim if type(dim) is int else -1, dims)
+            for dims in self.out_dims
+        )
         found, structure = Structure.of(marked)
         dims = zip(structure.paths(), map(int, found), strict=True)
         return {path: dim for path, dim in dims if dim >= 0}
@@ -143,9 +138,15 @@ class Mode:
     def output_taken_for_loss(self) -> Any:
         """What a training step takes for the loss where there is no ``loss_fn``: a fake tensor, for
         a mini-batch of the example's size, or what else the model returns there."""
-        output = self.model_graph.graph.output_node()
-        values = fx.map_arg(output.args[0], lambda node: node.meta[VALUE])
-        return own_loss(self.traced.rebuild(mutable(values)))
+        return taken_for_loss(self.model_graph.graph, self.traced.rebuild)
+
+    def _marked(self, numbers: Iterable[Any]) -> Any:
+        """What the model returns, with numbers, as tensors, in the place of its tensors: one for
+        each node that the stage graph returns, or a tuple for a node that gives several."""
+        output = self.stage_graph.graph.output_node()
+        found = zip(output.all_input_nodes, numbers, strict=True)
+        marks = {node: pytree.tree_map(torch.tensor, each) for node, each in found}
+        return self.traced.rebuild(fx.map_arg(output.args[0], marks.__getitem__))
 
     def batch_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The number of rows in the mini-batch of a call; None if no input has a batch
@@ -187,9 +188,7 @@ class Mode:
         that the call changes; but not of those that are returned beside these, too."""
         if not self.written.places or self.rows is not None:
             return frozenset()
-        output = self.stage_graph.graph.output_node()
-        marks = {node: torch.tensor(i) for i, node in enumerate(output.all_input_nodes)}
-        marked = self.traced.rebuild(fx.map_arg(output.args[0], marks.__getitem__))
+        marked = self._marked(range(len(self.out_dims)))
         states, others = ({int(mark) for mark in marks} for marks in self.written.states(marked))
         return frozenset(
             place for place in states - others if isinstance(self.out_dims[place], int)

@@ -96,7 +96,7 @@ def _of_stages(predicted: Timeline, measured: Timeline) -> dict[int, float]:
 
 
 def _seconds(timeline: Timeline) -> dict[int, float]:
-    """The seconds that each stage works."""
+    """By the number of a stage: the seconds that its actions take in a step, together."""
     found: defaultdict[int, float] = defaultdict(float)
     for span in timeline.spans:
         if span.action is not None:

@@ -129,7 +129,8 @@ class _LossOfTarget:
         found, structure = Structure.of(output)
         for i, (tensor, path) in enumerate(zip(found, structure.paths(), strict=True)):
             dim, factors = self.out_dims.get(path), tensors[-1]
-            if dim is None or not tensor.is_floating_point() or tensor.shape[dim] % len(factors):
+            has_rows = dim is not None and dim < tensor.dim() and tensor.is_floating_point()
+            if not has_rows or tensor.shape[dim] % len(factors):
                 continue
             # A row of inputs may be several rows of an output, one after the other.
             factors = factors.to(tensor).repeat_interleave(tensor.shape[dim] // len(factors))

@@ -164,7 +164,14 @@ class ExpectedLoss:
 def no_loss(graph: fx.Graph, rebuild: Callable[[Any], Any]) -> str:
     """What a model returns in place of a loss: empty if its output, or the part of it that would be
     the loss, is a scalar tensor. ``rebuild`` is as for :class:`ExpectedLoss`."""
-    return no_scalar(own_loss(rebuild(_output(graph))))
+    return no_scalar(taken_for_loss(graph, rebuild))
+
+
+def taken_for_loss(graph: fx.Graph, rebuild: Callable[[Any], Any]) -> Any:
+    """What a training step takes for the loss where there is no ``loss_fn``: the output of a model
+    graph, or the part of it that would be the loss, with fake tensors. ``rebuild`` is as for
+    :class:`ExpectedLoss`."""
+    return own_loss(rebuild(_output(graph)))
 
 
 def _output(graph: fx.Graph) -> Any:

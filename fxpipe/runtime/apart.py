@@ -53,7 +53,8 @@ class Apart(Tensor):
         return self._parts is not None
 
     def whole(self) -> Tensor:
-        """This tensor as a plain one."""
+        """A plain tensor with these values, joined from the parts. From then on this tensor has it
+        in place of the parts."""
         if self._parts is not None:
             self._whole, self._parts = self._parts.joined(), None
         assert self._whole is not None
@@ -76,7 +77,7 @@ class Apart(Tensor):
         return self.whole().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain copy."""
+        """Copy the values into a plain tensor, as :meth:`copied` does."""
         memo[id(self)] = copied = self.copied()
         return copied
 
@@ -97,7 +98,7 @@ class Apart(Tensor):
         return self.whole().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The memory of the values."""
+        """The memory of the values, of the parts joined, as ``Tensor.untyped_storage`` gives it."""
         return self.whole().untyped_storage()
 
     @classmethod

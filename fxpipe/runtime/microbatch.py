@@ -59,7 +59,7 @@ class Parts:
         return Parts(tuple(value.clone() for value in self.values), self.dim)
 
     def joined(self) -> Tensor:
-        """A state as one tensor."""
+        """The parts of a state, joined along its batch dimension to one tensor."""
         assert self.dim is not None
         return torch.cat(self.values, self.dim)
 
