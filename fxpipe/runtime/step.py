@@ -431,11 +431,19 @@ def weights(
     ``dim``, or the same for all without a dimension. If the losses are sums, all weights are 1.
 
     ``total``: makes of this replica's number of rows that of all replicas, if there are any.
+
+    Raises:
+        ValueError: if there are no rows at all.
     """
     if summed:
         return (1.0,) * len(parts)
     rows = [1 if dim is None else part.shape[dim] for part in parts]
     every = sum(rows) if total is None else total(sum(rows))
+    if not every:
+        raise ValueError(
+            "the mini-batch has no rows: its loss is a mean over nothing; leave such a mini-batch "
+            "out"
+        )
     return tuple(count / every for count in rows)
 
 

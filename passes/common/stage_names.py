@@ -7,7 +7,8 @@
     stage 2    layers.16 to 23, head, cross_entropy
 
 A part of a module that is divided at one place is named by where it ends or begins. What takes a
-small part of a stage's time is left out, as long as something else is named.
+small part of a stage's time and holds a small part of its parameters is left out, as long as
+something else is named: an embedding takes no time, but is often what a device has to hold.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from itertools import pairwise
 
 from torch import fx
 
-from fxpipe.ir.cost import Cost
-from fxpipe.ir.graph import COST, STAGE, stage_nodes
+from fxpipe.ir.cost import cost_of
+from fxpipe.ir.graph import STAGE, stage_nodes
 from fxpipe.ir.printing import operator_name
 from passes.common.names import calls_of
 
 MOST = 4  # items in a name
 SMALL = 0.02  # of a stage's time: items that take less are left out
 SMALL_OPERATOR = 0.1  # the same for an operator that is in no module but the model
+LARGE = 0.1  # of the bytes of a stage's parameters: items that hold more are named in any case
 
 
 @dataclass(eq=False)
@@ -166,20 +168,16 @@ def _joined(run: Sequence[_NamedPart]) -> _NamedPart:
 
 
 def _name(items: Sequence[_NamedPart]) -> str:
-    times = [sum(map(_seconds, item.nodes)) for item in items]
-    whole = sum(times)
+    costs = [cost_of(item.nodes) for item in items]
+    seconds, held = sum(c.seconds for c in costs), sum(c.param_bytes for c in costs)
     kept = [
         item
-        for item, time in zip(items, times, strict=True)
-        if time > whole * (SMALL_OPERATOR if item.is_operator else SMALL)
+        for item, cost in zip(items, costs, strict=True)
+        if cost.seconds > seconds * (SMALL_OPERATOR if item.is_operator else SMALL)
+        or cost.param_bytes > held * LARGE
     ]
     texts = list(dict.fromkeys(item.text for item in kept or items))
     more = len(texts) - MOST
     if more > 1:  # "1 more" would be no shorter than the name
         texts = [*texts[: MOST - 1], f"{more} more", texts[-1]]
     return ", ".join(texts)
-
-
-def _seconds(node: fx.Node) -> float:
-    cost: Cost = node.meta.get(COST, Cost())
-    return cost.seconds

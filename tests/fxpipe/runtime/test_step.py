@@ -134,6 +134,13 @@ def test_weights_are_shares_of_the_rows():
     assert average([torch.tensor(1.0), torch.tensor(5.0)], (0.75, 0.25)).item() == 2.0
 
 
+def test_a_mean_over_no_rows_is_refused_and_a_sum_over_none_is_not():
+    parts = [torch.ones(0, 3)]
+    with pytest.raises(ValueError, match="the mini-batch has no rows"):
+        weights(parts, 0)
+    assert weights(parts, 0, summed=True) == (1.0,)
+
+
 def test_what_is_sent_says_whether_it_carries_gradient():
     x = torch.ones(2, requires_grad=True)
     moved, n = send((x, 3), "cpu/copy", "meta/copy")

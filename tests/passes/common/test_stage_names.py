@@ -34,13 +34,17 @@ class Model(nn.Module):
         return self.head(self.layers(self.embed(x))).sum(1)
 
 
-def names(model, *starts, seconds=None):
-    """The names of stages that begin at the nodes of these numbers, where every node takes a second
-    unless ``seconds`` says otherwise."""
+def names(model, *starts, seconds=None, parameters=None):
+    """The names of stages that begin at the nodes of these numbers.
+
+    Every node takes a second unless ``seconds`` says otherwise, and has no parameters unless
+    ``parameters`` has their bytes.
+    """
     gm = fx.symbolic_trace(model)
     for i, node in enumerate(stage_nodes(gm.graph)):
-        taken = (seconds or {}).get(node.name, 1.0)
-        node.meta.update({STAGE: sum(i >= start for start in starts), COST: Cost(taken)})
+        taken, held = (seconds or {}).get(node.name, 1.0), (parameters or {}).get(node.name, 0)
+        cost = Cost(taken, param_bytes=held)
+        node.meta.update({STAGE: sum(i >= start for start in starts), COST: cost})
     return stage_names(gm.graph)
 
 
@@ -79,6 +83,13 @@ def test_what_is_in_a_module_that_is_divided_is_named_by_its_own_path():
 def test_what_takes_no_time_is_left_out():
     assert names(Model(), 1, seconds={"embed": 0.0}) == ["embed", "layers, head"]
     assert names(Model(), 11, seconds={"embed": 0.0}) == ["layers.0 to 1", "layers.2 to 7, head"]
+
+
+def test_what_takes_no_time_is_named_if_it_holds_many_of_the_parameters():
+    small = {"embed": 100, "head": 1000}
+    assert names(Model(), seconds={"embed": 0.0}, parameters=small) == ["layers, head"]
+    large = {"embed": 200, "head": 1000}
+    assert names(Model(), seconds={"embed": 0.0}, parameters=large) == ["embed, layers, head"]
 
 
 @pytest.mark.parametrize(
