@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fxpipe.compiler.loss import Loss
 from fxpipe.ir._torch import pytree
 from fxpipe.ir.cost import Cost, stage_costs
 from fxpipe.ir.structure import Structure
+from fxpipe.meaning.left_out import LabelWatch
 from fxpipe.meaning.loss import own_loss
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
@@ -79,6 +81,8 @@ class Mode:
     compiled: CompiledStages | None = None
     """The stages as a backend of ``torch.compile`` has compiled them; None if they run as they
     are."""
+    left_out: LabelWatch | None = None
+    """Looks for labels that the loss leaves out; None where they need not be looked for."""
     steps: dict[Any, tuple[Unrolled, int]] = field(default_factory=dict)
     """The step graphs that have been compiled, by the number of micro-batches and the structure of
     the target, each with the place of the reading of the target that it is for."""
@@ -122,6 +126,22 @@ class Mode:
             )
         )
         return kinds[int(mark)] if isinstance(mark, Tensor) and not mark.ndim else None
+
+    @cached_property
+    def labels(self) -> list[tuple[int, int]]:
+        """The inputs that may be labels of a loss that the model returns, a mean over the rows:
+        their places among the placeholders, and their batch dimensions. They are told by their
+        names, as it is only a question of when to look at them."""
+        loss = self.output_taken_for_loss
+        if not isinstance(loss, Tensor) or loss.ndim or self.loss_dim is not None:
+            return []
+        inputs = self.stage_graph.graph.find_nodes(op="placeholder")
+        dims = enumerate(zip(inputs, self.in_dims, strict=False))  # a seed may come after them
+        return [
+            (place, dim)
+            for place, (node, dim) in dims
+            if "label" in node.name and isinstance(dim, int)
+        ]
 
     @property
     def output_dims(self) -> dict[str, int]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -33,16 +34,17 @@ from fxpipe.ir._torch import transforms
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
+from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning.asked import Asked, Meaning
 from fxpipe.meaning.asking import Trace
 from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
-from fxpipe.meaning.loss_of_target import Targets, loss_dim
+from fxpipe.meaning.left_out import LabelWatch
+from fxpipe.meaning.loss_of_target import FoundLoss, Targets, loss_dim
 from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
-from fxpipe.runtime.microbatch import Dim
 from fxpipe.trace import canonical, to_be_compared
 from fxpipe.trace.patches import quiet
 from fxpipe.trace.twin import Twin
@@ -77,6 +79,7 @@ class Compiler(Staging):
             mode, values = self._found(args, kwargs)
             mode.refresh()
             mode.settle()
+            self._notice_labels_in(mode, values, args, kwargs)
             refused = mode.traced.refused_sizes
             chunks = mode.chunks or self.options.chunks_for(mode.batch_of(values), refused)
             return mode, values, chunks
@@ -100,14 +103,17 @@ class Compiler(Staging):
         """
         key = chunks, *((target.nesting, target.has_batch) for target in readings)
         with self._lock:
-            if key not in mode.steps:
+            is_checked = key not in mode.steps
+            if is_checked:
                 with self._working(f"step of {chunks} micro-batches"):
                     with phase("loss", quiet=True):
-                        place, dim = self._loss_dim(mode, readings, chunks)
-                    step = self.lowering.step(mode, chunks, readings[place], dim)
-                    mode.steps[key] = step, place
+                        found = self._loss_dim(mode, readings, chunks)
+                    step = self.lowering.step(mode, chunks, readings[found.place], found.dim)
+                    mode.steps[key] = step, found.place
+                    self._watch(mode, found)
                 mode.refresh()
             step, place = mode.steps[key]
+            self._notice_labels(mode, readings, place, is_checked)
             return step, readings[place]
 
     @contextmanager
@@ -118,17 +124,25 @@ class Compiler(Staging):
         with older_objects_set_aside(), logged(title, self.options.verbose or wants_log()):
             yield
 
-    def _loss_dim(self, mode: Mode, readings: Sequence[Target], chunks: int) -> tuple[int, Dim]:
-        """The place of the reading of the target with which the loss function gives the loss of the
-        mini-batch; and how the losses of the micro-batches are put together to that loss."""
+    def _loss_dim(
+        self,
+        mode: Mode,
+        readings: Sequence[Target],
+        chunks: int,
+        check: bool | Literal["warn"] | None = None,
+    ) -> FoundLoss:
+        """What the check finds out about the loss function with the targets of a mini-batch.
+
+        ``check``: in place of the option of this name, if it is not None.
+        """
         function = self.options.loss_fn
         if function is None:
-            return 0, mode.loss_dim
+            return FoundLoss(0, mode.loss_dim)
         if chunks == 1 or not (mode.rows or mode.example.batch):
-            return 0, None
+            return FoundLoss(0, None)
         some, named = mode.example.repeated()
         if any(tensor.is_meta for tensor in Structure.of((some, named))[0]):
-            return 0, False  # there are no values to check with: see notice_values
+            return FoundLoss(0, False)  # there are no values to check with: see notice_values
         model = Twin(self.model).model
         with self._where_it_runs(model, Structure.of((some, named))[0]):
             return loss_dim(
@@ -139,12 +153,65 @@ class Compiler(Staging):
                 [Targets(each.leaves, each.has_batch, each.nesting.fill) for each in readings],
                 Asked(
                     self.options.in_dims,
-                    check=self.options.check,
+                    check=self.options.check if check is None else check,
                     sizes=self.options.sizes,
                     loss_weight=self.options.loss_weight,
                 ),
                 mode.output_dims,
             )
+
+    def _watch(self, mode: Mode, found: FoundLoss) -> None:
+        """From now on look for labels that the loss function leaves out."""
+        is_mean = found.dim is None and self.options.loss_weight is None
+        if mode.left_out is None and is_mean and self.options.check:
+            mode.left_out = LabelWatch(found.left_out)
+
+    def _notice_labels(
+        self, mode: Mode, readings: Sequence[Target], place: int, is_checked: bool
+    ) -> None:
+        """Notice labels in a target that the loss function leaves out, once micro-batches have
+        unequal shares of them.
+
+        ``is_checked``: whether the loss function has just been checked with this target.
+        """
+        target = readings[place]
+        leaves = zip(target.leaves, target.has_batch, strict=True)
+        labels = [(leaf, 0) for leaf, is_cut in leaves if is_cut and isinstance(leaf, Tensor)]
+        rows = len(labels[0][0]) if labels else 0
+        sizes = self.options.sizes(rows, mode.traced.refused_sizes) if rows else ()
+        if mode.left_out is None or not mode.left_out.meets(labels, sizes):
+            return
+        if not is_checked:
+            self._tell_of_labels(lambda: self._loss_dim(mode, readings, len(sizes), "warn"))
+
+    def _notice_labels_in(
+        self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """The same for labels among the inputs of a model that returns its loss."""
+        options = self.options
+        if options.loss_fn is not None or options.loss_weight is not None or not mode.labels:
+            return
+        is_checked = mode.left_out is None  # with this call, for which it has been compiled
+        if mode.left_out is None:
+            mode.left_out = LabelWatch([IGNORED] if options.check else [])
+        rows, refused = mode.batch_of(values) or 0, mode.traced.refused_sizes
+        labels = [(values[place], dim) for place, dim in mode.labels]
+        if mode.left_out.meets(labels, options.sizes(rows, refused)) and not is_checked:
+            self._tell_of_labels(lambda: self._check_again(args, kwargs))
+
+    def _check_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the model with another mini-batch of a kind of call that has been compiled."""
+        some, named = map_tensors(plain, canonical(self.model, args, kwargs))
+        with compiling(), quiet():
+            some, named = self._to_the_model(out_of_inference_mode((some, named)))
+            model = Twin(self.model).model
+            with self._where_it_runs(model, Structure.of((some, named))[0]):
+                meaning_of(model, some, named, replace(self._asked, check="warn"))
+
+    def _tell_of_labels(self, check: Callable[[], object]) -> None:
+        """Warn of labels that the loss leaves out, by a check with the mini-batch that has them.
+        That is in the middle of training, so nothing is refused."""
+        check()
 
     def forget(self) -> None:
         """Forget all compiled programs, so that the next call is compiled; the cut of the model

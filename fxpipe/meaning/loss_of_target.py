@@ -19,6 +19,7 @@ from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
 from fxpipe.meaning.check import Question, Verdict, check
 from fxpipe.meaning.errors import BatchWarning
+from fxpipe.meaning.left_out import LabelsLeftOut
 from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
@@ -47,10 +48,9 @@ def loss_dim(
     readings: Sequence[Targets],
     asked: Asked,
     out_dims: Mapping[str, int],
-) -> tuple[int, Dim]:
-    """How the target is cut into micro-batches, as a place among the readings; and how the losses
-    of the micro-batches are put together to the loss of the mini-batch: by a sum (SUM), a mean over
-    the rows (None), or with the weights of ``loss_weight`` (WEIGHTED).
+) -> FoundLoss:
+    """How the target is cut into micro-batches, and how their losses are put together to the loss
+    of the mini-batch.
 
     Args:
         loss: the user's function of output and target.
@@ -65,10 +65,26 @@ def loss_dim(
     found = [
         _LossOfTarget(model, inputs, in_dims, loss, each, asked, out_dims) for each in readings
     ]
-    if len(found) == 1:
-        return 0, found[0].dim()
-    place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
-    return place, found[place].dim()
+    place = 0
+    if len(found) > 1:
+        place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
+    return FoundLoss(place, found[place].dim(), frozenset(found[place].left_out.labels))
+
+
+@dataclass(frozen=True)
+class FoundLoss:
+    """What the check has found out about a loss function.
+
+    Attributes:
+        place: that of the reading of the target, among those that the check was given.
+        dim: how the losses of micro-batches are put together: by a sum (SUM), a mean over the rows
+            (None), or with the weights of ``loss_weight`` (WEIGHTED).
+        left_out: the labels that the loss leaves out, as far as it says so to PyTorch.
+    """
+
+    place: int
+    dim: Dim
+    left_out: frozenset[int] = frozenset()
 
 
 class _LossOfTarget:
@@ -86,6 +102,7 @@ class _LossOfTarget:
     ) -> None:
         args, kwargs = inputs
         self.model, self.loss, self.target, self.asked = model, loss, target, asked
+        self.left_out = LabelsLeftOut()
         self.named = named_inputs(model, args, kwargs, asked.in_dims)
         listed = Listed.of(model, args, kwargs, self.named) if LISTED in in_dims else None
         if listed is not None:
@@ -141,7 +158,7 @@ class _LossOfTarget:
     def _loss(self, output: Any, tensors: list[Tensor]) -> tuple[Any, None]:
         # The loss may draw random numbers, and a module may count its calls, say.
         own = untouched(self.loss) if isinstance(self.loss, nn.Module) else nullcontext()
-        with untouched(self.model), own, torch.no_grad():
+        with untouched(self.model), own, torch.no_grad(), self.left_out:
             return self.loss(output, self.filled(tensors)), None
 
     def weigh(self, function: Callable[..., Any]) -> Weigh:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.meaning.left_out import LabelWatch
 from fxpipe.schedule import NAMES, named
 from tests.accelerator import sim
 from tests.accelerator.clocks import Speed, virtual_time
@@ -593,3 +594,11 @@ def test_stages_run_as_they_are_where_the_backend_does_not_know_the_kind_of_devi
     assert same(*found)
     assert "stages are compiled by inductor (reduce-overhead)" in report
     assert all(f"stage_{i} runs as it is: " in report for i in range(2))
+
+
+def test_labels_left_out_are_looked_at_once_the_device_has_an_answer():
+    """The host does not wait for it: a mini-batch is told of from the second such one on."""
+    uneven, even = torch.tensor([1, 2, 3, -1]).to("sim"), torch.tensor([1, -1, 3, -1]).to("sim")
+    watch = LabelWatch([-1])
+    met = [watch.meets([(labels, 0)], (2, 2)) for labels in (even, uneven, even, uneven, uneven)]
+    assert met == [False, False, False, True, False]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,9 +27,9 @@ from fxpipe.ir.log import warn
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.asked import Meaning
 from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.loss_of_target import FoundLoss
 from fxpipe.meaning.weights import dim_of
 from fxpipe.planning.search import Choice
-from fxpipe.runtime.microbatch import Dim
 from fxpipe.runtime.ranks.agreement import Agreement
 from fxpipe.runtime.ranks.replicas import ReplicaGroup
 from fxpipe.runtime.ranks.shards import ShardError, Shards
@@ -154,12 +154,18 @@ class RankCompiler(Compiler):
         """A context in which no parameter is in shards, so that the model can be run and traced."""
         return nullcontext() if self.shards is None else self.shards.gathered()
 
-    def _loss_dim(self, mode: Mode, readings: Sequence[Target], chunks: int) -> tuple[int, Dim]:
+    def _loss_dim(
+        self,
+        mode: Mode,
+        readings: Sequence[Target],
+        chunks: int,
+        check: bool | Literal["warn"] | None = None,
+    ) -> FoundLoss:
         readings = self.absent.filled_targets(readings, self.ranks.this_replica)
         options = self.options
         if not self.is_on_meta() or chunks == 1:
             with self._whole():
-                return super()._loss_dim(mode, readings, chunks)
+                return super()._loss_dim(mode, readings, chunks, check)
         is_said = options.loss_weight is not None
         if not is_said and (options.loss_fn is not None or options.out_dims is None):
             raise BatchError(
@@ -168,7 +174,19 @@ class RankCompiler(Compiler):
                 'the rows, "sum" if it is a sum, or a function that counts what it is a mean of '
                 "(see fxpipe.loss_weight)"
             )
-        return 0, mode.loss_dim if options.loss_fn is None else dim_of(options.loss_weight)
+        is_own = options.loss_fn is None
+        return FoundLoss(0, mode.loss_dim if is_own else dim_of(options.loss_weight))
+
+    def _tell_of_labels(self, check: Callable[[], object]) -> None:
+        """Warn without a check, for which all ranks would have to meet: some may have no labels."""
+        warn(
+            "micro-batches have unequal shares of labels that the loss leaves out, for the first "
+            "time, and the loss of a step is the mean of theirs over the rows: for the mean over "
+            "all labels that count give loss_weight=, a function that counts them "
+            "(see fxpipe.loss_weight)",
+            BatchWarning,
+            stacklevel=2,
+        )
 
     # ------------------------------------------------------------------------------- its own part
 
