@@ -133,6 +133,7 @@ def _cost(context: ToStages) -> Pass:
         optimizer_states=context.optimizer_states,
         chunks=context.chunks,
         training=context.training,
+        in_dims=context.in_dims,
     )
 
 

@@ -21,7 +21,7 @@ from fxpipe.compiler.compiled import Mode
 from fxpipe.compiler.fitting import question_of
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.options import Options
-from fxpipe.ir.graph import SEED, STAGE, VALUE, stage_nodes
+from fxpipe.ir.graph import COST, SEED, STAGE, VALUE, stage_nodes
 from fxpipe.planning.lanes import CutModel
 from fxpipe.planning.limits import reachable_memory
 from fxpipe.planning.question import PlanQuestion, copied
@@ -126,8 +126,9 @@ class Replanned:
         return self._priced[chunks]
 
     def _costs_for(self, chunks: int) -> fx.GraphModule:
-        """A copy of the graph with costs for another number of micro-batches. To measure them would
-        take too long: where they are measured, they stay as they are for a mini-batch."""
+        """A copy of the graph with costs for another number of micro-batches. To measure them anew
+        would take too long: where they are measured, a node takes as many times as long as it does
+        by estimate."""
         options, chain = self.options, self.options.passes
         gm = copied(self._priced[self.chunks])
         for parameter in gm.graph.find_nodes(op="get_attr"):
@@ -136,19 +137,26 @@ class Replanned:
                     parameter.meta[VALUE] = share.meta[VALUE]
             if VALUE not in parameter.meta:  # a module, which is called with what is shared
                 parameter.meta[VALUE] = gm.get_submodule(str(parameter.target))
-        if options.costs == "measured":
-            return gm
         values, dims = self._inputs(gm)
+        is_measured = options.costs == "measured"
         context = ToStages(
             inputs=values,
             in_dims=dims,
             chunks=chunks,
-            costs=options.costs,
+            costs="analytic" if is_measured else options.costs,
             optimizer_states=options.optimizer_states,
             spec=options.specs[0],
             training=options.training,
         )
-        return run(chain.passes(context, since="rows", until="shared"), gm)
+
+        def costed(chunks: int) -> fx.GraphModule:
+            passes = chain.passes(replace(context, chunks=chunks), since="rows", until="shared")
+            return run(passes, copied(gm))
+
+        found = costed(chunks)
+        if is_measured:
+            _scale(found, costed(self.chunks), gm)
+        return found
 
     def _inputs(self, gm: fx.GraphModule) -> tuple[tuple[Any, ...], tuple[int | None, ...]]:
         """A value for each placeholder, and its batch dimension; the seed has neither."""
@@ -162,3 +170,21 @@ class Replanned:
             tuple(value for value, _ in pairs),
             tuple(dim if isinstance(dim, int) else None for _, dim in pairs),
         )
+
+
+def _scale(estimated: fx.GraphModule, before: fx.GraphModule, measured: fx.GraphModule) -> None:
+    """Replace the estimated times of a graph by measured ones, which ``measured`` has for another
+    number of micro-batches, and for which ``before`` has the estimates: from one number to the
+    other a time grows as its estimate does."""
+    graphs = (gm.graph for gm in (estimated, before, measured))
+    for node, first, own in zip(*map(stage_nodes, graphs), strict=True):
+        now, then, cost = (each.meta[COST] for each in (node, first, own))
+        node.meta[COST] = replace(
+            now,
+            forward_s=cost.forward_s * _growth(then.forward_s, now.forward_s),
+            backward_s=cost.backward_s * _growth(then.backward_s, now.backward_s),
+        )
+
+
+def _growth(then: float, now: float) -> float:
+    return now / then if then else 1.0

@@ -16,7 +16,11 @@ FIXED = "param_bytes", "gradient_bytes", "optimizer_bytes", "buffer_bytes"
 
 @dataclass(frozen=True)
 class Cost:
-    """What a node, or a stage, costs for one mini-batch. Times in seconds, sizes in bytes."""
+    """What a node, or a stage, costs for one mini-batch. Times in seconds, sizes in bytes.
+
+    ``accumulation_s`` is the time that each micro-batch but the first takes to add its gradients of
+    parameters to those that are there. It is part of ``backward_s`` as often as that happens.
+    """
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -28,6 +32,7 @@ class Cost:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
+    accumulation_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -42,8 +47,9 @@ class Cost:
     def times(self, count: int) -> Cost:
         """The cost of ``count`` micro-batches, if this is the cost of one. Parameters and the
         memory that is kept for them count once."""
-        names = {f.name for f in fields(self)}.difference(FIXED)
-        return replace(self, **{name: getattr(self, name) * count for name in names})
+        names = {f.name for f in fields(self)}.difference(FIXED, ["accumulation_s"])
+        found = replace(self, **{name: getattr(self, name) * count for name in names})
+        return replace(found, backward_s=found.backward_s + (count - 1) * self.accumulation_s)
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

@@ -29,8 +29,13 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in a value (any pytree; fake tensors count as real ones)."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+    """Bytes of all tensors in a value (any pytree; fake tensors count as real ones); of a sparse
+    tensor, those of its values."""
+    return sum(
+        (tensor.numel() if tensor.layout == torch.strided else stored_values(tensor))
+        * tensor.element_size()
+        for tensor in tensors_of(value)
+    )
 
 
 def no_scalar(value: Any) -> str:

@@ -13,8 +13,9 @@ first of.
 What a lower bound shows to be slower than the best so far is left out. The bounds hold for every
 cut and every order, so that leaving out loses nothing:
 
-- Each micro-batch launches all operators, so more micro-batches are more work, and no step takes
-  less than its work, shared out evenly among the lanes.
+- Each micro-batch launches all operators, reads all weights and makes their gradients, so more
+  micro-batches are more work, and no step takes less than its work, shared out evenly among the
+  lanes.
 - With one stage on each lane, no step takes less than the slowest stage of the best cut.
 - A micro-batch goes through the longest chain of operators, forward, and back at least as far as
   the gradients of the inputs.

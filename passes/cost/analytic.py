@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -26,11 +26,12 @@ from torch import Tensor, fx, nn
 
 from fxpipe import ops
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.cost import Cost, batch_bytes, copies_of, times_done
+from fxpipe.ir.cost import Cost, batch_bytes, times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import (
     COST,
+    GROWS,
     LARGER,
     NO_BACKWARD,
     SAVED,
@@ -62,9 +63,10 @@ class AnalyticCost:
         device: the description of the device, by which times are estimated.
         optimizer_states: how many tensors of a parameter's size the optimizer keeps for it: 2 for
             Adam, 1 for SGD with momentum.
-        chunks: the number of micro-batches. A cost is that of a mini-batch: each micro-batch
-            launches every operator, and a tensor that is not divided among the micro-batches (pass
-            "rows") is computed and saved once for each.
+        chunks: the number of micro-batches. A cost is that of a mini-batch, and so of all of them:
+            each reads all weights, makes gradients of them and adds these to those that are there,
+            and launches every operator, however few rows it has; and a tensor that is not divided
+            among the micro-batches (pass "rows") is computed and saved once for each.
         training: whether there are backwards. If not, they take no time, parameters have no
             gradients and no states of an optimizer, and what a call keeps to its end, in place of
             activations, are its outputs.
@@ -80,7 +82,7 @@ class AnalyticCost:
         runs = _Runs(gm, self.chunks, self.training)
         counted: set[int] = set()  # tensors and memories that an earlier node has been charged for
         for node in stage_nodes(gm.graph):
-            work = runs.of(node).repeated(times_done(node), self.chunks)
+            work = runs.of(node)
             node.meta[WORK] = work
             node.meta[SAVED] = tuple(runs.saved(node, work).items())
             node.meta[WORKSPACE] = work.workspace
@@ -90,9 +92,10 @@ class AnalyticCost:
             trained = {i: t for i, t in tensors.items() if t.requires_grad}
             parameters = [t for t in tensors.values() if isinstance(t, nn.Parameter)]
             gradients = tensor_bytes(list(trained.values())) if self.training else 0
+            adding = work.accumulation.seconds(self.device)
             node.meta[COST] = Cost(
                 forward_s=work.forward.seconds(self.device),
-                backward_s=work.backward.seconds(self.device),
+                backward_s=work.backward.seconds(self.device) + (self.chunks - 1) * adding,
                 param_bytes=tensor_bytes(parameters),
                 activation_bytes=sum(memories.values()),
                 output_bytes=batch_bytes(node),
@@ -101,6 +104,7 @@ class AnalyticCost:
                 gradient_bytes=gradients,
                 optimizer_bytes=round(gradients * self.optimizer_states),
                 buffer_bytes=tensor_bytes(list(tensors.values())) - tensor_bytes(parameters),
+                accumulation_s=adding,
             )
         return gm
 
@@ -114,6 +118,8 @@ class Work:
     saved tensor. ``edges`` says how many edges of the autograd graph lead to each of its inputs,
     ``gradients`` how large their gradients are, and ``weights`` how large the largest gradient of a
     parameter is, times the number of micro-batches (:class:`fxpipe.ir.workspace.NodeWorkspace`).
+    ``accumulation`` is the work of adding the gradients of parameters of one micro-batch to those
+    that are there.
     """
 
     forward: Load
@@ -124,27 +130,13 @@ class Work:
     edges: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
     weights: int = 0
+    accumulation: Load = field(default_factory=Load)
 
     @property
     def workspace(self) -> NodeWorkspace:
         """The memory that the node needs while it runs, for a mini-batch."""
         return NodeWorkspace(
             self.forward.memory, self.backward.memory, self.gradients, self.weights
-        )
-
-    def repeated(self, count: int, chunks: int) -> Work:
-        """The work of a node that is done ``count`` times in a mini-batch, and launched once for
-        each of ``chunks`` micro-batches."""
-        if chunks == 1:
-            return self
-        forward, backward = (load.times(count, chunks) for load in (self.forward, self.backward))
-        gradients = tuple(size * count if size > 0 else size for size in self.gradients)
-        return replace(
-            self,
-            forward=forward,
-            backward=backward,
-            gradients=gradients,
-            weights=self.weights * chunks,
         )
 
     def seconds(self, device: DeviceSpec) -> float:
@@ -190,6 +182,7 @@ class _Runs:
         self.gm, self.chunks, self.training = gm, chunks, training
         self.interpreter = FakeInterpreter(gm, fake_mode(gm.graph))
         self.known: dict[Any, Work] = {}
+        self.more = more_rows(gm.graph)
         self.inside = 0  # memories that hold no node's value get the numbers -1, -2, ...
         self.copies: dict[int, int] = {}  # how many of each memory there are in a mini-batch
         self.outputs = set(gm.graph.output_node().all_input_nodes)
@@ -214,7 +207,7 @@ class _Runs:
         key = signature(self.gm, node)
         if key is None:
             return self._run(node)
-        key = key, tuple(map(copies_of, node.all_input_nodes))
+        key = key, signature(self.gm, node, lambda n: n.meta.get(LARGER, n.meta[VALUE]))
         if key not in self.known:
             self.known[key] = self._run(node)
         return self.known[key]
@@ -239,33 +232,47 @@ class _Runs:
         return {memory: size for memory, size in found.items() if memory not in own}
 
     def _run(self, node: fx.Node) -> Work:
-        backward, gradients, weights = Load(), tuple[int, ...](), 0
         with self.interpreter.mode, torch.set_grad_enabled(self.training):
-            ahead = self._forward(node, VALUE)
+            ahead = larger = self._forward(node, VALUE)
             edges = Counter(
                 id(f.variable) if hasattr(f, "variable") else f
                 for f in backward_edges(ahead.outputs)
             )
-            if self.training and NO_BACKWARD not in node.meta:
-                try:
-                    gradients, weights = _run_backward(ahead, backward)
-                except Exception as error:  # a user's backward may raise anything on fake tensors
-                    if not is_the_models(error):
-                        raise
-                    # The backward may need values, or run the module on real tensors: its load is
-                    # estimated from the forward's.
-                    backward = ahead.load.times(BACKWARD)
+            back = larger_back = self._backward(node, ahead)
+            if any(LARGER in source.meta for source in node.all_input_nodes):
+                larger = self._forward(node, LARGER)
+                larger_back = self._backward(node, larger)
         where_in = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.inputs)))}
         where_out = {memory_of(t): i for i, t in reversed(list(enumerate(ahead.outputs)))}
+        count = times_done(node)
         return Work(
-            ahead.load,
-            backward,
+            self._of_all(ahead.load, larger.load),
+            self._of_all(back.load, larger_back.load),
             tuple(where_in[m] for m in ahead.kept if m in where_in),
             tuple(where_out[m] for m in ahead.kept if m not in where_in and m in where_out),
-            self._inside(node, ahead),
+            self._inside(ahead.inside, larger.inside),
             tuple(edges[end] for end in ahead.ends),
-            gradients,
-            weights,
+            tuple(size * count if size > 0 else size for size in back.gradients),
+            back.weights * self.chunks,
+            back.accumulation,
+        )
+
+    def _of_all(self, load: Load, larger: Load) -> Load:
+        """The load of all micro-batches, from that of a mini-batch in one piece and that of a
+        larger one. Where no larger one is known, only launches are as many for few rows."""
+        if self.more is None:
+            return load.divided(Load(operators=load.operators), self.chunks)
+        return load.divided(load.fixed(larger, self.more), self.chunks)
+
+    def _inside(self, sizes: tuple[int, ...], larger: tuple[int, ...]) -> tuple[int, ...]:
+        """The bytes of each tensor, beside inputs and outputs, that a node saves for its backward,
+        for a mini-batch. A tensor is saved once for each micro-batch if its size does not depend on
+        the batch size."""
+        if self.more is None or len(larger) != len(sizes):
+            return sizes
+        return tuple(
+            size * self.chunks if size == other else size
+            for size, other in zip(sizes, larger, strict=True)
         )
 
     def _forward(self, node: fx.Node, values: str) -> _Forward:
@@ -298,21 +305,19 @@ class _Runs:
             kept.pop(memory_of(parameter), None)
         return _Forward(load, leaves, inputs, ends, tensors_of(result), parameters, kept)
 
-    def _inside(self, node: fx.Node, ahead: _Forward) -> tuple[int, ...]:
-        """The bytes of each tensor, beside inputs and outputs, that a node saves for its backward,
-        for a mini-batch. A tensor is saved once for each micro-batch if its size does not depend on
-        the batch size."""
-        sizes = ahead.inside
-        if not sizes or not any(LARGER in source.meta for source in node.all_input_nodes):
-            return sizes
-        with self.interpreter.mode, torch.set_grad_enabled(self.training):
-            others = self._forward(node, LARGER).inside
-        if len(others) != len(sizes):
-            return sizes
-        return tuple(
-            size * self.chunks if size == other else size
-            for size, other in zip(sizes, others, strict=True)
-        )
+    def _backward(self, node: fx.Node, ahead: _Forward) -> _FakeBackward:
+        """Run the backward of a node on fake tensors."""
+        if not self.training or NO_BACKWARD in node.meta:
+            return _FakeBackward()
+        try:
+            return _run_backward(ahead)
+        except Exception as error:  # a user's backward may raise anything on fake tensors
+            if not is_the_models(error):
+                raise
+        # The backward may need values, or run the module on real tensors: its load is estimated
+        # from the forward's.
+        trained = [tensor for tensor in ahead.parameters if tensor.requires_grad]
+        return _FakeBackward(ahead.load.times(BACKWARD), accumulation=_accumulation(trained))
 
 
 @dataclass
@@ -334,28 +339,64 @@ class _Forward:
         return tuple(size for memory, size in self.kept.items() if memory not in shown)
 
 
-def _run_backward(ahead: _Forward, load: Load) -> tuple[tuple[int, ...], int]:
-    """Run the backward of a node. Returns the bytes of the gradients of its inputs: 0 where there
-    is none, -1 for one of the node's own gradients; and those of the largest gradient of a
-    parameter. These are added to what is there one by one, so that only one is there at a time.
-    They are not part of the load's memory, as they are as large for few rows as for many."""
+@dataclass
+class _FakeBackward:
+    """The backward of a node on fake tensors.
+
+    Attributes:
+        load: without the memory of gradients of parameters, which are added to what is there one by
+            one, so that only one is there at a time.
+        gradients: the bytes of the gradients of the node's inputs: 0 where there is none, -1 for
+            one of the node's own gradients.
+        weights: the bytes of the largest gradient of a parameter.
+        accumulation: the work of adding the gradients of parameters to those that are there.
+    """
+
+    load: Load = field(default_factory=Load)
+    gradients: tuple[int, ...] = ()
+    weights: int = 0
+    accumulation: Load = field(default_factory=Load)
+
+
+def _run_backward(ahead: _Forward) -> _FakeBackward:
     given = [t for t in ahead.outputs if t.grad_fn is not None]
     inputs = [*ahead.leaves, *ahead.parameters]
     wanted = list({id(t): t for t in inputs if t.requires_grad}.values())
     if not (given and wanted):
-        return (), 0
-    gradients = [torch.empty_like(t) for t in given]
+        return _FakeBackward()
+    gradients, load = [torch.empty_like(t) for t in given], Load()
     with Counting(load):
         found = torch.autograd.grad(given, wanted, gradients, allow_unused=True)
     same = set(map(memory_of, gradients))
-    sizes = {
-        id(tensor): -1 if memory_of(grad) in same else memory_bytes(grad)
-        for tensor, grad in zip(wanted, found, strict=True)
-        if grad is not None
-    }
-    of_parameters = [max(sizes.get(id(t), 0), 0) for t in ahead.parameters]
+    made = {id(t): grad for t, grad in zip(wanted, found, strict=True) if grad is not None}
+    sizes = {i: -1 if memory_of(grad) in same else memory_bytes(grad) for i, grad in made.items()}
+    parameters = {id(t): t for t in ahead.parameters if id(t) in made}
+    of_parameters = [max(sizes[i], 0) for i in parameters]
     load.memory = max(0, load.memory - sum(of_parameters))
-    return tuple(sizes.get(id(t), 0) for t in ahead.leaves), max(of_parameters, default=0)
+    return _FakeBackward(
+        load,
+        tuple(sizes.get(id(t), 0) for t in ahead.leaves),
+        max(of_parameters, default=0),
+        _accumulation([t for i, t in parameters.items() if made[i].layout == torch.strided]),
+    )
+
+
+def _accumulation(parameters: Sequence[Tensor]) -> Load:
+    """The work of adding gradients of these parameters to those that are there: both are read, and
+    the sum is written. A sparse gradient is put beside those that are there, with no work."""
+    return Load(bytes=3 * tensor_bytes(parameters), operators=len(parameters))
+
+
+def more_rows(graph: fx.Graph) -> float | None:
+    """How many times as many rows the larger batch has in addition (``meta["larger"]``); None if
+    there is no larger batch."""
+    for node in graph.find_nodes(op="placeholder"):
+        one, larger = (tensors_of(node.meta.get(key)) for key in (VALUE, LARGER))
+        for tensor, other, dims in zip(one, larger, node.meta.get(GROWS, ()), strict=False):
+            for dim in dims:
+                if rows := tensor.shape[dim]:
+                    return float(other.shape[dim] / rows - 1)
+    return None
 
 
 def _fresh(tensor: Tensor, leaves: list[Tensor], wants_gradient: bool) -> Tensor:

@@ -33,11 +33,12 @@ def cost_pass(
     optimizer_states: float = ADAM,
     chunks: int = 1,
     training: bool = True,
+    in_dims: tuple[int | None, ...] | None = None,
 ) -> AnalyticCost | MeasuredCost | GivenCost:
     """The cost pass that ``costs`` asks for.
 
-    ``inputs`` and ``device`` are for measuring only; ``spec`` describes the device, ``chunks`` is
-    the number of micro-batches, and ``training`` says whether there are backwards.
+    ``inputs``, ``in_dims`` and ``device`` are for measuring only; ``spec`` describes the device,
+    ``chunks`` is the number of micro-batches, and ``training`` says whether there are backwards.
     """
     if isinstance(costs, str) and costs == "analytic":
         return AnalyticCost(spec, optimizer_states, chunks, training)
@@ -49,6 +50,7 @@ def cost_pass(
             optimizer_states=optimizer_states,
             chunks=chunks,
             training=training,
+            in_dims=in_dims,
         )
     if isinstance(costs, str | Path):
         if not Path(costs).exists():

@@ -150,7 +150,7 @@ class GivenCost:
         _check_times(given)
         estimates = {node: node.meta[COST] for node in work.values()}
         for node, cost in estimates.items():
-            node.meta[COST] = replace(cost, forward_s=0.0, backward_s=0.0)
+            node.meta[COST] = replace(cost, forward_s=0.0, backward_s=0.0, accumulation_s=0.0)
         # A longer path overrides a shorter one: {"encoder": 2.0, "encoder.head": 0.5}.
         for name in sorted(given, key=len):
             cost, nodes = given[name], _named(name, work)
@@ -171,7 +171,8 @@ class GivenCost:
 
 def _timed(estimate: Cost, seconds: float) -> Cost:
     forward = seconds / 3 if estimate.backward_s else seconds
-    return replace(estimate, forward_s=forward, backward_s=seconds - forward)
+    backward = seconds - forward
+    return replace(estimate, forward_s=forward, backward_s=backward, accumulation_s=0.0)
 
 
 def _of_forward(cost: Cost, estimate: Cost) -> Cost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 
+AMOUNTS = "flops", "bytes", "operators", "memory"
+"""The parts of a load that are amounts."""
+
 
 @dataclass
 class Load:
@@ -31,12 +34,31 @@ class Load:
     is_half: bool = False  # whether some operator computes in 16 bits
     memory: int = 0
 
-    def times(self, count: int, launches: int | None = None) -> Load:
-        """The load of ``count`` repetitions; operators are launched ``launches`` times, if that is
-        another number."""
-        operators = self.operators * (count if launches is None else launches)
-        memory = self.memory * count
-        return Load(self.flops * count, self.bytes * count, operators, self.is_half, memory)
+    def times(self, count: int) -> Load:
+        """The load of ``count`` repetitions."""
+        amounts = {name: getattr(self, name) * count for name in AMOUNTS}
+        return replace(self, **amounts)
+
+    def fixed(self, larger: Load, more: float) -> Load:
+        """The part of the load that does not grow with the rows, which each micro-batch has in full
+        however few rows it has: all weights are read, gradients of weights are as large as for many
+        rows, and every operator is launched.
+
+        ``larger`` is the load of ``more`` times as many further rows. What grows faster than the
+        rows has no such part.
+        """
+
+        def part(amount: int, grown: int) -> int:
+            return round(min(max(amount - (grown - amount) / more, 0), amount))
+
+        amounts: Any = {n: part(getattr(self, n), getattr(larger, n)) for n in AMOUNTS}
+        return replace(self, **amounts)
+
+    def divided(self, fixed: Load, chunks: int) -> Load:
+        """The load of ``chunks`` micro-batches, if this is that of a mini-batch in one piece, of
+        which each micro-batch has the part ``fixed`` in full."""
+        again = fixed.times(chunks - 1)
+        return replace(self, **{n: getattr(self, n) + getattr(again, n) for n in AMOUNTS})
 
     def seconds(self, device: DeviceSpec) -> float:
         """Seconds on a device by the roofline model (Williams et al. 2009).
@@ -86,6 +108,23 @@ OF_KERNELS = {
 }
 """FLOP formulas for the CPU's kernels of attention and of LSTMs, which ``FlopCounterMode`` does not
 know."""
+
+
+LOOKUPS = {
+    torch.ops.aten.embedding.default,
+    torch.ops.aten._embedding_bag.default,
+    torch.ops.aten._embedding_bag_forward_only.default,
+}
+"""Operators that read some rows of a table: those that indices name."""
+
+
+def _not_read(func: Any, args: Any) -> int:
+    """The bytes of the tensors that an operator is given that it does not read."""
+    if func not in LOOKUPS:
+        return 0
+    table, indices, *_ = args
+    size = tensor_bytes(table)
+    return max(size - int(indices.numel()) * (size // max(len(table), 1)), 0)
 
 
 class Living:
@@ -141,7 +180,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moves = not func.is_view and func is not torch.ops.aten._unsafe_view.default
         if moves and tensors_of(result):  # queries, such as prim.device, give no tensor
             self.load.operators += 1
-            self.load.bytes += tensor_bytes((args, kwargs, result))
+            self.load.bytes += tensor_bytes((args, kwargs, result)) - _not_read(func, args)
             self.load.is_half |= any(t.dtype.itemsize == 2 for t in tensors_of(result))
             self.memory.note(result, (args, kwargs))
         return result

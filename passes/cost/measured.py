@@ -6,16 +6,17 @@
     round 2                conv 4.2 ms   bn 0.7 ms   relu 0.2 ms ...   the median of these is the
     round 3                conv 4.1 ms   bn 0.7 ms   relu 0.2 ms ...   cost; equal nodes share one
 
-In each round all forwards run first and then all backwards, as in training, so that the caches of
-the processor are as cold as they will be there. The model is left as it was: gradients are not
-accumulated, and buffers and random states are put back.
+What is measured is one micro-batch, of the size that the pipeline will run: a part of its time does
+not depend on how many rows it has. In each round all forwards run first and then all backwards, as
+in training, so that the caches of the processor are as cold as they will be there. The model is
+left as it was: gradients are not accumulated, and buffers and random states are put back.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -26,14 +27,14 @@ from rich.progress import Progress
 from torch import Tensor, fx
 
 from fxpipe.ir._torch import pytree
-from fxpipe.ir.cost import times_done
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.graph import COST, NO_BACKWARD, VALUE, WRITES, is_work, mutable, stage_nodes
 from fxpipe.ir.tensors import tensors_of
+from fxpipe.runtime.microbatch import scatter
 from fxpipe.runtime.random import RandomState
 from passes.common.signature import signature
-from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost
+from passes.cost.analytic import ADAM, BACKWARD, AnalyticCost, more_rows
 
 ROUNDS = 25  # the most rounds after the warm-up
 
@@ -42,10 +43,14 @@ ROUNDS = 25  # the most rounds after the warm-up
 class MeasuredCost:
     """Model graph with fake values (pass "alias") → the same, with a :class:`Cost` at each node.
 
-    Times are measured; bytes and FLOPs are those of :class:`AnalyticCost`.
+    Times are those of the first micro-batch, times the number of micro-batches; bytes and FLOPs are
+    those of :class:`AnalyticCost`. A graph of which pass "rows" does not know that it takes other
+    batch sizes runs with all rows.
 
     Args:
         inputs: real inputs of the model, one for each placeholder.
+        in_dims: the batch dimension of each input; None for one that all micro-batches share, and
+            in place of the tuple if nothing is to be cut.
         device: the device on which to measure; None: the model's. Tensors on other devices are
             copied to it, node by node.
         budget_s: no round begins after this many seconds. The first one, a warm-up, always runs to
@@ -64,6 +69,7 @@ class MeasuredCost:
     optimizer_states: float = ADAM
     chunks: int = 1
     training: bool = True
+    in_dims: tuple[int | None, ...] | None = None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         device = self.device or next(
@@ -78,20 +84,29 @@ class MeasuredCost:
         work = list(stage_nodes(gm.graph))
         keys = {node: signature(gm, node) or node for node in work}
         found: dict[Any, list[_Seconds]] = {}
-        for timed in self._rounds(gm, device):
+        inputs, count = self._inputs(gm.graph)
+        for timed in self._rounds(gm, device, inputs):
             for node in work:
                 found.setdefault(keys[node], []).append(timed[node])
         for node in work:
-            forward, backward = zip(*found[keys[node]], strict=True)
+            forward, backward, adding = map(statistics.median, zip(*found[keys[node]], strict=True))
             node.meta[COST] = replace(
                 node.meta[COST],
-                forward_s=statistics.median(forward) * times_done(node),
-                backward_s=statistics.median(backward) * times_done(node),
+                forward_s=forward * count,
+                backward_s=backward * count + adding * (count - 1),
+                accumulation_s=adding,
             )
         return gm
 
+    def _inputs(self, graph: fx.Graph) -> tuple[tuple[Any, ...], int]:
+        """The inputs of one micro-batch, and how many such micro-batches there are."""
+        if self.in_dims is None or more_rows(graph) is None:
+            return self.inputs, 1
+        pairs = zip(self.inputs, self.in_dims, strict=True)
+        return tuple(scatter(value, dim, self.chunks)[0] for value, dim in pairs), self.chunks
+
     def _rounds(
-        self, gm: fx.GraphModule, device: torch.device | None
+        self, gm: fx.GraphModule, device: torch.device | None, inputs: Sequence[Any]
     ) -> list[dict[fx.Node, _Seconds]]:
         """The seconds that each node takes, for each round; the warm-up is left out unless it is
         the only round."""
@@ -104,12 +119,12 @@ class MeasuredCost:
                 if rounds and time.perf_counter() > end:
                     break
                 stopwatch = _TimingInterpreter(gm, device, self.training)
-                stopwatch.run(*self.inputs)
+                stopwatch.run(*inputs)
                 rounds.append(stopwatch.finish())
         return rounds[1:] or rounds
 
 
-_Seconds = tuple[float, float]  # forward and backward
+_Seconds = tuple[float, float, float]  # forward, backward, and to accumulate gradients
 
 
 @dataclass
@@ -120,6 +135,7 @@ class _TimedForward:
     forward_s: float
     outputs: list[Tensor]
     inputs: list[Tensor]
+    parameters: set[int]  # the ids of those inputs that are parameters
 
 
 class _TimingInterpreter(fx.Interpreter):
@@ -139,9 +155,10 @@ class _TimingInterpreter(fx.Interpreter):
         if not is_work(n):
             return self._here(super().run_node(n))
         arguments = fx.map_arg((n.args, n.kwargs), self._argument)
-        parameters: list[Tensor] = []
+        sources = [source for source in n.all_input_nodes if source.op == "get_attr"]
+        parameters = tensors_of([self.env[source] for source in sources])
         if n.op == "call_module":
-            parameters = self._move_in(str(n.target))
+            parameters += self._move_in(str(n.target))
         leaves = [t for t in tensors_of(arguments) if t.requires_grad]
         run = getattr(self, n.op)
         with torch.set_grad_enabled(self.training):
@@ -150,10 +167,11 @@ class _TimingInterpreter(fx.Interpreter):
             )
             result, ahead = self._timed(lambda: run(n.target, *mutable((args, kwargs))))
         given = [t for t in tensors_of(result) if t.grad_fn is not None]
-        wanted = list({id(t): t for t in (*leaves, *parameters)}.values())
+        own = {id(t) for t in parameters}
+        wanted = list({id(t): t for t in (*leaves, *parameters) if t.requires_grad}.values())
         if NO_BACKWARD in n.meta:
             given = []
-        self.tapes.append(_TimedForward(n, ahead, given, wanted))
+        self.tapes.append(_TimedForward(n, ahead, given, wanted, own))
         return pytree.tree_map_only(Tensor, lambda t: t.detach(), result)
 
     def finish(self) -> dict[fx.Node, _Seconds]:
@@ -161,23 +179,34 @@ class _TimingInterpreter(fx.Interpreter):
         seconds = {}
         while self.tapes:
             tape = self.tapes.pop()
-            seconds[tape.node] = tape.forward_s, self._backward(tape)
+            seconds[tape.node] = tape.forward_s, *self._backward(tape)
         return seconds
 
-    def _backward(self, tape: _TimedForward) -> float:
+    def _backward(self, tape: _TimedForward) -> tuple[float, float]:
+        """The seconds of a backward, and of adding its gradients of parameters to others."""
         if not tape.outputs or not tape.inputs:
-            return 0.0
+            return 0.0, 0.0
         gradients = [torch.ones_like(t) for t in tape.outputs]
         try:
-            _, seconds = self._timed(
+            found, seconds = self._timed(
                 lambda: torch.autograd.grad(tape.outputs, tape.inputs, gradients, allow_unused=True)
             )
         except RuntimeError as error:
             if not is_the_models(error):  # such as an out-of-memory error
                 raise
             # PyTorch's reentrant checkpoint refuses autograd.grad: estimate its backward.
-            return BACKWARD * tape.forward_s
-        return seconds
+            return BACKWARD * tape.forward_s, 0.0
+        pairs = [
+            (gradient.contiguous(), tensor)  # which stands for the gradient that is there
+            for gradient, tensor in zip(found, tape.inputs, strict=True)
+            if id(tensor) in tape.parameters
+            and gradient is not None
+            and gradient.layout == torch.strided
+        ]
+        if not pairs:
+            return seconds, 0.0
+        _, adding = self._timed(lambda: [gradient.add_(other) for gradient, other in pairs])
+        return seconds, adding
 
     def _move_in(self, path: str) -> list[Tensor]:
         """Copy a module's tensors to the device, for :meth:`call_module`. Returns those that want

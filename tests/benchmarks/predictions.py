@@ -1,7 +1,7 @@
 """The memory and the time of a step that are predicted for real models, beside what a step takes.
 
     python -m tests.benchmarks.predictions [--models gpt2 unet ...] [--schedules gpipe 1f1b ...]
-        [--checkpoints never always ...] [--devices 2] [--csv FILE]
+        [--checkpoints never always ...] [--devices 2] [--chunks 1 4 16] [--csv FILE]
 
 Each model has its published structure, and sizes with which it runs on a CPU. It is cut for devices
 of the simulated accelerator, whose memory is counted by tensors' storages as a caching allocator
@@ -19,6 +19,12 @@ second one counts:
 ``time``
     The makespan in virtual time, predicted from the times of actions as they were measured there,
     beside that of the step: the clocks do not depend on the machine.
+
+With ``--chunks 1 4 16`` there is one more table for each model, of the work of a step on the CPU
+with so many micro-batches: the seconds that are estimated for all stages together, from what
+operators compute and move, and the CPU time that a step has taken, the least of some. An estimate
+is for another machine than this one; what it has to get right is how the work grows with the
+micro-batches.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +44,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.ir.text import human_bytes
+from fxpipe.ir.text import human_bytes, human_time
 from fxpipe.schedule import NAMES
 from passes.common.modes import MODES
 from tests.accelerator import sim
@@ -46,6 +53,7 @@ from tests.benchmarks.nets import UNet, resnet
 from tests.benchmarks.virtual import SPEED
 
 ROWS, LENGTH, VOCABULARY = 16, 64, 512
+STEPS = 5  # steps of which the CPU time is taken
 
 TEXT = {
     "vocab_size": VOCABULARY,
@@ -149,6 +157,24 @@ def densenet() -> Made:
     return DenseNet(2, 3, 10, **sizes), {"x": images(64)}
 
 
+class Clicks(nn.Module):
+    """Eight tables of embeddings, of which a batch looks up few rows, and a small network."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(200_000, 16, sparse=sparse) for _ in range(8))
+        self.top = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = [table(ids[:, i]) for i, table in enumerate(self.tables)]
+        logits: Tensor = self.top(torch.cat(found, 1))
+        return logits
+
+
+def clicks() -> Made:
+    return Clicks(), {"ids": torch.randint(200_000, (16 * ROWS, 8))}
+
+
 def diffusion() -> Made:
     from diffusers import UNet2DModel
 
@@ -168,7 +194,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     made.__name__: made
     for made in (
         *(gpt2, bert, llama, t5, vit, resnet101, unet),
-        *(mixtral, whisper, swin, densenet, diffusion),
+        *(mixtral, whisper, swin, densenet, diffusion, clicks),
     )
 }
 
@@ -197,6 +223,11 @@ def loss_of(output: Any, _: Any) -> Tensor:
     return loss
 
 
+def rows_of(inputs: dict[str, Any]) -> int:
+    """How many rows a mini-batch has."""
+    return len(next(iter(inputs.values())))
+
+
 def compared(model: nn.Module, inputs: dict[str, Any], lanes: int, **options: Any) -> Prediction:
     """Take a step on so many devices, and compare it with its prediction."""
     names = [f"sim:{i}" for i in range(lanes)]
@@ -207,7 +238,7 @@ def compared(model: nn.Module, inputs: dict[str, Any], lanes: int, **options: An
         fxpipe.compile(model.train().to(names[0]), names, check="warn", **options) as pipe,
     ):
         optimizer = torch.optim.Adam(pipe.parameters())
-        target = torch.zeros(ROWS)
+        target = torch.zeros(rows_of(inputs))
         ran = pipe.measure(**inputs, target=target, rounds=1)
         for number in range(2):
             for device in devices:
@@ -227,12 +258,39 @@ def compared(model: nn.Module, inputs: dict[str, Any], lanes: int, **options: An
     return Prediction(tuple(timeline.peak_memory), tuple(peaks), timeline.makespan, took)
 
 
+def work(model: nn.Module, inputs: dict[str, Any], lanes: int, chunks: int) -> tuple[float, float]:
+    """The seconds of all stages together that are predicted for a step on the CPU, and the least
+    CPU time of some steps."""
+    names, target, taken = ["cpu"] * lanes, torch.zeros(rows_of(inputs)), []
+    options: dict[str, Any] = {"chunks": chunks, "loss_fn": loss_of, "check": "warn"}
+    with fxpipe.compile(model.train(), names, example_kwargs=inputs, **options) as pipe:
+        predicted = sum(pipe.timeline().busy)
+        for _ in range(STEPS):
+            pipe.zero_grad()
+            before = time.process_time()
+            pipe.step(**inputs, target=target)
+            taken.append(time.process_time() - before)
+    return predicted, min(taken)
+
+
+def show_work(console: Console, names: list[str], lanes: int, numbers: list[int]) -> None:
+    """Print the table of the work of a step, for each number of micro-batches."""
+    table = Table("model", "micro-batches", "predicted", "measured")
+    for name in names:
+        for chunks in numbers:
+            torch.manual_seed(0)
+            seconds = work(*MODELS[name](), lanes, chunks)
+            table.add_row(name, str(chunks), *map(human_time, seconds))
+    console.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--schedules", nargs="+", default=list(NAMES))
     parser.add_argument("--checkpoints", nargs="+", default=list(MODES))
     parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--chunks", type=int, nargs="*", default=[])
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     sim.load()
@@ -264,6 +322,8 @@ def main() -> None:
     console.print(table)
     for name, off in worst.items():
         console.print(f"{name}: {off:+.1%} at most")
+    if given.chunks:
+        show_work(console, given.models, given.devices, given.chunks)
     if given.csv:
         with given.csv.open("w", newline="") as file:
             csv.writer(file).writerows([columns, *every])

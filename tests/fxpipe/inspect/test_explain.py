@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.compiler.replanned import Replanned
+from fxpipe.ir.graph import COST, stage_nodes
 from fxpipe.planning.lanes import PlannedLanes
 from fxpipe.schedule import Schedule, Timeline
 from tests.zoo import MLP
@@ -286,7 +287,7 @@ def test_what_limits_the_speed_is_given_in_parts_of_the_step():
 
 
 def test_recomputing_is_given_as_a_part_of_the_step():
-    explanation = explained(layers(4), (torch.ones(8, 64),), chunks=2, checkpoint="always")
+    explanation = explained(layers(4), (torch.ones(512, 64),), chunks=2, checkpoint="always")
     assert "always" in said(explanation, "Where it is cut")
     assert "To recompute activations costs 2" in said(explanation, "What limits the speed")
 
@@ -505,3 +506,42 @@ def test_schedules_that_place_stages_alike_are_planned_with_one_cut(monkeypatch)
 def test_lines_fit_the_terminal_but_for_code_and_lines_of_models():
     text = str(explained(MLP(), chunks=2))
     assert all(len(line) <= 100 for line in text.splitlines() if not line.startswith("    "))
+
+
+class Clicks(nn.Module):
+    """Tables of embeddings, of which a batch looks up some rows, and a small network."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(20_000, 16, sparse=sparse) for _ in range(4))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, ids):
+        found = [table(ids[:, i]) for i, table in enumerate(self.tables)]
+        return self.head(torch.cat(found, 1))
+
+
+def test_more_micro_batches_are_not_advised_where_each_makes_gradients_of_large_tables():
+    ids = torch.zeros(256, 4, dtype=torch.long)
+    found = explained(Clicks(sparse=False), (ids,), chunks=2)
+    assert all(each.options.get("chunks", 2) <= 2 for each in found.suggestions)
+    assert any(each.options.get("chunks") == 1 for each in found.suggestions)
+    auto = explained(Clicks(sparse=False), (ids,), chunks="auto")
+    assert "1 micro-batch," in auto.title
+
+
+def test_measured_times_grow_with_the_micro_batches_as_their_estimates_do(monkeypatch):
+    asked = []
+    plan = Replanned.as_it_is
+    monkeypatch.setattr(Replanned, "as_it_is", lambda self: asked.append(self) or plan(self))
+    ids = torch.zeros(256, 4, dtype=torch.long)
+    growth = {}
+    for costs in ("analytic", "measured"):
+        explained(Clicks(sparse=False), (ids,), chunks=2, costs=costs)
+        graphs = [asked[-1]._at(number).graph for number in (2, 8)]
+        of_two, of_eight = ({n.name: n.meta[COST] for n in stage_nodes(g)} for g in graphs)
+        tables = [name for name in of_two if "tables" in name]
+        growth[costs] = [of_eight[t].backward_s / of_two[t].backward_s for t in tables]
+    assert len(growth["analytic"]) == 4
+    assert growth["measured"] == pytest.approx(growth["analytic"])
+    assert min(growth["measured"]) > 3

@@ -15,12 +15,13 @@ from tests.zoo import MODELS, UNet
 
 
 class Wide(nn.Module):
-    """Two layers that compute little and hold much, then four that are the other way round."""
+    """Two layers that compute little and hold much, as they only touch the rows that they look up,
+    then eight that are the other way round."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(10_000, 64)
-        self.table = nn.Embedding(10_000, 64)
+        self.embed = nn.Embedding(10_000, 64, sparse=True)
+        self.table = nn.Embedding(10_000, 64, sparse=True)
         self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
 
     def forward(self, tokens):

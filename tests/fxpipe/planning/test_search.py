@@ -44,6 +44,7 @@ class Towers(nn.Module):
 MODELS = {
     "mlp": (lambda: MLP(depth=9), (16, 12)),
     "wide": (lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), (12, 512)),
+    "tall": (lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), (1024, 512)),
     "long": (lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(8))), (512, 16)),
     "unet": (lambda: UNet(4, 3), (8, 3, 32, 32)),
     "towers": (Towers, (8, 64)),
@@ -132,12 +133,18 @@ def test_what_is_left_out_is_not_planned():
 
 def test_dear_launches_lead_to_fewer_micro_batches():
     dear, free = (
-        search_of("wide", replace(FREE_LINKS, launch_s=launch))[0] for launch in (1e-3, 0.0)
+        search_of("tall", replace(FREE_LINKS, launch_s=launch))[0] for launch in (1e-3, 0.0)
     )
     few, many = (
-        each.fastest(settings_of(2, [1, 2, 4, 6, 12], ["gpipe"]))[0] for each in (dear, free)
+        each.fastest(settings_of(2, [1, 2, 4, 8, 16], ["gpipe"]))[0] for each in (dear, free)
     )
-    assert few.setting.chunks < many.setting.chunks == 12
+    assert few.setting.chunks < many.setting.chunks
+
+
+def test_large_weights_lead_to_fewer_micro_batches():
+    (wide, _), (tall, _) = search_of("wide"), search_of("tall")
+    few, many = (each.fastest(settings_of(2, [1, 2, 4], ["gpipe"]))[0] for each in (wide, tall))
+    assert (few.setting.chunks, many.setting.chunks) == (1, 4), "each reads all of them anew"
 
 
 def test_micro_batches_of_one_size_are_tried():
@@ -182,11 +189,11 @@ def test_a_model_with_fewer_nodes_than_stages_is_planned_with_fewer():
 
 
 def test_a_choice_says_what_others_would_take():
-    search, rows = search_of("wide")
+    search, rows = search_of("tall")
     trials = search.fastest(settings_of(2, numbers_of_microbatches(2, rows)))
     choice = Choice.of(trials, rows)
     first, others, counts = choice.lines
-    assert first.startswith(f"chosen by prediction, for a mini-batch of 12 rows: {choice}")
+    assert first.startswith(f"chosen by prediction, for a mini-batch of 1024 rows: {choice}")
     assert f"{choice.chunks} micro-batches on {choice.stages} stages" in first
     assert all(f"{said} " in others for said, _ in choice.others)
     assert all(seconds >= choice.seconds for _, seconds in choice.others)

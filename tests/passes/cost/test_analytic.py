@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.ir.devices import CPU_CORE, DeviceSpec
 from fxpipe.ir.graph import COST, SAVED, stage_nodes
-from passes import Alias, AnalyticCost
+from passes import Alias, AnalyticCost, Rows
 from passes.cost import analytic as cost_module
 from tests.zoo import MODELS, ResNet, Tied
 
@@ -65,6 +65,69 @@ def test_half_precision_computes_at_its_own_rate():
     whole = costs(model, x, device=device)["_0"]
     half = costs(model.bfloat16(), x.bfloat16(), device=device)["_0"]
     assert whole.forward_s == pytest.approx(4 * half.forward_s)
+
+
+def of_microbatches(model, chunks, *inputs, **options):
+    """The costs of nodes, for a mini-batch that is cut along dimension 0 into micro-batches."""
+    gm = Rows(inputs, (0,) * len(inputs), chunks)(Alias(inputs)(fx.symbolic_trace(model)))
+    gm = AnalyticCost(chunks=chunks, **options)(gm)
+    return {n.name: n.meta[COST] for n in stage_nodes(gm.graph)}
+
+
+BYTES_ONLY = DeviceSpec(flops_per_s=1e30, bytes_per_s=1.0, launch_s=0.0)
+"""A device on which seconds are bytes."""
+
+
+def test_each_micro_batch_reads_the_weights_and_makes_and_accumulates_their_gradients():
+    rows, width, chunks = 12, 8, 4
+    model, x = nn.Sequential(nn.Linear(width, width, bias=False)), torch.ones(rows, width)
+    cost = of_microbatches(model, chunks, x, device=BYTES_ONLY)["_0"]
+    weight, values = width * width * 4, rows * width * 4
+    assert cost.forward_s == 2 * values + chunks * weight
+    assert cost.accumulation_s == 3 * weight, "both gradients are read, and the sum is written"
+    made = 2 * values + chunks * weight
+    assert cost.backward_s == made + (chunks - 1) * cost.accumulation_s
+    assert cost.flops == 2 * rows * width * width, "products are in proportion to the rows"
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("kind", [nn.Linear, partial(nn.Conv1d, kernel_size=3), nn.GRU])
+def test_a_node_costs_as_much_as_its_micro_batches_by_themselves(kind, chunks):
+    rows, width = 12, 8
+    model = nn.Sequential(kind(width, width))
+    shape, dim = {nn.Linear: ((rows, width), 0), nn.GRU: ((5, rows, width), 1)}.get(
+        kind, ((rows, width, 16), 0)
+    )
+    x = torch.ones(shape, requires_grad=True)
+    gm = Rows((x,), (dim,), chunks)(Alias((x,))(fx.symbolic_trace(model)))
+    (whole,) = (n.meta[COST] for n in stage_nodes(AnalyticCost(chunks=chunks)(gm).graph))
+    part = costs(model, x.detach().narrow(dim, 0, rows // chunks).requires_grad_())["_0"]
+    for name in ("forward_s", "backward_s", "flops", "backward_flops"):
+        assert getattr(whole, name) == pytest.approx(getattr(part.times(chunks), name)), name
+
+
+def test_a_gradient_of_a_table_is_as_large_as_the_table_unless_it_is_sparse():
+    rows, size, width, chunks = 8, 1000, 16, 4
+    ids = torch.zeros(rows, 1, dtype=torch.long)
+    table = size * width * 4
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        dense, sparse = (
+            of_microbatches(
+                nn.Sequential(kind(size, width, sparse=is_sparse)), chunks, ids, device=BYTES_ONLY
+            )["_0"]
+            for is_sparse in (False, True)
+        )
+        assert dense.forward_s < table / 10, "it reads the rows that are looked up"
+        assert dense.forward_s == sparse.forward_s
+        assert 0 <= dense.backward_s - chunks * table - (chunks - 1) * 3 * table < table / 10
+        assert sparse.backward_s < table / 10
+        assert sparse.accumulation_s == 0
+
+
+def test_weights_that_are_not_trained_have_no_gradients_to_accumulate():
+    model = nn.Sequential(nn.Linear(8, 8)).requires_grad_(False)
+    cost = of_microbatches(model, 4, torch.ones(8, 8, requires_grad=True))["_0"]
+    assert cost.accumulation_s == 0 < cost.backward_s
 
 
 def test_what_moves_more_than_it_computes_is_bound_by_bandwidth():

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.ir.graph import COST, stage_nodes
-from passes import Alias, AnalyticCost
+from passes import Alias, AnalyticCost, Rows
 from passes.cost import measured as measure_module
 from passes.cost.measured import MeasuredCost
 from tests.zoo import MODELS, same
@@ -109,8 +109,8 @@ def test_the_first_round_only_warms_up(monkeypatch):
         rounds.append(stopwatch)
         while stopwatch.tapes:
             stopwatch.tapes.pop()
-        first = len(rounds) == 1
-        return {n: (9.0, 9.0) if first else (1.0, 2.0) for n in stage_nodes(stopwatch.module.graph)}
+        seconds = (9.0, 9.0, 9.0) if len(rounds) == 1 else (1.0, 2.0, 0.0)
+        return dict.fromkeys(stage_nodes(stopwatch.module.graph), seconds)
 
     monkeypatch.setattr(measure_module._TimingInterpreter, "finish", finish)
     found = measured(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
@@ -141,3 +141,44 @@ def test_writes_are_done_to_copies():
     found = measured(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)), x)
     assert found["_1"].backward_s > 0
     assert torch.equal(x, torch.ones(4, 4))
+
+
+class Watched(nn.Module):
+    """Notes how many rows it is given, and takes as long for one as for many."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.rows = set()
+
+    def forward(self, x):
+        self.rows.add(len(x))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("dims, rows, times", [((0,), 3, 4), (None, 12, 1)])
+def test_one_micro_batch_is_measured_for_all_of_them(monkeypatch, dims, rows, times):
+    class Leaves(fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return True
+
+    monkeypatch.setattr(
+        measure_module._TimingInterpreter,
+        "_timed",
+        lambda stopwatch, run: (run(), 1.0),
+    )
+    model, x = nn.Sequential(Watched()), torch.ones(12, 4)
+    gm = Rows((x,), (0,), 4)(Alias((x,))(fx.GraphModule(model, Leaves().trace(model))))
+    model[0].rows.clear()
+    MeasuredCost((x,), budget_s=0.0, chunks=4, in_dims=dims)(gm)
+    (cost,) = (n.meta[COST] for n in stage_nodes(gm.graph))
+    assert rows in model[0].rows
+    assert (cost.forward_s, cost.accumulation_s) == (times, 1.0)
+    assert cost.backward_s == times + (times - 1), "gradients are added to those that are there"
+
+
+def test_sparse_gradients_are_not_accumulated_at_the_size_of_their_table():
+    ids = torch.zeros(4, dtype=torch.long)
+    for is_sparse in (False, True):
+        (cost,) = measured(nn.Sequential(nn.Embedding(9, 4, sparse=is_sparse)), ids).values()
+        assert (cost.accumulation_s > 0) != is_sparse

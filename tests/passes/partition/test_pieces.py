@@ -133,7 +133,7 @@ def test_nodes_that_write_to_one_memory_stay_together_for_that_reason():
             return x
 
     (text,), _ = said(Between(Writes()))
-    assert "more that stay with it take 9" in text
+    assert "more that stay with it take 8" in text
     assert "since they share memory that is written to; write x = x + y where the model " in text
 
 
