@@ -30,6 +30,7 @@ from fxpipe.trace.errors import Refused, may_be_the_models, sentence
 from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.functions import functions_called
 from fxpipe.trace.isolation import buffers_kept, parameters_put_back, untouched
+from fxpipe.trace.lines import lines_of_the_model
 from fxpipe.trace.operators import operators_of
 from fxpipe.trace.patches import data_used, eased, fx_here, silent
 from fxpipe.trace.reads import blamed_on_the_reader, values_read
@@ -139,6 +140,7 @@ def _attempt(example: Example, strategy: Strategy) -> Traced:
     tensors = example.tensors if example.batch != 1 else example.resized(2)
     with (
         model_lines(),
+        lines_of_the_model(),
         any_kernel(),
         at_most_guards(MANY) if strategy.any_size else nullcontext(),
         data_used(detached=strategy.detached_data) as data,

@@ -23,6 +23,7 @@ The table has the attribute that is patched, the function that patches it, and t
     torch.export._ignore_backend_dec... eased             as it turns cuDNN off for all threads
     ShapeEnv.create_unbacked_sym...     values_read       to see who reads a number from a tensor
     ShapeEnv._get_sloc                  model_lines       to name the model's line of a guard
+    TracerBase.create_node              lines_of_the_m... to name the model's lines of a node
     torch._C._select_conv_backend       any_kernel        to note no conditions of that choice
     logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
 """

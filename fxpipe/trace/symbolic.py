@@ -5,12 +5,8 @@ It keeps the model's own modules, and leaves every size symbolic.
 
 from __future__ import annotations
 
-import inspect
-import linecache
-import sys
 from collections.abc import Callable
-from functools import lru_cache
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,6 +26,7 @@ from fxpipe.trace.example import Example, Traced
 from fxpipe.trace.folded import computed_with
 from fxpipe.trace.functions import as_callable
 from fxpipe.trace.isolation import buffers_kept, untouched
+from fxpipe.trace.lines import running_lines
 from fxpipe.trace.patches import functions_handled, fx_here
 
 
@@ -124,7 +121,7 @@ class _SymbolicTracer(fx.Tracer):
         node = super().create_node(kind, target, args, kwargs, *more, **options)
         if node.target in _BACKWARDS:
             raise Refused(GRADIENTS)
-        node.stack_trace = _stack_trace()
+        node.stack_trace = running_lines()
         return node
 
     def create_args_for_root(
@@ -179,27 +176,6 @@ def _move_ahead(write: fx.Node) -> None:
     last = next(n for n in reversed(graph.nodes) if n in needed and n not in moved)
     for node in moved:
         last.append(node)
-
-
-def _stack_trace() -> str:
-    """The lines of the model that are running, in the format of a Python traceback. fx can record
-    them too, but takes a millisecond for each node."""
-    lines: list[str] = []
-    frame = sys._getframe(2)  # not this function, nor the tracer
-    while frame.f_back is not None and frame.f_code is not _TRACE:
-        if is_of_a_model(frame.f_code.co_filename):
-            lines.append(_stack_line(frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return "".join(reversed(lines))
-
-
-_TRACE = inspect.unwrap(fx.Tracer.trace).__code__
-
-
-@lru_cache
-def _stack_line(code: CodeType, number: int) -> str:
-    text = linecache.getline(code.co_filename, number).strip()
-    return f'  File "{code.co_filename}", line {number}, in {code.co_name}\n    {text}\n'
 
 
 def _as_a_node(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
