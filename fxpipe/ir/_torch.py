@@ -55,6 +55,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.amp import GradScaler
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._symbolic_trace import _Patcher, _wrapped_fns_to_patch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -476,6 +477,14 @@ WITHOUT_BACKENDS = "_ignore_backend_decomps"
 """The function of that module whose context torch.export enters to trace without oneDNN and cuDNN:
 it switches them off for all threads. The graphs that fxpipe exports, of operators ahead of
 autograd, do not depend on that, so fxpipe replaces it."""
+
+LazyGraphModule = _LazyGraphModule
+"""A GraphModule whose code is written, and compiled by Python, when it is first needed, and not
+each time that the graph is set: some graphs are read and never run."""
+GRAPH_MODULES: ModuleType = importlib.import_module("torch.fx._lazy_graph_module")
+GRAPH_MODULE_CLASS = "_get_graph_module_cls"
+"""The function of that module that gives the class of the graph that torch.export records. Its
+passes have the code written anew after each of them."""
 
 SOURCE_OF_GUARD = "_get_sloc"
 """The method of a ``ShapeEnv`` that tells which line of code a guard comes from."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxpipe.ir._torch import LazyGraphModule
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import AnotherStrategy, is_the_models
 from fxpipe.ir.log import warn
@@ -193,8 +194,8 @@ def _shortage(plan: Plan) -> str:
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the graph, with the same tensors and metadata."""
-    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    """A copy of the graph, with the same tensors and metadata, to be read and not run."""
+    return LazyGraphModule(gm, copy.deepcopy(gm.graph))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ The table has the attribute that is patched, the function that patches it, and t
     fx's own patches                    fx_here           as fx patches nn.Module for all threads
     torch.compiler.is_compiling         eased             as torch.export sets it for all threads
     torch.export._ignore_backend_dec... eased             as it turns cuDNN off for all threads
+    fx._get_graph_module_cls            eased             to write no code that does not run
     ShapeEnv.create_unbacked_sym...     values_read       to see who reads a number from a tensor
     ShapeEnv._get_sloc                  model_lines       to name the model's line of a guard
     TracerBase.create_node              lines_of_the_m... to name the model's lines of a node
@@ -47,9 +48,12 @@ from torch.distributions import Distribution
 
 from fxpipe.ir._torch import (
     EXPORT,
+    GRAPH_MODULE_CLASS,
+    GRAPH_MODULES,
     VALIDATE_ARGS,
     WITHOUT_BACKENDS,
     FxPatcher,
+    LazyGraphModule,
     SingleLevelFunction,
 )
 from fxpipe.ir.source import is_of_a_model
@@ -292,7 +296,8 @@ def eased() -> Iterator[None]:
     their arguments.
 
     A backward within the forward, on which export fails as well, is refused with a message that
-    says so. Flags that export sets for the whole process are set for this thread only.
+    says so. Flags that export sets for the whole process are set for this thread only. And the
+    code of the graph, which each pass of export would write anew, is written when it runs.
     """
     with ExitStack() as stack:
         stack.enter_context(patched(nn.Module, "_apply", _only_where_needed))
@@ -305,6 +310,8 @@ def eased() -> Iterator[None]:
             stack.enter_context(patched(torch.compiler, name, _as_before, elsewhere=True))
         # It also switches oneDNN and cuDNN off for the whole process.
         stack.enter_context(patched(EXPORT, WITHOUT_BACKENDS, lambda _: nullcontext))
+        lazy = patched(GRAPH_MODULES, GRAPH_MODULE_CLASS, lambda _: lambda: LazyGraphModule)
+        stack.enter_context(lazy)
         yield
 
 

@@ -531,6 +531,38 @@ def test_an_export_switches_backends_off_in_a_context_of_its_own(monkeypatch):
     assert entered
 
 
+def test_the_code_of_a_lazy_graph_module_is_written_when_it_runs(monkeypatch):
+    written = []
+    original = fx.Graph.python_code
+
+    def python_code(*args, **kwargs):
+        written.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(fx.Graph, "python_code", python_code)
+    traced = fx.symbolic_trace(nn.Linear(2, 2))
+    written.clear()
+    lazy = _torch.LazyGraphModule(traced, traced.graph)
+    lazy.recompile()
+    assert isinstance(lazy, fx.GraphModule) and not written
+    assert torch.equal(lazy(torch.ones(1, 2)), traced(torch.ones(1, 2)))
+    assert len(written) == 1
+    assert does_not_exist_in_public(fx, "LazyGraphModule")
+
+
+def test_an_export_asks_for_the_class_of_its_graph_module(monkeypatch):
+    asked = []
+    original = getattr(_torch.GRAPH_MODULES, _torch.GRAPH_MODULE_CLASS)
+
+    def kind():
+        asked.append(True)
+        return original()
+
+    monkeypatch.setattr(_torch.GRAPH_MODULES, _torch.GRAPH_MODULE_CLASS, kind)
+    torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),), strict=False)
+    assert asked
+
+
 def test_an_export_gives_the_tensors_it_has_lost_track_of_as_constants(recwarn):
     """When ``torch.export`` follows ``tensor.data``, or its error tells the module by an attribute,
     ``lost_tensors_as_constants`` goes."""
