@@ -60,6 +60,8 @@ _EVERY = frozenset(vars(nn.Module()))  # ``training``, ``_buffers``...: other gu
 # Read at every look-up of a parameter, or call of a module; no attributes of a forward.
 _PASSED = _EVERY | {"__dict__", "__class__"}
 _INHERITED = frozenset(dir(nn.Module))
+_GETATTR = nn.Module.__getattr__  # as it is while nobody traces
+_TABLES = "_parameters", "_buffers", "_modules"  # in the order in which it looks into them
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device),
     *(type, types.ModuleType),
@@ -87,6 +89,11 @@ def attributes_read(model: nn.Module) -> Iterator[Reads]:
             try:
                 value = original(self, name)
             except AttributeError:  # it is a parameter, a buffer or a module, or it is missing
+                if type(self).__getattr__ is _GETATTR:
+                    own = original(self, "__dict__")
+                    for kind in _TABLES:
+                        if name in own.get(kind, ()):
+                            return own[kind][name]
                 attribute = self, name
                 if self in modules and attribute not in reads and _is_missed(self, name):
                     reads[attribute] = _state(MISSING)

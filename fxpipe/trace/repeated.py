@@ -40,7 +40,7 @@ from torch import Tensor, fx, nn
 from fxpipe.ir.hooks import hooks_of
 from fxpipe.ir.structure import Structure
 from fxpipe.trace.errors import Refused
-from fxpipe.trace.premises import attributes_read, state_of
+from fxpipe.trace.premises import Attribute, attributes_read, state_of
 from fxpipe.trace.whole import OP, Opaque, standing_in
 
 REPEATED = 3  # from so many layers that are alike on, it is worth it
@@ -144,6 +144,9 @@ class _Layer:
     given: Any
     outputs: Structure | None = None
     like: list[Tensor] = field(default_factory=list)
+    reads: list[Attribute] = field(default_factory=list)
+    """The attributes that its forward has read, but for ``forward`` itself, for which a stand-in
+    is there."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,8 @@ class Repeated:
         if not results or not _is_plain(results, outputs):
             raise DoesNotRepeat(f"{layer.path} gives what is no tensor")
         layer.outputs, layer.like = outputs, list(results)
+        own = set(module.modules())
+        layer.reads = [(m, name) for m, name in self._reads if m in own and name != "forward"]
         self._first.append(layer)
         return outputs.fill(self._operator(f"end {key}", results, results))
 
@@ -251,11 +256,7 @@ class Repeated:
     def _pairs(self, module: nn.Module, layer: _Layer) -> list[tuple[nn.Module, nn.Module, str]]:
         """The attributes that a layer has read: its module, that of the other layer, the name."""
         other = dict(zip(layer.module.modules(), module.modules(), strict=True))
-        return [
-            (own, other[own], name)
-            for own, name in self._reads
-            if own in other and name != "forward"  # which stands in for the forward of a layer
-        ]
+        return [(own, other[own], name) for own, name in layer.reads]
 
     def _read_alike(self, module: nn.Module, layer: _Layer) -> None:
         """Read the attributes of a layer that its forward would have read: what is read while a

@@ -177,7 +177,7 @@ class _CopiedObjects:
             for part in _parts(value):
                 if id(part) in self._of:
                     leading.append(value)
-                elif not isinstance(part, _LEAVES):
+                elif not (isinstance(part, _LEAVES) or _is_empty(part)):
                     users.setdefault(id(part), []).append(value)
                     if id(part) not in seen and len(seen) < _FAR:
                         seen.add(id(part))
@@ -220,6 +220,8 @@ class _CopiedObjects:
     def _container(self, value: Any) -> Any:
         new: Any = copy.copy(value)
         self.add(value, new)
+        if _is_empty(value):
+            return new
         parts = [self.of(each) for each in _parts_of(value)]
         if isinstance(value, dict):
             dict.clear(new)
@@ -286,6 +288,12 @@ def _parts(value: Any) -> Iterator[Any]:
         yield from _globals(value).values()
     yield from getattr(value, "__dict__", {}).values()
     yield from (getattr(value, name) for name in _slots(value))
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value is a container that leads to nothing, as nearly all of a module's are that
+    are for hooks."""
+    return type(value) in _OWN and not value and not getattr(value, "__dict__", None)
 
 
 def _parts_of(container: Any) -> Iterable[Any]:

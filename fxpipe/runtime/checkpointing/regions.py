@@ -108,6 +108,8 @@ def with_body(module: nn.Module, body: fx.GraphModule) -> nn.Module:
 def regions_in(gm: fx.GraphModule) -> Iterator[tuple[str, nn.Module, Region]]:
     """For each node that calls a region, or gets one for a call with values in place of parameters:
     the node's target, the module there, and the region."""
+    if all(region_of(module) is None for module in gm.modules()):
+        return  # to look up what each node reads takes long
     for node in gm.graph.nodes:
         if node.op in ("call_module", "get_attr"):
             module = attrgetter(str(node.target))(gm)
