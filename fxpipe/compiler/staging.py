@@ -96,6 +96,7 @@ class _ModelGraph:
         graph as pass "partition" has left it: later passes compute values again in other stages."""
         passes = self.chain.passes(self.context, since="partition", until="split")
         gm = self.history(next(passes), self.traced.graph_module)
+        give_back()  # what the search of the cut has freed: the stages take memory of their own
         as_cut = copied(gm)
         for rewrite in passes:
             gm = self.history(rewrite, gm)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.ir.errors import is_the_models
+from fxpipe.ir.heap import give_back
 from fxpipe.ir.log import warn
 from fxpipe.ir.structure import Structure, leaves
 from fxpipe.loss_weight import IGNORED
@@ -115,6 +116,7 @@ class Asking:
             if traced is None:
                 return None
             by_the_trace = dict(reads)
+            give_back()  # what the trace has freed: runs of the model take memory of their own
             check = ByGraph(runs, traced, self.tensors, dims)
             verdict = check.verdict()
         if verdict is None:

@@ -182,14 +182,13 @@ def _has_fractions(example: Tensor) -> bool:
     """Whether a tensor holds real numbers that are no integers."""
     if not example.is_floating_point():
         return False
-    finite = example[example.isfinite()]
-    return bool((finite != finite.round()).any())
+    return bool(((example != example.round()) & example.isfinite()).any())
 
 
 def _lowered(rows: Tensor, share: Tensor) -> Tensor:
     """Finite values that have been moved towards the smallest of them."""
     is_finite = rows.isfinite()
-    least = rows[is_finite].min() if bool(is_finite.any()) else rows.new_zeros(())
+    least = torch.where(is_finite, rows, torch.inf).min().nan_to_num(posinf=0.0)
     return torch.where(is_finite, torch.lerp(rows, least.expand_as(rows), share), rows)
 
 
