@@ -288,7 +288,7 @@ def test_a_loss_that_is_no_mean_is_warned_of_with_the_chosen_number_too():
     def spread(output, target):
         return (output - target).std()
 
-    model, x = made(width=512), torch.randn(16, 512)
+    model, x = made(width=128), torch.randn(512, 128)
     with fxpipe.compile(model, TWO, schedule="auto", loss_fn=spread, example_inputs=(x,)) as pipe:
         assert pipe.chunks > 1
         with pytest.warns(fxpipe.BatchWarning, match="neither a mean over the rows nor a sum"):
