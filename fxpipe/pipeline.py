@@ -14,6 +14,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import graphviz  # type: ignore[import-untyped]
@@ -77,6 +78,10 @@ class _LikeTheModels:
 
     def __get__(self, pipe: Pipeline | None, owner: type | None = None) -> Callable[..., Any]:
         return self.function if pipe is None else _ModelsForward(self.function, pipe)
+
+
+OF_A_STEP = "target", "scaler", "optimizer", "zero_grad", "max_grad_norm", "accumulate"
+"""The options of a training step; all other named arguments are the model's."""
 
 
 class Pipeline(ModelProxy):
@@ -246,7 +251,13 @@ class Pipeline(ModelProxy):
         optimizers = self._optimizers(optimizer, scaler, zero_grad, max_grad_norm)
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
         accumulate = count("accumulate", accumulate, "the number of steps that are accumulated")
-        unrolled, values = self._runner.ready_to_step(args, kwargs, target)
+        try:
+            unrolled, values = self._runner.ready_to_step(args, kwargs, target)
+        except TypeError as error:
+            for name in kwargs:
+                if near := get_close_matches(name, OF_A_STEP, 1):
+                    error.add_note(f"{name}= is given to the model: did you mean {near[0]}=?")
+            raise
         last = self._runner.options.devices[-1]
         scale = None if accumulate == 1 else torch.full((), 1 / accumulate, device=last)
         if scaler is not None:

@@ -57,6 +57,7 @@ class Runner:
         self._example = example
         self._lanes = Lanes(compiler.options.lanes)
         self._last: tuple[Mode, int] | None = None
+        self._trained: tuple[Mode, int] | None = None  # the last call in train mode, with gradients
         self._step: Unrolled | None = None
         self.is_closed = False
 
@@ -92,6 +93,8 @@ class Runner:
                 "a backward: call it under torch.no_grad(), or use torch.func.jvp"
             )
         self._last = mode, chunks
+        if torch.is_grad_enabled() and self.compiler.model.training:
+            self._trained = self._last
         unrolled = self.compiler.pipeline(mode, chunks)
         return mode, mode.values_in_parts(values, chunks), unrolled
 
@@ -122,7 +125,7 @@ class Runner:
         refuse_no_loss(mode, self.options, type(self.compiler.model).__name__)
         readings = Target.readings(target, mode.batch_of(values), mode.rows is not None)
         self._step, wanted = self.compiler.step(mode, chunks, readings)
-        self._last = mode, chunks
+        self._last = self._trained = mode, chunks
         values += wanted.leaves
         return self._step, [
             v.detach() if isinstance(v, Tensor | Parts | ListOfRows) else v for v in values
@@ -214,6 +217,16 @@ class Runner:
         """A sample of the inputs of the mode that ran last; before any call, the example given."""
         return self._example if self._last is None else self._last[0].example
 
+    def described(self) -> tuple[Mode, int]:
+        """What reports and drawings are about: the last call in train mode with gradients. People
+        evaluate a model now and then, and ask what a training step takes. If there has been no such
+        call, it is the last one.
+
+        Raises:
+            NotYet: as :meth:`last`.
+        """
+        return self._trained or self.last()
+
     def last(self) -> tuple[Mode, int]:
         """The mode that ran last, and its number of micro-batches. Before any call the example is
         compiled now, and its mode returned.
@@ -231,8 +244,8 @@ class Runner:
         return self._last
 
     def last_pipeline(self) -> Unrolled:
-        """The pipeline graph of the last call, or of the example."""
-        return self.compiler.pipeline(*self.last())
+        """The pipeline graph of the call that is described, or of the example."""
+        return self.compiler.pipeline(*self.described())
 
     def last_step(self) -> Unrolled | None:
         """The step graph of the last training step; None if there has been none."""
@@ -240,7 +253,7 @@ class Runner:
 
     def forget(self) -> None:
         """Forget all compiled programs: the next call is compiled, with the same cut."""
-        self._example, self._last = self.example, None
+        self._example, self._last, self._trained = self.example, None, None
         self.compiler.forget()
 
 

@@ -121,17 +121,17 @@ class Views:
     @property
     def stage_graph(self) -> fx.GraphModule:
         """The model as a graph with one ``call_module`` for each stage."""
-        return self._runner.last()[0].stage_graph
+        return self._runner.described()[0].stage_graph
 
     @property
     def model_graph(self) -> fx.GraphModule:
         """The traced model, its nodes labelled with their stages."""
-        return self._runner.last()[0].model_graph
+        return self._runner.described()[0].model_graph
 
     @property
     def stages(self) -> list[Stage]:
         """The stages, in order."""
-        mode, _ = self._runner.last()
+        mode, _ = self._runner.described()
         return [
             Stage(i, *each)
             for i, each in enumerate(
@@ -153,8 +153,8 @@ class Views:
 
     @property
     def chunks(self) -> int:
-        """The number of micro-batches of the last call."""
-        return self._runner.last()[1]
+        """The number of micro-batches of the last call in train mode, or of the last one."""
+        return self._runner.described()[1]
 
     @property
     def guards(self) -> Guards:
@@ -223,7 +223,7 @@ class Views:
             return self.step_graph
         if not self._options.training:
             raise ValueError(NO_STEP)
-        mode, chunks = self._runner.last()
+        mode, chunks = self._runner.described()
         step, _ = self._runner.compiler.step(mode, chunks, [Target.of(None, None)])
         return step.graph_module
 
@@ -261,7 +261,7 @@ class Views:
     def histories(self) -> list[History]:
         """What every pass has changed in the graphs of the last call and of the last step: one
         history for each chain of passes."""
-        mode, _ = self._runner.last()
+        mode, _ = self._runner.described()
         step = self._runner.last_step()
         steps = [] if step is None else [step.history]
         return [mode.history, self._runner.last_pipeline().history, *steps]
@@ -269,7 +269,7 @@ class Views:
     def report(self) -> Report:
         """The report on the last call: per stage the time, memory, traffic and idle time, and what
         limits the speed."""
-        mode, chunks = self._runner.last()
+        mode, chunks = self._runner.described()
         example = mode.example
         return Report(
             self.model_graph,
@@ -304,7 +304,7 @@ class Views:
         runner = self._runner
         if not runner.has_a_call:
             return not_compiled(runner.compiler.model)
-        mode, chunks = runner.last()
+        mode, chunks = runner.described()
         modes, has_stepped = runner.compiler.layout.modes, runner.last_step() is not None
         state = chunks, modes, has_stepped, mode.saved_by_loss
         known = self._explained
@@ -361,7 +361,7 @@ class Views:
         if options.checkpoint_segments > 1:
             modules = [stage.module for stage in self.stages]
             kept = in_segments(kept, modules, options.checkpoint_segments, self._modes)
-        loss = self._runner.last()[0].loss_memory
+        loss = self._runner.described()[0].loss_memory
         memory = step_memory(kept, options.placement, chunks, self._modes, loss)
         found = predicted(schedule, costs, layout, options.names, memory, training=options.training)
         return replace(found, lanes=tuple(self.lane_names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -144,6 +145,10 @@ def unclear(path: str) -> str:
 def unknown_loss(verdict: Verdict) -> str:
     """The message for a ``loss_fn`` where the check cannot tell a mean from a sum."""
     why = "its values on rows like those of the example are the same either way (zero, say)"
+    found = [] if verdict.trial is None else list(verdict.trial.whole.values())
+    numbers = [each.item() for each in found if isinstance(each, Tensor) and each.numel() == 1]
+    if endless := [str(each) for each in numbers if not cmath.isfinite(each)]:
+        why = f"it is {endless[0]} for rows like those of the example"
     if verdict.failure is not None:
         first = str(verdict.failure).strip().splitlines()[:1]
         why = "on other numbers of rows it, or the model, raises "

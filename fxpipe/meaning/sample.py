@@ -108,8 +108,11 @@ def sampled(
 
 
 def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Generator) -> Any:
-    """The rows of a column in this order, each perturbed by itself, as they may differ in shape."""
-    rows = Column([column.tensors[i] for i in order]).detach()
+    """The rows of a column in this order, each perturbed by itself, as they may differ in shape.
+
+    A column of a target may have fewer rows than the example of the inputs: it is of another
+    mini-batch."""
+    rows = Column([column.tensors[i % len(column.tensors)] for i in order]).detach()
     if level == GIVEN:
         return rows
     return rows.map(lambda row: _perturbed(row, row, 0, level if row.ndim else MOVED, draw))

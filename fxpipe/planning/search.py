@@ -444,7 +444,7 @@ class Choice:
         found = [f"chosen by prediction{rows}: {self}, {human_time(self.seconds)} a {run}"]
         if self.others:
             others = ", ".join(
-                f"{said} {human_time(seconds)} (+{seconds / self.seconds - 1:.1%})"
+                f"{said} {human_time(seconds)} (+{max(0.0, seconds / self.seconds - 1):.1%})"
                 for said, seconds in self.others
             )
             found.append(f"others: {others}")

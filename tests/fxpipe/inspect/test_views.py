@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+from torch import nn
 
 import fxpipe
 from fxpipe.inspect.draw import render_svg
@@ -100,3 +101,26 @@ def test_who_asks_for_all_there_is_gets_what_there_is():
         pipe(torch.ones(4, 12))
         assert "stages" in dict(inspect.getmembers(pipe))
         assert getattr(pipe, "step_graph", None) is None
+
+
+def test_an_evaluation_between_steps_is_not_what_reports_are_about():
+    x = torch.randn(16, 4)
+    with fxpipe.compile(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)),
+        ["cpu"] * 2,
+        chunks=4,
+        loss_fn=lambda output, target: output.mean(),
+    ) as pipe:
+        pipe.eval()
+        pipe(x[:2])
+        assert pipe.chunks == 2, "nothing has been trained yet"
+        pipe.train()
+        pipe.step(x)
+        trained = str(pipe.report()), str(pipe.timeline()), str(pipe.explain())
+        pipe.eval()
+        with torch.no_grad():
+            pipe(x[:2])
+        pipe.train()
+        assert (str(pipe.report()), str(pipe.timeline()), str(pipe.explain())) == trained
+        pipe(x[:2])
+        assert pipe.chunks == 2 and str(pipe.report()) != trained[0]

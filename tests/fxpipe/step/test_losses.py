@@ -188,3 +188,24 @@ def test_a_target_may_be_an_object_that_nobody_has_registered(chunks):
             target = {"labels": labels, "scale": scale}
             loss = pipe.step(x, target=target)
             torch.testing.assert_close(loss, loss_fn(model(x), target).detach())
+
+
+def test_a_target_with_a_list_may_have_fewer_rows_in_a_later_batch():
+    """The number of elements of a list is a part of the structure of a target, so that the loss is
+    checked again, with rows of the first batch."""
+
+    def loss_fn(output, target):
+        x, weights = target
+        return sum((w * row.square().mean() for w, row in zip(weights, output - x, strict=True)))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=2, loss_fn=loss_fn) as pipe:
+        for rows in (6, 4, 5):
+            x, y, weights = (
+                torch.randn(rows, 3),
+                torch.randn(rows, 3),
+                [0.5 + i for i in range(rows)],
+            )
+            loss = pipe.step(x, target=(y, weights))
+            torch.testing.assert_close(loss, loss_fn(model(x), (y, weights)).detach())
