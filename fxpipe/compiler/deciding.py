@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import fx, nn
@@ -87,7 +87,9 @@ def decided(
         options.has_given_costs,
     )
     trials = search.of_open(left, rows)
-    return Choice.of(trials, rows) if trials[0].plan else search.why_none(trials, rows)
+    if not trials[0].plan:
+        return search.why_none(trials, rows)
+    return replace(Choice.of(trials, rows), is_estimated=is_measured)
 
 
 @dataclass(frozen=True)

@@ -383,6 +383,8 @@ class Choice:
         training: whether that is a training step; if not, it is a call.
         planned, left_out, unfit: how many settings have been planned, have been left out as a lower
             bound shows them to be slower, and have no plan that fits.
+        is_estimated: whether the user has asked for measured times, which only the cut has: the
+            choice is made with estimated ones.
     """
 
     schedule: str | Schedule
@@ -398,6 +400,7 @@ class Choice:
     planned: int = 1
     left_out: int = 0
     unfit: int = 0
+    is_estimated: bool = False
 
     @staticmethod
     def of(trials: Sequence[SettingTrial], rows: int | None) -> Choice:
@@ -448,6 +451,12 @@ class Choice:
                 for said, seconds in self.others
             )
             found.append(f"others: {others}")
+        if self.is_estimated:
+            found.append(
+                "these times are estimated, since each number of micro-batches would have to be "
+                'measured; with costs="measured" the cut has measured ones, and '
+                "fxpipe.tune(..., measure=3) chooses by measured steps"
+            )
         counts = [f"{self.planned} settings have been planned"]
         if self.left_out:
             counts.append(f"{self.left_out} left out, which lower bounds show to be no faster")

@@ -180,6 +180,13 @@ def test_a_plan_is_of_what_would_be_chosen(left, costs):
         assert plan.seconds <= best.seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("costs", ["analytic", "measured"])
+def test_the_report_says_that_a_choice_is_made_with_estimated_times(costs):
+    options = {"schedule": "zbv", "chunks": "auto", "costs": costs, "example_inputs": (X,)}
+    with fxpipe.compile(made(4), TWO, **options) as pipe:
+        assert ("these times are estimated" in str(pipe.report())) == (costs == "measured")
+
+
 def test_of_outputs_alone_the_number_of_micro_batches_is_chosen():
     wide, rows = (nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), torch.randn(512, 256))
     seconds = {}
