@@ -33,6 +33,7 @@ from fxpipe.schedule import (
     named,
     stages_per_lane,
 )
+from passes.common.modes import checkpointed
 from passes.partition.cut.dag import OUTSIDE
 from passes.partition.problem import problem
 from tests.zoo import gradients, loss_of, same, step_of_loop
@@ -373,9 +374,11 @@ def cut_anywhere(gm: fx.GraphModule, stages: int, rng: random.Random) -> Mapping
     return {node.name: number for node, number in labels.items()}
 
 
-def any_schedule(lanes: int, stages: int, microbatches: int, rng: random.Random) -> Schedule:
-    """A random schedule: stages on any lanes, some backwards in halves, actions in any valid
-    order."""
+def any_schedule(
+    lanes: int, stages: int, microbatches: int, checkpointed: int, rng: random.Random
+) -> Schedule:
+    """A random schedule: stages on any lanes, some backwards in halves, recomputations of some of
+    the first ``checkpointed`` micro-batches, actions in any valid order."""
     lane_of = [*range(lanes), *(rng.randrange(lanes) for _ in range(stages - lanes))]
     rng.shuffle(lane_of)
     kinds = [
@@ -387,6 +390,12 @@ def any_schedule(lanes: int, stages: int, microbatches: int, rng: random.Random)
         for stage in range(stages)
         for i in range(microbatches)
         for kind in (Kind.FORWARD, *kinds[stage])
+    ]
+    left += [
+        Action(stage, Kind.RECOMPUTE, i)
+        for stage in range(stages)
+        for i in range(checkpointed)
+        if rng.random() < 0.6
     ]
     entries: list[list[Action]] = [[] for _ in range(lanes)]
     needs = Needs(Schedule(RANDOM, stages, microbatches, (tuple(left),)))
@@ -413,7 +422,9 @@ def schedule_of(training: Training, microbatches: int, rng: random.Random) -> Sc
     """The schedule that a case asks for: a named, a searched or a random one."""
     lanes, stages = training.lanes, training.case.stages
     if training.schedule == RANDOM:
-        return any_schedule(lanes, stages, microbatches, rng)
+        case = training.case
+        again = checkpointed(case.checkpoint, microbatches) if case.segments == 1 else 0
+        return any_schedule(lanes, stages, microbatches, again, rng)
     if training.schedule == AUTO:
         costs = [StageCost(*(rng.uniform(0.1, 1) for _ in range(3))) for _ in range(stages)]
         return auto(costs, lanes, microbatches)

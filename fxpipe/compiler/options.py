@@ -267,7 +267,7 @@ class Options:
             self.schedule,
             self.placement,
             chunks,
-            lambda: estimated_costs(costs, chunks, checkpoint),
+            lambda: estimated_costs(costs, chunks, checkpoint, self.checkpoint_segments),
             whole=self._chunks,
         )
 

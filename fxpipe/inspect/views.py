@@ -350,7 +350,8 @@ class Views:
 
     def _estimated(self, chunks: int) -> list[StageCost]:
         costs = [stage.cost for stage in self.stages]
-        return estimated_costs(costs, chunks, self._modes)
+        segments = self._options.checkpoint_segments
+        return estimated_costs(costs, chunks, self._modes, segments)
 
     def _simulated(self, chunks: int, costs: Sequence[StageCost]) -> Timeline:
         options, layout = self._options, self.skip_layout

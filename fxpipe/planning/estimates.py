@@ -46,19 +46,29 @@ PCIE = Link(latency=1e-5, bandwidth=1.6e10)  # the link assumed between any two 
 
 
 def estimated_costs(
-    costs: Sequence[Cost], chunks: int, checkpoint: Modes = "never"
+    costs: Sequence[Cost], chunks: int, checkpoint: Modes = "never", segments: int = 1
 ) -> list[StageCost]:
     """The seconds that one micro-batch takes at each stage, from the costs of a mini-batch.
 
     A backward is split in two equal halves, for the gradients of the inputs and of the parameters,
-    as for a matrix product. With checkpoints a backward begins with another forward; where only
-    some micro-batches are checkpointed, each is given the average.
+    as for a matrix product. A checkpointed micro-batch runs its forward again. Of a stage that does
+    so in ``segments``, all but the last segment wait until the backward has come to them, so that
+    these count as part of the backward, as the average over the micro-batches.
     """
     found = []
     for cost, mode in zip(costs, of_stages(checkpoint, len(costs)), strict=True):
         again = recomputed(mode, chunks)
         forward, half = cost.forward_s / chunks, cost.backward_s / 2 / chunks
-        found.append(StageCost(forward, half + again * forward, half))
+        last = forward / segments  # the segment that is recomputed ahead of the whole backward
+        found.append(
+            StageCost(
+                forward,
+                half + again * (forward - last),
+                half,
+                recompute=last,
+                checkpointed=checkpointed(mode, chunks),
+            )
+        )
     return found
 
 
@@ -83,7 +93,7 @@ def measured_costs(
 
     def seconds(stage: int, kind: Kind) -> float:
         own = average(taken.get((stage, kind), [0.0]))
-        if stage == stages - 1 and kind is not Kind.WEIGHT_GRAD:
+        if stage == stages - 1 and kind not in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE):
             own += average(loss.get(LOSS if kind is Kind.FORWARD else LOSS_BACKWARD, [0.0]))
         return own
 
@@ -93,6 +103,8 @@ def measured_costs(
             seconds(i, Kind.BACKWARD_INPUT),
             seconds(i, Kind.WEIGHT_GRAD),
             seconds(i, Kind.BACKWARD) or None,
+            seconds(i, Kind.RECOMPUTE),
+            len(taken.get((i, Kind.RECOMPUTE), ())),
         )
         for i in range(stages)
     ]
@@ -345,18 +357,24 @@ def _action(node: fx.Node) -> Action | None:
     return action
 
 
+def _is_further(action: Action, before: Action | None) -> bool:
+    """Whether an action's node is a further segment of the action before it."""
+    is_within = action.kind is Kind.RECOMPUTE and before is not None and before.kind.begins_backward
+    return action == (replace(before, kind=Kind.RECOMPUTE) if is_within and before else before)
+
+
 def measured(name: str, lanes: Sequence[str], marks: Sequence[Mark]) -> Timeline:
     """The timeline of a run of a step graph, or of a pipeline graph without a backward. ``marks``
     say when each of its nodes began and ended.
 
-    Nodes that follow each other and are segments of one action become one span. The first span
-    begins at time 0.
+    Nodes that follow each other and are segments of one action become one span; a segment that is
+    recomputed within a backward is part of that. The first span begins at time 0.
     """
     spans: list[Span] = []
     for mark in marks:
         action = _action(mark.node)
         said = _said(mark.node)
-        if action is not None and spans and spans[-1].action == action:  # a further segment
+        if action is not None and spans and _is_further(action, spans[-1].action):
             spans[-1] = replace(spans[-1], end=mark.end)
         elif action is not None or said:
             spans.append(Span(mark.lane, mark.start, mark.end, action, said))

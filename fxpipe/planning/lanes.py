@@ -350,7 +350,7 @@ class PlannedLanes:
             forward[s] += times * node.meta[COST].forward_s
             backward[s] += times * node.meta[COST].backward_s
         costs = [Cost(forward_s=f, backward_s=b) for f, b in zip(forward, backward, strict=True)]
-        return estimated_costs(costs, self.chunks, modes)
+        return estimated_costs(costs, self.chunks, modes, self.checkpoint_segments)
 
     def _between(self) -> dict[tuple[int, int], Link]:
         """The link between each pair of lanes, which is as slow as the slower of their devices'

@@ -20,12 +20,20 @@ class Kind(StrEnum):
     """The first half of a backward: gradients of the inputs, for which the stage before waits."""
     WEIGHT_GRAD = "W"
     """The second half of a backward: gradients of the parameters, for which no stage waits."""
+    RECOMPUTE = "R"
+    """The forward again, of a checkpointed micro-batch, ahead of its backward. A schedule need not
+    have it: see :mod:`fxpipe.schedule.recomputation`."""
+
+    @property
+    def begins_backward(self) -> bool:
+        """Whether it is a backward that is given gradients: a whole one, or the first half."""
+        return self in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Action:
-    """A forward, a backward or half of a backward, at one stage, for one micro-batch. ``str`` of it
-    is the stage, the letter of the kind and the micro-batch: ``2F0``."""
+    """A forward, a backward, half of a backward or a recomputation, at one stage, for one
+    micro-batch. ``str`` of it is the stage, the letter of the kind and the micro-batch: ``2F0``."""
 
     stage: int
     kind: Kind
@@ -61,7 +69,7 @@ class Overlap:
 Entry = Action | Overlap
 """An element of a lane. ``entry.parts`` are its actions."""
 
-_COMPUTE = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+_COMPUTE = re.compile(r"([0-9]{1,6})([FBIWR])([0-9]{1,6})")
 _OTHER = re.compile(r"\d+((?:WAIT_)?(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB]))\d*")
 _PAIR = re.compile(rf"\(([^()]*)\){_OVERLAP}")
 
@@ -88,6 +96,6 @@ def parse_entry(text: str) -> Entry | str:
         if len(actions) == len(parts):
             return Overlap(actions)
     raise NotAnAction(
-        f"{shortened(text)!r} is not an action: write stage, kind (F, B, I or W) and micro-batch, "
-        f"such as 2F0, or two of them as (0F4;7B1){_OVERLAP}"
+        f"{shortened(text)!r} is not an action: write stage, kind (F, B, I, W or R) and "
+        f"micro-batch, such as 2F0, or two of them as (0F4;7B1){_OVERLAP}"
     )

@@ -10,11 +10,11 @@ the actions of its stages take turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from fxpipe.schedule.actions import Entry, Kind
+from fxpipe.schedule.actions import Action, Entry, Kind
 from fxpipe.schedule.bounds import Bound, spread
 from fxpipe.schedule.catalogue import NAMES, named
 from fxpipe.schedule.exact import shorter
@@ -230,7 +230,8 @@ class _ScheduleSearch:
         if not self.problem.fits(kept):
             return False
         timeline = play(schedule, self.problem.world, self.memory)
-        if len(timeline.spans) < sum(len(entry.parts) for lane in schedule.lanes for entry in lane):
+        done = {span.action for span in timeline.spans}
+        if not all(done.issuperset(schedule.actions(i)) for i in range(self.problem.lanes)):
             return False
         value = *_key(timeline), sum(kept)
         if self.best is not None and (value > self.value or (value == self.value and not or_equal)):
@@ -338,7 +339,8 @@ def _moves(schedule: Schedule, timeline: Timeline, needs: Needs) -> Iterator[_Mo
     lines = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
     places = {action: (lane, i) for lane, line in enumerate(lines) for i, action in enumerate(line)}
     ends = {span.action: span.end for span in timeline.spans}
-    for _, lane, position in sorted(_gaps(timeline), key=lambda gap: (-gap[0], *gap[1:])):
+    gaps = _gaps(timeline, {action: position for action, (_, position) in places.items()})
+    for _, lane, position in sorted(gaps, key=lambda gap: (-gap[0], *gap[1:])):
         line = lines[lane]
         seen = {(line[position].stage, line[position].kind)}
         for later in range(position + 1, len(line)):
@@ -353,15 +355,17 @@ def _moves(schedule: Schedule, timeline: Timeline, needs: Needs) -> Iterator[_Mo
                 yield other, i, earlier
 
 
-def _gaps(timeline: Timeline) -> Iterator[tuple[float, int, int]]:
+def _gaps(timeline: Timeline, positions: Mapping[Action, int]) -> Iterator[tuple[float, int, int]]:
     """The idle times of lanes: their seconds, the lane, and the position of the action that follows
-    the idle time."""
+    the idle time. If that is a recomputation that the schedule does not have, it is the position of
+    the backward behind it."""
     for lane in range(len(timeline.lanes)):
         own = timeline.of_lane(lane)
-        for position in range(1, len(own)):
-            idle = own[position].start - own[position - 1].end
+        for i in range(1, len(own)):
+            idle = own[i].start - own[i - 1].end
             if idle > 1e-9 * timeline.makespan:
-                yield idle, lane, position
+                behind = (span.action for span in own[i:] if span.action is not None)
+                yield idle, lane, next(positions[a] for a in behind if a in positions)
 
 
 def _moved(schedule: Schedule, lane: int, source: int, target: int) -> Schedule:

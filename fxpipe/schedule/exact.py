@@ -27,14 +27,15 @@ def shorter(problem: SchedulingProblem, than: float, nodes: int) -> tuple[Schedu
 
     No copy waits for another one's link here. Every stage takes the micro-batches in their order.
     If memory is bounded and only some micro-batches are checkpointed, micro-batches are not alike,
-    and so another order might be shorter: then the second result is False.
+    and so another order might be shorter: then the second result is False. So it is if
+    recomputations take time, since they count as part of their backwards here.
 
     Args:
         nodes: how many beginnings of schedules to look at before giving up.
     """
     search = _BranchAndBound(problem, than, nodes)
     search.go(_beginning(problem))
-    return search.found, search.nodes > 0 and problem.is_order_free
+    return search.found, search.nodes > 0 and problem.is_order_free and not problem.is_recomputing
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class _BranchAndBound:
                 if (stage, kind) in state.off or not self._has_room(state, lane, action):
                     continue
                 start = max(ready, state.free[lane])
-                end = start + self.world.seconds(stage, kind)
+                end = start + self.problem.seconds(stage, kind)
                 found.append(_Option(action, lane, start, end, after))
         return found
 
@@ -149,7 +150,7 @@ class _BranchAndBound:
         if len(state.forwards[stage]) <= i or any(len(state.inputs[t]) <= i for t in targets):
             return []
         ready = max([0.0, *(state.inputs[t][i] + self.world.travel(t, stage) for t in targets)])
-        seconds = {kind: self.world.seconds(stage, kind) for kind in Kind}
+        seconds = {kind: self.problem.seconds(stage, kind) for kind in Kind}
         both = seconds[Kind.BACKWARD_INPUT] + seconds[Kind.WEIGHT_GRAD]
         found = []
         if self.problem.is_halved(stage):

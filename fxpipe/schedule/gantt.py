@@ -19,12 +19,14 @@ _BASE = {
     Kind.BACKWARD: (0xD5, 0x5E, 0x00),
     Kind.BACKWARD_INPUT: (0xE6, 0x9F, 0x00),
     Kind.WEIGHT_GRAD: (0x00, 0x9E, 0x73),
+    Kind.RECOMPUTE: (0xCC, 0x79, 0xA7),
 }
 _MEANING = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward, input half",
     Kind.WEIGHT_GRAD: "weight gradient",
+    Kind.RECOMPUTE: "recomputation",
 }
 _LIGHT, _DARK = 0.72, 0.28  # how much white is in the colours of a lane's first and last stage
 _OTHER, _COPY, _MARK, _HELD, _FIXED = "#BBBBBB", "#555555", "#CC0000", "#C9C9D6", "#A2A2B4"

@@ -18,31 +18,35 @@ a real run may differ from this by the results of a few actions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.bounds import spread
 from fxpipe.schedule.memory import Memory, MemoryChanges, WhileRunning, Workspace
 from fxpipe.schedule.occupancy import Span
+from fxpipe.schedule.recomputation import Cell, recomputed_cells
 from fxpipe.schedule.world import World
 
 AHEAD = 2
 """How many actions a lane's thread launches ahead of the one that the lane's device computes. The
-gradients of weights do not count, as these actions neither receive nor send anything."""
+gradients of weights and recomputations do not count, as these neither receive nor send anything."""
+
+_ALONE = Kind.WEIGHT_GRAD, Kind.RECOMPUTE  # these kinds neither receive nor send anything
 
 Series = tuple[tuple[float, float], ...]
 
 
 def held_over_time(
-    spans: Iterable[Span], world: World, lanes: int, memory: Memory
+    spans: Sequence[Span], world: World, lanes: int, memory: Memory
 ) -> tuple[Series, ...]:
     """For each lane the bytes that it holds, as pairs of a time and the bytes from that time on.
 
     ``spans`` are in the order of time within each lane.
     """
-    changes = MemoryChanges(memory, len(world.placement))
+    recomputed = recomputed_cells(action for _, action in _actions(spans))
+    changes = MemoryChanges(memory, len(world.placement), recomputed)
     running = memory.running or WhileRunning([Workspace()] * len(world.placement))
-    workspace = _Workspaces(running, memory.again(len(world.placement)))
+    workspace = _Workspaces(running, memory.again(len(world.placement)), recomputed)
     launched = {} if memory.running is None else dict(_launches(spans, world))
     waiting = [_Waiting(world, memory, running, launched) for _ in range(lanes)]
     kept = spread(memory.fixed, lanes, "fixed memory of each lane")
@@ -73,9 +77,11 @@ def _actions(spans: Iterable[Span]) -> Iterator[tuple[Span, Action]]:
 class _Workspaces:
     """The bytes that actions need only while they run."""
 
-    def __init__(self, running: WhileRunning, checkpointed: Sequence[int]) -> None:
+    def __init__(
+        self, running: WhileRunning, checkpointed: Sequence[int], recomputed: Collection[Cell]
+    ) -> None:
         self._stages, self._loss = running.stages, running.loss
-        self._checkpointed = checkpointed
+        self._checkpointed, self._recomputed = checkpointed, recomputed
 
     def of(self, action: Action) -> float:
         """The bytes beyond what is kept once the action has begun."""
@@ -87,15 +93,22 @@ class _Workspaces:
                 return max(own, self._loss) if self._is_last(action) else own
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
                 own = stage.backward if action.kind is Kind.BACKWARD else stage.half
-                return max(own, stage.forward) if is_again else own
+                begins_again = is_again and not self._is_recomputed(action)
+                return max(own, stage.forward) if begins_again else own
+            case Kind.RECOMPUTE:
+                return stage.forward
             case Kind.WEIGHT_GRAD:
                 return stage.weights
 
     def of_loss(self, action: Action) -> float:
         """The bytes, beyond what is kept until then, of the loss's backward, with which a backward
         of the last stage begins. It comes ahead of all else, so also of a recomputation."""
-        begins = action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and self._is_last(action)
-        return self._loss if begins else 0.0
+        is_backward = action.kind.begins_backward and not self._is_recomputed(action)
+        begins = is_backward or action.kind is Kind.RECOMPUTE
+        return self._loss if begins and self._is_last(action) else 0.0
+
+    def _is_recomputed(self, action: Action) -> bool:
+        return (action.stage, action.microbatch) in self._recomputed
 
     def _is_last(self, action: Action) -> bool:
         return action.stage == len(self._stages) - 1
@@ -136,7 +149,7 @@ def _users(action: Action, world: World) -> Iterator[Action]:
     if action.kind is Kind.FORWARD:
         for stage in world.after[action.stage]:
             yield Action(stage, Kind.FORWARD, action.microbatch)
-    elif action.kind is not Kind.WEIGHT_GRAD:
+    elif action.kind.begins_backward:
         for stage in world.before[action.stage]:
             for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
                 yield Action(stage, kind, action.microbatch)
@@ -153,7 +166,7 @@ def _launches(spans: Iterable[Span], world: World) -> Iterator[tuple[Action, flo
         room = before[-1 - AHEAD] if len(before) > AHEAD else 0.0
         now = max(room, last.get(span.lane, 0.0), needed.pop(action, 0.0))
         found[action] = last[span.lane] = now
-        if action.kind is not Kind.WEIGHT_GRAD:
+        if action.kind not in _ALONE:
             before.append(span.end)
         for user in _users(action, world):
             needed[user] = max(now, needed.get(user, 0.0))

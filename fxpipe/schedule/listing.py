@@ -197,7 +197,7 @@ class _Lister:
             self.backwards[stage] += 1
         if action.kind is Kind.BACKWARD_INPUT:
             self.owed[stage].append(action.microbatch)
-        end = run.now + world.seconds(stage, action.kind)
+        end = run.now + run.seconds(action)
         for target in world.after[stage] if is_forward else world.before[stage]:
             known = end + world.travel(stage, target), target, is_forward
             self.coming[world.placement[target]].append(known)

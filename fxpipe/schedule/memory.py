@@ -4,14 +4,16 @@
 
                   micro-batch that keeps its activations    checkpointed micro-batch
     forward       begins: + activations                     begins: + inputs
-    backward      ends:   - activations                     begins: + recomputed activations
-                                                            ends:   - activations - inputs
+    recompute                                               begins: + recomputed activations
+    backward      ends:   - activations                     ends:   - activations - inputs
 
 A backward in two halves begins with the first and ends with the second; at the end of the first a
-part of the activations may be free already. In the last stage, a forward is followed by the loss,
-and a backward begins with the loss's. So what the loss has saved is added to the former and is free
-at the begin of the latter; no checkpoint makes it any smaller. Since a lane does one thing at a
-time, what it holds follows from the order of its actions alone, whatever time they take.
+part of the activations may be free already. Where a schedule has no recomputation of its own, the
+backward begins with it. In the last stage, a forward is followed by the loss, and a recomputation,
+or a backward without one, begins with the loss's backward. So what the loss has saved is added to
+the former and is free at the begin of the latter; no checkpoint makes it any smaller. Since a lane
+does one thing at a time, what it holds follows from the order of its actions alone, whatever time
+they take.
 
 The timeline of a step also shows what a bound on memory leaves out: the bytes that an action needs
 only while it runs (:class:`Workspace`), and results that wait until another lane takes them
@@ -20,11 +22,12 @@ only while it runs (:class:`Workspace`), and results that wait until another lan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.bounds import Bound, spread
+from fxpipe.schedule.recomputation import Cell, recomputed_cells
 from fxpipe.schedule.schedule import Schedule
 
 
@@ -105,9 +108,16 @@ class Memory:
 
 
 class MemoryChanges:
-    """By how many bytes each action changes what its lane holds, at its begin and at its end."""
+    """By how many bytes each action changes what its lane holds, at its begin and at its end.
 
-    def __init__(self, memory: Memory, stages: int) -> None:
+    ``recomputed``: the cells whose recomputation is an action of its own; other checkpointed ones
+    are recomputed when their backward begins.
+    """
+
+    def __init__(
+        self, memory: Memory, stages: int, recomputed: Collection[Cell] = frozenset()
+    ) -> None:
+        self._recomputed = recomputed
         sizes: list[float] = spread(memory.activations, stages, "activations of each stage")
         inputs = spread(memory.inputs, stages, "inputs of each stage")
         shared = spread(memory.kept_inputs, stages, "inputs of each stage that are activations")
@@ -128,7 +138,11 @@ class MemoryChanges:
     def of(self, action: Action) -> tuple[float, float]:
         """The bytes that an action adds when it begins, and when it ends; negative if it frees."""
         is_again = action.microbatch < self._checkpointed[action.stage]
-        return (self._again if is_again else self._kept)[action.stage][action.kind]
+        begin, end = (self._again if is_again else self._kept)[action.stage][action.kind]
+        is_recomputed = (action.stage, action.microbatch) in self._recomputed
+        if is_again and is_recomputed and action.kind.begins_backward:
+            return 0.0, end  # the recomputation has added what is added at the begin
+        return begin, end
 
 
 def _of_kept(size: float, released: float, loss: float) -> dict[Kind, tuple[float, float]]:
@@ -137,6 +151,7 @@ def _of_kept(size: float, released: float, loss: float) -> dict[Kind, tuple[floa
         Kind.BACKWARD: (-loss, -size),
         Kind.BACKWARD_INPUT: (-loss, -released * size),
         Kind.WEIGHT_GRAD: (0.0, (released - 1.0) * size),
+        Kind.RECOMPUTE: (0.0, 0.0),
     }
 
 
@@ -149,6 +164,7 @@ def _of_checkpointed(
         Kind.BACKWARD: (again - loss, -again - inputs),
         Kind.BACKWARD_INPUT: (again - loss, -released * size),
         Kind.WEIGHT_GRAD: (0.0, released * size - again - inputs),
+        Kind.RECOMPUTE: (again - loss, 0.0),
     }
 
 
@@ -202,7 +218,8 @@ def counting(
 def peaks(schedule: Schedule, memory: Memory) -> Live:
     """The most that each stage, and each lane, holds at once, without ``memory.fixed``, which does
     not depend on the schedule."""
-    changes = MemoryChanges(memory, schedule.stages)
+    every = (action for lane in range(len(schedule.lanes)) for action in schedule.actions(lane))
+    changes = MemoryChanges(memory, schedule.stages, recomputed_cells(every))
     stages = [0.0] * schedule.stages
     lanes = [0.0] * len(schedule.lanes)
     for lane in range(len(schedule.lanes)):

@@ -110,11 +110,25 @@ class SchedulingProblem:
         """Whether each lane may keep so many bytes."""
         return all(k <= room * SLACK for k, room in zip(kept, self.room, strict=True))
 
+    def seconds(self, stage: int, kind: Kind) -> float:
+        """The seconds for which an action occupies its lane. A backward includes its recomputation,
+        as the average over the micro-batches."""
+        own = self.world.seconds(stage, kind)
+        if not kind.begins_backward:
+            return own
+        again = min(self.world.checkpointed[stage], self.microbatches) / self.microbatches
+        return own + again * self.world.seconds(stage, Kind.RECOMPUTE)
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether recomputations take time, which they may do ahead of their backwards."""
+        return any(cost.recompute and cost.checkpointed for cost in self.world.costs)
+
     def backward(self, stage: int) -> float:
-        """The fewest seconds for which a backward occupies its lane, whole or in two halves."""
-        seconds = self.world.seconds
-        halves = seconds(stage, Kind.BACKWARD_INPUT) + seconds(stage, Kind.WEIGHT_GRAD)
-        return min(seconds(stage, Kind.BACKWARD), halves)
+        """The fewest seconds for which a backward and its recomputation occupy their lane, whole or
+        in two halves."""
+        halves = self.seconds(stage, Kind.BACKWARD_INPUT) + self.seconds(stage, Kind.WEIGHT_GRAD)
+        return min(self.seconds(stage, Kind.BACKWARD), halves)
 
     def is_halved(self, stage: int) -> bool:
         """Whether a stage's backward has a second half, which can be put off."""
@@ -152,7 +166,9 @@ class SchedulingProblem:
                 self.world.travel(stage, t) + self.world.seconds(t, Kind.FORWARD) + tails[t]
                 for t in self.world.after[stage]
             ]
-            tails[stage] = max([*ways, self._rest(stage, self.after_gradient[stage])])
+            is_again = self.world.checkpointed[stage] >= self.microbatches
+            again = is_again * self.world.seconds(stage, Kind.RECOMPUTE)
+            tails[stage] = max([*ways, again + self._rest(stage, self.after_gradient[stage])])
         return tuple(tails)
 
     def _rest(self, stage: int, after: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from fxpipe.schedule.actions import Action, Entry, Kind, NotAnAction, Overlap, p
 from fxpipe.schedule.gantt import FORWARDS, draw
 from fxpipe.schedule.occupancy import Occupancy, Span
 from fxpipe.schedule.order import earliest_starts, run_order
+from fxpipe.schedule.recomputation import recomputed_cells
 
 Edges = Sequence[tuple[int, int]]
 """Pairs ``(source, target)`` of stages, where ``target`` takes an output of ``source``."""
@@ -58,14 +59,28 @@ class Schedule:
 
     def first(self, microbatches: int) -> Schedule:
         """The schedule without the actions of all but the first ``microbatches`` micro-batches. The
-        other actions keep their order."""
+        other actions keep their order.
+
+        The last one's recomputations are left out: with ``checkpoint="except_last"`` the last one
+        keeps its activations, and if it does not, it is recomputed right ahead of its backward.
+        """
         if microbatches >= self.microbatches:
             return self
+
+        def is_kept(action: Action) -> bool:
+            is_again = action.kind is Kind.RECOMPUTE
+            return action.microbatch < microbatches - is_again
+
+        return replace(self, microbatches=microbatches, lanes=self._only(is_kept))
+
+    def _only(self, is_kept: Callable[[Action], bool]) -> tuple[tuple[Entry, ...], ...]:
+        """The lanes with some of their actions only. An overlap of which one action is left is that
+        action."""
         lanes = []
         for lane in self.lanes:
-            kept = (tuple(a for a in entry.parts if a.microbatch < microbatches) for entry in lane)
+            kept = (tuple(filter(is_kept, entry.parts)) for entry in lane)
             lanes.append(tuple(p[0] if len(p) == 1 else Overlap(p) for p in kept if p))
-        return replace(self, microbatches=microbatches, lanes=tuple(lanes))
+        return tuple(lanes)
 
     # ------------------------------------------------------------------------------------- as text
 
@@ -125,10 +140,15 @@ class Schedule:
 
     # -------------------------------------------------------------------------------------- as CSV
 
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the file that ``torch.distributed.pipelining`` loads as ``compute_only``."""
+    def to_csv(self, path: str | os.PathLike[str], *, recomputations: bool = True) -> None:
+        """Write the file that ``torch.distributed.pipelining`` loads as ``compute_only``.
+
+        ``recomputations=False`` leaves recomputations out: ``torch.distributed.pipelining`` has no
+        action for them, since a checkpoint within a stage of its own runs in the backward.
+        """
+        is_kept = (lambda a: True) if recomputations else (lambda a: a.kind is not Kind.RECOMPUTE)
         with open(path, "w", newline="") as file:
-            csv.writer(file).writerows(self.lanes)
+            csv.writer(file).writerows(self._only(is_kept))
 
     @classmethod
     def from_csv(cls, path: str | os.PathLike[str], name: str | None = None) -> Schedule:
@@ -194,7 +214,8 @@ class Needs:
 
     A forward waits for the forwards of the stages whose outputs it takes. A backward waits for the
     forward of the same stage and micro-batch, and for the gradients from the stages that took its
-    output. A weight gradient waits for the first half of its backward.
+    output. A weight gradient waits for the first half of its backward. A recomputation waits for
+    its forward, and its backward waits for it.
 
     Args:
         edges: the edges of the stage graph. None: each stage sends to the next one only.
@@ -207,6 +228,9 @@ class Needs:
             for action in schedule.actions(lane)
             if action.kind is Kind.BACKWARD_INPUT
         }
+        self._recomputed = recomputed_cells(
+            action for lane in range(len(schedule.lanes)) for action in schedule.actions(lane)
+        )
         self._before: dict[int, list[int]] = {}
         self._after: dict[int, list[int]] = {}
         for source, target in chain(schedule.stages) if edges is None else edges:
@@ -220,8 +244,12 @@ class Needs:
             return [Action(s, kind, microbatch) for s in self._before.get(stage, ())]
         if kind is Kind.WEIGHT_GRAD:
             return [Action(stage, Kind.BACKWARD_INPUT, microbatch)]
-        gradients = [self._gradient(s, microbatch) for s in self._after.get(stage, ())]
-        return [Action(stage, Kind.FORWARD, microbatch), *gradients]
+        needs = [Action(stage, Kind.FORWARD, microbatch)]
+        if kind is Kind.RECOMPUTE:
+            return needs
+        if (stage, microbatch) in self._recomputed:
+            needs.append(Action(stage, Kind.RECOMPUTE, microbatch))
+        return [*needs, *(self._gradient(s, microbatch) for s in self._after.get(stage, ()))]
 
     def _gradient(self, stage: int, microbatch: int) -> Action:
         is_halved = (stage, microbatch) in self._halved

@@ -1,7 +1,8 @@
 """The simulator: the times at which the actions of a schedule run, from the costs of stages.
 
 It is event-driven. A free lane begins its next action as soon as the inputs of that action have
-arrived. Copies of results to other lanes run while lanes compute.
+arrived. Copies of results to other lanes run while lanes compute. A recomputation waits for no
+gradient, so that a lane begins it as soon as it is free, whether or not the schedule has it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.held import held_over_time
 from fxpipe.schedule.memory import Memory
 from fxpipe.schedule.occupancy import Span, Transfer
+from fxpipe.schedule.recomputation import Cell, with_recomputations
 from fxpipe.schedule.schedule import Schedule
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.schedule.validator import validate
@@ -56,7 +58,10 @@ def simulate(
 def play(schedule: Schedule, world: World, memory: Memory | None = None) -> Timeline:
     """Simulate a schedule that has not been validated. Actions that wait forever are missing from
     the timeline."""
-    lines = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
+    lines = [
+        list(with_recomputations(schedule.actions(lane), world.checkpointed))
+        for lane in range(len(schedule.lanes))
+    ]
     reached = [0] * len(lines)
 
     def in_order(run: Run, lane: int) -> Action | None:
@@ -78,7 +83,7 @@ until the next event."""
 
 class Run:
     """A run of the simulator, in which time goes from event to event. ``choose`` gives the next
-    action of each free lane."""
+    action of each free lane. Where it chooses no recomputation, the backward begins with it."""
 
     def __init__(self, world: World, lanes: int, microbatches: int, choose: Choose) -> None:
         self.world, self.lanes, self.microbatches = world, lanes, microbatches
@@ -97,6 +102,8 @@ class Run:
         self._lacks_forward = [[len(world.before[s])] * microbatches for s in stages]
         self._lacks_backward = [[1 + len(world.after[s])] * microbatches for s in stages]
         self._lacks_weight = [[1] * microbatches for _ in stages]
+        self._lacks_recomputation = [[1] * microbatches for _ in stages]
+        self._recomputed: set[Cell] = set()
         self._backwards_left = [microbatches for _ in stages]
         self._give_once()
 
@@ -106,9 +113,20 @@ class Run:
             lacks = self._lacks_forward
         elif action.kind is Kind.WEIGHT_GRAD:
             lacks = self._lacks_weight
+        elif action.kind is Kind.RECOMPUTE:
+            lacks = self._lacks_recomputation
         else:
             lacks = self._lacks_backward
         return lacks[action.stage][action.microbatch] == 0
+
+    def seconds(self, action: Action) -> float:
+        """The seconds for which an action occupies its lane if it begins now."""
+        stage, own = action.stage, self.world.seconds(action.stage, action.kind)
+        is_again = action.microbatch < self.world.checkpointed[stage]
+        is_recomputed = (stage, action.microbatch) in self._recomputed
+        if is_again and not is_recomputed and action.kind.begins_backward:
+            return own + self.world.seconds(stage, Kind.RECOMPUTE)
+        return own
 
     def to_the_end(self) -> None:
         """Go from event to event until none is left. Then all actions are done, or all lanes wait
@@ -130,7 +148,7 @@ class Run:
     def _start(self) -> None:
         for lane in range(self.lanes):
             if self._free[lane] and (action := self._choose(self, lane)) is not None:
-                end = self.now + self.world.seconds(action.stage, action.kind)
+                end = self.now + self.seconds(action)
                 self._free[lane] = False
                 self.spans.append(Span(lane, self.now, end, action))
                 self._push(end, action, None)
@@ -148,8 +166,12 @@ class Run:
         self._free[self.world.placement[stage]] = True
         if action.kind is Kind.FORWARD:
             self._lacks_backward[stage][microbatch] -= 1
+            self._lacks_recomputation[stage][microbatch] -= 1
             targets = self.world.after[stage]
         elif action.kind is Kind.WEIGHT_GRAD:
+            return
+        elif action.kind is Kind.RECOMPUTE:
+            self._recomputed.add((stage, microbatch))
             return
         else:
             self._lacks_weight[stage][microbatch] -= 1

@@ -14,6 +14,9 @@ from fxpipe.schedule.schedule import Edges, Needs, Schedule
 _Place = tuple[int, int]
 """A lane, and a position in it."""
 
+_NEEDED = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.WEIGHT_GRAD
+"""The kinds of which every micro-batch needs some: recomputations may be left out."""
+
 
 class ScheduleError(ValueError):
     """A schedule cannot run, or keeps more than a bound allows. The message says where."""
@@ -102,7 +105,7 @@ def _check_known(schedule: Schedule, action: Action, here: _Place) -> None:
 def _check_complete(schedule: Schedule, places: dict[Action, _Place]) -> None:
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
-            forward, whole, first, second = (Action(stage, kind, microbatch) for kind in Kind)
+            forward, whole, first, second = (Action(stage, kind, microbatch) for kind in _NEEDED)
             where = f"stage {stage}, micro-batch {microbatch}"
             if forward not in places:
                 raise ScheduleError(f"{where}: the forward {forward} is missing")

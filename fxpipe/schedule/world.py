@@ -23,7 +23,8 @@ class StageCost:
     """The seconds that one micro-batch takes at a stage.
 
     ``backward`` is for a whole backward; None: the sum of its halves, ``backward_input`` and
-    ``weight_grad``.
+    ``weight_grad``. ``recompute`` is for the forward that is run again ahead of the backward, by
+    ``checkpointed`` micro-batches, which are the first ones.
 
     Raises ValueError if a number is negative or not finite.
     """
@@ -32,6 +33,8 @@ class StageCost:
     backward_input: float
     weight_grad: float = 0.0
     backward: float | None = None
+    recompute: float = 0.0
+    checkpointed: int = 0
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(s) and s >= 0 for s in map(self.seconds, Kind)):
@@ -45,6 +48,8 @@ class StageCost:
             return self.backward_input
         if kind is Kind.WEIGHT_GRAD:
             return self.weight_grad
+        if kind is Kind.RECOMPUTE:
+            return self.recompute
         return self.backward_input + self.weight_grad if self.backward is None else self.backward
 
 
@@ -106,6 +111,7 @@ class World:
         if len(costs) != stages:
             raise ValueError(f"costs of {len(costs)} stages are given: the schedule has {stages}")
         self.placement, self.costs, self.links = tuple(placement), tuple(costs), links
+        self.checkpointed = [cost.checkpointed for cost in costs]
         edges = links.edges
         if edges is None:
             edges = [Edge(source, target) for source, target in chain(stages)]
@@ -151,7 +157,7 @@ class World:
     def _received(self, stage: int, kind: Kind) -> float:
         """The seconds that a lane spends on receiving the inputs of an action; 0 if copies overlap
         computation."""
-        if self.links.overlaps or kind is Kind.WEIGHT_GRAD:
+        if self.links.overlaps or kind in (Kind.WEIGHT_GRAD, Kind.RECOMPUTE):
             return 0.0
         sources = self.before[stage] if kind is Kind.FORWARD else self.after[stage]
         return sum(self._travel[source, stage][0] for source in sources)

@@ -3,10 +3,12 @@
 ::
 
     (arrive) ── gradients of the results ──── backward ── gradients of the arguments ── (leave)
-                   (checkpointed: replay) ──── tape ┘
+                                               tape ┘
 
     in halves   ... ── backward_input ── gradients of the arguments ── (leave)
                            tape ─────── weight_grad, whenever the schedule has time for it
+
+    checkpointed           tape ─────── replay, ahead of the backward: it waits for no gradient
 """
 
 from __future__ import annotations
@@ -30,8 +32,6 @@ def write_backward(draft: Draft, at: Action) -> None:
     is_halved = at.kind is Kind.BACKWARD_INPUT
     stage = draft.flows.stages[at.stage]
     cell = draft.cell(at.stage, at.microbatch)
-    if draft.is_checkpointed(at):
-        draft.nodes.call(ops.replay, (cell.tape,), "replay", at)
     loss_stage = draft.flows.loss_stage
     whole = Action(at.stage, Kind.BACKWARD, at.microbatch)
     arrived = draft.traffic.arrive(range(at.stage + 1, loss_stage + 1), whole)
@@ -50,6 +50,12 @@ def write_backward(draft: Draft, at: Action) -> None:
             made = cell.grads[arg] = draft.nodes.item(cell.backward, i, f"grad_{arg}", at)
             made.meta[SHAPES] = shapes_of_gradient(arg)
     send_back(draft, stage.call.args, at)
+
+
+def write_recomputation(draft: Draft, at: Action) -> None:
+    """Write the second run of a forward that has kept no activations."""
+    tape = draft.cell(at.stage, at.microbatch).tape
+    draft.note(draft.nodes.call(ops.replay, (tape,), "replay", at), at)
 
 
 def write_weight_grad(draft: Draft, at: Action) -> None:

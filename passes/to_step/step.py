@@ -38,7 +38,8 @@ from fxpipe.ir.graph import ACTION, STAGE
 from fxpipe.runtime.microbatch import InDim
 from fxpipe.schedule import Action, Kind, Needs, Schedule, joined
 from fxpipe.schedule.order import run_order
-from passes.common.modes import Modes, is_never, of_stages
+from fxpipe.schedule.recomputation import recomputed_cells, with_recomputations
+from passes.common.modes import Modes, checkpointed, is_never, of_stages
 from passes.to_stages.segments import opened
 from passes.to_step.caller import Caller
 from passes.to_step.defer import Defer
@@ -96,6 +97,7 @@ class Step:
             )
         edges = Flows(gm).edges
         step = replace(self, schedule=joined(self.schedule, edges))
+        step._check_recomputations()
         lanes = [list(step.schedule.actions(lane)) for lane in range(len(step.schedule.lanes))]
         actions = [action for _, action in run_order(lanes, Needs(step.schedule, edges).of)]
         if is_never(self.checkpoint) or self.checkpoint_segments == 1:
@@ -105,7 +107,9 @@ class Step:
     def _written(
         self, gm: fx.GraphModule, actions: Sequence[Action], labels: Sequence[tuple[int, ...]]
     ) -> fx.GraphModule:
-        """The step graph of these actions. ``labels``: what stages are called, see ``Nodes``."""
+        """The step graph of these actions, with recomputations of all checkpointed cells.
+        ``labels``: what stages are called, see ``Nodes``."""
+        actions = list(with_recomputations(actions, self._checkpointed))
         nodes = Nodes(gm, self.schedule, self.devices, labels)
         traffic = Traffic(nodes)
         weighing = self.loss_weight, self.weighs_inputs
@@ -113,6 +117,31 @@ class Step:
         return write(
             Draft(nodes, traffic, caller, self.loss, self.checkpoint, self.halves), actions
         )
+
+    @property
+    def _checkpointed(self) -> list[int]:
+        """For each stage, how many micro-batches are checkpointed."""
+        modes, count = of_stages(self.checkpoint, self.schedule.stages), self.schedule.microbatches
+        return [checkpointed(mode, count) for mode in modes]
+
+    def _check_recomputations(self) -> None:
+        """Refuse recomputations that the schedule has, and that the checkpoint modes forbid."""
+        lanes = range(len(self.schedule.lanes))
+        actions = (action for lane in lanes for action in self.schedule.actions(lane))
+        for stage, microbatch in sorted(recomputed_cells(actions)):
+            said = f"the schedule {self.schedule.name!r} has {stage}R{microbatch}, and "
+            if microbatch >= self._checkpointed[stage]:
+                raise StepError(
+                    f"{said}stage {stage} keeps the activations of micro-batch {microbatch}, so "
+                    "that there is nothing to recompute: take this action out of the schedule, or "
+                    'give checkpoint="always"'
+                )
+            if self.checkpoint_segments > 1:
+                raise StepError(
+                    f"{said}checkpoint_segments={self.checkpoint_segments} recomputes a stage in "
+                    "parts, each right ahead of its own backward: take this action out of the "
+                    "schedule, or give checkpoint_segments=1"
+                )
 
     def _in_segments(self, gm: fx.GraphModule, actions: Sequence[Action]) -> fx.GraphModule:
         """The step graph of stages that are cut in segments.

@@ -20,14 +20,15 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import ONCE, STAGE, UPDATES
 from fxpipe.schedule import Action, Kind
-from passes.to_step.backward import write_backward, write_weight_grad
+from passes.to_step.backward import write_backward, write_recomputation, write_weight_grad
 from passes.to_step.draft import Draft
 from passes.to_step.forward import write_forward
 from passes.to_step.loss import write_loss, write_loss_backward
 
 
 def write(draft: Draft, actions: Sequence[Action]) -> fx.GraphModule:
-    """The step graph of a schedule; ``actions`` are all its actions, in an order to run them in."""
+    """The step graph of a schedule; ``actions`` are all its actions, in an order to run them in,
+    with a recomputation of each checkpointed cell."""
     last = {action.stage: action for action in actions}
     homes = draft.replicas.homes  # their parameters get gradients from replicas in other stages
     for action in actions:
@@ -51,8 +52,12 @@ def _write_action(draft: Draft, action: Action) -> None:
             write_loss(draft, action.microbatch)
     elif action.kind is Kind.WEIGHT_GRAD:
         write_weight_grad(draft, action)
+    elif action.kind is Kind.RECOMPUTE:
+        if is_last_stage:  # ahead of it, since it frees what the loss has saved
+            write_loss_backward(draft, action.microbatch)
+        write_recomputation(draft, action)
     else:
-        if is_last_stage:
+        if is_last_stage and not draft.is_checkpointed(action):
             write_loss_backward(draft, action.microbatch)
         write_backward(draft, action)
 

@@ -152,6 +152,7 @@ def _replay(visit: Visit, node: fx.Node) -> Any:
     if recording.replay is not None or recording.backward is not None:
         earlier = recording.replay or (recording.backward.node if recording.backward else None)
         raise VerifyError("the stage has been run again already, or needs not be", node, earlier)
+    visit.step.note_action(node)
     recording.replay = node
     assert recording.stage is not None
     use_parameters(visit, recording.stage, visit.event(node))

@@ -37,22 +37,23 @@ FILL = {
     Kind.BACKWARD: "#F7DFCC",
     Kind.BACKWARD_INPUT: "#FBEBCC",
     Kind.WEIGHT_GRAD: "#CCECE3",
+    Kind.RECOMPUTE: "#F5E4ED",
 }
 MEANING = {
     Kind.FORWARD: "F: forward",
     Kind.BACKWARD: "B: backward",
     Kind.BACKWARD_INPUT: "I: gradients of the inputs",
     Kind.WEIGHT_GRAD: "W: gradients of the weights",
+    Kind.RECOMPUTE: "R: a forward that kept no activations, again",
 }
 # No boxes are drawn for these operators: they count as part of an action of one of these kinds.
 _WITH: dict[Callable[..., Any], tuple[Kind, ...]] = {
     ops.loss: (Kind.FORWARD,),
-    ops.loss_backward: (Kind.BACKWARD, Kind.BACKWARD_INPUT),
+    ops.loss_backward: (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT),
 }
 _VALUES = Line("values for the next stage")
 _GRADIENTS = Line("gradients for the stage before", style="dashed")
 _LOSS = "the loss is part of the last stage's forward and backward"
-_RECOMPUTED = "dashed frame: keeps no activations; the forward runs again before the backward"
 
 
 def draw_step(
@@ -78,8 +79,6 @@ def draw_step(
     kinds = dict.fromkeys(action.kind for action in grid.slots)
     said = [meaning for kind, meaning in MEANING.items() if kind in kinds]
     picture.notes += [f"1F0: stage 1's forward of micro-batch 0; {', '.join(said)}", _LOSS]
-    if grid.recomputed:
-        picture.notes.append(_RECOMPUTED)
     return picture.source(legend_at=grid.below)
 
 
@@ -113,10 +112,6 @@ class _StepGrid:
         self.placement = placement
         self.needs = _needs(graph)
         self.slots = _slots(self.needs, placement)
-        self.recomputed = {
-            (node.meta[STAGE], node.meta[MICROBATCH])
-            for node in graph.find_nodes(op="call_function", target=ops.replay)
-        }
         self.links = [
             _StepLink(need, action)
             for action, needs in self.needs.items()
@@ -244,7 +239,7 @@ def _needs(graph: fx.Graph) -> dict[Action, tuple[Action, ...]]:
 
 def actions_of(graph: fx.Graph) -> dict[fx.Node, Action]:
     """The action that each node is part of. The loss is part of the last stage's forward, and the
-    loss's backward is part of the last stage's backward."""
+    loss's backward is part of the last stage's backward or, if there is one, recomputation."""
     found = {node: node.meta[ACTION] for node in graph.nodes if ACTION in node.meta}
     made = set(found.values())
     for target, kinds in _WITH.items():
@@ -279,11 +274,10 @@ def _draw_lane(picture: Picture, grid: _StepGrid, lane: int) -> None:
 
 
 def _draw_action(dot: graphviz.Digraph, grid: _StepGrid, action: Action) -> None:
-    is_recomputed = (action.stage, action.microbatch) in grid.recomputed
     dot.node(
         str(action),
         str(action),
-        style="filled,dashed" if is_recomputed else "filled",
+        style="filled",
         fillcolor=FILL[action.kind],
         pos=numbers(grid.x(action), grid.y(grid.lane(action))),
         width=f"{grid.width / 72:.3f}",

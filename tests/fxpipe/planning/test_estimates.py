@@ -31,7 +31,15 @@ def kept_only(monkeypatch):
 
 def test_estimates_are_those_of_a_micro_batch():
     (cost,) = estimated_costs([Cost(forward_s=4.0, backward_s=8.0)], chunks=4)
-    assert cost == StageCost(1.0, 1.0, 1.0)
+    assert cost == StageCost(1.0, 1.0, 1.0, recompute=1.0)
+
+
+def test_a_checkpointed_micro_batch_recomputes_its_last_segment_ahead_of_its_backward():
+    stage = Cost(forward_s=4.0, backward_s=8.0)
+    (whole,) = estimated_costs([stage], 4, "except_last")
+    assert whole == StageCost(1.0, 1.0, 1.0, recompute=1.0, checkpointed=3)
+    (parted,) = estimated_costs([stage], 4, "always", segments=4)
+    assert parted == StageCost(1.0, 1.75, 1.0, recompute=0.25, checkpointed=4)
 
 
 def test_measured_costs_are_medians_and_the_loss_is_the_last_stages():
@@ -89,6 +97,30 @@ def test_a_measured_step_has_every_action_once_in_the_lanes_order(schedule, devi
         assert [span.action for span in spans] == list(order.actions(lane))
         assert all(a.end <= b.start for a, b in pairwise(spans))
     assert [s.name for s in timeline.spans if s.action is None].count("loss") == 3
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_a_measured_step_has_its_recomputations_and_they_predict_the_next_one(segments):
+    with fxpipe.compile(
+        MLP(),
+        ["cpu"] * 2,
+        chunks=3,
+        schedule="1f1b",
+        checkpoint="except_last",
+        checkpoint_segments=segments,
+        loss_fn=loss,
+    ) as pipe:
+        timeline = pipe.measure(torch.randn(6, 12), rounds=1)
+        again = pipe.timeline()
+    for lane, wanted in enumerate(
+        ("0F0 0F1 0R0 0B0 0F2 0R1 0B1 0B2", "1F0 1R0 1B0 1F1 1R1 1B1 1F2 1B2")
+    ):
+        for each in (timeline, again):
+            found = [str(span) for span in each.of_lane(lane) if span.action is not None]
+            assert " ".join(found) == wanted
+    costs = measured_costs(timeline, 2)
+    assert [cost.checkpointed for cost in costs] == [2, 2]
+    assert all(cost.recompute > 0 for cost in costs)
 
 
 def test_measuring_leaves_gradients_buffers_and_random_states_alone():

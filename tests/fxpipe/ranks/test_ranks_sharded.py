@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from fxpipe.schedule import Schedule
 from tests.fxpipe.ranks import sharded
 from tests.fxpipe.ranks.checkpoints import FLAT, resume
 from tests.fxpipe.ranks.jobs import Call, made
@@ -51,9 +52,20 @@ def test_replicas_with_shards_train_as_one_process_with_all_rows(pool, schedule)
     assert_same(found, expected(Blocks, calls), calls)
 
 
-def test_where_fully_shard_is_told_to_reshard_parameters_are_gathered_for_each_action(pool):
+RECOMPUTED_AHEAD = """
+    0F0 0F1 0R1 0F2 0R0 0B0 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+"""
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", Schedule.from_text(RECOMPUTED_AHEAD)], ids=["1f1b", "own"]
+)
+def test_where_fully_shard_is_told_to_reshard_parameters_are_gathered_for_each_action(
+    pool, schedule
+):
     calls = batches(6, 6)
-    options = {"schedule": "1f1b", "checkpoint": "except_last"}
+    options = {"schedule": schedule, "checkpoint": "except_last"}
     sharding = {"reshard_after_forward": True}
     found = pool.run(sharded.train, calls, {}, sharding=sharding, **options)
     assert_same(found, expected(Blocks, calls), calls)

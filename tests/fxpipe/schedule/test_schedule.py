@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fxpipe.schedule import NAMES, Action, Kind, Needs, Schedule, chain, named
 
-F, B, INPUT, WEIGHT = Kind
+F, B, INPUT, WEIGHT, AGAIN = Kind
 
 
 def test_lanes_print_as_a_grid_of_unit_time():
@@ -132,6 +132,13 @@ def test_what_an_action_needs():
     assert Needs(whole).of(Action(0, B, 0)) == [Action(0, F, 0), Action(1, B, 0)]
     assert Needs(halved).of(Action(0, B, 0)) == [Action(0, F, 0), Action(1, INPUT, 0)]
     assert Needs(halved).of(Action(1, WEIGHT, 0)) == [Action(1, INPUT, 0)]
+
+
+def test_a_backward_needs_its_recomputation_where_the_schedule_has_one():
+    needs = Needs(Schedule.from_text("0F0 0R0 0B0\n1F0 1B0"))
+    assert needs.of(Action(0, AGAIN, 0)) == [Action(0, F, 0)]
+    assert needs.of(Action(0, B, 0)) == [Action(0, F, 0), Action(0, AGAIN, 0), Action(1, B, 0)]
+    assert needs.of(Action(1, B, 0)) == [Action(1, F, 0)]
 
 
 def test_edges_say_who_passes_to_whom():

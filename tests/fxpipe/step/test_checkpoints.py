@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as own_checkpoint
 import fxpipe
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE
-from fxpipe.schedule import Kind, Schedule, joined, named
+from fxpipe.schedule import Action, Kind, Schedule, joined, named
 from tests.zoo import MLP, MODELS, gradients, mean_loss, parts, same, step_of_loop
 
 
@@ -37,6 +38,46 @@ def test_checkpoints_change_nothing(name, schedule, checkpoint):
             loss = pipe.step(*x, target=target)
         results.append([loss, gradients(model), list(model.buffers())])
     assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+ANY_ORDER = """
+    0F0 0F1 0R1 0F2 0R0 0B0 0R2 0B1 0B2
+    1F0 1R0 1F1 1F2 1I0 1R2 1R1 1I1 1W0 1W1 1I2 1W2
+"""
+
+
+@pytest.mark.parametrize("rows", [6, 2])
+@pytest.mark.parametrize("name", ["resnet", "unet", "transformer"])
+def test_recomputations_in_any_order_change_nothing(name, rows):
+    make, inputs = MODELS[name]
+    first, x, target = make(), inputs(rows), torch.randn(rows)
+    results = []
+    for mode in ("never", "always"):
+        order = ANY_ORDER if mode == "always" else re.sub(r"\dR\d", "", ANY_ORDER)
+        model = copy.deepcopy(first)
+        with fxpipe.compile(
+            model,
+            ["cpu"] * 2,
+            schedule=Schedule.from_text(order),
+            checkpoint=mode,
+            loss_fn=mean_loss,
+            example_inputs=inputs(6),
+        ) as pipe:
+            loss = pipe.step(*x, target=target)
+        results.append([loss, gradients(model), list(model.buffers())])
+    assert same(*results)
+
+
+def test_a_smaller_batch_is_recomputed_as_far_as_its_mode_says():
+    order = Schedule.from_text("0F0 0F1 0R1 0F2 0R0 0B0 0B1 0B2 \n 1F0 1B0 1F1 1B1 1F2 1B2")
+    x, first = torch.randn(6, 12), MLP()
+    with fxpipe.compile(
+        first, ["cpu"] * 2, schedule=order, checkpoint="except_last", loss_fn=mean_loss
+    ) as pipe:
+        for rows, again in ((6, {(0, 0), (0, 1), (1, 0), (1, 1)}), (2, {(0, 0), (1, 0)})):
+            pipe.step(x[:rows], target=torch.randn(rows))
+            nodes = pipe.step_graph.graph.find_nodes(op="call_function", target=ops.replay)
+            assert {(node.meta[STAGE], node.meta[MICROBATCH]) for node in nodes} == again
 
 
 @pytest.mark.parametrize("segments", [1, 3])
@@ -115,7 +156,9 @@ def test_what_is_checkpointed_defers_its_gradients_too(segments):
     ) as pipe:
         seconds = {s.action: s.seconds for s in pipe.measure(x, target=target).spans if s.action}
         order = joined(named("zb_h1", lanes=2, microbatches=3), [(0, 1)])
-        assert set(seconds) == {a for lane in range(2) for a in order.actions(lane)}
+        actions = {a for lane in range(2) for a in order.actions(lane)}
+        again = {Action(stage, Kind.RECOMPUTE, i) for stage in range(2) for i in range(3)}
+        assert set(seconds) == actions | again
         pipe.step(x, target=target)
     found = dict.fromkeys((ops.forward, ops.replay, ops.backward_input, ops.weight_grad), 0)
     for node in pipe.step_graph.graph.nodes:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe import ops
-from fxpipe.schedule import NAMES, named
+from fxpipe.schedule import NAMES, Schedule, named
 from tests.zoo import gradients, mean_loss, same, step_of_loop
 
 
@@ -65,6 +65,28 @@ def test_with_dropout_each_micro_batch_has_its_seed_whatever_the_lanes(
         found = gradients(model)
         order = named(schedule, lanes=4, microbatches=8, stages=len(pipe.stages))
         _, wanted = step_of_loop(Seeded(pipe), (x, seeds), target, pipe, order, 8, mean_loss)
+    assert same(found, wanted)
+
+
+AHEAD = """
+    0F0 0F1 0R1 0R0 0B0 0F2 0F3 0R3 0B1 0R2 0B2 0B3
+    1F0 1R0 1F1 1R1 1I1 1I0 1W1 1W0 1F2 1F3 1R3 1R2 1B2 1B3
+    2F0 2F1 2R1 2B1 2R0 2B0 2F2 2F3 2R3 2R2 2B2 2B3
+"""
+
+
+def test_with_dropout_recomputations_draw_what_their_forwards_did_in_any_order():
+    torch.manual_seed(3)
+    seeds = torch.stack([torch.tensor(seed) for seed in ops.seeds(4)])
+    order, model = Schedule.from_text(AHEAD), Dropouts()
+    x, target = torch.randn(8, 6), torch.randn(8)
+    with fxpipe.compile(
+        model, ["cpu"] * 3, schedule=order, checkpoint="always", loss_fn=mean_loss
+    ) as pipe:
+        torch.manual_seed(3)
+        pipe.step(x, target=target)
+        found = gradients(model)
+        _, wanted = step_of_loop(Seeded(pipe), (x, seeds), target, pipe, order, 4, mean_loss)
     assert same(found, wanted)
 
 

@@ -30,6 +30,8 @@ class Sum(nn.Module):
 def step(model, starts, schedule="1f1b", microbatches=1, inputs=(X,), places=(), **options):
     """The step graph; with ``places``, that of stages in several processes."""
     stages = len(starts) + 1
+    if isinstance(schedule, str):
+        schedule = named(schedule, lanes=stages, microbatches=microbatches)
     context = ToStages(
         inputs,
         (0,),
@@ -43,7 +45,7 @@ def step(model, starts, schedule="1f1b", microbatches=1, inputs=(X,), places=(),
         gm = rewrite(gm)
     return Step(
         loss=Sum(),
-        schedule=named(schedule, lanes=stages, microbatches=microbatches),
+        schedule=schedule,
         devices=("cpu",) * stages,
         in_dims=(0,),
         **options,

@@ -8,6 +8,7 @@ from expecttest import assert_expected_inline
 from fxpipe import ops
 from fxpipe.runtime.lanes import run_inline
 from fxpipe.runtime.program import lower
+from fxpipe.schedule import Schedule
 from passes import Reduce, Unshard
 from passes.verify.transfers import verify
 from tests.passes.to_rank.test_project import X, projected, step, text
@@ -82,6 +83,29 @@ reshard_s0_3
 reduced_s0_mb1
 resharded_s0
 optimize_s0_mb1""",
+    )
+
+
+def test_parameters_are_let_go_between_a_recomputation_and_a_later_backward():
+    ahead = Schedule.from_text("0F0 0F1 0R1 0R0 0B0 0B1 \n 1F0 1B0 1F1 1B1")
+    gm = step(Chain(2), ["b"], ahead, microbatches=2, checkpoint="always")
+    gm = Unshard(frozenset({0}), briefly=frozenset({0}))(Reduce()(gm))
+    (first, _) = projected(gm, (0, 1))
+    parts = ("forward", "replay", "backward", "reshard_")
+    assert_expected_inline(
+        "\n".join(name for name in order(first).splitlines() if name.startswith(parts)),
+        """\
+forward_s0_mb0
+reshard_s0
+forward_s0_mb1
+reshard_s0_1
+replay_s0_mb1
+reshard_s0_2
+replay_s0_mb0
+backward_s0_mb0
+reshard_s0_3
+backward_s0_mb1
+reshard_s0_4""",
     )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxpipe.ir.graph import ACTION, STAGE
 from fxpipe.ir.printing import format_graph
-from fxpipe.schedule import named
+from fxpipe.schedule import Schedule, named
 from passes import Step, StepError
 from tests.zoo import Chain, after
 
@@ -24,10 +24,12 @@ class Sum(nn.Module):
 
 def step(model, starts, schedule="1f1b", microbatches=1, **options):
     stages = len(starts) + 1
+    if isinstance(schedule, str):
+        schedule = named(schedule, lanes=stages, microbatches=microbatches)
     gm = after("split", model, (X,), starts, chunks=1)
     return Step(
         loss=Sum(),
-        schedule=named(schedule, lanes=stages, microbatches=microbatches),
+        schedule=schedule,
         devices=("cpu",) * stages,
         in_dims=(0,),
         **options,
@@ -167,7 +169,7 @@ def test_a_schedule_for_other_stages_is_refused():
 
 
 def test_what_lanes_wait_for_forever_is_refused():
-    from fxpipe.schedule import Schedule, ScheduleError
+    from fxpipe.schedule import ScheduleError
 
     gm = after("split", Chain(2), (X,), ["b"], chunks=1)
     with pytest.raises(ScheduleError, match="deadlock"):
@@ -177,3 +179,25 @@ def test_what_lanes_wait_for_forever_is_refused():
             devices=("cpu",) * 2,
             in_dims=(0,),
         )(gm)
+
+
+def test_a_recomputation_is_where_the_schedule_has_it():
+    given = Schedule.from_text("0F0 0F1 0R1 0R0 0B0 0B1 \n 1F0 1B0 1F1 1B1")
+    gm = step(Chain(2), ["b"], given, checkpoint="always")
+    work = [str(node.meta[ACTION]) for node in gm.graph.nodes if ACTION in node.meta]
+    assert [a for a in work if a[0] == "0"] == ["0F0", "0F1", "0R1", "0R0", "0B0", "0B1"]
+    assert [a for a in work if a[0] == "1"] == ["1F0", "1R0", "1B0", "1F1", "1R1", "1B1"]
+
+
+@pytest.mark.parametrize(
+    "checkpoint, segments, message",
+    [
+        ("never", 1, r"has 0R1, and stage 0 keeps the activations of micro-batch 1, .* give check"),
+        ("except_last", 1, "has 0R1, and stage 0 keeps the activations of micro-batch 1"),
+        ("always", 2, "has 0R1, and checkpoint_segments=2 recomputes a stage in parts"),
+    ],
+)
+def test_a_recomputation_that_there_cannot_be_is_refused(checkpoint, segments, message):
+    given = Schedule.from_text("0F0 0F1 0R1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
+    with pytest.raises(StepError, match=message):
+        step(Chain(2), ["b"], given, checkpoint=checkpoint, checkpoint_segments=segments)

@@ -26,7 +26,7 @@ def stepped(schedule="1f1b", **options):
 
 def place(source):
     """Of each action: its column and its row, from the upper left."""
-    pattern = r'^\s*"?(\d[FBIW]\d)"? \[label=.*?pos="(.*?),(.*?)"'
+    pattern = r'^\s*"?(\d[FBIWR]\d)"? \[label=.*?pos="(.*?),(.*?)"'
     found = {name: tuple(map(float, at)) for name, *at in re.findall(pattern, source, re.M)}
     columns = sorted({x for x, _ in found.values()})
     rows = sorted({-y for _, y in found.values()})
@@ -65,12 +65,13 @@ def test_stages_of_one_lane_share_a_row_and_nothing_is_drawn_between_them():
     assert "W: gradients of the weights" in source
 
 
-def test_what_is_computed_again_is_framed_in_dashes():
+def test_what_is_computed_again_has_a_box_ahead_of_its_backward():
     with stepped(partition=["b", "c", "d"], checkpoint="except_last") as pipe:
         source = pipe.draw("step").source
-    assert re.search(r'"?1B0"? \[label="1B0".*style="filled,dashed"', source)
-    assert not re.search(r'"?1B2"? \[label="1B2".*style="filled,dashed"', source)
-    assert "dashed frame: keeps no activations" in source
+    at = place(source)
+    assert {f"{stage}R{i}" for stage in range(4) for i in range(2)} == {n for n in at if "R" in n}
+    assert at["1F0"] < at["1R0"] < at["1B0"] and at["3F0"] < at["3R0"] < at["3B0"]
+    assert "R: a forward that kept no activations, again" in source
 
 
 def test_without_a_placement_each_stage_has_a_row():
