@@ -218,14 +218,16 @@ class Runner:
         return self._example if self._last is None else self._last[0].example
 
     def described(self) -> tuple[Mode, int]:
-        """What reports and drawings are about: the last call in train mode with gradients. People
-        evaluate a model now and then, and ask what a training step takes. If there has been no such
-        call, it is the last one.
+        """What reports and drawings are about: the last call. While the model is in train mode it
+        is the last one in that mode, with gradients, if there has been one: people evaluate a model
+        now and then, go back to training, and ask what a step takes.
 
         Raises:
             NotYet: as :meth:`last`.
         """
-        return self._trained or self.last()
+        if self._trained is not None and self.compiler.model.training:
+            return self._trained
+        return self.last()
 
     def last(self) -> tuple[Mode, int]:
         """The mode that ran last, and its number of micro-batches. Before any call the example is

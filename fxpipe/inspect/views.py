@@ -153,7 +153,7 @@ class Views:
 
     @property
     def chunks(self) -> int:
-        """The number of micro-batches of the last call in train mode, or of the last one."""
+        """The number of micro-batches of the call that is described."""
         return self._runner.described()[1]
 
     @property
