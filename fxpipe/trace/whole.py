@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.ir._torch import CALL, FakeTensor, version_of
+from fxpipe.ir.flops import Flops, computed
 from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
@@ -61,6 +62,32 @@ class _ShapeRule:
 
 
 @dataclass(frozen=True)
+class _FlopsRule:
+    """The FLOPs of a call as a rule, for any batch size: so many for each row, of which there are
+    as many as an input (``along``) is large in one of its dimensions; None: so many in all."""
+
+    flops: float
+    along: tuple[int, int] | None
+
+    @staticmethod
+    def from_runs(runs: Sequence[_ObservedCall]) -> _FlopsRule:
+        """The rule that holds for the mean of these runs."""
+        total = sum(run.flops for run in runs)
+        shapes = [run.given for run in runs]
+        for i, shape in enumerate(shapes[0]):
+            for dim in range(len(shape)):
+                sizes = [given[i][dim] for given in shapes]
+                if len(set(sizes)) > 1:
+                    return _FlopsRule(total / sum(sizes), (i, dim))
+        return _FlopsRule(total / len(runs), None)
+
+    def of(self, inputs: Sequence[Tensor]) -> int:
+        """The FLOPs for these inputs."""
+        rows = 1 if self.along is None else inputs[self.along[0]].shape[self.along[1]]
+        return round(self.flops * rows)
+
+
+@dataclass(frozen=True)
 class _ObservedCall:
     """What has been observed of one call of a module, in a run at one batch size."""
 
@@ -70,6 +97,7 @@ class _ObservedCall:
     made: list[Tensor]  # the outputs, as tensors on "meta"
     written: tuple[str, ...]  # buffers that the call wrote to
     draws: bool  # whether it drew random numbers
+    flops: int  # how many it computed
 
 
 @dataclass(frozen=True)
@@ -83,6 +111,7 @@ class Call:
     shapes: list[_ShapeRule]
     written: tuple[str, ...]  # buffers that the call writes to
     draws: bool  # whether it draws random numbers
+    work: _FlopsRule
 
     @staticmethod
     def of(module: nn.Module, runs: Sequence[_ObservedCall]) -> Call:
@@ -110,7 +139,8 @@ class Call:
             if None in sizes:
                 raise NotWhole(module, "the sizes of its outputs do not follow from its inputs'")
             shapes.append(_ShapeRule(sizes, made[0].dtype, made[0].requires_grad))
-        return Call(module, first.inputs, first.outputs, shapes, first.written, first.draws)
+        work = _FlopsRule.from_runs(runs)
+        return Call(module, first.inputs, first.outputs, shapes, first.written, first.draws, work)
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Uninitialised outputs, of the shapes and dtypes that these inputs lead to."""
@@ -148,7 +178,8 @@ class Whole(nn.Module):
 
     On fake tensors the module does not run, since it depends on values. What comes out instead has
     the outputs' shapes and a history for autograd, and has the same side effects: it writes to the
-    buffers that the module writes to, and draws random numbers if the module does.
+    buffers that the module writes to, and draws random numbers if the module does. As many FLOPs
+    are counted for it as the module has computed for a row when it was observed.
 
     Raises RuntimeError where the module's outputs have another structure than in the trace, or
     other shapes than the rules give.
@@ -193,6 +224,8 @@ class Whole(nn.Module):
                 for source in sources:
                     output = output + source.sum().to(output.dtype)
             outputs.append(output)
+        if flops := self.seen.work.of(tensors):
+            outputs[0] = computed(outputs[0], flops)
         return outputs
 
 
@@ -284,7 +317,8 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         tensors = (*given, *module.parameters(), *buffers.values())
         state = RandomState({tensor.device for tensor in tensors})
         contents = Contents((args, kwargs))
-        output = forward(*args, **kwargs)
+        with Flops() as flops:
+            output = forward(*args, **kwargs)
         if contents.have_changed():
             raise NotWhole(module, f"it {CHANGES}")
         after = [version_of(tensor) for tensor in (*given, *buffers.values())]
@@ -300,6 +334,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
                 [t.detach().to("meta").requires_grad_(t.requires_grad) for t in made],
                 tuple(name for name, old, new in changed if old != new),
                 state.has_changed,
+                flops.total,
             )
         )
         modules[key] = module

@@ -3,21 +3,15 @@ while pass "cost" runs them on fake tensors."""
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-    shape_wrapper,
-)
 
 from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.flops import flops_of
 from fxpipe.ir.tensors import memory_bytes, memory_of, tensor_bytes, tensors_of
 
 AMOUNTS = "flops", "bytes", "operators", "memory"
@@ -69,52 +63,6 @@ class Load:
         rate = device.half_flops_per_s if self.is_half else None
         computing = self.flops / (rate or device.flops_per_s)
         return max(computing, self.bytes / device.bytes_per_s) + self.operators * device.launch_s
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-    heads = query[1]
-    count: Any = sdpa_flop_count
-    return count(query, _of_heads(key, heads), _of_heads(value, heads))
-
-
-def _attention_backward_flops(
-    gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
-) -> Any:
-    heads = query[1]
-    count: Any = sdpa_backward_flop_count
-    return count(gradient, query, _of_heads(key, heads), _of_heads(value, heads))
-
-
-def _of_heads(shape: Any, heads: int) -> Any:
-    """The shape of keys or values as if each query head had its own (grouped-query attention)."""
-    return (shape[0], heads, *shape[2:])
-
-
-def _recurrent_flops(x: Any, of_inputs: Any, of_states: Any, *_: Any, **__: Any) -> int:
-    """Of one layer: each step multiplies its inputs and its state by a matrix each."""
-    steps, rows, _ = x
-    matrices: int = math.prod(of_inputs) + math.prod(of_states)
-    return 2 * int(steps) * int(rows) * matrices
-
-
-def _recurrent_backward_flops(*args: Any, **_: Any) -> int:
-    return 2 * _recurrent_flops(*args)  # the gradients of inputs and states, and of the matrices
-
-
-_OF_KERNELS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
-    torch.ops.aten.mkldnn_rnn_layer_backward: _recurrent_backward_flops,
-}
-"""Formulas for the CPU's kernels of attention and of LSTMs, which PyTorch does not know."""
-FORMULAS = {
-    **flop_registry,
-    **{name: shape_wrapper(f) for name, f in _OF_KERNELS.items()},  # type: ignore[no-untyped-call]
-}
-"""The FLOPs of operators, by PyTorch's formulas. ``FlopCounterMode``, which counts with them, would
-first look whether it can take each operator apart, so that pass "cost" would run other operators
-than pass "alias" does, and share none of its fake results."""
 
 
 LOOKUPS = {
@@ -178,8 +126,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if formula := FORMULAS.get(func.overloadpacket):
-            self.load.flops += formula(*args, **kwargs, out_val=result)
+        self.load.flops += flops_of(func, args, kwargs, result)
         moves = not func.is_view and func is not torch.ops.aten._unsafe_view.default
         if moves and tensors_of(result):  # queries, such as prim.device, give no tensor
             self.load.operators += 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxpipe
+from fxpipe.ir.graph import COST, stage_nodes
 from fxpipe.trace import TraceError, trace
 from fxpipe.trace.whole import Whole
 from tests.zoo import gradients, loop, loss_of, same
@@ -451,3 +452,20 @@ def test_sizes_that_turn_out_to_depend_on_values_are_an_error_when_run() -> None
         RuntimeError, match=r"Picks gave a tensor of shape \(1, 6\) in place of \(0"
     ):
         graph.forward(torch.eye(6)[:4])
+
+
+@pytest.mark.parametrize("kind, gates", [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
+def test_rows_that_are_packed_within_it_cost_the_flops_of_the_recurrent_layer(
+    kind: type[nn.Module], gates: int
+) -> None:
+    rows, steps, width, chunks = 12, 5, 6, 3
+    model = Tagger()
+    for part in (model.first, model.second):
+        part.lstm = kind(width, width, batch_first=True)
+    x, lengths = torch.randn(rows, steps, width), torch.full((rows,), steps)
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=chunks, example_inputs=(x, lengths)) as pipe:
+        costs = {n.name: n.meta[COST] for n in stage_nodes(pipe.model_graph.graph)}
+    flops = 2 * rows * steps * gates * width * (width + width)
+    for name in ("first", "second"):
+        assert costs[name].flops == flops
+        assert costs[name].backward_flops == 2 * flops

@@ -1,0 +1,108 @@
+"""Counts the FLOPs that operators compute, also those of kernels that PyTorch does not count."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+    shape_wrapper,
+)
+
+from fxpipe.ir._torch import TorchDispatchMode
+
+
+@torch.library.custom_op("fxpipe::computed", mutates_args=())
+def computed(value: Tensor, flops: int) -> Tensor:
+    """The value, for which so many FLOPs are counted, and twice as many for its backward: stands
+    for the work of what does not run on fake tensors."""
+    return value.clone()
+
+
+@computed.register_fake
+def _(value: Tensor, flops: int) -> Tensor:
+    return torch.empty_like(value)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.flops = inputs
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return computed(gradient, 2 * ctx.flops), None
+
+
+computed.register_autograd(_backward, setup_context=_setup)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+    heads = query[1]
+    count: Any = sdpa_flop_count
+    return count(query, _of_heads(key, heads), _of_heads(value, heads))
+
+
+def _attention_backward_flops(
+    gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+) -> Any:
+    heads = query[1]
+    count: Any = sdpa_backward_flop_count
+    return count(gradient, query, _of_heads(key, heads), _of_heads(value, heads))
+
+
+def _of_heads(shape: Any, heads: int) -> Any:
+    """The shape of keys or values as if each query head had its own (grouped-query attention)."""
+    return (shape[0], heads, *shape[2:])
+
+
+def _recurrent_flops(x: Any, of_inputs: Any, of_states: Any, *_: Any, **__: Any) -> int:
+    """Of one layer: each step multiplies its inputs and its state by a matrix each."""
+    steps, rows, _ = x
+    matrices: int = math.prod(of_inputs) + math.prod(of_states)
+    return 2 * int(steps) * int(rows) * matrices
+
+
+def _recurrent_backward_flops(*args: Any, **_: Any) -> int:
+    return 2 * _recurrent_flops(*args)  # the gradients of inputs and states, and of the matrices
+
+
+_OF_KERNELS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
+    torch.ops.aten.mkldnn_rnn_layer_backward: _recurrent_backward_flops,
+    torch.ops.fxpipe.computed: lambda _, flops, **__: flops,
+}
+"""Formulas for the CPU's kernels of attention and of LSTMs, and for what stands for work: PyTorch
+does not know them."""
+FORMULAS = {
+    **flop_registry,
+    **{name: shape_wrapper(f) for name, f in _OF_KERNELS.items()},  # type: ignore[no-untyped-call]
+}
+"""The FLOPs of operators, by PyTorch's formulas. ``FlopCounterMode``, which counts with them, would
+first look whether it can take each operator apart, so that pass "cost" would run other operators
+than pass "alias" does, and share none of its fake results."""
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """The FLOPs of an operator that has been given these arguments."""
+    formula = FORMULAS.get(func.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that counts the FLOPs of the operators that run in it (``total``)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.total += flops_of(func, args, kwargs, result)
+        return result
