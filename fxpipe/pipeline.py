@@ -80,10 +80,6 @@ class _LikeTheModels:
         return self.function if pipe is None else _ModelsForward(self.function, pipe)
 
 
-OF_A_STEP = "target", "scaler", "optimizer", "zero_grad", "max_grad_norm", "accumulate"
-"""The options of a training step; all other named arguments are the model's."""
-
-
 class Pipeline(ModelProxy):
     """A model that runs as a pipeline. Made by :func:`compile`.
 
@@ -254,8 +250,10 @@ class Pipeline(ModelProxy):
         try:
             unrolled, values = self._runner.ready_to_step(args, kwargs, target)
         except TypeError as error:
+            options = inspect.signature(Pipeline.step).parameters.values()
+            own = [option.name for option in options if option.kind is option.KEYWORD_ONLY]
             for name in kwargs:
-                if near := get_close_matches(name, OF_A_STEP, 1):
+                if near := get_close_matches(name, own, 1):
                     error.add_note(f"{name}= is given to the model: did you mean {near[0]}=?")
             raise
         last = self._runner.options.devices[-1]
