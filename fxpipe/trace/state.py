@@ -253,18 +253,29 @@ def _tell(
 
 
 def _where(example: Example, tensors: list[Tensor], unit: Unit) -> str:
-    """The line of the model that changes an attribute: its forward is run line by line."""
-    lines: list[tuple[str, int]] = []
+    """The line of the model that changes an attribute: its forward is run line by line.
+
+    That is the line at which the frame stands in which the change is seen first, and not the line
+    that ran last: that may be in a function that the line has called, or that the garbage collector
+    has called meanwhile. ::
+
+        self.t = following(self.t)        the last line to run is in following, and changes nothing
+    """
+    reached: dict[FrameType, tuple[str, int]] = {}
     found: list[tuple[str, int]] = []
     attribute = Attribute(*unit)
 
     def step(frame: FrameType, event: str, _: Any) -> Any:
         if not is_of_a_model(frame.f_code.co_filename) or found:
             return None
-        if lines and not attribute.is_now():
-            found.append(lines[-1])
+        if not attribute.is_now():
+            changing: FrameType | None = frame
+            while changing is not None and changing not in reached:  # it has only just been called
+                changing = changing.f_back
+            if changing is not None:
+                found.append(reached[changing])
         if event == "line":
-            lines[:] = [(frame.f_code.co_filename, frame.f_lineno)]
+            reached[frame] = frame.f_code.co_filename, frame.f_lineno
         return step
 
     outer = sys.gettrace()

@@ -77,6 +77,23 @@ class Cached(nn.Module):
         return self.linear(x - self.first)
 
 
+def following(number: int) -> int:
+    unchanged = number
+    return unchanged + 1
+
+
+class Following(nn.Module):
+    """Counts by a function, whose lines run later than the one that changes the count begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.t = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.t = following(self.t)
+        return x * following(self.t)
+
+
 STATEFUL = [Warmup, Recent, Nested, Recurrent]
 
 
@@ -148,6 +165,7 @@ def test_tracing_leaves_the_state_as_it_was(tracer: str, kind: type[nn.Module]) 
             r"changes h in its forward \(at .*: self.h = 0.5 \* self.h \+ self.linear.bias.detach",
         ),
         (Cached, r"changes first in its forward \(at .*: self.first = x.detach"),
+        (Following, r"changes t in its forward \(at .*: self.t = following\(self.t\)\)"),
     ],
 )
 def test_a_model_with_a_state_of_its_own_is_refused_with_the_attribute_and_the_line(
