@@ -501,6 +501,19 @@ KERNELS: ModuleType = torch._C
 CONVOLUTION_KERNEL = "_select_conv_backend"
 """The function of that module that chooses the kernel of a convolution. It compares sizes, and
 torch.export makes conditions of these comparisons, although all kernels compute the same."""
+_CONVOLUTION_DIMENSIONS = {4: "2d", 5: "3d"}
+
+
+def formats_of_convolution(x: Tensor, weight: Tensor) -> set[torch.memory_format]:
+    """The memory formats that the kernels of the CPU give to the result of a convolution of ``x``.
+    There is only one where the choice of the kernel does not matter for strides."""
+    if x.dim() == 3:  # kernels for two dimensions do it, on a contiguous input
+        x, weight = x.contiguous().unsqueeze(2), weight.unsqueeze(2)
+    kernels: Any = KERNELS.__dict__["_ConvBackend"]  # PyTorch's type stubs have another name
+    dims = _CONVOLUTION_DIMENSIONS[x.dim()]
+    names = ("Mkldnn", f"Slow{dims}", f"SlowDilated{dims}", f"SlowTranspose{dims}")
+    determine = torch._C._conv_determine_backend_memory_format
+    return {determine(x, weight, getattr(kernels, name)) for name in names}
 
 
 @contextmanager

@@ -27,7 +27,14 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fxpipe.ir._torch import CONVOLUTION_KERNEL, KERNELS, SOURCE_OF_GUARD, FakeTensor, first_symbol
+from fxpipe.ir._torch import (
+    CONVOLUTION_KERNEL,
+    KERNELS,
+    SOURCE_OF_GUARD,
+    FakeTensor,
+    first_symbol,
+    formats_of_convolution,
+)
 from fxpipe.ir.source import is_of_a_model
 from fxpipe.trace.errors import Refused, at, is_model_line
 from fxpipe.trace.patches import patched
@@ -229,8 +236,9 @@ def any_kernel() -> Iterator[None]:
     kernel. By one of these (oneDNN serves from 16 pictures on), a graph would be right for some
     batch sizes only, although it computes the same at others.
 
-    This holds for contiguous tensors, for which all kernels give a contiguous one. For others the
-    choice may decide about strides, so that the conditions remain.
+    This holds where the result has the same strides whichever kernel computes it: for contiguous
+    tensors, and on the CPU for pictures whose channels are last, and in one dimension. Elsewhere
+    the choice may decide about strides, so that the conditions remain.
     """
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,7 +247,7 @@ def any_kernel() -> Iterator[None]:
             if mode is None or mode.shape_env is None:
                 return original(x, weight, *args, **kwargs)
             with mode.shape_env.suppress_guards():
-                if x.is_contiguous() and weight.is_contiguous():
+                if _is_strided_alike(x, weight):
                     return original(x, weight, *args, **kwargs)
             return original(x, weight, *args, **kwargs)
 
@@ -247,6 +255,13 @@ def any_kernel() -> Iterator[None]:
 
     with patched(KERNELS, CONVOLUTION_KERNEL, replaced):
         yield
+
+
+def _is_strided_alike(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether all kernels give a convolution of ``x`` the same strides."""
+    if x.is_contiguous() and weight.is_contiguous():
+        return True
+    return x.device.type == "cpu" and len(formats_of_convolution(x, weight)) == 1
 
 
 def _model_frame() -> traceback.FrameSummary | None:

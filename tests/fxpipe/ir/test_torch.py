@@ -830,3 +830,12 @@ def test_a_function_that_has_been_wrapped_is_known():
             (len, torch.relu, None, test_a_function_that_has_been_wrapped_is_known),
         )
     )
+
+
+def test_kernels_of_convolutions_keep_pictures_with_channels_last_alike_but_not_volumes():
+    """If kernels for volumes give one format, too, a test of ``trace/sizes.py`` may have them. If
+    PyTorch shows a kernel's format by a public name, ``formats_of_convolution`` goes."""
+    for dims, count in (1, 1), (2, 1), (3, 2):
+        x, weight = torch.ones(2, *[4] * dims, 5).movedim(-1, 1), torch.ones(3, 5, *[1] * dims)
+        assert len(_torch.formats_of_convolution(x, weight)) == count
+    assert does_not_exist_in_public(torch, "determine_backend_memory_format")

@@ -182,3 +182,34 @@ def test_which_kernel_a_convolution_takes_is_no_condition(any_size: bool) -> Non
         pipe(torch.randn(4, 5, 2, 6, 6))
         pipe(torch.randn(3, 5, 2, 6, 6))
         assert len(pipe.compilations) == 1, "it is for batches of any size"
+
+
+class _ChannelsLast(nn.Module):
+    """A convolution of sequences or pictures that have their channels last, as in a ConvNeXt. It is
+    given a view, and gives one."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        self.conv = {1: nn.Conv1d, 2: nn.Conv2d}[dims](4, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.movedim(-1, 1)).movedim(1, -1)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_convolution_of_a_view_gives_no_condition_where_all_kernels_give_the_same_strides(
+    dims: int,
+) -> None:
+    """With 16 rows or more oneDNN serves, and micro-batches have fewer."""
+    model, x = _ChannelsLast(dims), torch.randn(16, *[10] * dims, 4)
+    traced = trace(model, (x,), tracer="export", any_size=True)
+    assert not [text for text in said(traced) if "16" in text]
+    for rows in 2, 16, 40:
+        x = torch.randn(rows, *[11] * dims, 4)
+        found, expected = run(traced, x), model(x)
+        assert found.stride() == expected.stride()
+        torch.testing.assert_close(found, expected)
+    with fxpipe.compile(model, ["cpu"], chunks=4, tracer="export") as pipe:
+        for size in 10, 11, 12:
+            pipe(torch.randn(16, *[size] * dims, 4))
+        assert len(pipe.compilations) == 2, "the second is for any size of sequences or pictures"
