@@ -64,6 +64,7 @@ benchmarks: .venv/.test
 	$(BIN)/python -m tests.benchmarks.lanes
 	$(BIN)/python -m tests.benchmarks.step
 	$(BIN)/python -m tests.benchmarks.bubbles
+	$(BIN)/python -m tests.benchmarks.recomputation
 	$(BIN)/python -m tests.benchmarks.overhead
 	$(BIN)/python -m tests.benchmarks.host
 	$(BIN)/python -m tests.benchmarks.cut

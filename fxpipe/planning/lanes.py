@@ -202,7 +202,7 @@ class PlannedLanes:
     def step(self, cut: CutModel, modes: Modes, order: Schedule | None = None) -> PlannedStep:
         """The training step of a cut whose stages have these modes, as the simulator predicts it.
 
-        ``order``: its schedule; None: the one that the user asks for.
+        ``order``: its schedule, made for other modes maybe; None: the one that the user asks for.
         """
         kept = cut.kept
         if self.checkpoint_segments > 1:
@@ -211,7 +211,10 @@ class PlannedLanes:
         costs = self._costs(cut, modes)
         edges, once = traffic(cut.sent.layout, self.chunks, cut.sent.gradient_bytes)
         links = Links(edges, between=self._between(), once=once)
-        order = order or self._ordered(costs, links, memory, cut.reserve)
+        if order is None:
+            order = self._ordered(costs, links, memory, cut.reserve)
+        else:
+            order = order.recomputing(memory.again(len(costs)))
         run = simulate if self.training else simulate_forwards
         timeline = run(order, costs, links, memory)
         return PlannedStep(plain(of_stages(modes, len(cut.devices))), kept, memory, order, timeline)
@@ -334,6 +337,7 @@ class PlannedLanes:
             lambda: costs,
             links=links,
             memory=memory,
+            moves_recomputations=self.checkpoint_segments == 1,
         )
         if self.schedule == AUTO and min(limits) < float("inf"):
             with suppress(NoRoom):  # no schedule fits: the plan says how many bytes are missing

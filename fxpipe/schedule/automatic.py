@@ -1,7 +1,9 @@
 """``schedule="auto"``: the search for the schedule with the smallest makespan.
 
-The search starts from the named schedules and from list scheduling by many rules. It looks through
-all schedules if they are few, and improves the best one by moving actions into idle time.
+The search starts from the named schedules and from list scheduling by many rules, and places
+recomputations of checkpointed micro-batches in their idle time (:mod:`fxpipe.schedule.placing`). It
+looks through all schedules if they are few, and improves the best one by moving actions into idle
+time.
 
 Micro-batches are alike, so one of the best schedules takes them in their order at every stage:
 forwards, backwards, and weight gradients. So the search only decides, for each lane, in which order
@@ -10,17 +12,19 @@ the actions of its stages take turns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from fxpipe.schedule.actions import Action, Entry, Kind
+from fxpipe.schedule.actions import Entry, Kind
 from fxpipe.schedule.bounds import Bound, spread
 from fxpipe.schedule.catalogue import NAMES, named
 from fxpipe.schedule.exact import shorter
 from fxpipe.schedule.halves import joined, joined_at
 from fxpipe.schedule.listing import list_schedule, rules
 from fxpipe.schedule.memory import Memory
+from fxpipe.schedule.moves import moved, moves
+from fxpipe.schedule.placing import filled, placed
 from fxpipe.schedule.problem import SLACK, NoRoom, SchedulingProblem, there_and_back
 from fxpipe.schedule.schedule import Needs, Schedule
 from fxpipe.schedule.simulator import play
@@ -60,6 +64,7 @@ def auto(
     memory: Memory | None = None,
     max_bytes: Bound | None = None,
     effort: int = 200,
+    moves_recomputations: bool = True,
 ) -> Schedule:
     """The schedule that :func:`search` finds; the arguments are the same."""
     return search(
@@ -71,6 +76,7 @@ def auto(
         memory=memory,
         max_bytes=max_bytes,
         effort=effort,
+        moves_recomputations=moves_recomputations,
     ).schedule
 
 
@@ -84,6 +90,7 @@ def search(
     memory: Memory | None = None,
     max_bytes: Bound | None = None,
     effort: int = 200,
+    moves_recomputations: bool = True,
 ) -> Found:
     """Search for the schedule with the smallest makespan in the simulator.
 
@@ -104,6 +111,10 @@ def search(
             lanes, or one for each.
         effort: how many schedules to simulate to improve the best one. If there are few actions, a
             search through all schedules takes about as much time again.
+        moves_recomputations: whether checkpointed micro-batches may be recomputed anywhere ahead of
+            their backward. Only lanes for which ``max_bytes`` has a bound do so: who checkpoints
+            wants to save memory, and without a bound nobody knows how much there is to spare.
+            False: right ahead of it, as where a stage is recomputed in segments.
 
     Raises:
         ValueError: if a number is too small, or if the arguments disagree on how many stages or
@@ -122,14 +133,20 @@ def search(
     else:
         placements = [_checked(placement, len(costs), lanes)]
     worlds = [World(each, costs, links or Links()) for each in placements]
-    problems = [_problem(world, lanes, microbatches, memory, max_bytes) for world in worlds]
+    problems = [
+        replace(
+            _problem(world, lanes, microbatches, memory, max_bytes),
+            moves_recomputations=moves_recomputations,
+        )
+        for world in worlds
+    ]
     errors = [problem.misfit() for problem in problems]
     if all(errors):
         raise NoRoom(errors[0])
     best: Found | None = None
     for problem, error in zip(problems, errors, strict=True):
         if error is None and (best is None or _ideal(problem) < _key(best.timeline)):
-            found = _ScheduleSearch(problem, memory, effort).found()
+            found = _found(problem, memory, effort)
             if best is None or _value(problem, found) < _value(problem, best):
                 best = found
     assert best is not None
@@ -196,17 +213,34 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
+def _found(problem: SchedulingProblem, memory: Memory | None, effort: int) -> Found:
+    """The best schedule for one placement of stages on lanes.
+
+    A first search has recomputations right ahead of their backwards. Where they may be moved, a
+    second one starts from what that has found, so that no step is longer for it.
+    """
+    first = _ScheduleSearch(replace(problem, moves_recomputations=False), memory, effort)
+    found = first.found(first.starts())
+    if not any(problem.movable):
+        return found
+    second = _ScheduleSearch(problem, memory, effort)
+    return second.found(second.placed([found.schedule, *first.tried]))
+
+
 class _ScheduleSearch:
     """The search for one placement of stages on lanes, with the best schedule so far."""
 
     def __init__(self, problem: SchedulingProblem, memory: Memory | None, effort: int) -> None:
         self.problem, self.memory, self.effort = problem, memory, effort
+        self.tried: list[Schedule] = []
         self.best: tuple[Schedule, Timeline] | None = None
         self.value: tuple[float, ...] = ()
 
-    def found(self) -> Found:
+    def found(self, starts: Iterable[Schedule]) -> Found:
+        """The best schedule to which these lead."""
         problem = self.problem
-        for schedule in chain(self._named(), self._listed()):
+        for schedule in starts:
+            self.tried.append(schedule)
             self._try(schedule)
         if self.best is None:
             self._try(self._one_by_one())
@@ -240,10 +274,25 @@ class _ScheduleSearch:
         return True
 
     def _is_perfect(self) -> bool:
-        assert self.best is not None
-        return _key(self.best[1]) <= _ideal(self.problem)
+        return self.best is not None and _key(self.best[1]) <= _ideal(self.problem)
 
     # ------------------------------------------------------------------------------- where to start
+
+    def starts(self) -> Iterator[Schedule]:
+        """The named schedules, and those of list scheduling, each order once: many rules lead to
+        the same."""
+        known = set[tuple[tuple[Entry, ...], ...]]()
+        for schedule in chain(self._named(), self._listed()):
+            if schedule.lanes not in known:
+                known.add(schedule.lanes)
+                yield schedule
+
+    def placed(self, schedules: Sequence[Schedule]) -> Iterator[Schedule]:
+        """The first of these schedules, and each with recomputations in idle time."""
+        yield schedules[0]
+        for schedule in schedules:
+            if not self._is_perfect():
+                yield placed(self.problem, schedule)
 
     def _named(self) -> Iterator[Schedule]:
         world = self.problem.world
@@ -263,7 +312,7 @@ class _ScheduleSearch:
 
     def _listed(self) -> Iterator[Schedule]:
         for rule in rules(self.problem):
-            if self.best is None or not self._is_perfect():
+            if not self._is_perfect():
                 schedule = list_schedule(self.problem, rule)
                 if schedule is not None:
                     yield schedule
@@ -300,13 +349,12 @@ class _ScheduleSearch:
         does, or if the effort is spent."""
         assert self.best is not None
         schedule, timeline = self.best
-        for lane, source, target in _moves(
-            schedule, timeline, Needs(schedule, self.problem.world.edges)
-        ):
+        schedule = filled(self.problem, schedule)
+        for move in moves(schedule, timeline, Needs(schedule, self.problem.world.edges)):
             if self.effort == 0:
                 return False
             self.effort -= 1
-            if self._try(_moved(schedule, lane, source, target)):
+            if self._try(moved(schedule, move)):
                 return True
         return False
 
@@ -327,49 +375,3 @@ def _no_copy_waits(timeline: Timeline) -> bool:
         copy.action is None or copy.start <= ends[copy.action] * SLACK
         for copy in timeline.transfers
     )
-
-
-_Move = tuple[int, int, int]
-"""A lane, the position of an action in it, and the position that the action moves to."""
-
-
-def _moves(schedule: Schedule, timeline: Timeline, needs: Needs) -> Iterator[_Move]:
-    """Moves that may shorten an idle time of a lane: a later action of the lane moves into it, or
-    the action for which the lane waits moves to an earlier position."""
-    lines = [list(schedule.actions(lane)) for lane in range(len(schedule.lanes))]
-    places = {action: (lane, i) for lane, line in enumerate(lines) for i, action in enumerate(line)}
-    ends = {span.action: span.end for span in timeline.spans}
-    gaps = _gaps(timeline, {action: position for action, (_, position) in places.items()})
-    for _, lane, position in sorted(gaps, key=lambda gap: (-gap[0], *gap[1:])):
-        line = lines[lane]
-        seen = {(line[position].stage, line[position].kind)}
-        for later in range(position + 1, len(line)):
-            action = line[later]
-            if (action.stage, action.kind) not in seen:
-                seen.add((action.stage, action.kind))
-                yield lane, later, position
-        late = max(needs.of(line[position]), key=lambda need: ends[need], default=None)
-        if late is not None:
-            other, i = places[late]
-            for earlier in range(i - 1, max(i - 4, -1), -1):
-                yield other, i, earlier
-
-
-def _gaps(timeline: Timeline, positions: Mapping[Action, int]) -> Iterator[tuple[float, int, int]]:
-    """The idle times of lanes: their seconds, the lane, and the position of the action that follows
-    the idle time. If that is a recomputation that the schedule does not have, it is the position of
-    the backward behind it."""
-    for lane in range(len(timeline.lanes)):
-        own = timeline.of_lane(lane)
-        for i in range(1, len(own)):
-            idle = own[i].start - own[i - 1].end
-            if idle > 1e-9 * timeline.makespan:
-                behind = (span.action for span in own[i:] if span.action is not None)
-                yield idle, lane, next(positions[a] for a in behind if a in positions)
-
-
-def _moved(schedule: Schedule, lane: int, source: int, target: int) -> Schedule:
-    line: list[Entry] = list(schedule.actions(lane))
-    line.insert(target, line.pop(source))
-    lanes = (*schedule.lanes[:lane], tuple(line), *schedule.lanes[lane + 1 :])
-    return replace(schedule, lanes=lanes)

@@ -70,14 +70,15 @@ def schedule_of(
     links: Links | None = None,
     memory: Memory | None = None,
     max_bytes: Bound | None = None,
+    moves_recomputations: bool = True,
 ) -> Schedule:
     """The order of a training step of ``microbatches`` micro-batches.
 
     Args:
         schedule: a name, "auto" for a search, or a :class:`Schedule`.
         placement: the lane of each stage.
-        costs: gives the costs of the stages. Only the search needs these, ``links``, ``memory`` and
-            ``max_bytes``; see :func:`fxpipe.schedule.auto`.
+        costs: gives the costs of the stages. Only the search needs these, ``links``, ``memory``,
+            ``max_bytes`` and ``moves_recomputations``; see :func:`fxpipe.schedule.auto`.
         whole: the number of micro-batches in a whole mini-batch; None: ``microbatches``. The last
             batch of an epoch may have fewer. If they are too few for the schedule, it is made for
             more, at most ``whole``, and the first ``microbatches`` of them are kept.
@@ -102,6 +103,7 @@ def schedule_of(
             links=links,
             memory=memory,
             max_bytes=max_bytes,
+            moves_recomputations=moves_recomputations,
         )
     enough = max(microbatches, min(whole, least_microbatches(schedule, lanes)))
     order = named(schedule, lanes=lanes, microbatches=enough, stages=len(placement))

@@ -4,18 +4,21 @@ In an active schedule no action can be done earlier without delaying another one
 best schedules is active (Giffler and Thompson 1960). To list active schedules: of all actions that
 can be next, take the one that can end first; the next action on its lane is one that could begin
 before that end. Where the memory of lanes is bounded, an action that takes some of it, such as a
-forward, may also be put off until the lane has done another action. A branch is cut off if it
-cannot beat the best schedule so far, or if another branch has done the same actions no later.
+forward or a recomputation, may also be put off until the lane has done another action. A branch is
+cut off if it cannot beat the best schedule so far, or if another branch has done the same actions
+no later.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fxpipe.schedule.actions import Action, Kind
+from fxpipe.schedule.memory import MemoryChanges
 from fxpipe.schedule.problem import SLACK, SchedulingProblem
+from fxpipe.schedule.recomputation import without_needless
 from fxpipe.schedule.schedule import Schedule
 
 _T = TypeVar("_T")
@@ -26,16 +29,16 @@ def shorter(problem: SchedulingProblem, than: float, nodes: int) -> tuple[Schedu
     search has ruled out all shorter ones.
 
     No copy waits for another one's link here. Every stage takes the micro-batches in their order.
-    If memory is bounded and only some micro-batches are checkpointed, micro-batches are not alike,
-    and so another order might be shorter: then the second result is False. So it is if
-    recomputations take time, since they count as part of their backwards here.
+    If only some micro-batches are checkpointed, they are not alike, and so another order might be
+    shorter: then the second result is False, unless memory is not bounded and recomputations take
+    no time.
 
     Args:
         nodes: how many beginnings of schedules to look at before giving up.
     """
     search = _BranchAndBound(problem, than, nodes)
     search.go(_beginning(problem))
-    return search.found, search.nodes > 0 and problem.is_order_free and not problem.is_recomputing
+    return search.found, search.nodes > 0 and problem.is_order_free
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class _PartialSchedule:
         kept: what each lane keeps at that time.
         forwards: for each stage, the times at which the forwards of micro-batches ended.
         inputs: for each stage, the times at which gradients of its inputs were computed.
+        again: for each stage, how many micro-batches have been recomputed.
         owed: for each stage, the micro-batches whose weight gradients are still to be computed.
         off: the stages, with a kind of action, whose next action of that kind is put off.
     """
@@ -57,6 +61,7 @@ class _PartialSchedule:
     kept: tuple[float, ...]
     forwards: tuple[tuple[float, ...], ...]
     inputs: tuple[tuple[float, ...], ...]
+    again: tuple[int, ...]
     owed: tuple[tuple[int, ...], ...]
     off: frozenset[tuple[int, Kind]] = frozenset()
 
@@ -64,13 +69,14 @@ class _PartialSchedule:
 def _beginning(problem: SchedulingProblem) -> _PartialSchedule:
     lanes, stages = problem.lanes, len(problem.world.placement)
     zeros, nothing = (0.0,) * lanes, ((),) * stages
-    return _PartialSchedule(((),) * lanes, zeros, zeros, nothing, nothing, nothing)
+    none = (0,) * stages
+    return _PartialSchedule(((),) * lanes, zeros, zeros, nothing, nothing, none, nothing)
 
 
 @dataclass(frozen=True)
 class _Option:
     """An action that can be next on its lane. ``after`` is the least time from the action's end to
-    the end of the step."""
+    the end of the step. A backward whose recomputation runs right ahead of it starts with that."""
 
     action: Action
     lane: int
@@ -79,9 +85,22 @@ class _Option:
     after: float
 
 
+class _Next(NamedTuple):
+    """What can be next at a stage: ``ready`` is when its inputs are there, ``again`` the seconds of
+    the recomputation that it starts with, and ``after`` as for :class:`_Option`."""
+
+    kind: Kind
+    microbatch: int
+    ready: float
+    after: float
+    again: float = 0.0
+
+
 class _BranchAndBound:
     def __init__(self, problem: SchedulingProblem, than: float, nodes: int) -> None:
         self.problem, self.world, self.best, self.nodes = problem, problem.world, than, nodes
+        cells = {(s, i) for s, count in enumerate(problem.movable) for i in range(count)}
+        self.changes = MemoryChanges(problem.memory, len(self.world.placement), cells)
         self.found: Schedule | None = None
         self._seen: dict[object, list[tuple[float, ...]]] = {}
 
@@ -103,7 +122,7 @@ class _BranchAndBound:
         ]
         for option in sorted(rivals, key=lambda option: (-option.after, option.start)):
             self.go(self._done(state, option))
-        takes_room = sum(self.problem.changes.of(first.action)) > 0
+        takes_room = sum(self.changes.of(first.action)) > 0
         if takes_room and math.isfinite(self.problem.room[first.lane]):
             self.go(replace(state, off=state.off | {(first.action.stage, first.action.kind)}))
 
@@ -112,52 +131,64 @@ class _BranchAndBound:
             return  # some actions have been put off, and there is no room for any of them
         stages = len(self.world.placement)
         self.best = max(state.free)
-        self.found = Schedule("auto", stages, self.problem.microbatches, state.orders)
+        lanes = tuple(tuple(without_needless(order)) for order in state.orders)
+        self.found = Schedule("auto", stages, self.problem.microbatches, lanes)
 
     # ----------------------------------------------------------------------------- what can be next
 
     def _options(self, state: _PartialSchedule) -> list[_Option]:
         found = []
         for stage, lane in enumerate(self.world.placement):
-            for kind, microbatch, ready, after in (
+            for what in (
                 *self._forward(state, stage),
+                *self._recomputation(state, stage),
                 *self._backward(state, stage),
-                *((Kind.WEIGHT_GRAD, microbatch, 0.0, 0.0) for microbatch in state.owed[stage][:1]),
+                *(_Next(Kind.WEIGHT_GRAD, i, 0.0, 0.0) for i in state.owed[stage][:1]),
             ):
-                action = Action(stage, kind, microbatch)
-                if (stage, kind) in state.off or not self._has_room(state, lane, action):
+                action = Action(stage, what.kind, what.microbatch)
+                if (stage, what.kind) in state.off or not self._has_room(state, lane, action):
                     continue
-                start = max(ready, state.free[lane])
-                end = start + self.problem.seconds(stage, kind)
-                found.append(_Option(action, lane, start, end, after))
+                begin = max(what.ready, state.free[lane] + what.again)
+                end = begin + self.world.seconds(stage, what.kind)
+                start = state.free[lane] if what.again else begin
+                found.append(_Option(action, lane, start, end, what.after))
         return found
 
     def _has_room(self, state: _PartialSchedule, lane: int, action: Action) -> bool:
-        more = self.problem.changes.of(action)[0]
+        more = self.changes.of(action)[0]
         return not more or state.kept[lane] + more <= self.problem.room[lane] * SLACK
 
-    def _forward(self, state: _PartialSchedule, stage: int) -> list[tuple[Kind, int, float, float]]:
+    def _forward(self, state: _PartialSchedule, stage: int) -> list[_Next]:
         sources, i = self.world.before[stage], len(state.forwards[stage])
         if i == self.problem.microbatches or any(len(state.forwards[s]) <= i for s in sources):
             return []
         ways = [state.forwards[s][i] + self.world.travel(s, stage) for s in sources]
-        return [(Kind.FORWARD, i, max(ways, default=0.0), self.problem.after_forward[stage])]
+        ready = max(ways, default=0.0)
+        return [_Next(Kind.FORWARD, i, ready, self.problem.after_forward[stage])]
 
-    def _backward(
-        self, state: _PartialSchedule, stage: int
-    ) -> list[tuple[Kind, int, float, float]]:
+    def _recomputation(self, state: _PartialSchedule, stage: int) -> list[_Next]:
+        i = state.again[stage]
+        if i >= min(self.problem.movable[stage], len(state.forwards[stage])):
+            return []
+        return [_Next(Kind.RECOMPUTE, i, 0.0, self.problem.after_recomputation[stage])]
+
+    def _backward(self, state: _PartialSchedule, stage: int) -> list[_Next]:
         targets, i = self.world.after[stage], len(state.inputs[stage])
         if len(state.forwards[stage]) <= i or any(len(state.inputs[t]) <= i for t in targets):
             return []
+        seconds, again = {kind: self.world.seconds(stage, kind) for kind in Kind}, 0.0
+        if state.again[stage] <= i < self.problem.recomputed[stage]:
+            if i < self.problem.movable[stage]:
+                return []
+            again = seconds[Kind.RECOMPUTE]
         ready = max([0.0, *(state.inputs[t][i] + self.world.travel(t, stage) for t in targets)])
-        seconds = {kind: self.problem.seconds(stage, kind) for kind in Kind}
         both = seconds[Kind.BACKWARD_INPUT] + seconds[Kind.WEIGHT_GRAD]
         found = []
         if self.problem.is_halved(stage):
             after = max(self.problem.after_gradient[stage], seconds[Kind.WEIGHT_GRAD])
-            found.append((Kind.BACKWARD_INPUT, i, ready, after))
+            found.append(_Next(Kind.BACKWARD_INPUT, i, ready, after, again))
         if not found or seconds[Kind.BACKWARD] < both:
-            found.append((Kind.BACKWARD, i, ready, self.problem.after_gradient[stage]))
+            found.append(_Next(Kind.BACKWARD, i, ready, self.problem.after_gradient[stage], again))
         return found
 
     def _done(self, state: _PartialSchedule, option: _Option) -> _PartialSchedule:
@@ -167,16 +198,19 @@ class _BranchAndBound:
             state,
             orders=_put(state.orders, lane, (*state.orders[lane], action)),
             free=_put(state.free, lane, option.end),
-            kept=_put(state.kept, lane, state.kept[lane] + sum(self.problem.changes.of(action))),
+            kept=_put(state.kept, lane, state.kept[lane] + sum(self.changes.of(action))),
             off=frozenset(each for each in state.off if self.world.placement[each[0]] != lane),
         )
         if kind is Kind.FORWARD:
             ends = (*state.forwards[stage], option.end)
             return replace(done, forwards=_put(state.forwards, stage, ends))
+        if kind is Kind.RECOMPUTE:
+            return replace(done, again=_put(state.again, stage, state.again[stage] + 1))
         if kind is Kind.WEIGHT_GRAD:
             return replace(done, owed=_put(state.owed, stage, state.owed[stage][1:]))
         ends = (*state.inputs[stage], option.end)
-        done = replace(done, inputs=_put(state.inputs, stage, ends))
+        again = _put(state.again, stage, max(state.again[stage], len(ends)))
+        done = replace(done, inputs=_put(state.inputs, stage, ends), again=again)
         if kind is Kind.BACKWARD:
             return done
         owed = (*state.owed[stage], action.microbatch)
@@ -186,10 +220,11 @@ class _BranchAndBound:
 
     def _least(self, state: _PartialSchedule, options: list[_Option]) -> float:
         """A lower bound on the step with any schedule that begins like this."""
-        ways: dict[tuple[int, bool], float] = {}
+        ways: dict[tuple[int, Kind], float] = {}
         for option in options:  # a backward may be whole or in halves: the bound is the smaller one
-            key = option.action.stage, option.action.kind is Kind.FORWARD
-            if option.action.kind is not Kind.WEIGHT_GRAD:
+            action = option.action
+            key = action.stage, Kind.BACKWARD if action.kind.begins_backward else action.kind
+            if action.kind is not Kind.WEIGHT_GRAD:
                 ways[key] = min(option.end + option.after, ways.get(key, math.inf))
         lanes = map(sum, zip(state.free, self._work(state), strict=True))
         return max([*ways.values(), *lanes])
@@ -201,6 +236,7 @@ class _BranchAndBound:
             sum(
                 (count - len(state.forwards[s])) * seconds(s, Kind.FORWARD)
                 + (count - len(state.inputs[s])) * self.problem.backward(s)
+                + max(0, self.problem.recomputed[s] - state.again[s]) * seconds(s, Kind.RECOMPUTE)
                 + len(state.owed[s]) * seconds(s, Kind.WEIGHT_GRAD)
                 for s in own
             )
@@ -215,7 +251,7 @@ class _BranchAndBound:
             *_awaited(state.forwards, self.world.after),
             *_awaited(state.inputs, self.world.before),
         )
-        known = self._seen.setdefault((counts, state.owed, state.off), [])
+        known = self._seen.setdefault((counts, state.again, state.owed, state.off), [])
         if any(all(a <= b for a, b in zip(old, times, strict=True)) for old in known):
             return True
         known.append(times)

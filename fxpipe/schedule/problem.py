@@ -32,6 +32,9 @@ class SchedulingProblem:
         lanes, microbatches: how many of them there are.
         memory: the bytes that stages keep of a micro-batch; ``memory.fixed`` does not count here.
         room: the most bytes that each lane may keep, without ``memory.fixed``.
+        moves_recomputations: whether recomputations may run anywhere ahead of their backward. That
+            is so on lanes whose room has a bound. On others they run right ahead of it: who makes
+            checkpoints wants to save memory, and nobody knows how much there is to spare.
     """
 
     world: World
@@ -39,6 +42,7 @@ class SchedulingProblem:
     microbatches: int
     memory: Memory
     room: tuple[float, ...]
+    moves_recomputations: bool = True
 
     @cached_property
     def own(self) -> tuple[tuple[int, ...], ...]:
@@ -75,11 +79,29 @@ class SchedulingProblem:
             found.setdefault(self.kind(microbatch), microbatch)
         return found
 
+    @cached_property
+    def recomputed(self) -> tuple[int, ...]:
+        """For each stage, how many micro-batches take time to be recomputed: the first ones."""
+        return tuple(
+            min(cost.checkpointed, self.microbatches) if cost.recompute else 0
+            for cost in self.world.costs
+        )
+
+    @cached_property
+    def movable(self) -> tuple[int, ...]:
+        """For each stage, how many recomputations may run anywhere ahead of their backward."""
+        return tuple(
+            count if self.moves_recomputations and math.isfinite(self.room[lane]) else 0
+            for count, lane in zip(self.recomputed, self.world.placement, strict=True)
+        )
+
     @property
     def is_order_free(self) -> bool:
         """Whether one of the best schedules takes the micro-batches in their order at every stage.
-        That is so if all micro-batches are alike, or if the memory of lanes has no bound."""
-        return len(self.kinds) == 1 or all(map(math.isinf, self.room))
+        That is so if all micro-batches take the same time, and if they need the same memory or the
+        memory of lanes has no bound."""
+        is_even = all(count in (0, self.microbatches) for count in self.recomputed)
+        return is_even and (len(self.kinds) == 1 or all(map(math.isinf, self.room)))
 
     def alone(self, stages: Sequence[int], microbatch: int) -> float:
         """The most bytes that a lane keeps while it does nothing but the forwards and backwards of
@@ -110,25 +132,11 @@ class SchedulingProblem:
         """Whether each lane may keep so many bytes."""
         return all(k <= room * SLACK for k, room in zip(kept, self.room, strict=True))
 
-    def seconds(self, stage: int, kind: Kind) -> float:
-        """The seconds for which an action occupies its lane. A backward includes its recomputation,
-        as the average over the micro-batches."""
-        own = self.world.seconds(stage, kind)
-        if not kind.begins_backward:
-            return own
-        again = min(self.world.checkpointed[stage], self.microbatches) / self.microbatches
-        return own + again * self.world.seconds(stage, Kind.RECOMPUTE)
-
-    @property
-    def is_recomputing(self) -> bool:
-        """Whether recomputations take time, which they may do ahead of their backwards."""
-        return any(cost.recompute and cost.checkpointed for cost in self.world.costs)
-
     def backward(self, stage: int) -> float:
-        """The fewest seconds for which a backward and its recomputation occupy their lane, whole or
-        in two halves."""
-        halves = self.seconds(stage, Kind.BACKWARD_INPUT) + self.seconds(stage, Kind.WEIGHT_GRAD)
-        return min(self.seconds(stage, Kind.BACKWARD), halves)
+        """The fewest seconds for which a backward occupies its lane, whole or in two halves."""
+        seconds = self.world.seconds
+        halves = seconds(stage, Kind.BACKWARD_INPUT) + seconds(stage, Kind.WEIGHT_GRAD)
+        return min(seconds(stage, Kind.BACKWARD), halves)
 
     def is_halved(self, stage: int) -> bool:
         """Whether a stage's backward has a second half, which can be put off."""
@@ -166,10 +174,15 @@ class SchedulingProblem:
                 self.world.travel(stage, t) + self.world.seconds(t, Kind.FORWARD) + tails[t]
                 for t in self.world.after[stage]
             ]
-            is_again = self.world.checkpointed[stage] >= self.microbatches
+            is_again = self.recomputed[stage] == self.microbatches
             again = is_again * self.world.seconds(stage, Kind.RECOMPUTE)
-            tails[stage] = max([*ways, again + self._rest(stage, self.after_gradient[stage])])
+            tails[stage] = max([*ways, again + self.after_recomputation[stage]])
         return tuple(tails)
+
+    @cached_property
+    def after_recomputation(self) -> tuple[float, ...]:
+        """For each stage, the least time from the end of a recomputation to the end of the step."""
+        return tuple(self._rest(stage, after) for stage, after in enumerate(self.after_gradient))
 
     def _rest(self, stage: int, after: float) -> float:
         """The least time from the start of a backward to the end of the step, if ``after`` is the
@@ -184,9 +197,13 @@ class SchedulingProblem:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """For each lane, the fewest seconds of work in a step."""
+        seconds = self.world.seconds
         return tuple(
-            self.microbatches
-            * sum(self.world.seconds(s, Kind.FORWARD) + self.backward(s) for s in own)
+            sum(
+                self.microbatches * (seconds(s, Kind.FORWARD) + self.backward(s))
+                + self.recomputed[s] * seconds(s, Kind.RECOMPUTE)
+                for s in own
+            )
             for own in self.own
         )
 

@@ -14,6 +14,7 @@ schedule has none for a checkpointed micro-batch, it comes right ahead of the ba
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from fxpipe.schedule.actions import Action, Kind
 
@@ -42,3 +43,17 @@ def with_recomputations(actions: Iterable[Action], checkpointed: Sequence[int]) 
         if is_again and cell not in done and action.kind.begins_backward:
             yield Action(action.stage, Kind.RECOMPUTE, action.microbatch)
         yield action
+
+
+def without_needless(actions: Sequence[Action]) -> Iterator[Action]:
+    """The actions of a lane without the recomputations that change nothing: those right ahead of
+    their backward, where they run anyway, and those behind it, which come too late."""
+    begun: set[Cell] = set()
+    for action, behind in zip_longest(actions, actions[1:]):
+        cell = action.stage, action.microbatch
+        if action.kind.begins_backward:
+            begun.add(cell)
+        is_default = behind is not None and behind.kind.begins_backward
+        is_default = is_default and (behind.stage, behind.microbatch) == cell
+        if action.kind is not Kind.RECOMPUTE or not (is_default or cell in begun):
+            yield action

@@ -73,6 +73,16 @@ class Schedule:
 
         return replace(self, microbatches=microbatches, lanes=self._only(is_kept))
 
+    def recomputing(self, checkpointed: Sequence[int]) -> Schedule:
+        """The schedule with the recomputations of these micro-batches only: for each stage, of the
+        first ones."""
+
+        def is_kept(action: Action) -> bool:
+            is_again = action.kind is Kind.RECOMPUTE
+            return not is_again or action.microbatch < checkpointed[action.stage]
+
+        return replace(self, lanes=self._only(is_kept))
+
     def _only(self, is_kept: Callable[[Action], bool]) -> tuple[tuple[Entry, ...], ...]:
         """The lanes with some of their actions only. An overlap of which one action is left is that
         action."""

@@ -5,7 +5,16 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from fxpipe.schedule import Action, Kind, Links, Memory, Schedule, StageCost
+from fxpipe.schedule import (
+    Action,
+    Kind,
+    Links,
+    Memory,
+    Schedule,
+    StageCost,
+    simulate,
+    validate,
+)
 from fxpipe.schedule.problem import SchedulingProblem
 from fxpipe.schedule.world import World
 
@@ -37,11 +46,30 @@ def costs(stages):
 def all_schedules(found: SchedulingProblem) -> Iterator[Schedule]:
     """Every order of every lane, micro-batches in any order, backwards whole or in halves.
 
-    Where the second half takes no time, backwards are whole.
+    Where the second half takes no time, backwards are whole. Recomputations that may be moved are
+    anywhere ahead of their backward.
     """
     stages = len(found.world.placement)
     for lanes in product(*(list(_orders(found, own)) for own in found.own)):
         yield Schedule("one of all", stages, found.microbatches, lanes)
+
+
+def best(found):
+    """The least makespan of all the schedules that there are."""
+    links = found.world.links
+    return min(
+        simulate(schedule, found.world.costs, links).makespan
+        for schedule in all_schedules(found)
+        if found.fits(found.kept(schedule)) and runs(schedule)
+    )
+
+
+def runs(schedule):
+    try:
+        validate(schedule)
+    except ValueError:
+        return False
+    return True
 
 
 def _orders(found, own):
@@ -50,7 +78,8 @@ def _orders(found, own):
         lines = []
         for (stage, i), is_halved in zip(cells, halved, strict=True):
             second = (Kind.BACKWARD_INPUT, Kind.WEIGHT_GRAD) if is_halved else (Kind.BACKWARD,)
-            lines.append(tuple(Action(stage, kind, i) for kind in (Kind.FORWARD, *second)))
+            again = (Kind.RECOMPUTE,) if i < found.movable[stage] else ()
+            lines.append(tuple(Action(stage, kind, i) for kind in (Kind.FORWARD, *again, *second)))
         yield from _shuffles(tuple(lines))
 
 

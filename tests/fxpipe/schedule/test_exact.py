@@ -1,30 +1,14 @@
+from dataclasses import replace
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fxpipe.schedule import Link, Links, Memory, StageCost, simulate, validate
+from fxpipe.schedule import Link, Links, Memory, StageCost, simulate
 from fxpipe.schedule.exact import shorter
-from tests.fxpipe.schedule.problems import UNIT, all_schedules, costs, problem
+from tests.fxpipe.schedule.problems import UNIT, best, costs, problem
 
 NEVER, MANY = float("inf"), 100_000
-
-
-def best(found):
-    """The least makespan of all the schedules that there are."""
-    links = found.world.links
-    return min(
-        simulate(schedule, found.world.costs, links).makespan
-        for schedule in all_schedules(found)
-        if found.fits(found.kept(schedule)) and runs(schedule)
-    )
-
-
-def runs(schedule):
-    try:
-        validate(schedule)
-    except ValueError:
-        return False
-    return True
 
 
 def check(found):
@@ -68,6 +52,44 @@ def test_checkpointed_micro_batches_against_all_schedules(costs, room, inputs):
     found = problem(costs, room=room, memory=memory)
     assert found.misfit() is None
     check(found)
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=2, max_size=2),
+    st.sampled_from([(2, 2), (2, 0), (0, 2)]),
+    st.sampled_from([NEVER, 12, 17, 22, 100]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+@settings(deadline=None, max_examples=20)
+def test_recomputations_anywhere_ahead_of_their_backward_against_all_schedules(
+    seconds, again, room, latency
+):
+    """Without a bound they are right ahead of it."""
+    costs = [
+        StageCost(forward, back, recompute=more, checkpointed=count)
+        for (forward, back, more), count in zip(seconds, again, strict=True)
+    ]
+    memory = Memory([5, 10], checkpointed=again, inputs=1)
+    links = Links(link=Link(latency))
+    found = problem(costs, room=room, links=links, memory=memory)
+    assume(found.misfit() is None)
+    check(found)
+
+
+@given(costs(2), st.sampled_from([NEVER, 12, 22, 100]))
+@settings(deadline=None, max_examples=8)
+def test_so_they_are_with_backwards_in_two_halves(costs, room):
+    again = replace(costs[0], recompute=2.0, checkpointed=2)
+    memory = Memory([10, 10], checkpointed=[2, 0], inputs=1)
+    check(problem([again, StageCost(1, 2)], room=max(room, 20), memory=memory))
+
+
+def test_that_none_is_shorter_is_not_said_where_only_some_micro_batches_are_recomputed():
+    """They take longer than the others, which had better go first in some cases."""
+    again = StageCost(1, 1, 1, recompute=1, checkpointed=1)
+    for room in (NEVER, 100):
+        found = problem([again] * 2, room=room, memory=Memory([2, 2], checkpointed=1))
+        assert not shorter(found, NEVER, MANY)[1]
 
 
 def test_that_none_is_shorter_is_not_said_where_the_last_micro_batch_had_better_go_first():

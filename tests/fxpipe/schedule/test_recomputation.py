@@ -21,7 +21,7 @@ from fxpipe.schedule import (
     simulate,
     validate,
 )
-from fxpipe.schedule.recomputation import with_recomputations
+from fxpipe.schedule.recomputation import with_recomputations, without_needless
 
 TWO = "0F0 0F1 0R0 0B0 0B1 \n 1F0 1B0 1F1 1B1"
 
@@ -85,6 +85,26 @@ def test_what_a_schedule_lacks_comes_right_ahead_of_the_backward():
     schedule = Schedule.from_text("0F0 0F1 0R1 0I0 0W0 0B1 0F2 0B2")
     found = " ".join(map(str, with_recomputations(schedule.actions(0), [2])))
     assert found == "0F0 0F1 0R1 0R0 0I0 0W0 0B1 0F2 0B2"
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("0F0 0R0 0B0", "0F0 0B0"),
+        ("0F0 0F1 0R0 0R1 0B0 0B1", "0F0 0F1 0R0 0R1 0B0 0B1"),
+        ("0F0 0F1 0R1 0R0 0I0 0I1", "0F0 0F1 0R1 0I0 0I1"),
+        ("0F0 0B0 0R0", "0F0 0B0"),
+    ],
+)
+def test_what_is_right_ahead_of_the_backward_or_behind_it_need_not_be_said(line, said):
+    actions = list(Schedule.from_text(line).actions(0))
+    assert " ".join(map(str, without_needless(actions))) == said
+
+
+def test_recomputations_of_other_modes_are_left_out():
+    schedule = Schedule.from_text("0F0 0F1 0R0 0R1 0B0 (0F2;0B1)OVERLAP_F_B 0R2 0B2 \n 1F0 1R0 1B0")
+    other = Schedule.from_text("0F0 0F1 0R0 0R1 0B0 (0F2;0B1)OVERLAP_F_B 0B2 \n 1F0 1B0")
+    assert schedule.recomputing([2, 0]).lanes == other.lanes
 
 
 # ------------------------------------------------------------------------------------ in time

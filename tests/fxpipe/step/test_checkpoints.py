@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint as own_checkpoint
 import fxpipe
 from fxpipe import ops
 from fxpipe.ir.graph import MICROBATCH, STAGE
-from fxpipe.schedule import Action, Kind, Schedule, joined, named
+from fxpipe.schedule import Action, Kind, Memory, Schedule, StageCost, auto, joined, named
+from fxpipe.schedule.recomputation import recomputed_cells, without_needless
 from tests.zoo import MLP, MODELS, gradients, mean_loss, parts, same, step_of_loop
 
 
@@ -66,6 +67,51 @@ def test_recomputations_in_any_order_change_nothing(name, rows):
             loss = pipe.step(*x, target=target)
         results.append([loss, gradients(model), list(model.buffers())])
     assert same(*results)
+
+
+@pytest.mark.parametrize("name", ["resnet", "unet", "transformer"])
+def test_recomputations_that_the_search_has_placed_change_nothing(name):
+    """Stage 0, which is recomputed, has time for several micro-batches while it waits."""
+    make, inputs = MODELS[name]
+    model, x, target = make(), inputs(6), torch.randn(6)
+    reference = copy.deepcopy(model)
+    costs = [StageCost(n, 2 * n, recompute=n, checkpointed=3) for n in (2, 1, 1)]
+    memory = Memory([10] * 3, checkpointed=3, inputs=1)
+    order = auto(costs, 3, 3, placement=(0, 1, 2), memory=memory, max_bytes=40)
+    assert recomputed_cells(order.actions(0)) >= {(0, 1)}
+    with fxpipe.compile(
+        model, ["cpu"] * 3, schedule=order, checkpoint="always", loss_fn=mean_loss
+    ) as pipe:
+        loss = pipe.step(*x, target=target)
+        found = step_of_loop(reference, x, target, pipe, order, 3, mean_loss)
+    assert same([loss, gradients(model)], list(found))
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_the_search_moves_recomputations_of_whole_stages_only(segments):
+    model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    x, target, reference = torch.randn(240, 64), torch.randn(240), copy.deepcopy(model)
+    with fxpipe.compile(
+        model,
+        ["cpu"] * 3,
+        chunks=3,
+        schedule="auto",
+        stages=3,
+        partition=["12", "20"],
+        checkpoint="always",
+        checkpoint_segments=segments,
+        memory="1GiB",
+        loss_fn=mean_loss,
+    ) as pipe:
+        loss = pipe.step(x, target=target)
+        lines = [
+            tuple(span.action for span in pipe.timeline().of_lane(lane) if span.action)
+            for lane in range(3)
+        ]
+        order = Schedule("auto", 3, 3, tuple(lines))
+        found = step_of_loop(reference, (x,), target, pipe, order, 3, mean_loss)
+    assert bool(recomputed_cells(without_needless(lines[0]))) == (segments == 1)
+    assert same([loss, gradients(model)], list(found))
 
 
 def test_a_smaller_batch_is_recomputed_as_far_as_its_mode_says():
