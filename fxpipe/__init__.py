@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
@@ -93,7 +94,18 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fxpipe.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    found = getattr(importlib.import_module(_HOMES[name]), name)
+    _name_errors()
+    return found
+
+
+def _name_errors() -> None:
+    # A traceback gives the module of an error ahead of its name: let it be the one that has the
+    # error for users. Whoever uses fxpipe has come through __getattr__ ahead of any error.
+    for name, home in _HOMES.items():
+        kind = getattr(sys.modules.get(home), name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            kind.__module__ = __name__
 
 
 def __dir__() -> list[str]:

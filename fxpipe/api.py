@@ -17,6 +17,7 @@ from fxpipe.compiler.ranks.world import Ranks
 from fxpipe.compiler.written import WrittenCall
 from fxpipe.inspect.dump import dump_of
 from fxpipe.ir._torch import sharded_modules
+from fxpipe.ir.options import options_checked
 from fxpipe.ir.text import kind
 from fxpipe.pipeline import Pipeline
 from fxpipe.planning.limits import Memory
@@ -38,6 +39,7 @@ CACHE = "FXPIPE_CACHE"
 """The environment variable that names the folder of the cache."""
 
 
+@options_checked()
 def compile(
     model: nn.Module,
     devices: Sequence[str | torch.device] | DeviceMesh | ProcessGroup | None = None,

@@ -14,7 +14,6 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import graphviz  # type: ignore[import-untyped]
@@ -34,6 +33,7 @@ from fxpipe.inspect.views import Views
 from fxpipe.ir._torch import transforms
 from fxpipe.ir.counts import count
 from fxpipe.ir.graph import WRITTEN
+from fxpipe.ir.options import meant, options_of
 from fxpipe.ir.printing import format_code
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.tensors import tensors_of
@@ -224,7 +224,8 @@ class Pipeline(ModelProxy):
                 this number to all of them. The loss that is returned is that of this step, whole.
 
         Returns:
-            The loss of the mini-batch, without history and not scaled.
+            The loss of the mini-batch, not scaled. The step has run its backward, so that it has no
+            history, and no ``backward()`` of its own.
 
         Raises:
             ValueError: if the loss is no scalar, the target has another number of rows, the
@@ -250,11 +251,9 @@ class Pipeline(ModelProxy):
         try:
             unrolled, values = self._runner.ready_to_step(args, kwargs, target)
         except TypeError as error:
-            options = inspect.signature(Pipeline.step).parameters.values()
-            own = [option.name for option in options if option.kind is option.KEYWORD_ONLY]
             for name in kwargs:
-                if near := get_close_matches(name, own, 1):
-                    error.add_note(f"{name}= is given to the model: did you mean {near[0]}=?")
+                if near := meant(name, options_of(self.step)):
+                    error.add_note(f"{name}= is given to the model: did you mean {near}=?")
             raise
         last = self._runner.options.devices[-1]
         scale = None if accumulate == 1 else torch.full((), 1 / accumulate, device=last)
@@ -637,7 +636,11 @@ class Pipeline(ModelProxy):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickling: the model and what is needed to compile it again. Graphs are not
-        pickled; they are compiled anew after unpickling, with the same cut."""
+        pickled; they are compiled anew after unpickling, with the same cut.
+
+        Raises PicklingError if ``loss_fn`` or another option is a function without a name in a
+        module, such as a lambda.
+        """
         runner = self._runner
         return {
             "module": self.module,

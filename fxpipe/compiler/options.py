@@ -3,6 +3,7 @@ refused at once."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch import fx
 from torch.optim.optimizer import Optimizer
 
 from fxpipe.compiler.loss import LossFunction, LossWeightFunction
+from fxpipe.compiler.pickled import check_pickled
 from fxpipe.compiler.written import COMPILE, WrittenCall
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.devices import DeviceSpec, spec_of
@@ -139,6 +141,14 @@ class Options:
             training=training,
             **others,
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        check_pickled(self.__dict__)
+        return self.__dict__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
+        # By itself a copy would ask for the state of a pickle, which cannot hold every function.
+        return replace(self, **copy.deepcopy(self.__dict__, memo))
 
     def __post_init__(self) -> None:
         self._check_fit()

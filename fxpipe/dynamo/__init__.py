@@ -11,8 +11,6 @@ calls, and ``regions`` makes one node of each part that runs under ``no_grad`` o
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ from fxpipe.dynamo.errors import BackendError
 from fxpipe.dynamo.inputs import GraphInput, bind, read_sizes_from_tensors, within_model
 from fxpipe.dynamo.regions import keep_regions_whole
 from fxpipe.ir._torch import dynamo, may_vary
+from fxpipe.ir.options import check_options, options_of
 from fxpipe.pipeline import Pipeline
 
 __all__ = ["Backend", "BackendError", "backend"]
@@ -53,17 +52,14 @@ def backend(devices: Sequence[str | torch.device] | None = None, **options: Any)
             f"in_dims is {in_dims!r}: give a dict from names of arguments to their "
             "batch dimensions, since Dynamo passes on only the arguments that are tensors"
         )
-    taken = [name for name in inspect.signature(compile).parameters if name not in _NOT_TAKEN]
+    taken = [name for name in options_of(compile) if name not in _NOT_TAKEN]
     for name in options:
         if name in _NOT_TAKEN:
             raise ValueError(
                 f"{name} has no meaning for a backend of torch.compile: leave it out, or use "
                 "fxpipe.compile"
             )
-        if name not in taken:
-            near = difflib.get_close_matches(name, taken)
-            said = f"did you mean {near[0]!r}?" if near else f"give some of {', '.join(taken)}"
-            raise TypeError(f"a backend takes no option {name!r}: {said}")
+    check_options("a backend", options, taken)
     compile(nn.Identity(), devices, **options)  # raises an error now if the options are wrong
     return Backend(devices, options)
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.options import options_checked
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import kind
 from fxpipe.planning.inference import check_training
@@ -38,6 +39,7 @@ from passes.partition.partition import Spec, within
 __all__ = ["Plan", "PlannedStage", "plan"]
 
 
+@options_checked()
 def plan(
     model: nn.Module,
     devices: Sequence[DeviceSpec | str],

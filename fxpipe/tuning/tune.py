@@ -16,7 +16,6 @@ which leaves out what cannot be the fastest; here all are made, as all are shown
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from torch.optim.optimizer import Optimizer
 from fxpipe.api import compile
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import KNOWN, DeviceSpec, spec_of
+from fxpipe.ir.options import options_checked
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.tensors import no_scalar
 from fxpipe.ir.text import kind
@@ -73,6 +73,7 @@ def _shown(trial: SettingTrial, checkpoint: Modes) -> TuningTrial:
     return TuningTrial(options, plan.seconds, plan.memory, plan.bubble)
 
 
+@options_checked(compile)
 def tune(
     model: nn.Module,
     devices: Sequence[str | torch.device | DeviceSpec],
@@ -138,11 +139,6 @@ def tune(
             "example_inputs is the tuple of the model's arguments, and is given "
             f"{kind(example_inputs)}: write example_inputs=(x,) for one argument"
         )
-    if unknown := options.keys() - inspect.signature(compile).parameters.keys():
-        raise TypeError(
-            f"tune is given {min(unknown)}, which neither it nor fxpipe.compile takes: its own "
-            f"arguments are {', '.join(list(inspect.signature(tune).parameters)[2:-1])}"
-        )
     if options.get("training") is False:
         raise ValueError(
             "tune finds the fastest way to train a model, and is given training=False: of calls "
@@ -191,7 +187,6 @@ def tune(
             task = bar.add_task("planning", total=len(asked))
             trials = []
             for setting in asked:
-                report_progress(str(setting))
                 found = search.trial(setting)
                 trials.append(_shown(found, modes))
                 for more in _segmented(found, segments, modes):

@@ -7,7 +7,10 @@ import gc
 import inspect
 import io
 import pickle
+import subprocess
+import sys
 import threading
+import traceback
 import weakref
 
 import pytest
@@ -178,6 +181,34 @@ def test_every_public_name_is_there():
     assert all(getattr(fxpipe, name) is not None for name in fxpipe.__all__)
     assert set(fxpipe.__all__) == {*fxpipe._HOMES, "loss_weight", "skip"}
     assert set(fxpipe.__all__) <= set(dir(fxpipe)), "an editor completes names by dir()"
+
+
+ERRORS = [
+    name
+    for name in fxpipe.__all__
+    if isinstance(kind := getattr(fxpipe, name), type) and issubclass(kind, Exception)
+]
+
+
+def test_many_errors_are_public():
+    assert {"BatchWarning", "DoesNotFit", "TraceError"} < set(ERRORS)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_traceback_names_an_error_as_users_import_it_and_so_does_its_pickle(name):
+    error = getattr(fxpipe, name)("why")
+    assert traceback.format_exception_only(error) == [f"fxpipe.{name}: why\n"]
+    copied = pickle.loads(pickle.dumps(error))
+    assert type(copied) is type(error) and copied.args == ("why",)
+
+
+def test_errors_have_their_public_names_before_anyone_has_looked_them_up():
+    script = (
+        "import fxpipe, torch\n"
+        "fxpipe.compile(torch.nn.Linear(2, 2), ['cpu'] * 2, partition=['a'])(torch.ones(4, 2))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1].startswith("fxpipe.PartitionError: partition names 'a'")
 
 
 def test_a_stage_says_what_it_is_in_a_line():

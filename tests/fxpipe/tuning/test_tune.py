@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_saved_without_a_time(tmp_path):
 
 
 def test_an_argument_that_nothing_takes_is_refused_also_if_nothing_is_measured():
-    with pytest.raises(TypeError, match="tune is given chunk, which neither"):
+    with pytest.raises(TypeError, match="tune takes no option 'chunk': did you mean 'chunks'"):
         fxpipe.tune(nn.Linear(2, 2), ["cpu"] * 2, (torch.zeros(4, 2),), chunk=[4], progress=False)
 
 

@@ -1,0 +1,52 @@
+"""Options that a function does not take: an error says which was probably meant."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
+from itertools import chain
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """The name that is most like a misspelled one; None if none is like it."""
+    near = get_close_matches(name, list(known), 1)
+    return near[0] if near else None
+
+
+def check_options(who: str, given: Iterable[str], taken: Collection[str]) -> None:
+    """Raise TypeError if some of the options that are given are not taken; ``who`` takes them."""
+    for name in given:
+        if name not in taken:
+            near = meant(name, taken)
+            said = f"did you mean {near!r}?" if near else f"give some of {', '.join(taken)}"
+            raise TypeError(f"{who} takes no option {name!r}: {said}")
+
+
+def options_checked(*others: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function: it raises the error of :func:`check_options` for an option that it does
+    not take. ``others`` are the functions that it gives further options to."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        taken = list(dict.fromkeys(chain.from_iterable(map(options_of, (function, *others)))))
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            check_options(function.__name__, kwargs, taken)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
+
+
+def options_of(function: Callable[..., Any]) -> list[str]:
+    """The options that a function takes by their names, in its order."""
+    parameters = inspect.signature(function).parameters.values()
+    collected = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [each.name for each in parameters if each.kind not in collected]
