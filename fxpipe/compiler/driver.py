@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -38,7 +38,7 @@ from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning.asked import Asked, Meaning
 from fxpipe.meaning.asking import Trace
 from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
-from fxpipe.meaning.left_out import LabelWatch
+from fxpipe.meaning.left_out import LabelCondition, LabelWatch, conditions_in, of_equal_labels
 from fxpipe.meaning.loss_of_target import FoundLoss, Targets, loss_dim
 from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.planning.loss import without_values as target_without_values
@@ -164,7 +164,11 @@ class Compiler(Staging):
         """From now on look for labels that the loss function leaves out."""
         is_mean = found.dim is None and self.options.loss_weight is None
         if mode.left_out is None and is_mean and self.options.check:
-            mode.left_out = LabelWatch(found.left_out)
+            mode.left_out = self._watch_of_labels(found.left_out)
+
+    def _watch_of_labels(self, conditions: Iterable[LabelCondition]) -> LabelWatch:
+        """A watch of labels for these conditions."""
+        return LabelWatch(conditions)
 
     def _notice_labels(
         self, mode: Mode, readings: Sequence[Target], place: int, is_checked: bool
@@ -179,9 +183,9 @@ class Compiler(Staging):
         labels = [(leaf, 0) for leaf, is_cut in leaves if is_cut and isinstance(leaf, Tensor)]
         rows = len(labels[0][0]) if labels else 0
         sizes = self.options.sizes(rows, mode.traced.refused_sizes) if rows else ()
-        if mode.left_out is None or not mode.left_out.meets(labels, sizes):
+        if mode.left_out is None:
             return
-        if not is_checked:
+        if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
             self._tell_of_labels(lambda: self._loss_dim(mode, readings, len(sizes), "warn"))
 
     def _notice_labels_in(
@@ -193,10 +197,19 @@ class Compiler(Staging):
             return
         is_checked = mode.left_out is None  # with this call, for which it has been compiled
         if mode.left_out is None:
-            mode.left_out = LabelWatch([IGNORED] if options.check else [])
+            mode.left_out = self._watch_of_labels(
+                [
+                    LabelCondition("eq", IGNORED, is_sure=True),
+                    *conditions_in(mode.model_graph),
+                    *of_equal_labels(values[place] for place, _ in mode.labels),
+                ]
+                if options.check
+                else []
+            )
         rows, refused = mode.batch_of(values) or 0, mode.traced.refused_sizes
         labels = [(values[place], dim) for place, dim in mode.labels]
-        if mode.left_out.meets(labels, options.sizes(rows, refused)) and not is_checked:
+        sizes = options.sizes(rows, refused)
+        if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
             self._tell_of_labels(lambda: self._check_again(args, kwargs))
 
     def _check_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from fxpipe.meaning.by_graph import ByGraph
 from fxpipe.meaning.candidates import InDims, agree, rows_in
 from fxpipe.meaning.check import (
     SIZES,
+    TRIALS,
     Problem,
     Question,
     Trial,
@@ -33,8 +36,9 @@ from fxpipe.meaning.lasting import lasting_problem
 from fxpipe.meaning.listed import Listed, is_a_row
 from fxpipe.meaning.runs import ModelRuns, is_taken
 from fxpipe.meaning.said import Input
-from fxpipe.meaning.sample import part
+from fxpipe.meaning.sample import part, sampled
 from fxpipe.meaning.stilled import batch_norms, dropouts
+from fxpipe.meaning.values_read import differing_value
 from fxpipe.meaning.weights import (
     Fill,
     Weigh,
@@ -44,7 +48,7 @@ from fxpipe.meaning.weights import (
     with_ignored,
 )
 from fxpipe.runtime.microbatch import WEIGHTED
-from fxpipe.trace import Traced, canonical
+from fxpipe.trace import Traced, bound_arguments, canonical
 from fxpipe.trace.gradients import has_gradient
 from fxpipe.trace.itself import OnTheInputs
 from fxpipe.trace.premises import attributes_read
@@ -87,6 +91,7 @@ class Asking:
         else:
             self.tensors, structure = Structure.of(canonical(model, args, kwargs))
             fill, self.arguments = structure.fill, named_arguments(model, args, kwargs)
+        self.given = partial(bound_arguments, model, args, kwargs)
         real = {i: each.name for i, each in enumerate(inputs) if _is_real(each.tensor)}
         self.runs = ModelRuns(model, fill, real, asked)
         if on_the_inputs is not None:
@@ -157,7 +162,8 @@ class Asking:
         tried = next((v for v in verdicts if v[1].trial is not None and v[1].is_wrong), None)
         if tried is not None:
             dims, verdict = tried
-            text = self._unrepeatable(verdict) or messages.wrong(verdict, self.inputs, dims)
+            text = self._unrepeatable(verdict) or self.by_values(dims, verdict)
+            text = text or messages.wrong(verdict, self.inputs, dims, self._advice())
             if self.asked.check is True:
                 raise BatchError(text)
             if self.asked.check == "warn":
@@ -167,9 +173,10 @@ class Asking:
         batch = rows_in(self.inputs, dims)
         sizes = messages.sizes(self.inputs)
         if len(sizes) > 1 and self.asked.check:
-            raise BatchError(messages.several(sizes, self.inputs)) from verdict.failure
+            raise BatchError(messages.several(sizes, self._advice())) from verdict.failure
         if not verdict.takes_parts and self.asked.check and batch != 1:
-            raise BatchError(messages.no_parts(verdict, self.inputs, dims)) from verdict.failure
+            text = messages.no_parts(verdict, self.inputs, dims, self._advice())
+            raise BatchError(text) from verdict.failure
         note = "not checked: the model takes no other number of rows"
         return Meaning(dims, notes=[note], one_row_only=batch == 1)
 
@@ -185,6 +192,24 @@ class Asking:
                 apart = difference(before, value)
                 if apart:
                     return messages.unrepeatable(path, apart)
+        return ""
+
+    def _advice(self) -> str:
+        arguments = self.given().arguments
+        return messages.advice_on(self.runs.model, arguments, self.inputs)
+
+    def by_values(self, dims: InDims, verdict: Verdict) -> str:
+        """What to say of a model that reads a value of its inputs as a number, which is another one
+        for a micro-batch; an empty string if it does not."""
+        trial = verdict.trial
+        if trial is None or self.listed is not None or any(t.is_meta for t in trial.tensors):
+            return ""
+        names = [each.name for each in self.inputs]
+        for seed in range(TRIALS):  # the samples of the check: in some the values may be the same
+            tensors = sampled(self.tensors, dims, sum(trial.sizes), trial.level, seed)
+            parts = replace(trial, tensors=tensors).each(dims)
+            if found := differing_value(self.runs.output_of, names, tensors, parts):
+                return messages.by_values(verdict, found)
         return ""
 
     def meaning(self, dims: InDims, verdict: Verdict, ways: Sequence[InDims]) -> Meaning:

@@ -196,6 +196,8 @@ def check(
     verdict = _of_likely_rows(replace(question, sizes=(few,)), ignored, is_likely)
     if verdict.is_exact or not more:
         return verdict
+    # Where the first samples differ, a single one that does not may do so by chance.
+    is_likely = is_likely and not verdict.problems
     larger = _of_likely_rows(replace(question, sizes=more), ignored, is_likely)
     if larger.is_exact and verdict.trial is not None and verdict.is_wrong:
         larger.refused_sizes = frozenset({min(few)})

@@ -3,7 +3,7 @@ function that is given the output and a target."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
 from fxpipe.meaning.check import Question, Verdict, check
 from fxpipe.meaning.errors import BatchWarning
-from fxpipe.meaning.left_out import LabelsLeftOut
+from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, of_equal_labels
 from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
@@ -68,7 +68,8 @@ def loss_dim(
     place = 0
     if len(found) > 1:
         place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
-    return FoundLoss(place, found[place].dim(), frozenset(found[place].left_out.labels))
+    dim = found[place].dim()
+    return FoundLoss(place, dim, tuple(found[place].may_leave_out()))
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,13 @@ class FoundLoss:
         place: that of the reading of the target, among those that the check was given.
         dim: how the losses of micro-batches are put together: by a sum (SUM), a mean over the rows
             (None), or with the weights of ``loss_weight`` (WEIGHTED).
-        left_out: the labels that the loss leaves out, as far as it says so to PyTorch.
+        left_out: by what the loss may tell which labels count, if it is a mean over the rows with
+            the labels of this mini-batch.
     """
 
     place: int
     dim: Dim
-    left_out: frozenset[int] = frozenset()
+    left_out: tuple[LabelCondition, ...] = ()
 
 
 class _LossOfTarget:
@@ -103,6 +105,8 @@ class _LossOfTarget:
         args, kwargs = inputs
         self.model, self.loss, self.target, self.asked = model, loss, target, asked
         self.left_out = LabelsLeftOut()
+        self.is_told = False
+        """Whether the user has been warned that the loss is no mean over the rows."""
         self.named = named_inputs(model, args, kwargs, asked.in_dims)
         listed = Listed.of(model, args, kwargs, self.named) if LISTED in in_dims else None
         if listed is not None:
@@ -207,11 +211,18 @@ class _LossOfTarget:
                     if i in keys and not is_column(self.tensors[count + i])
                 ]
                 by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims, of_target=True)
+            self.is_told = True
             text = messages.across(verdict.problems[0], self.named, by, of_loss_fn=True)
             warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+    def may_leave_out(self) -> Iterator[LabelCondition]:
+        """By what the loss may tell which labels count; nothing where that has been told."""
+        if not self.is_told:
+            yield from self.left_out.conditions
+            yield from of_equal_labels(self.target.leaves[i] for i in self.places)
 
 
 @dataclass(frozen=True)

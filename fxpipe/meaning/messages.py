@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import cmath
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning.candidates import different_sizes, packed
 from fxpipe.meaning.check import Problem, Verdict
 from fxpipe.meaning.compare import Difference
 from fxpipe.meaning.said import INFER, Input
+from fxpipe.meaning.values_read import DifferingValue
 
 
 def sizes(inputs: Sequence[Input]) -> dict[int, Input]:
@@ -24,22 +26,50 @@ def sizes(inputs: Sequence[Input]) -> dict[int, Input]:
     return rows
 
 
-def several(rows: dict[int, Input], inputs: Sequence[Input]) -> str:
+def several(rows: dict[int, Input], advice: str) -> str:
     """The message for inputs whose first dimensions have different sizes, where the model does not
     run if the inputs are cut along any of them."""
-    lists = _lists(inputs)
-    besides = ", and the model takes no other size of either"
-    return different_sizes(rows, besides) + (f"; {lists}" if lists else "")
+    return different_sizes(rows, ", and the model takes no other size of either") + advice
 
 
-def _lists(inputs: Sequence[Input]) -> str:
-    """Advice, if there are lists among the inputs, which may have one element for each row."""
+def advice_on(model: nn.Module, arguments: Mapping[str, Any], inputs: Sequence[Input]) -> str:
+    """Advice on arguments that are not cut as they are: lists of tensors, of which each may be a
+    row; lists of numbers; and ids in one dimension for bags of different sizes. Behind a message;
+    "" if there is nothing of the kind."""
+    found = [_on_lists(inputs), _on_numbers(arguments), _on_bags(model, inputs)]
+    return "".join(f"; {each}" for each in found if each)
+
+
+def _on_lists(inputs: Sequence[Input]) -> str:
     name = next((i.name.split("[")[0] for i in inputs if "[" in i.name), "")
     if not name:
         return ""
     return (
         f'if {name} has one element for each row, in_dims={{"{name}": "list"}} has it cut '
         "between its elements, and says what differs if that is not the model's output either"
+    )
+
+
+def _on_numbers(arguments: Mapping[str, Any]) -> str:
+    for name, value in arguments.items():
+        is_list = isinstance(value, list | tuple) and len(value) > 1
+        if is_list and all(isinstance(each, int | float) for each in value):
+            return (
+                f"{name} is a {type(value).__name__} of {len(value)} numbers, which has no batch "
+                "dimension, so that each micro-batch gets all of it: if it has one number for each "
+                f"row, give it as a tensor, torch.tensor({name})"
+            )
+    return ""
+
+
+def _on_bags(model: nn.Module, inputs: Sequence[Input]) -> str:
+    has_bags = any(isinstance(module, nn.EmbeddingBag) for module in model.modules())
+    if not has_bags or len(sizes(inputs)) < 2:
+        return ""
+    return (
+        "if these are ids in one dimension and the offsets of bags for nn.EmbeddingBag, give ids "
+        "of two dimensions and no offsets, with a row for each bag, and fill short rows up with "
+        "its padding_idx="
     )
 
 
@@ -63,31 +93,31 @@ def other_dims(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
     return f"the batch is found by the check: {split(inputs, dims)}{more}"
 
 
-def wrong(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
+def wrong(
+    verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None], advice: str
+) -> str:
     """The message for a model whose outputs no way of cutting the inputs gives."""
     problem = next(p for p in verdict.problems if not p.is_scalar)
-    lists = _lists(inputs)
     return (
         f"{problem.text}. This is so with {split(inputs, dims)} cut into micro-batches; no other "
         "dimensions that were tried give the model's output either. If the batch is along others, "
         "give in_dims, with None for an input that all micro-batches share; or compute what mixes "
         "rows outside of the model; or give chunks=1. A difference that does no harm is accepted "
-        'with check="warn"'
-        + (f"; {lists}" if lists else "")
-        + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
+        f'with check="warn"{advice}' + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
     )
 
 
-def no_parts(verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
+def no_parts(
+    verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None], advice: str
+) -> str:
     """The message for a model that takes the whole batch, but no part of it."""
     error = verdict.failure
     first = str(error).strip().splitlines()[:1]
-    lists = _lists(inputs)
     return (
         f"the model does not take a part of the batch, cut {split(inputs, dims)}: "
         f"{type(error).__name__}: {first[0] if first else ''}. Give in_dims, with the batch "
         "dimension of each input, or None for one that all micro-batches share; or chunks=1"
-        + (f"; {lists}" if lists else "")
+        + advice
     )
 
 
@@ -129,6 +159,27 @@ def by_size(problem: Problem, sizes: Sequence[int]) -> str:
         f"with {sum(sizes)} rows than with {' and '.join(map(str, sorted(set(sizes))))}, so that a "
         "branch of it depends on the batch size. Take that branch out of the model, or let it "
         "depend on an argument; or give chunks=1"
+    )
+
+
+def by_values(verdict: Verdict, read: DifferingValue) -> str:
+    """The message for a model that reads a value of its inputs as a number, which is another one
+    for a part of the batch than for all of it."""
+    trial, problem = verdict.trial, verdict.problems[0]
+    assert trial is not None
+    rows, parts = sum(trial.sizes), " and ".join(map(str, trial.sizes))
+    accepted = (
+        ""
+        if problem.difference is None
+        else ('. A difference that does no harm is accepted with check="warn"')
+    )
+    return (
+        f"{problem.path} depends on a number that the model reads from the values of "
+        f"{' and '.join(read.inputs)} (at {read.where}): for {rows} rows made from those of the "
+        f"example it is {read.whole}, and {' and '.join(map(str, read.parts))} for {parts} of "
+        "them, so that micro-batches would compute something else. Compute it from the whole "
+        "batch ahead of the call: cut the inputs to that size there, and not in the model, or give "
+        "it to the model as an argument, an int; or give chunks=1" + accepted
     )
 
 
@@ -197,7 +248,9 @@ def across(
     if of_loss_fn:
         return (
             f"{what}{why} To get the loss of the whole batch, give loss_weight=, a function of the "
-            f"target that says by how much each micro-batch counts; or {otherwise}; or give "
-            "chunks=1"
+            "target that says by how much each micro-batch counts (if loss_fn takes its mean by "
+            "lengths or a mask in the model's output, put these into the target, too: "
+            "target=(y, lengths) and loss_weight=lambda target: target[1].sum()); "
+            f"or {otherwise}; or give chunks=1"
         )
     return f"{what}{why} To get the model's number, {otherwise}, or give chunks=1"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.meaning.left_out import LabelWatch
+from fxpipe.meaning.left_out import LabelCondition, LabelWatch
 from fxpipe.schedule import NAMES, named
 from tests.accelerator import sim
 from tests.accelerator.clocks import Speed, virtual_time
@@ -599,6 +599,13 @@ def test_stages_run_as_they_are_where_the_backend_does_not_know_the_kind_of_devi
 def test_labels_left_out_are_looked_at_once_the_device_has_an_answer():
     """The host does not wait for it: a mini-batch is told of from the second such one on."""
     uneven, even = torch.tensor([1, 2, 3, -1]).to("sim"), torch.tensor([1, -1, 3, -1]).to("sim")
-    watch = LabelWatch([-1])
+    watch = LabelWatch([LabelCondition("eq", -1)])
     met = [watch.meets([(labels, 0)], (2, 2)) for labels in (even, uneven, even, uneven, uneven)]
     assert met == [False, False, False, True, False]
+
+
+def test_the_labels_that_a_loss_is_checked_with_are_looked_at_at_once():
+    uneven = torch.tensor([1, 2, 3, -1]).to("sim")
+    watch = LabelWatch([LabelCondition("eq", -1)])
+    met = [watch.meets([(uneven, 0)], (2, 2), wait) for wait in (True, False, False)]
+    assert met == [True, False, False]

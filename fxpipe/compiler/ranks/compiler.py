@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from fxpipe.ir.log import warn
 from fxpipe.loading.storage import without_values
 from fxpipe.meaning.asked import Meaning
 from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.left_out import LabelCondition, LabelWatch
 from fxpipe.meaning.loss_of_target import FoundLoss
 from fxpipe.meaning.weights import dim_of
 from fxpipe.planning.search import Choice
@@ -176,6 +177,11 @@ class RankCompiler(Compiler):
             )
         is_own = options.loss_fn is None
         return FoundLoss(0, mode.loss_dim if is_own else dim_of(options.loss_weight))
+
+    def _watch_of_labels(self, conditions: Iterable[LabelCondition]) -> LabelWatch:
+        """A watch for those labels that the loss leaves out for sure, as nothing is checked again
+        once there are some."""
+        return super()._watch_of_labels(each for each in conditions if each.is_sure)
 
     def _tell_of_labels(self, check: Callable[[], object]) -> None:
         """Warn without a check, for which all ranks would have to meet: some may have no labels."""

@@ -8,11 +8,18 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import fxpipe
 from fxpipe.meaning.errors import BatchWarning
-from fxpipe.meaning.left_out import LabelsLeftOut, LabelWatch
+from fxpipe.meaning.left_out import (
+    MOST,
+    LabelCondition,
+    LabelsLeftOut,
+    LabelWatch,
+    conditions_in,
+    of_equal_labels,
+)
 
 CLASSES, LENGTH = 5, 3
 
@@ -79,6 +86,101 @@ def test_the_label_is_the_one_that_the_loss_function_leaves_out():
         assert 'loss_weight=fxpipe.loss_weight.tokens("labels", ignore_index=0)' in text
 
 
+def nll(output, labels):
+    """The loss of each label."""
+    found = F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="none")
+    return found.unflatten(0, labels.shape)
+
+
+def mean_of_words(output, target):
+    is_word = target != 0
+    return (nll(output, target) * is_word).sum() / is_word.sum()
+
+
+def mean_of_chosen(output, target):
+    return nll(output, target.clamp(min=0))[target >= 0].mean()
+
+
+def mean_of_nonzero(output, target):
+    return nll(output, target)[target.bool()].mean()
+
+
+def mean_of_compared_with_a_tensor(output, target):
+    return nll(output, target)[target != torch.tensor(0)].mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "label"),
+    [
+        (mean_of_words, 0),
+        (mean_of_chosen, -1),
+        (mean_of_nonzero, 0),
+        (mean_of_compared_with_a_tensor, 0),
+    ],
+)
+def test_a_mask_that_a_loss_makes_of_its_labels_is_noticed_when_it_first_masks_some(loss_fn, label):
+    with pipeline(loss_fn) as pipe:
+        x, y = batch()
+        assert told(lambda: pipe.step(x, target=y)) == []
+        x, y = batch(label, [(3, 1), (3, 2)])
+        (text,) = told(lambda: pipe.step(x, target=y))
+        assert "neither a mean over the rows" in text
+        assert "loss_weight=" in text
+        assert told(lambda: pipe.step(x, target=y)) == []
+
+
+def mean_within_lengths(output, target):
+    labels, lengths = target
+    is_within = torch.arange(LENGTH) < lengths[:, None]
+    return (nll(output, labels) * is_within).sum() / is_within.sum()
+
+
+def test_lengths_that_were_all_equal_are_noticed_once_they_are_not():
+    with pipeline(mean_within_lengths) as pipe:
+        x, y = batch()
+        full, uneven = torch.tensor([3, 3, 3, 3]), torch.tensor([3, 3, 1, 2])
+        assert told(lambda: pipe.step(x, target=(y, full))) == []
+        assert len(told(lambda: pipe.step(x, target=(y, uneven)))) == 1
+        assert told(lambda: pipe.step(x, target=(y, uneven))) == []
+
+
+def test_values_that_are_missing_are_noticed():
+    def mean_of_known(output, target):
+        is_known = ~target.isnan()
+        return (output.sum(-1) - target.nan_to_num())[is_known].square().mean()
+
+    with pipeline(mean_of_known) as pipe:
+        x, y = torch.randn(4, LENGTH, 4), torch.randn(4, LENGTH)
+        assert told(lambda: pipe.step(x, target=y)) == []
+        y[3, 1:] = torch.nan
+        assert len(told(lambda: pipe.step(x, target=y))) == 1
+
+
+def test_what_a_loss_compares_for_another_reason_is_no_cause_for_a_warning():
+    """The loss of each row is another function of labels above two, and the mean is one over the
+    rows all the same."""
+
+    def weighted(output, target):
+        return torch.where(target > 2, 2 * nll(output, target), nll(output, target)).mean()
+
+    with pipeline(weighted) as pipe:
+        for where in ([], [(3, 1)], [(0, 0), (0, 1)]):
+            x, y = batch(3, where)
+            assert told(lambda x=x, y=y: pipe.step(x, target=y)) == []
+
+
+def test_a_loss_that_has_been_told_of_is_not_told_of_again():
+    def over_all(output, target):
+        is_word = target != 0
+        return (nll(output, target) * is_word).sum() / is_word.sum().square()
+
+    with pipeline(over_all) as pipe:
+        x, y = batch()
+        assert len(told(lambda: pipe.step(x, target=y))) == 1
+        x, y = batch(0, [(3, 1), (3, 2)])
+        assert told(lambda: pipe.step(x, target=y)) == []
+
+
 @pytest.mark.parametrize("said", [{"loss_weight": "rows"}, {"check": False}])
 def test_who_has_said_what_the_loss_means_is_not_told(said):
     with pipeline(loss_of_tokens, **said) as pipe:
@@ -110,22 +212,97 @@ def test_a_model_that_computes_its_loss_is_told_of_such_labels_too(is_step):
         assert told(lambda: call(x, labels=y)) == []
 
 
+def ignoring_zero(output, labels):
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=0)
+
+
+class Reader(nn.Module):
+    """A model that leaves labels out of its loss, as its ``loss_fn`` says."""
+
+    def __init__(self, loss_fn):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, CLASSES))
+        self.loss_fn = loss_fn
+
+    def forward(self, x, labels):
+        return self.loss_fn(self.layers(x), labels)
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "export"])
+@pytest.mark.parametrize("loss_fn", [mean_of_words, ignoring_zero])
+def test_a_model_whose_own_loss_makes_the_mask_is_told_of_too(loss_fn, tracer):
+    with fxpipe.compile(Reader(loss_fn), ["cpu"] * 2, chunks=2, tracer=tracer) as pipe:
+        x, y = batch()
+        assert told(lambda: pipe.step(x, labels=y)) == []
+        x, y = batch(0, [(3, 1), (3, 2)])
+        assert len(told(lambda: pipe.step(x, labels=y))) == 1
+
+
+def test_conditions_are_read_from_a_graph():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.criterion = nn.CrossEntropyLoss(ignore_index=7)
+
+        def forward(self, y, labels):
+            known = F.cross_entropy(y, labels, ignore_index=255) + F.nll_loss(y, labels)
+            is_word = (labels != 0) & (labels.lt(3)) & torch.ge(labels, 1)
+            return self.criterion(y, labels) + known + (y[:, 0] * is_word).mean()
+
+    found = list(conditions_in(fx.symbolic_trace(Model())))
+    assert found == [
+        LabelCondition("eq", 255, is_sure=True),
+        LabelCondition("eq", -100, is_sure=True),
+        LabelCondition("eq", 0),
+        LabelCondition("lt", 3),
+        LabelCondition("lt", 1),
+        LabelCondition("eq", 7, is_sure=True),
+    ]
+
+
+def test_labels_that_are_all_equal_are_a_condition_and_others_are_not():
+    values = [torch.tensor([3, 3]), torch.tensor([2, 3]), torch.tensor([1.0, 1.0]), None, 4]
+    assert list(of_equal_labels(values)) == [LabelCondition("eq", 3)]
+
+
+def test_a_comparison_and_its_opposite_are_one_condition():
+    labels = torch.tensor([1, 2, 3])
+    with LabelsLeftOut() as found:
+        for number in 2, 2.0:
+            _ = (labels == number, labels != number, labels < number, labels >= number)
+            _ = (labels <= number, labels > number, labels > labels)
+    assert list(found.conditions) == [
+        LabelCondition("eq", 2),
+        LabelCondition("lt", 2),
+        LabelCondition("le", 2),
+    ]
+
+
+def test_of_many_conditions_the_first_are_looked_at_and_those_that_are_sure():
+    conditions = [LabelCondition("eq", number) for number in range(100)]
+    conditions.append(LabelCondition("eq", -100, is_sure=True))
+    for label, is_met in (0, True), (MOST - 1, True), (MOST, False), (-100, True):
+        assert LabelWatch(conditions).meets([(torch.tensor([label, 500]), 0)], (1, 1)) is is_met
+
+
 def test_losses_that_are_sums_leave_nothing_out_of_a_mean():
     output, labels = torch.randn(4, CLASSES), torch.tensor([1, 2, 3, 4])
     with LabelsLeftOut() as found:
         F.cross_entropy(output, labels, reduction="sum", ignore_index=7)
         F.mse_loss(output, output)
-        assert found.labels == set()
+        assert not found.conditions
         F.nll_loss(output, labels, ignore_index=255)
-        assert found.labels == {255}
+    assert list(found.conditions) == [LabelCondition("eq", 255, is_sure=True)]
 
 
 def test_labels_may_have_their_rows_in_any_dimension():
     labels = torch.tensor([[1, 2, 3, 4], [1, 2, 3, -1]])
-    assert LabelWatch([-1]).meets([(labels, 1)], (2, 2))
-    assert not LabelWatch([-1]).meets([(labels[:, 3:], 1)], (1,))
+    assert LabelWatch([LabelCondition("eq", -1)]).meets([(labels, 1)], (2, 2))
+    assert not LabelWatch([LabelCondition("eq", -1)]).meets([(labels[:, 3:], 1)], (1,))
 
 
 def test_values_that_cannot_be_labels_are_passed_over():
-    values = [torch.tensor([-1.0, 1.0]), torch.tensor([-1, 1], device="meta"), None]
-    assert not LabelWatch([-1]).meets([(value, 0) for value in values], (1, 1))
+    values = [torch.tensor([-1 + 0j, 1]), torch.tensor([-1, 1], device="meta"), None]
+    assert not LabelWatch([LabelCondition("eq", -1)]).meets(
+        [(value, 0) for value in values], (1, 1)
+    )
