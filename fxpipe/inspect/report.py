@@ -4,7 +4,7 @@ advice on what limits the speed."""
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
+from fxpipe import ops
 from fxpipe.inspect.batch_statistics import caution
 from fxpipe.ir.cost import Cost
 from fxpipe.ir.graph import COST, GAP, STAGE, stage_nodes
@@ -156,6 +157,7 @@ class Report:
         lines += self.compiled
         lines += [f"skip {hop}" for hop in self.layout.skips]
         lines += [f"shared parameter {hop}" for hop in self.layout.brought]
+        lines += [f"shared parameter {said}" for said in _shared_in_place(self.model_graph)]
         lines += [
             f"{node} is checkpointed by the model" for node in _checkpointed(self.model_graph)
         ]
@@ -214,6 +216,18 @@ class Report:
             console.print(line, soft_wrap=True, highlight=False)
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return text
+
+
+def _shared_in_place(model_graph: fx.GraphModule) -> Iterator[str]:
+    """What to say of each parameter that several stages of one device use, so that it is there for
+    all of them."""
+    for value in model_graph.graph.find_nodes(op="call_function", target=ops.share):
+        used = [node.meta[STAGE] for node in (value, *value.users) if STAGE in node.meta]
+        first, *others = map(str, sorted(set(used)))
+        (parameter,) = value.args
+        if others and isinstance(parameter, fx.Node) and parameter.op == "get_attr":
+            stages = f"{', '.join([first, *others[:-1]])} and {others[-1]}"
+            yield f"{parameter.target}: stages {stages} use it, on one device"
 
 
 def _checkpointed(gm: fx.GraphModule) -> list[str]:

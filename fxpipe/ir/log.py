@@ -10,7 +10,9 @@ Nothing is shown unless the user sets logging up::
                              model, and for which calls the program is right; at level DEBUG the
                              times of its phases, and those of pipelines and steps
 ``fxpipe.guards``            why a call needs a compilation, ahead of it
-``fxpipe.plan``              where the model is cut, and how its stages run
+``fxpipe.plan``              each setting that is tried where ``schedule="auto"`` or
+                             ``chunks="auto"`` leaves it open, and what it would take; then where
+                             the model is cut, and how its stages run
 ``fxpipe.warnings``          each warning, once in a process
 ============================ =======================================================================
 """

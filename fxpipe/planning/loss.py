@@ -124,7 +124,11 @@ class ExpectedLoss:
         try:
             return self.computed(graph)[1]
         except Exception as error:  # it is the user's function, which may raise anything
-            return f"loss_fn does not run on tensors without values ({type(error).__name__})"
+            return (
+                f"loss_fn does not run on tensors without values ({type(error).__name__}): leave "
+                "room for it on the lane of the last stage, by a smaller figure for that lane, as "
+                'in memory=["20GiB", "18GiB"]'
+            )
 
     def computed(self, graph: fx.Graph) -> tuple[Any, SavedByLoss]:
         """The loss, as a tensor without a value, and what it saves. Raises what the function raises

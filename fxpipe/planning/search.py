@@ -32,6 +32,7 @@ from torch import fx
 
 from fxpipe.ir.counts import count
 from fxpipe.ir.devices import DeviceSpec
+from fxpipe.ir.log import PLAN
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import human_time
 from fxpipe.planning.loss import SavedByLoss
@@ -219,6 +220,12 @@ class SettingSearch:
 
     def trial(self, setting: Setting) -> SettingTrial:
         """The plan for a setting. A plan of a given cut that does not fit counts as none."""
+        report_progress(str(setting))
+        found = self._planned(setting)
+        PLAN.info("%s: %s", setting, found.why or f"a step of {human_time(found.seconds)}")
+        return found
+
+    def _planned(self, setting: Setting) -> SettingTrial:
         try:
             plan = self.question(setting).answer()
         except PartitionError as error:  # nothing fits, or there are fewer nodes than stages
@@ -259,6 +266,11 @@ class SettingSearch:
         is_open = left.schedule == AUTO
         schedules = NAMES if is_open else [left.schedule]
         settings = settings_of(lanes, numbers, schedules, [left.stages], [left.segments])
+        PLAN.info(
+            "the fastest of %d settings is searched for by prediction: %s, with %s micro-batches; "
+            "those are left out that a bound shows not to be the fastest",
+            *(len(settings), ", ".join(schedules), ", ".join(map(str, numbers))),
+        )
         # An order of its own is for one number of micro-batches. Where this mini-batch has fewer
         # rows than are usual, larger ones are to have more.
         trials = self.fastest(settings, has_own=is_open and (rows or 1) >= usual)

@@ -54,6 +54,37 @@ class Languages(nn.Module):
         return y
 
 
+class Bags(nn.Module):
+    """Means of embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.EmbeddingBag(7, 3), nn.Linear(3, 3)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.layer(self.table(ids, offsets))
+
+
+class Packed(Languages):
+    """Reads rows of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = nn.GRU(3, 3, batch_first=True)
+
+    def forward(self, ids: Tensor, lengths: Any) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.wte(ids), lengths, True, False)
+        return self.reader(packed)[1][0]
+
+
+class Longest(Languages):
+    """Cuts a batch to its longest row, and sets to zero what is behind the end of each row."""
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        y = self.h[1](self.h[0](self.wte(ids)))[:, : lengths.max()]
+        return y * (torch.arange(y.shape[1]) < lengths[:, None])[..., None]
+
+
 class Stashes(nn.Module):
     """Stashes a value under a name, and pops one under another name."""
 

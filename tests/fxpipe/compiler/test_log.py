@@ -36,6 +36,21 @@ def test_each_compilation_is_logged_with_its_reason_its_guards_and_the_cut(caplo
     assert said[4][1].endswith("mode of the model: train → eval")
 
 
+def test_a_search_for_the_fastest_setting_is_logged_as_it_goes_on(caplog):
+    with caplog.at_level(logging.INFO, "fxpipe.plan"):
+        fxpipe.compile(
+            MLP(), ["cpu"] * 2, schedule="auto", chunks=4, example_inputs=(torch.ones(8, 12),)
+        ).close()
+    first, *tried = [r.getMessage() for r in caplog.records if r.name == "fxpipe.plan"]
+    assert first.startswith("the fastest of 7 settings is searched for by prediction: gpipe, 1f1b,")
+    assert "zbv, dualpipe_v, with 4 micro-batches; those are left out" in first
+    cut = next(i for i, text in enumerate(tried) if text.startswith("MLP: stage 0 on cpu"))
+    assert tried[0].startswith("gpipe with 4 micro-batches: a step of ")
+    settings = [text.partition(": a step of ")[0] for text in tried[:cut]]
+    assert all(each.endswith(" with 4 micro-batches") for each in settings)
+    assert len(set(settings)) == cut <= 9, "seven schedules, and at most two orders of its own"
+
+
 def test_the_times_of_phases_are_for_those_who_look_for_them(caplog):
     with caplog.at_level(logging.DEBUG, "fxpipe"), fxpipe.compile(MLP(), ["cpu"] * 2) as pipe:
         pipe(torch.ones(6, 12))

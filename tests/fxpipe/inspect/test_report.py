@@ -99,6 +99,20 @@ def test_the_report_says_how_long_each_stage_waits():
     assert shares == [["50%", "33%"], ["50%", "33%"]], "of equal stages: 1 / (2 + 1)"
 
 
+def test_a_parameter_that_stages_on_one_device_share_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[3].weight = model[0].weight
+    with fxpipe.compile(
+        model, ["cpu"] * 3, partition=["2", "3"], example_inputs=(torch.ones(8, 4),)
+    ) as pipe:
+        said = "shared parameter 0.weight: stages 0 and 2 use it, on one device"
+        assert said in pipe.report().splitlines()
+    with fxpipe.compile(
+        model, ["cpu"] * 2, partition=["1"], example_inputs=(torch.ones(8, 4),)
+    ) as pipe:
+        assert said.replace("0 and 2", "0 and 1") in pipe.report().splitlines()
+
+
 def equal_stages(count, lanes, **options):
     """The report of a row of equal stages, whose backwards take as long as their forwards."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
