@@ -1,6 +1,7 @@
 """Runs the notebooks, and compares what they show with the outputs that are stored in them.
 
-``python -m tests.notebooks`` runs all of them, and stores what they show now.
+``python -m tests.notebooks`` runs all of them, and stores what they show now; with names behind it,
+such as ``07-diffusion``, only these.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 
+import click
 import nbclient
 import nbformat
 from nbformat import NotebookNode
@@ -79,9 +81,13 @@ def _texts(cell: NotebookNode) -> list[tuple[str, str]]:
     return found
 
 
-def main() -> None:
-    """Run all notebooks, and store what they show."""
+@click.command()
+@click.argument("names", nargs=-1, type=click.Choice([path.stem for path in NOTEBOOKS]))
+def main(names: tuple[str, ...]) -> None:
+    """Run notebooks, all or those with some NAMES, and store what they show."""
     for path in NOTEBOOKS:
+        if names and path.stem not in names:
+            continue
         kept, now = read(path), run(path)
         for line in differences(kept, now):
             print(f"{path.name}: {line[:300]}")
