@@ -88,6 +88,11 @@ class Mode:
     the target, each with the place of the reading of the target that it is for."""
 
     @property
+    def most_chunks(self) -> int:
+        """The largest number of micro-batches for which there is a graph; 0 if there is none."""
+        return max([*self.unrolled, *(chunks for chunks, *_ in self.steps)], default=0)
+
+    @property
     def model_graph(self) -> fx.GraphModule:
         """The graph of the traced model, whose nodes have costs and stages."""
         return self.traced.graph_module

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from fxpipe.ir._torch import pytree, saved_tensors_hooks
 from fxpipe.ir.structure import Structure
+from fxpipe.ir.tensors import tensors_of
+from fxpipe.ir.text import kind
 from fxpipe.meaning.loss import own_loss
 from fxpipe.planning.loss import SavedByLoss, saved_by
 from fxpipe.runtime.microbatch import ListOfRows
@@ -21,6 +23,8 @@ from fxpipe.runtime.random import alone
 
 LossFunction = Callable[[Any, Any], Tensor]
 LossWeightFunction = Callable[..., Any]
+
+MOST_SHAPES = 4  # of an output or a target that are named in a note
 
 
 class Loss(nn.Module):
@@ -62,16 +66,29 @@ class Loss(nn.Module):
             with alone():
                 return self.call(output, whole)  # type: ignore[misc]
         except Exception as error:
-            if whole is None:
-                error.add_note(_without_target("loss_fn"))
+            error.add_note(_without_target("loss_fn") if whole is None else _given(output, whole))
             raise
 
 
 def _without_target(function: str) -> str:
     return (
-        f"step() was given no target=, so that {function} was called with None for it: give "
-        "step(x, target=y)"
+        f"no target= was given, so that {function} was called with None for it: give one, as in "
+        "pipe.step(x, target=y)"
     )
+
+
+def _given(output: Any, target: Any) -> str:
+    """What a ``loss_fn`` that has failed was given, as the caller sees the mini-batch only."""
+    return (
+        "in fxpipe: loss_fn is called for each micro-batch; here with an output of "
+        f"{_shapes(output)} and a target of {_shapes(target)}"
+    )
+
+
+def _shapes(value: Any) -> str:
+    shapes = [str(tuple(tensor.shape)) for tensor in tensors_of(value)]
+    several = [*shapes[:MOST_SHAPES], "..."] if len(shapes) > MOST_SHAPES else shapes
+    return ", ".join(several) or kind(value)
 
 
 class LossWeight(nn.Module):

@@ -218,8 +218,8 @@ class Runner:
         return self._example if self._last is None else self._last[0].example
 
     def described(self) -> tuple[Mode, int]:
-        """What reports and drawings are about: the last call. While the model is in train mode it
-        is the last one in that mode, with gradients, if there has been one: people evaluate a model
+        """What drawings and graphs are of: the last call. While the model is in train mode it is
+        the last one in that mode, with gradients, if there has been one: people evaluate a model
         now and then, go back to training, and ask what a step takes.
 
         Raises:
@@ -228,6 +228,17 @@ class Runner:
         if self._trained is not None and self.compiler.model.training:
             return self._trained
         return self.last()
+
+    def reported(self) -> tuple[Mode, int]:
+        """What reports and predictions are about: what is described, with the largest number of
+        micro-batches that it has run with. The last mini-batch of an epoch is often too small for
+        as many, and nobody asks what limits the speed of that one.
+
+        Raises:
+            NotYet: as :meth:`last`.
+        """
+        mode, chunks = self.described()
+        return mode, max(chunks, mode.most_chunks)
 
     def last(self) -> tuple[Mode, int]:
         """The mode that ran last, and its number of micro-batches. Before any call the example is
@@ -241,7 +252,8 @@ class Runner:
             self.ready(args, kwargs)
         if self._last is None:
             raise NotYet(
-                "this pipeline is not compiled yet: call it, or give example_inputs to compile()"
+                "this pipeline is not compiled yet: call it, or prepare(x) with inputs like those "
+                "of a call, or give example_inputs to compile()"
             )
         return self._last
 

@@ -268,8 +268,8 @@ class Views:
 
     def report(self) -> Report:
         """The report on the last call: per stage the time, memory, traffic and idle time, and what
-        limits the speed."""
-        mode, chunks = self._runner.described()
+        limits the speed. A call with fewer micro-batches than one before it does not count."""
+        mode, chunks = self._runner.reported()
         example = mode.example
         return Report(
             self.model_graph,
@@ -304,7 +304,7 @@ class Views:
         runner = self._runner
         if not runner.has_a_call:
             return not_compiled(runner.compiler.model)
-        mode, chunks = runner.described()
+        mode, chunks = runner.reported()
         modes, has_stepped = runner.compiler.layout.modes, runner.last_step() is not None
         state = chunks, modes, has_stepped, mode.saved_by_loss
         known = self._explained
@@ -329,7 +329,7 @@ class Views:
     def timeline(self) -> Timeline:
         """The training step, or the call without one, predicted from measured or estimated
         costs."""
-        chunks = self.chunks
+        _, chunks = self._runner.reported()
         if self.measured is not None:
             costs = measured_costs(self.measured, len(self.stages))
             return self._simulated(chunks, costs)
@@ -339,7 +339,7 @@ class Views:
         """The training step for a number of micro-batches, predicted from estimated costs; None if
         the schedule cannot run with so many."""
         is_named = isinstance(self._options.schedule, str) and self._options.schedule != AUTO
-        if chunks != self.chunks and not is_named:
+        if chunks != self._runner.reported()[1] and not is_named:
             # To search for a schedule would take too long for a report, and a schedule that the
             # user has given action by action is for one number of micro-batches only.
             return None

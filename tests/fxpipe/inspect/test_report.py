@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from torch import fx, nn
@@ -111,6 +113,19 @@ def test_a_parameter_that_stages_on_one_device_share_is_named():
         model, ["cpu"] * 2, partition=["1"], example_inputs=(torch.ones(8, 4),)
     ) as pipe:
         assert said.replace("0 and 2", "0 and 1") in pipe.report().splitlines()
+
+
+def test_the_last_mini_batch_of_an_epoch_does_not_count_if_it_is_smaller():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with fxpipe.compile(model, ["cpu"] * 2, chunks=8) as pipe:
+        said = []
+        for rows in 3, 32, 1, 40:
+            pipe(torch.ones(rows, 4))
+            said.append(re.findall(r"\d+ micro-batch(?:es)?\b", pipe.report())[0])
+        assert said == ["3 micro-batches", *["8 micro-batches"] * 3]
+        pipe.eval()
+        pipe(torch.ones(1, 4))
+        assert "1 micro-batch" in pipe.report(), "it is another program"
 
 
 def equal_stages(count, lanes, **options):

@@ -146,8 +146,8 @@ def test_where_the_target_has_been_forgotten_the_error_says_so():
     with compiled() as pipe, pytest.raises(TypeError) as caught:
         pipe.step(torch.randn(4, 12))
     assert caught.value.__notes__[0] == (
-        "step() was given no target=, so that loss_fn was called with None for it: give step(x, "
-        "target=y)"
+        "no target= was given, so that loss_fn was called with None for it: give one, as in "
+        "pipe.step(x, target=y)"
     )
 
 
@@ -156,9 +156,18 @@ def test_where_the_target_of_a_loss_weight_has_been_forgotten_the_error_says_so(
     with compiled(loss_weight=tokens) as pipe, pytest.raises(AttributeError) as caught:
         pipe.step(torch.randn(4, 12))
     assert caught.value.__notes__[0] == (
-        "step() was given no target=, so that loss_weight was called with None for it: give "
-        "step(x, target=y)"
+        "no target= was given, so that loss_weight was called with None for it: give one, as in "
+        "pipe.step(x, target=y)"
     )
+
+
+def test_where_a_loss_fails_the_error_says_what_it_was_given():
+    """The caller sees the mini-batch, of which it is given a part."""
+    shapes = "an output of (1, 12) and a target of (1,), (1, 5)"
+    pipe = compiled(loss_fn=lambda output, target: output @ target[1])
+    with pipe, pytest.raises(RuntimeError) as caught:
+        pipe.step(torch.randn(4, 12), target=(torch.randn(4), torch.randn(4, 5)))
+    assert f"called for each micro-batch; here with {shapes}" in caught.value.__notes__[0]
 
 
 def test_to_measure_a_model_without_a_loss_it_is_compiled_without_training():
