@@ -66,6 +66,7 @@ class ToStages:
         spec: the description of the device by which times are estimated.
         optimizer_states: how many tensors of a parameter's size the optimizer keeps for it.
         measured_on: the device on which costs are measured; None: the model's.
+        measured_with: the number of intra-op threads with which they are; None: those that are set.
         deferred_batch_norm: whether batch norms update their running statistics once for each
             mini-batch.
         places: for each stage the rank that runs it, if there are several; see pass "tied".
@@ -85,6 +86,7 @@ class ToStages:
     spec: DeviceSpec = CPU_CORE
     optimizer_states: float = ADAM
     measured_on: torch.device | None = None
+    measured_with: int | None = None
     deferred_batch_norm: bool = False
     places: tuple[int, ...] = ()
     training: bool = True

@@ -134,6 +134,7 @@ def _cost(context: ToStages) -> Pass:
         chunks=context.chunks,
         training=context.training,
         in_dims=context.in_dims,
+        threads=context.measured_with,
     )
 
 

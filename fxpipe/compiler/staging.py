@@ -51,6 +51,7 @@ from fxpipe.planning.loss import NO_TARGET, ExpectedLoss, SavedByLoss
 from fxpipe.planning.question import CostedModel, PlanQuestion, copied, sketch
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.compiled.stage import CompiledStages
+from fxpipe.runtime.lanes import threads_of_a_lane
 from fxpipe.runtime.microbatch import Dims
 from fxpipe.runtime.state import STATEFUL
 from fxpipe.trace import (
@@ -486,6 +487,7 @@ class Staging(ABC):
             # Once the model has been cut, costs no longer decide where: measuring would be in vain.
             costs="analytic" if self.layout.labels or self.is_on_meta() else options.costs,
             measured_on=options.devices[0],
+            measured_with=threads_of_a_lane(options.lanes),
             deferred_batch_norm=options.deferred_batch_norm,
             optimizer_states=options.optimizer_states,
             spec=options.specs[0],

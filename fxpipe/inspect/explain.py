@@ -327,7 +327,13 @@ class Explaining:
         names = [str(device) for device in self.options.lanes]
         found = list(against(now.timeline, self.measured, self.replayed, names, self._run))
         if self._is_measured_as_it_is and is_off(now.timeline, self.measured):
-            if self.options.costs == "measured":
+            is_shorter = factor(now.timeline, self.measured) < 1
+            if self.options.costs == "measured" and is_shorter:
+                found.append(
+                    "The times of nodes were measured, each by itself, and were longer then, as "
+                    "where other processes take the cores: compile again to measure them again."
+                )
+            elif self.options.costs == "measured":
                 found.append(
                     "The times of nodes were measured, each by itself: so it is not they that are "
                     "off, but what is around them, or lanes that slow each other."

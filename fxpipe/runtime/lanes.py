@@ -314,9 +314,7 @@ class Lanes:
             for waiting in self._queues:
                 waiting.end()
         self._queues, self._threads = [], []
-        on_cpu = sum(device.type == "cpu" for device in self._devices)
-        total = torch.get_num_threads()
-        share = max(1, total // max(1, on_cpu))
+        total, share = torch.get_num_threads(), threads_of_a_lane(self._devices)
         ready = threading.Semaphore(0)
         for i, device in enumerate(self._devices):
             queue = JobQueue()
@@ -334,6 +332,13 @@ class Lanes:
         torch.set_num_threads(total)
         self._close = weakref.finalize(self, _end, self._queues, self._threads)
         wait_for_calls_at_exit()
+
+
+def threads_of_a_lane(devices: Sequence[torch.device]) -> int:
+    """The number of intra-op threads of each lane on the CPU, where there are lanes on these
+    devices: the threads that are set for the process are shared out."""
+    on_cpu = sum(device.type == "cpu" for device in devices)
+    return max(1, torch.get_num_threads() // max(1, on_cpu))
 
 
 class _Job:

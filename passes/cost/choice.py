@@ -34,11 +34,13 @@ def cost_pass(
     chunks: int = 1,
     training: bool = True,
     in_dims: tuple[int | None, ...] | None = None,
+    threads: int | None = None,
 ) -> AnalyticCost | MeasuredCost | GivenCost:
     """The cost pass that ``costs`` asks for.
 
-    ``inputs``, ``in_dims`` and ``device`` are for measuring only; ``spec`` describes the device,
-    ``chunks`` is the number of micro-batches, and ``training`` says whether there are backwards.
+    ``inputs``, ``in_dims``, ``device`` and ``threads`` are for measuring only; ``spec`` describes
+    the device, ``chunks`` is the number of micro-batches, and ``training`` says whether there are
+    backwards.
     """
     if isinstance(costs, str) and costs == "analytic":
         return AnalyticCost(spec, optimizer_states, chunks, training)
@@ -51,6 +53,7 @@ def cost_pass(
             chunks=chunks,
             training=training,
             in_dims=in_dims,
+            threads=threads,
         )
     if isinstance(costs, str | Path):
         if not Path(costs).exists():

@@ -51,6 +51,9 @@ class MeasuredCost:
         inputs: real inputs of the model, one for each placeholder.
         in_dims: the batch dimension of each input; None for one that all micro-batches share, and
             in place of the tuple if nothing is to be cut.
+        threads: the number of intra-op threads to measure with, as many as a lane has; None: those
+            that are set. With all threads of the process the kernels of a small model are slower
+            than with a lane's, by orders of magnitude where other processes take the cores.
         device: the device on which to measure; None: the model's. Tensors on other devices are
             copied to it, node by node.
         budget_s: no round begins after this many seconds. The first one, a warm-up, always runs to
@@ -70,6 +73,7 @@ class MeasuredCost:
     chunks: int = 1
     training: bool = True
     in_dims: tuple[int | None, ...] | None = None
+    threads: int | None = None
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         device = self.device or next(
@@ -114,7 +118,7 @@ class MeasuredCost:
         end = time.perf_counter() + self.budget_s
         console = Console(stderr=True)  # standard output may be redirected to a file
         progress = Progress(console=console, transient=True, disable=not console.is_terminal)
-        with _as_it_was(gm, device), progress:
+        with _as_it_was(gm, device), _intra_op_threads(self.threads), progress:
             for _ in progress.track(range(1 + ROUNDS), description="measuring"):
                 if rounds and time.perf_counter() > end:
                     break
@@ -275,3 +279,14 @@ def _as_it_was(gm: fx.GraphModule, device: torch.device | None) -> Iterator[None
             state.put_back()
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+@contextmanager
+def _intra_op_threads(count: int | None) -> Iterator[None]:
+    """Inside the ``with`` block kernels of the CPU run with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

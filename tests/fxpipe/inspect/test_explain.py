@@ -326,6 +326,15 @@ def test_where_times_of_nodes_are_off_measured_ones_are_advised_if_they_are_esti
     assert ("The times of nodes were measured, each by itself" in found) == (not is_advised)
 
 
+def test_where_measured_nodes_took_longer_than_their_stages_they_are_to_be_measured_again():
+    with fxpipe.compile(MLP(), TWO, chunks=2, example_inputs=(X,), costs="measured") as pipe:
+        spans = pipe.timeline().spans
+        short = (replace(span, start=span.start / 100, end=span.end / 100) for span in spans)
+        pipe._views.measured = Timeline("measured", ("a", "b"), tuple(short))
+        found = said(pipe.explain(), "What limits the speed")
+    assert "0.01 times as long" in found and "compile again to measure them again" in found
+
+
 def test_a_measured_step_of_other_micro_batches_is_not_compared():
     with fxpipe.compile(MLP(), TWO, chunks=2, loss_fn=lambda y, _: y.mean()) as pipe:
         pipe.measure(X[:1], rounds=1)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.ir.graph import COST, stage_nodes
+from fxpipe.runtime.lanes import threads_of_a_lane
 from passes import Alias, AnalyticCost, Rows
 from passes.cost import measured as measure_module
 from passes.cost.measured import MeasuredCost
@@ -182,3 +183,30 @@ def test_sparse_gradients_are_not_accumulated_at_the_size_of_their_table():
     for is_sparse in (False, True):
         (cost,) = measured(nn.Sequential(nn.Embedding(9, 4, sparse=is_sparse)), ids).values()
         assert (cost.accumulation_s > 0) != is_sparse
+
+
+def test_nodes_are_measured_with_the_threads_of_a_lane_and_the_callers_are_put_back():
+    seen, before, graph = [], torch.get_num_threads(), fx.Graph()
+
+    def doubled(x):
+        seen.append(torch.get_num_threads())
+        return x * 2
+
+    graph.output(graph.call_function(doubled, (graph.placeholder("x"),)))
+    inputs = (torch.ones(2),)
+    gm = Alias(inputs)(fx.GraphModule({}, graph))
+    MeasuredCost(inputs, budget_s=0.0, threads=3)(gm)
+    assert seen[-1] == 3 and torch.get_num_threads() == before
+
+
+def test_the_lanes_of_the_cpu_share_the_threads_out(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    cpu, other = torch.device("cpu"), torch.device("cuda")
+    assert [
+        threads_of_a_lane(lanes) for lanes in ([cpu], [cpu] * 3, [cpu, cpu, other], [other])
+    ] == [
+        8,
+        2,
+        4,
+        8,
+    ]
