@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from fxpipe.ir.log import warn
 
 MANY = 16
 """The most files of one key that are read."""
+
+LONG = 64
+"""A list of more elements is encoded one element after the other."""
 
 
 class Folder:
@@ -55,14 +59,18 @@ class Folder:
 
     def write(self, key: str, name: str, data: Any) -> bool:
         """Write a file of a key; warn and return False if that is impossible."""
-        rest = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
-        content = hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
         made = ""
         try:
             (self.path / key).mkdir(parents=True, exist_ok=True)
             number, made = tempfile.mkstemp(dir=self.path / key, prefix=".", suffix=".tmp")
             with os.fdopen(number, "wb") as file:
-                file.write(content)
+                digest = hashlib.sha256()
+                file.write(digest.hexdigest().encode() + b"\n")  # to be written over
+                for piece in _encoded(data):
+                    digest.update(piece)
+                    file.write(piece)
+                file.seek(0)
+                file.write(digest.hexdigest().encode())
             os.replace(made, self.path / key / f"{name}.json")
         except OSError as error:
             if made:
@@ -75,3 +83,28 @@ class Folder:
             )
             return False
         return True
+
+
+def _encoded(data: Any) -> Iterator[bytes]:
+    """JSON in pieces: the encoder of the standard library makes a string of each number and each
+    bracket before it joins them, which takes ten times the memory of the text."""
+    if isinstance(data, dict):
+        yield from _within("{}", ([_encoded_whole(key), b":"] for key in data), data.values())
+    elif isinstance(data, list) and len(data) > LONG:
+        yield from _within("[]", ([] for _ in data), data)
+    else:
+        yield _encoded_whole(data)
+
+
+def _within(brackets: str, ahead: Iterable[list[bytes]], values: Iterable[Any]) -> Iterator[bytes]:
+    begin, end = brackets.encode("ascii")[:1], brackets.encode("ascii")[1:]
+    for keys, value in zip(ahead, values, strict=True):
+        yield begin
+        yield from keys
+        yield from _encoded(value)
+        begin = b","
+    yield end if begin == b"," else begin + end
+
+
+def _encoded_whole(data: Any) -> bytes:
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
