@@ -11,6 +11,10 @@ from torch import fx
 from fxpipe.ir.graph import CONTAINS, MICROBATCH, STAGE, attribute
 from fxpipe.ir.printing import format_node
 from fxpipe.ir.source import model_frame
+from fxpipe.ir.text import shortened
+
+LONGEST = 200
+"""The most characters of a node's code in a note: it may have a value for each row."""
 
 
 def where(node: fx.Node, error: BaseException) -> str:
@@ -18,7 +22,7 @@ def where(node: fx.Node, error: BaseException) -> str:
     micro-batch and what the stage contains, the node within the stage's graph, and its line of the
     model."""
     if STAGE not in node.meta:
-        return f"in fxpipe: {format_node(node)}"
+        return f"in fxpipe: {shortened(format_node(node), LONGEST)}"
     stage = _stage_module(node)
     contains = "" if stage is None else stage.meta.get(CONTAINS, "")
     said = f" (the stage contains {contains})" * bool(contains)

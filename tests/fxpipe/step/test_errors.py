@@ -219,3 +219,11 @@ def test_without_gradients_there_is_no_step():
         with torch.no_grad():  # which leaves the gradients as they are
             pipe.measure(torch.randn(4, 12), target=torch.randn(4), rounds=1)
         assert same(gradients(pipe.module), before)
+
+
+def test_a_target_that_is_a_list_of_numbers_is_said_in_a_few_words():
+    """Each number is a value of the step graph, so that the code of a node may be very long."""
+    pipe = compiled(loss_weight=lambda target: torch.isnan(target).sum())
+    with pipe, pytest.raises(TypeError) as caught:
+        pipe.step(torch.randn(4, 12), target=torch.randn(4, 300).tolist())
+    assert all(len(note) < 300 for note in caught.value.__notes__)
