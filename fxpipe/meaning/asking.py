@@ -28,6 +28,7 @@ from fxpipe.meaning.check import (
     Trial,
     Verdict,
     check,
+    of_own_values,
     ran,
 )
 from fxpipe.meaning.compare import difference
@@ -336,7 +337,8 @@ class Asking:
         if verdict.trial is None or not is_the_loss:
             return ""
         labels = [(each.name, i) for i, each in enumerate(self.inputs) if each.name.isidentifier()]
-        return remedy(verdict.trial, self.runs.loss, labels, self._weigh, dims)
+        trials = [*of_own_values(self.runs.output_of, self.tensors, dims), *verdict.trials]
+        return remedy(trials, self.runs.loss, labels, self._weigh, dims)
 
     def _once_masked(self, dims: InDims, verdict: Verdict) -> str:
         """The ``loss_weight`` that a loss needs once some labels are IGNORED; "" if it needs none.
@@ -358,7 +360,7 @@ class Asking:
                 if not is_the_models(error):
                     raise
                 continue  # this model does not take the label IGNORED
-            if by := remedy(sample, loss, [(each.name, i)], self._weigh, dims):
+            if by := remedy([sample], loss, [(each.name, i)], self._weigh, dims):
                 return by
         return ""
 

@@ -40,9 +40,9 @@ from fxpipe.meaning.compare import (
     reading,
     tolerance,
 )
-from fxpipe.meaning.listed import is_a_row, rows_of
+from fxpipe.meaning.listed import is_a_row, is_column, rows_of
 from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
-from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
+from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, batch_size, part, sampled, spread
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
 
@@ -53,6 +53,7 @@ SIZES = (1, 3), (3, 2), (4, 2)
 FEWEST = (1, 2)  # where all rows are known to be treated alike, see fxpipe.meaning.alike
 APART = (1, 1)  # where they are known to stay apart as well
 TRIALS = 3
+OWN = 16  # the most rows of a sample of the mini-batch's own values, which confirms a remedy
 # An output that differs in some samples only is a problem if it differs in two of them or more, and
 # in a SMALL share of its elements at least; or if it differs in a LARGE share in one sample. Less
 # may be a decision between nearly equal values.
@@ -126,6 +127,14 @@ class Trial:
         largest = max(range(len(self.sizes)), key=lambda i: (self.sizes[i], i))
         return whole is not None and whole == parts[largest]
 
+    def of_numbers(self) -> Trial:
+        """The same sample with those outputs only that are single numbers, such as losses."""
+        whole, *parts = (
+            {path: each for path, each in output.items() if _is_number(each)}
+            for output in (self.whole, *self.parts)
+        )
+        return Trial(self.sizes, self.level, self.tensors, whole, parts)
+
     def each(self, dims: Sequence[int | None]) -> list[list[Tensor]]:
         """The tensors of each part of the sample."""
         starts = [0, *accumulate(self.sizes)]
@@ -149,7 +158,9 @@ class Problem:
 class Verdict:
     """The result of the check of one candidate."""
 
-    trial: Trial | None = None
+    trials: list[Trial] = field(default_factory=list)
+    """The samples that have been taken, in their order; with all outputs for the last one, and with
+    numbers only for those before it."""
     outputs: dict[str, Dim] = field(default_factory=dict)
     """How each output is put together, by its path."""
     problems: list[Problem] = field(default_factory=list)
@@ -166,6 +177,11 @@ class Verdict:
     """Sizes of parts that are too small: the model gives something else for them."""
     mixed: Problem | None = None
     """A problem that occurs only where integers of several rows are mixed (level "mixed")."""
+
+    @property
+    def trial(self) -> Trial | None:
+        """The last sample; None if the model takes none."""
+        return self.trials[-1] if self.trials else None
 
     @property
     def is_wrong(self) -> bool:
@@ -244,7 +260,8 @@ def _checked(
             break
         if trial is not None and _is_empty(taken.whole):
             continue  # any way of putting parts together fits
-        verdict.trial, trial, count = taken, taken, count + 1
+        verdict.trials = [*(each.of_numbers() for each in verdict.trials), taken]
+        trial, count = taken, count + 1
         for path, found in _but_for_rounding(question, trial):
             if ignored(path):
                 fits[path] = (LISTED,) if is_a_row(path) else _by_shape(trial, path)
@@ -325,6 +342,24 @@ def ran(run: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | N
     return Trial(trial.sizes, trial.level, trial.tensors, whole, parts)
 
 
+def of_own_values(
+    run: Callable[[list[Tensor]], Any], tensors: Sequence[Any], dims: Sequence[int | None]
+) -> list[Trial]:
+    """A sample of the mini-batch's own rows, up to OWN of them; none where there are too few, or
+    where the model does not take them."""
+    rows = min(OWN, batch_size(tensors, dims) or 0)
+    if rows < 2 or any(map(is_column, tensors)):
+        return []
+    sizes = rows // 3 or 1, rows - (rows // 3 or 1)
+    trial = Trial(sizes, GIVEN, spread(tensors, dims, rows), {}, [])
+    try:
+        return [ran(run, trial, dims)]
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return []
+
+
 def is_joined(trial: Trial, outputs: Mapping[str, Dim]) -> bool:
     """Whether the parts, put together, are the whole as nearly as a graph has to be the model."""
     for path, whole in trial.whole.items():
@@ -383,6 +418,10 @@ def _may_fit_by_chance(trial: Trial, dims: Sequence[int | None]) -> bool:
     values = [value for value in trial.whole.values() if isinstance(value, Tensor)]
     counts = any(map(_is_of_integers, cut)) and not all(value.ndim for value in values)
     return counts or any(map(_is_of_integers, values)) or _goes_by_values(trial)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _is_of_integers(value: Any) -> bool:

@@ -17,7 +17,7 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
-from fxpipe.meaning.check import Question, Verdict, check
+from fxpipe.meaning.check import Question, Verdict, check, of_own_values
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, of_equal_labels
 from fxpipe.meaning.listed import Column, Listed, is_column
@@ -201,22 +201,28 @@ class _LossOfTarget:
                 return None  # it raises an error on a micro-batch: the step will raise the same
             refuse(asked, messages.unknown_loss(verdict))
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
-            by = ""
-            if verdict.trial is not None:
-                keys = _keys_of(self.target, self.places)
-                count = self.count
-                labels = [
-                    (keys[i], count + i)
-                    for i in range(len(self.places))
-                    if i in keys and not is_column(self.tensors[count + i])
-                ]
-                by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims, of_target=True)
             self.is_told = True
+            by = self._remedy(verdict)
             text = messages.across(verdict.problems[0], self.named, by, of_loss_fn=True)
             warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+    def _remedy(self, verdict: Verdict) -> str:
+        """The ``loss_weight`` that makes the loss that of the whole batch, as code that the user
+        can write; "" if none is known."""
+        if verdict.trial is None:
+            return ""
+        keys = _keys_of(self.target, self.places)
+        labels = [
+            (keys[i], self.count + i)
+            for i in range(len(self.places))
+            if i in keys and not is_column(self.tensors[self.count + i])
+        ]
+        own = of_own_values(lambda tensors: self.run(tensors)[0], self.tensors, self.dims)
+        trials = [*own, *verdict.trials]
+        return remedy(trials, LOSS, labels, self.weigh, self.dims, of_target=True)
 
     def may_leave_out(self) -> Iterator[LabelCondition]:
         """By what the loss may tell which labels count; nothing where that has been told."""

@@ -118,6 +118,18 @@ def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Gener
     return rows.map(lambda row: _perturbed(row, row, 0, level if row.ndim else MOVED, draw))
 
 
+def spread(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int) -> list[Tensor]:
+    """``rows`` rows of each tensor as they are, from all over the example."""
+    return [
+        tensor
+        if dim is None
+        else tensor.index_select(
+            dim, torch.arange(rows, device=tensor.device) * tensor.shape[dim] // rows
+        )
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+
+
 def part(
     tensors: Sequence[Tensor], dims: Sequence[int | None], start: int, rows: int
 ) -> list[Tensor]:

@@ -72,10 +72,11 @@ def weighed(
             f"{path} is a sum over the rows, and loss_weight weighs means: leave loss_weight out, "
             "or let the loss be a mean"
         )
-    compared = _apart(verdict.trial, path, weigh, dims)
+    compared = (_apart(trial, path, weigh, dims) for trial in verdict.trials)
+    wrong = next((each for each in compared if each is not None and each[0]), None)
     more = []
-    if compared is not None and compared[0]:
-        apart, text = compared
+    if wrong is not None:
+        apart, text = wrong
         more = [Problem(path, text, is_scalar=True, difference=apart)]
     return replace(verdict, outputs=outputs, problems=[*more, *others]), ""
 
@@ -100,6 +101,19 @@ def _apart(
     )
 
 
+@dataclass(frozen=True)
+class _Suggestion:
+    """A function that a user may give as ``loss_weight``, with its code.
+
+    ``is_guess``: whether nothing but its numbers tells that a loss is a mean by it. It may be the
+    number of rows of some class. Masks, and labels that losses leave out, are made for it.
+    """
+
+    code: str
+    function: Callable[..., Any]
+    is_guess: bool
+
+
 def with_ignored(trial: Trial, place: int, dim: int) -> Trial:
     """The sample, without outputs, with every second label of its first part replaced by IGNORED,
     the label that losses leave out. ``place`` is the labels' place among the tensors, ``dim`` their
@@ -115,62 +129,76 @@ def with_ignored(trial: Trial, place: int, dim: int) -> Trial:
 
 
 def remedy(
-    trial: Trial,
+    trials: Sequence[Trial],
     path: str,
     named: Sequence[tuple[str | int, int]],
     weigh: Callable[[Callable[..., Any]], Weigh],
     dims: Sequence[int | None],
     of_target: bool = False,
 ) -> str:
-    """The ``loss_weight`` with which the losses of the parts come closest to the loss of the whole,
-    as code that the user can write; "" if none fits.
+    """The ``loss_weight`` with which the losses of the parts give the loss of the whole in each of
+    several samples, as code that the user can write; "" if there is none. Of several that do, one
+    that may have been meant for it comes ahead of others, then the one that comes closest.
 
     Args:
+        trials: the samples. In one of them a count of something else may be in the same proportion.
         named: the tensors that may be labels or masks: their names (as arguments of the model, or
             keys of the target; empty for a target that is a tensor) and places in the sample.
         weigh: makes the function for a micro-batch's weight from a ``loss_weight``.
         of_target: whether the tensors are parts of the target.
     """
-    found: list[tuple[float, str]] = []
+    found: list[tuple[bool, float, str]] = []
     for name, place in named:
-        for text, function in _functions(name, trial.tensors[place], of_target):
-            compared = _apart(trial, path, weigh(function), dims)
-            if compared is not None and not compared[0]:
-                found.append((compared[0].largest, text))
-    return min(found)[1] if found else ""
+        values = [trial.tensors[place] for trial in trials]
+        for each in _functions(name, values, of_target):
+            farthest = _farthest(trials, path, weigh(each.function), dims)
+            if farthest is not None:
+                found.append((each.is_guess, farthest, each.code))
+    return min(found)[2] if found else ""
 
 
-def _functions(
-    name: str | int, tensor: Tensor, of_target: bool
-) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Functions that a user may give as ``loss_weight``, each with its code: they count the labels
-    in a tensor that a loss is a mean over, or add up a mask."""
-    if tensor.is_meta or tensor.is_complex():
+def _farthest(
+    trials: Sequence[Trial], path: str, weigh: Weigh, dims: Sequence[int | None]
+) -> float | None:
+    """How far the weighted losses of the parts are from those of the whole samples at most; None if
+    this is more than rounding errors in any sample, or if the weights are zero in all."""
+    compared = [_apart(trial, path, weigh, dims) for trial in trials]
+    apart = [each[0] for each in compared if each is not None]
+    return None if not apart or any(apart) else max(each.largest for each in apart)
+
+
+def _functions(name: str | int, values: Sequence[Tensor], of_target: bool) -> Iterator[_Suggestion]:
+    """Functions that a user may give as ``loss_weight``: they count the labels in a tensor that a
+    loss is a mean over, or add up a mask. ``values``: the tensor in several samples."""
+    if values[0].is_meta or values[0].is_complex() or values[0].layout != torch.strided:
         return
+    tensor = torch.cat([each.flatten() for each in values])
     is_integer = not tensor.is_floating_point() and tensor.dtype.is_signed
     has_ignored = is_integer and bool((tensor == IGNORED).any())
+    is_binary = bool(((tensor == 0) | (tensor == 1)).all())
     part = "target" if name == "" else f"target[{_quoted(name)}]"
     if is_integer and tensor.numel():
         # Losses that leave out another label mostly leave out the smallest or the largest one.
         others = [] if has_ignored else [int(tensor.amin()), int(tensor.amax())]
         for label in [IGNORED] if has_ignored else others:
+            is_guess = not has_ignored
             if isinstance(name, int):
-                yield f"lambda target: ({part} != {label}).sum()", _Count(name, label)
+                code = f"lambda target: ({part} != {label}).sum()"
+                yield _Suggestion(code, _Count(name, label), is_guess)
                 continue
             named = [_quoted(name)] * bool(name) + [f"ignore_index={label}"] * (label != IGNORED)
             for shifted in (False, True):
                 given = ", ".join(named + ["shifted=True"] * shifted)
                 function = tokens(name or "labels", ignore_index=label, shifted=shifted)
-                yield f"fxpipe.loss_weight.tokens({given})", function
+                yield _Suggestion(f"fxpipe.loss_weight.tokens({given})", function, is_guess)
     if has_ignored:
         return
-    is_mask = bool((tensor >= 0).all()) and (tensor.is_floating_point() or bool((tensor < 2).all()))
-    if tensor.ndim and is_mask:
+    if values[0].ndim and bool(((tensor >= 0) & tensor.isfinite()).all()):
         is_argument = not of_target and name != ""
         code = (
             f"lambda {name}, **_: {name}.sum()" if is_argument else f"lambda target: {part}.sum()"
         )
-        yield code, _Sum(name)
+        yield _Suggestion(code, _Sum(name), not is_binary)
 
 
 def _quoted(name: str | int) -> str:
