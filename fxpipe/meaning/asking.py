@@ -207,9 +207,16 @@ class Asking:
             return ""
         names = [each.name for each in self.inputs]
         for seed in range(TRIALS):  # the samples of the check: in some the values may be the same
-            tensors = sampled(self.tensors, dims, sum(trial.sizes), trial.level, seed)
+            rows, counts = sum(trial.sizes), self.asked.counts
+            tensors = sampled(self.tensors, dims, rows, trial.level, seed, counts)
             parts = replace(trial, tensors=tensors).each(dims)
-            if found := differing_value(self.runs.output_of, names, tensors, parts):
+            try:
+                found = differing_value(self.runs.output_of, names, tensors, parts)
+            except Exception as error:
+                if not is_the_models(error):
+                    raise
+                continue  # it has taken another sample of these
+            if found:
                 return messages.by_values(verdict, found)
         return ""
 
@@ -379,7 +386,9 @@ class Asking:
             return Verdict(takes_parts=True)
         is_listed = self.listed is not None
         sizes = sizes or (*SIZES, self.asked.sizes(batch))
-        question = Question(self.runs.ran, self.tensors, dims, sizes, is_listed)
+        question = Question(
+            self.runs.ran, self.tensors, dims, sizes, is_listed, counts=self.asked.counts
+        )
         self.runs.drew = False
         modes = len(self.runs.modes)
         verdict = check(question, self._ignored, is_likely=is_likely)

@@ -72,6 +72,8 @@ class Question:
         tensors, dims: the tensors of the example, and the batch dimension of each.
         run_parts: what is run on the parts of a sample, if that is not the model but its graph. It
             is given a part and the number of its first row.
+        counts: what rows of samples have to differ by, see :func:`fxpipe.meaning.sample.sampled`.
+            Their integers are not mixed then, and several samples are taken.
         sizes: the sizes of the parts of a sample, for each sample in the order in which they are
             tried.
         in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
@@ -84,6 +86,12 @@ class Question:
     sizes: Sequence[tuple[int, ...]] = SIZES
     in_lists: bool = False
     run_parts: Callable[[list[Tensor], int], tuple[Any, Hashable]] | None = None
+    counts: Sequence[Tensor] = ()
+
+    @property
+    def levels(self) -> Sequence[str]:
+        """How much samples may differ from the example, in the order in which that is tried."""
+        return (GIVEN,) if not self.has_values else LEVELS[1:] if self.counts else LEVELS
 
     @property
     def has_values(self) -> bool:
@@ -209,6 +217,7 @@ def check(
             taken, so that it is not accepted by chance.
     """
     few, *more = question.sizes
+    is_likely = is_likely and not question.counts
     verdict = _of_likely_rows(replace(question, sizes=(few,)), ignored, is_likely)
     if verdict.is_exact or not more:
         return verdict
@@ -232,7 +241,7 @@ def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likel
     """The verdict of samples of these sizes. If the parts do not give the whole for a sample whose
     integers are mixed, this counts only if they do not for whole rows either: the model may not be
     made for rows with mixed integers."""
-    verdict = _checked(question, ignored, is_likely, LEVELS if question.has_values else (GIVEN,))
+    verdict = _checked(question, ignored, is_likely, question.levels)
     if verdict.trial is None or verdict.trial.level != MIXED or not verdict.is_wrong:
         return verdict
     less = _checked(question, ignored, False, LEVELS[1:])
@@ -451,7 +460,8 @@ def _trial(
     """
     ways = _ways(question, levels) if before is None else iter([(before.sizes, before.level)])
     for sizes, level in ways:
-        tensors = sampled(question.tensors, question.dims, sum(sizes), level, seed)
+        rows, counts = sum(sizes), question.counts
+        tensors = sampled(question.tensors, question.dims, rows, level, seed, counts)
         trial = Trial(sizes, level, tensors, {}, [])
         try:
             whole = part(tensors, [None] * len(tensors), 0, 0)

@@ -19,7 +19,7 @@ from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
 from fxpipe.meaning.check import Question, Verdict, check, of_own_values
 from fxpipe.meaning.errors import BatchWarning
-from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, of_equal_labels
+from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
@@ -179,7 +179,7 @@ class _LossOfTarget:
         return self._checked(self.run)
 
     def _checked(self, run: Callable[[list[Tensor]], tuple[Any, None]]) -> Verdict:
-        question = Question(run, self.tensors, self.dims)
+        question = Question(run, self.tensors, self.dims, counts=self.asked.counts)
         verdict = check(question, is_likely=True)
         if self.asking.runs.drew and not self.asking.runs.stilled:
             self.asking.runs.stilled = True
@@ -228,7 +228,7 @@ class _LossOfTarget:
         """By what the loss may tell which labels count; nothing where that has been told."""
         if not self.is_told:
             yield from self.left_out.conditions
-            yield from of_equal_labels(self.target.leaves[i] for i in self.places)
+            yield from whatever_it_does(enumerate(self.target.labels))
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,12 @@ class Targets:
     leaves: Sequence[Any]
     has_batch: Sequence[bool]
     fill: Callable[[Sequence[Any]], Any]
+
+    @property
+    def labels(self) -> list[Tensor]:
+        """The tensors that are cut into micro-batches."""
+        cut = zip(self.leaves, self.has_batch, strict=True)
+        return [leaf for leaf, is_cut in cut if is_cut and isinstance(leaf, Tensor)]
 
 
 def _keys_of(target: Targets, places: Sequence[int]) -> dict[int, str | int]:
