@@ -31,13 +31,16 @@ from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.staging import Staging
 from fxpipe.ir._torch import transforms
+from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
 from fxpipe.loss_weight import IGNORED
+from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning
 from fxpipe.meaning.asking import Trace
 from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
+from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import (
     MOST,
     LabelCondition,
@@ -289,9 +292,19 @@ class Compiler(Staging):
         if mode is None:
             with self._working("a kind of call"):
                 mode = self._new(args, kwargs)
+            self._tell_of_one_microbatch(mode, args, kwargs)
         values = mode.traced.bind(args, kwargs)
         self.cache.remember(args, kwargs, mode, values)
         return mode, values
+
+    def _tell_of_one_microbatch(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Warn of a mini-batch of several rows that is not cut, although that was asked for."""
+        rows = mode.batch_in(args, kwargs)
+        chunks = mode.chunks or self.options.chunks_for(rows, mode.traced.refused_sizes)
+        if chunks == 1 and self.options.chunks_for(rows) > 1 and self.options.check:
+            warn(messages.one_microbatch(rows or 0, mode.notes), BatchWarning, stacklevel=2)
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
         if transforms():

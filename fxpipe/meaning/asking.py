@@ -137,12 +137,14 @@ class Asking:
         """The meaning by the first candidate with which all outputs are the model's.
 
         If there is none, it is the likeliest candidate, the first one, as long as only single
-        numbers (losses) differ with it: a loss across rows differs with every candidate.
+        numbers (losses) differ with it: a loss across rows differs with every candidate. It is
+        refuted only by another one that cuts at least the same outputs.
         """
         verdicts: list[tuple[InDims, Verdict]] = []
         for dims in ways:
             verdict = self.verdict_of(dims, is_likely=dims == ways[0])
-            if verdict.is_exact:
+            first = verdicts[0][1] if verdicts else Verdict(takes_parts=False)
+            if verdict.is_better_than(first) or (not verdicts and verdict.is_exact):
                 return self.meaning(dims, verdict, ways)
             verdicts.append((dims, verdict))
         if (found := self.otherwise()) is not None:

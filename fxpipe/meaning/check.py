@@ -181,6 +181,8 @@ class Verdict:
     """Whether the model runs on the parts of a sample; False if it runs only on the whole."""
     unclear: set[str] = field(default_factory=set)
     """The outputs whose values do not tell whether they are means or sums."""
+    same: set[str] = field(default_factory=set)
+    """The outputs that are the same for the parts of samples as for the whole."""
     refused_sizes: frozenset[int] = frozenset()
     """Sizes of parts that are too small: the model gives something else for them."""
     mixed: Problem | None = None
@@ -200,6 +202,19 @@ class Verdict:
     def is_exact(self) -> bool:
         """Whether all outputs have been compared, and equal the model's."""
         return self.trial is not None and not self.problems
+
+    def is_better_than(self, likeliest: Verdict) -> bool:
+        """Whether the outputs are the model's, and say that the batch is cut: some of them depend
+        on the rows, and so do all that have rows by the likeliest candidate, unless that is
+        wrong."""
+        if not self.is_exact or self.outputs.keys() <= self.same:
+            return False
+        return likeliest.is_wrong or likeliest.joined <= self.joined
+
+    @property
+    def joined(self) -> set[str]:
+        """The outputs that have rows."""
+        return {path for path, dim in self.outputs.items() if isinstance(dim, int)}
 
 
 def check(
@@ -242,7 +257,7 @@ def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likel
     integers are mixed, this counts only if they do not for whole rows either: the model may not be
     made for rows with mixed integers."""
     verdict = _checked(question, ignored, is_likely, question.levels)
-    if verdict.trial is None or verdict.trial.level != MIXED or not verdict.is_wrong:
+    if MIXED not in (trial.level for trial in verdict.trials) or not verdict.is_wrong:
         return verdict
     less = _checked(question, ignored, False, LEVELS[1:])
     if less.trial is None or less.is_wrong:
@@ -296,6 +311,7 @@ def _checked(
             fits[path] = fits[path] or _by_shape(verdict.trial, path)
     verdict.outputs = {path: _way(ways) for path, ways in fits.items() if ways}
     verdict.unclear = {path for path, ways in fits.items() if not _is_clear(ways)}
+    verdict.same = {path for path, ways in fits.items() if ANY in ways}
     return verdict
 
 
@@ -456,9 +472,13 @@ def _trial(
     """Run the model on one sample and on its parts. None if the model takes no sample.
 
     The first sample is tried with the levels and sizes in order, until the model takes one; the
-    samples after it (``before`` is the last one) have the same level and sizes, and other values.
+    samples after it (``before`` is the last one) have the same sizes and, if the model takes that,
+    the same level, and other values.
     """
-    ways = _ways(question, levels) if before is None else iter([(before.sizes, before.level)])
+    if before is None:
+        ways = _ways(question, levels)
+    else:
+        ways = ((before.sizes, level) for level in levels[levels.index(before.level) :])
     for sizes, level in ways:
         rows, counts = sum(sizes), question.counts
         tensors = sampled(question.tensors, question.dims, rows, level, seed, counts)
