@@ -34,6 +34,7 @@ from fxpipe.meaning.check import (
 from fxpipe.meaning.compare import difference
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.lasting import lasting_problem
+from fxpipe.meaning.left_out import LabelsLeftOut
 from fxpipe.meaning.listed import Listed, is_a_row
 from fxpipe.meaning.runs import ModelRuns, is_taken
 from fxpipe.meaning.said import Input
@@ -346,8 +347,11 @@ class Asking:
         if verdict.trial is None or not is_the_loss:
             return ""
         labels = [(each.name, i) for i, each in enumerate(self.inputs) if each.name.isidentifier()]
-        trials = [*of_own_values(self.runs.output_of, self.tensors, dims), *verdict.trials]
-        return remedy(trials, self.runs.loss, labels, self._weigh, dims)
+        with LabelsLeftOut() as left_out:
+            own = of_own_values(self.runs.output_of, self.tensors, dims)
+        conditions = list(left_out.conditions)
+        trials = [*own, *verdict.trials]
+        return remedy(trials, self.runs.loss, labels, self._weigh, dims, conditions=conditions)
 
     def _once_masked(self, dims: InDims, verdict: Verdict) -> str:
         """The ``loss_weight`` that a loss needs once some labels are IGNORED; "" if it needs none.

@@ -42,7 +42,16 @@ from fxpipe.meaning.compare import (
 )
 from fxpipe.meaning.listed import is_a_row, is_column, rows_of
 from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
-from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, batch_size, part, sampled, spread
+from fxpipe.meaning.sample import (
+    GIVEN,
+    LEVELS,
+    MIXED,
+    batch_size,
+    has_fractions,
+    part,
+    sampled,
+    spread,
+)
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
 
@@ -436,17 +445,27 @@ def _goes_by_values(trial: Trial) -> bool:
 
 def _may_fit_by_chance(trial: Trial, dims: Sequence[int | None]) -> bool:
     """Whether the parts of one sample may give the whole although those of another do not. So it is
-    where integers or flags go into a mean (each row of the sample may have as many labels), or come
-    out (places of largest values, say), for there are few different ones; and where sizes of
-    outputs go by values."""
+    where integers or flags go into a mean (each row of the sample may have as many labels), also as
+    real numbers, or values that are missing; or where they come out (places of largest values,
+    say), for there are few different ones; and where sizes of outputs go by values."""
     cut = [t for t, dim in zip(trial.tensors, dims, strict=True) if dim is not None]
     values = [value for value in trial.whole.values() if isinstance(value, Tensor)]
-    counts = any(map(_is_of_integers, cut)) and not all(value.ndim for value in values)
+    counts = any(map(_may_be_counted, cut)) and not all(value.ndim for value in values)
     return counts or any(map(_is_of_integers, values)) or _goes_by_values(trial)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _may_be_counted(value: Any) -> bool:
+    """Whether a mean may be one over some values of an input: integers, flags or known ones."""
+    if not isinstance(value, Tensor) or value.is_complex() or value.layout != torch.strided:
+        return False
+    if value.is_meta:
+        return _is_of_integers(value)
+    has_only_fractions = value.is_floating_point() and has_fractions(value)
+    return not has_only_fractions or not bool(value.isfinite().all())
 
 
 def _is_of_integers(value: Any) -> bool:

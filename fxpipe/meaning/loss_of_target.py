@@ -222,7 +222,8 @@ class _LossOfTarget:
         ]
         own = of_own_values(lambda tensors: self.run(tensors)[0], self.tensors, self.dims)
         trials = [*own, *verdict.trials]
-        return remedy(trials, LOSS, labels, self.weigh, self.dims, of_target=True)
+        conditions = list(self.left_out.conditions)
+        return remedy(trials, LOSS, labels, self.weigh, self.dims, True, conditions)
 
     def may_leave_out(self) -> Iterator[LabelCondition]:
         """By what the loss may tell which labels count; nothing where that has been told."""

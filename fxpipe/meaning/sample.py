@@ -243,7 +243,7 @@ def _uneven(rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Gen
         return rows
     share = torch.tensor([0.9, 0.2, 0.5, 0.0, 0.7])[torch.arange(count) % 5]
     share = share.reshape([count if i == dim else 1 for i in range(rows.dim())])
-    if _has_fractions(example):
+    if has_fractions(example):
         return _lowered(rows, share.to(rows))
     if level != MIXED or example.device.type != "cpu":  # see _exchanged
         return rows
@@ -254,7 +254,7 @@ def _uneven(rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Gen
     return torch.where(torch.rand(rows.shape, generator=draw) < share, replaced, rows)
 
 
-def _has_fractions(example: Tensor) -> bool:
+def has_fractions(example: Tensor) -> bool:
     """Whether a tensor holds real numbers that are no integers."""
     if not example.is_floating_point():
         return False

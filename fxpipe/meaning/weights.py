@@ -3,7 +3,9 @@ that the model gives for a whole sample, and a ``loss_weight`` is suggested wher
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +15,10 @@ from torch import Tensor, nn
 
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.text import told_apart
-from fxpipe.loss_weight import IGNORED, tokens
+from fxpipe.loss_weight import IGNORED, observed, tokens
 from fxpipe.meaning.check import Problem, Trial, Verdict
 from fxpipe.meaning.compare import Difference, difference
+from fxpipe.meaning.left_out import MOST, LabelCondition
 from fxpipe.meaning.loss import ROWS
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, numbers, shares, weighted_sum
 from fxpipe.trace import bound_arguments
@@ -102,7 +105,7 @@ def _apart(
 
 
 @dataclass(frozen=True)
-class _Suggestion:
+class _Remedy:
     """A function that a user may give as ``loss_weight``, with its code.
 
     ``is_guess``: whether nothing but its numbers tells that a loss is a mean by it. It may be the
@@ -111,7 +114,7 @@ class _Suggestion:
 
     code: str
     function: Callable[..., Any]
-    is_guess: bool
+    is_guess: bool = False
 
 
 def with_ignored(trial: Trial, place: int, dim: int) -> Trial:
@@ -135,6 +138,7 @@ def remedy(
     weigh: Callable[[Callable[..., Any]], Weigh],
     dims: Sequence[int | None],
     of_target: bool = False,
+    conditions: Sequence[LabelCondition] = (),
 ) -> str:
     """The ``loss_weight`` with which the losses of the parts give the loss of the whole in each of
     several samples, as code that the user can write; "" if there is none. Of several that do, one
@@ -146,11 +150,15 @@ def remedy(
             keys of the target; empty for a target that is a tensor) and places in the sample.
         weigh: makes the function for a micro-batch's weight from a ``loss_weight``.
         of_target: whether the tensors are parts of the target.
+        conditions: by what the loss may tell which values count.
     """
     found: list[tuple[bool, float, str]] = []
     for name, place in named:
         values = [trial.tensors[place] for trial in trials]
-        for each in _functions(name, values, of_target):
+        first = values[0]
+        if first.is_meta or first.is_complex() or first.layout != torch.strided:
+            continue
+        for each in _Remedies(name, values, of_target, conditions):
             farthest = _farthest(trials, path, weigh(each.function), dims)
             if farthest is not None:
                 found.append((each.is_guess, farthest, each.code))
@@ -167,38 +175,99 @@ def _farthest(
     return None if not apart or any(apart) else max(each.largest for each in apart)
 
 
-def _functions(name: str | int, values: Sequence[Tensor], of_target: bool) -> Iterator[_Suggestion]:
-    """Functions that a user may give as ``loss_weight``: they count the labels in a tensor that a
-    loss is a mean over, or add up a mask. ``values``: the tensor in several samples."""
-    if values[0].is_meta or values[0].is_complex() or values[0].layout != torch.strided:
-        return
-    tensor = torch.cat([each.flatten() for each in values])
-    is_integer = not tensor.is_floating_point() and tensor.dtype.is_signed
-    has_ignored = is_integer and bool((tensor == IGNORED).any())
-    is_binary = bool(((tensor == 0) | (tensor == 1)).all())
-    part = "target" if name == "" else f"target[{_quoted(name)}]"
-    if is_integer and tensor.numel():
-        # Losses that leave out another label mostly leave out the smallest or the largest one.
-        others = [] if has_ignored else [int(tensor.amin()), int(tensor.amax())]
-        for label in [IGNORED] if has_ignored else others:
-            is_guess = not has_ignored
-            if isinstance(name, int):
-                code = f"lambda target: ({part} != {label}).sum()"
-                yield _Suggestion(code, _Count(name, label), is_guess)
+class _Remedies:
+    """Functions that a user may give as ``loss_weight``: they count the values in a tensor that a
+    loss is a mean over, or add up a mask.
+
+    Args:
+        name: that of the tensor, see :func:`remedy`.
+        values: the tensor in several samples.
+        of_target: whether it is a part of the target, and no argument of the model.
+        conditions: by what the loss may tell which values count.
+    """
+
+    def __init__(
+        self,
+        name: str | int,
+        values: Sequence[Tensor],
+        of_target: bool,
+        conditions: Sequence[LabelCondition],
+    ) -> None:
+        self.name, self.conditions = name, conditions
+        self.has_dims = values[0].ndim > 0
+        self.tensor = torch.cat([each.flatten() for each in values])
+        self.is_argument = not of_target and name != ""
+        self.is_integer = not self.tensor.is_floating_point() and self.tensor.dtype.is_signed
+        self.has_ignored = self.is_integer and bool((self.tensor == IGNORED).any())
+
+    def __iter__(self) -> Iterator[_Remedy]:
+        if self.is_integer and self.tensor.numel():
+            yield from self._labels()
+        if self.has_ignored:
+            return
+        if self.tensor.is_floating_point() and bool(self.tensor.isnan().any()):
+            yield self._observed()
+        yield from self._compared()
+        is_weight = bool(((self.tensor >= 0) & self.tensor.isfinite()).all())
+        if self.has_dims and is_weight:
+            is_binary = bool(((self.tensor == 0) | (self.tensor == 1)).all())
+            add = operator.methodcaller("sum", dtype=torch.float64)
+            yield self._of("{}.sum()", add, is_guess=not is_binary)
+
+    def _labels(self) -> Iterator[_Remedy]:
+        """Counts of labels that are not left out. Losses that leave out another one than IGNORED
+        mostly leave out the smallest or the largest one, or compare labels with it."""
+        told = [int(c.number) for c in self.conditions[:MOST] if c.comparison == "eq"]
+        others = [*told, int(self.tensor.amin()), int(self.tensor.amax())]
+        quoted = [_quoted(self.name)] * bool(self.name)
+        for label in [IGNORED] if self.has_ignored else dict.fromkeys(others):
+            is_guess = not self.has_ignored and label not in told
+            if isinstance(self.name, int):
+                count = functools.partial(_count, torch.ne, label)
+                yield self._of(f"({{}} != {label}).sum()", count, is_guess)
                 continue
-            named = [_quoted(name)] * bool(name) + [f"ignore_index={label}"] * (label != IGNORED)
+            named = quoted + [f"ignore_index={label}"] * (label != IGNORED)
             for shifted in (False, True):
                 given = ", ".join(named + ["shifted=True"] * shifted)
-                function = tokens(name or "labels", ignore_index=label, shifted=shifted)
-                yield _Suggestion(f"fxpipe.loss_weight.tokens({given})", function, is_guess)
-    if has_ignored:
-        return
-    if values[0].ndim and bool(((tensor >= 0) & tensor.isfinite()).all()):
-        is_argument = not of_target and name != ""
-        code = (
-            f"lambda {name}, **_: {name}.sum()" if is_argument else f"lambda target: {part}.sum()"
-        )
-        yield _Suggestion(code, _Sum(name), not is_binary)
+                function = tokens(self.name or "labels", ignore_index=label, shifted=shifted)
+                yield _Remedy(f"fxpipe.loss_weight.tokens({given})", function, is_guess)
+
+    def _observed(self) -> _Remedy:
+        if isinstance(self.name, int):
+            return self._of("(~{}.isnan()).sum()", lambda values: (~values.isnan()).sum())
+        given = _quoted(self.name) if self.name else ""
+        function = observed(self.name or "target")
+        return _Remedy(f"fxpipe.loss_weight.observed({given})", function)
+
+    def _compared(self) -> Iterator[_Remedy]:
+        """Counts of values that a number tells from others with which the loss compares them."""
+        for condition in self.conditions[:MOST]:
+            for sign, compare in _SIGNS.get(condition.comparison, {}).items():
+                if self.is_integer and sign == "!=":
+                    continue  # see _labels
+                count = functools.partial(_count, compare, condition.number)
+                yield self._of(f"({{}} {sign} {condition.number:g}).sum()", count)
+
+    def _of(self, text: str, count: Callable[[Tensor], Tensor], is_guess: bool = False) -> _Remedy:
+        """A function of the tensor, with its code; "{}" stands for the tensor."""
+        if self.is_argument:
+            code = f"lambda {self.name}, **_: {text.format(self.name)}"
+        else:
+            part = f"target[{_quoted(self.name)}]" if self.name != "" else "target"
+            code = f"lambda target: {text.format(part)}"
+        return _Remedy(code, _Function(self.name, count), is_guess)
+
+
+_SIGNS: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "eq": {"!=": torch.ne, "==": torch.eq},
+    "lt": {">=": torch.ge, "<": torch.lt},
+    "le": {">": torch.gt, "<=": torch.le},
+}
+"""By what a loss compares values, how those that count may be told: the likelier way first."""
+
+
+def _count(compare: Callable[..., Tensor], number: float, values: Tensor) -> Tensor:
+    return compare(values, number).sum()
 
 
 def _quoted(name: str | int) -> str:
@@ -206,27 +275,12 @@ def _quoted(name: str | int) -> str:
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """The sum of a mask."""
+class _Function:
+    """A function of one tensor in the target, or among the model's arguments."""
 
     name: str | int
+    count: Callable[[Tensor], Tensor]
 
     def __call__(self, *target: Any, **inputs: Any) -> Tensor:
-        found: Tensor = self.part(*target, **inputs).sum(dtype=torch.float64)
-        return found
-
-    def part(self, *target: Any, **inputs: Any) -> Any:
-        """The tensor in the target, or among the model's arguments."""
         given: Any = target[0] if target else inputs
-        return given if self.name == "" else given[self.name]
-
-
-@dataclass(frozen=True)
-class _Count(_Sum):
-    """The number of labels that are not ``ignored``."""
-
-    ignored: int
-
-    def __call__(self, *target: Any, **inputs: Any) -> Tensor:
-        found: Tensor = (self.part(*target, **inputs) != self.ignored).sum()
-        return found
+        return self.count(given if self.name == "" else given[self.name])

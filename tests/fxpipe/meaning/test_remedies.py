@@ -107,3 +107,103 @@ def test_numbers_that_are_negative_in_another_sample_are_no_weights():
     assert named(first, second) == "lambda mask, **_: mask.sum()"
     second.tensors[0] = torch.tensor([-1.0, 1.0, 1.0])
     assert named(first, second) == ""
+
+
+def with_isnan(output, target):
+    return (output - target).abs()[~target.isnan()].mean()
+
+
+def with_nanmean(output, target):
+    return (output - target).abs().nanmean()
+
+
+def with_sentinel(output, target):
+    is_known = target > -999
+    return ((output - target).abs() * is_known).sum() / is_known.sum()
+
+
+def with_equal_sentinel(output, target):
+    return (output - target).abs()[target != -1000].mean()
+
+
+def of_first(output, target):
+    return with_isnan(output, target[0])
+
+
+def with_mask(output, target):
+    y, mask = target.values() if isinstance(target, dict) else target
+    return ((output - y).abs() * mask).sum() / mask.sum()
+
+
+def within_lengths(output, target):
+    mask = torch.arange(output.shape[1]) < target["len"][:, None]
+    return with_mask(output, (target["y"], mask))
+
+
+torch.manual_seed(0)
+Y = torch.randn(32, 12)
+MASK = torch.arange(12) < torch.randint(3, 13, (32, 1))
+MISSING, FILLED = Y.masked_fill(~MASK, torch.nan), Y.masked_fill(~MASK, -1000.0)
+
+
+@pytest.mark.parametrize(
+    "loss_fn, target, code",
+    [
+        (with_isnan, MISSING, "fxpipe.loss_weight.observed()"),
+        (with_nanmean, MISSING, "fxpipe.loss_weight.observed()"),
+        (lambda o, t: with_isnan(o, t["y"]), {"y": MISSING}, 'fxpipe.loss_weight.observed("y")'),
+        (of_first, (MISSING, Y), "lambda target: (~target[0].isnan()).sum()"),
+        (with_sentinel, FILLED, "lambda target: (target > -999).sum()"),
+        (with_equal_sentinel, FILLED, "lambda target: (target != -1000).sum()"),
+        (with_mask, (Y, MASK), "lambda target: target[1].sum()"),
+        (with_mask, (Y, MASK.long()), "lambda target: target[1].sum()"),
+        (with_mask, {"y": Y, "mask": MASK.float()}, 'lambda target: target["mask"].sum()'),
+        (within_lengths, {"y": Y, "len": MASK.sum(1)}, 'lambda target: target["len"].sum()'),
+    ],
+)
+def test_the_function_that_is_named_counts_what_the_loss_is_a_mean_of(loss_fn, target, code):
+    torch.manual_seed(1)
+    model, x = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 12)), torch.randn(32, 8)
+    with fxpipe.compile(model, TWO, chunks=4, loss_fn=loss_fn) as pipe:
+        text = told(lambda: pipe.step(x, target=target))
+        assert f"with loss_weight={code} it is the whole batch's" in text
+    weight = eval(code)
+    with (
+        fxpipe.compile(model, TWO, chunks=4, loss_fn=loss_fn, loss_weight=weight) as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", fxpipe.BatchWarning)
+        loss = pipe.step(x, target=target)
+    torch.testing.assert_close(loss, loss_fn(model(x), target).detach())
+
+
+class Compares(nn.Module):
+    """Returns its loss, with a mask that it makes itself."""
+
+    def __init__(self, loss_fn):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 12))
+        self.loss_fn = loss_fn
+
+    def forward(self, x, y):
+        return self.loss_fn(self.layers(x), y)
+
+
+@pytest.mark.parametrize(
+    "loss_fn, y, code",
+    [
+        (with_isnan, MISSING, 'fxpipe.loss_weight.observed("y")'),
+        (with_sentinel, FILLED, "lambda y, **_: (y > -999).sum()"),
+    ],
+)
+def test_so_it_does_for_a_model_that_returns_its_loss(loss_fn, y, code):
+    model, x = Compares(loss_fn), torch.randn(32, 8)
+    with fxpipe.compile(model, TWO, chunks=4) as pipe:
+        text = told(lambda: pipe.step(x, y))
+        assert f"with loss_weight={code} it is the model's" in text
+    with (
+        fxpipe.compile(model, TWO, chunks=4, loss_weight=eval(code)) as pipe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", fxpipe.BatchWarning)
+        torch.testing.assert_close(pipe.step(x, y), model(x, y).detach())
