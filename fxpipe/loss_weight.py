@@ -2,15 +2,17 @@
 
 A loss may be a mean over tokens, of which some rows have more than others: labels of padding do
 not count. Such a loss is not the mean of its micro-batches' losses, since a micro-batch with more
-tokens counts for more. It is their mean weighted by the number of tokens in each micro-batch::
+tokens counts for more. It is their mean weighted by the number of tokens in each micro-batch. So it
+is with a mean over values of which some are missing::
 
     loss_weight=fxpipe.loss_weight.tokens("labels", shifted=True)     # of a causal language model
+    loss_weight=fxpipe.loss_weight.observed()                         # of targets with NaN
     loss_weight=lambda target: (target != -100).sum()                 # of a loss_fn
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,32 @@ from torch import Tensor
 
 IGNORED = -100
 """The label that ``torch.nn.functional.cross_entropy`` leaves out by default."""
+
+
+def _values(
+    name: str, target: Sequence[Any], inputs: Mapping[str, Any], what: str, maker: str, count: str
+) -> Any:
+    """The tensor of a micro-batch that is counted: the target itself, or the one of this name in it
+    or among the model's arguments.
+
+    Args:
+        what, maker, count: what its values are, the function that counts them, and how a user
+            counts those of ``target[0]``, for messages.
+    """
+    given = target[0] if target else inputs
+    if isinstance(given, Mapping) and name not in given:
+        raise ValueError(
+            f"loss_weight counts the {what} in {name!r}, and there are "
+            f"{', '.join(map(repr, given))}: give the name of the {what}, "
+            f"fxpipe.loss_weight.{maker}(name)"
+        )
+    if isinstance(given, tuple | list):
+        raise ValueError(
+            f"loss_weight counts {what}, and the target is a {type(given).__name__} of "
+            f"{len(given)}: say which of them are {what}, by a function of the target such as "
+            f"loss_weight=lambda target: {count}"
+        )
+    return given[name] if isinstance(given, Mapping) else given
 
 
 @dataclass(frozen=True)
@@ -29,20 +57,8 @@ class Tokens:
     shifted: bool = False
 
     def __call__(self, *target: Any, **inputs: Any) -> Tensor:
-        given = target[0] if target else inputs
-        if isinstance(given, Mapping) and self.name not in given:
-            raise ValueError(
-                f"loss_weight counts the labels in {self.name!r}, and there are "
-                f"{', '.join(map(repr, given))}: give the name of the labels, "
-                "fxpipe.loss_weight.tokens(name)"
-            )
-        if isinstance(given, tuple | list):
-            raise ValueError(
-                f"loss_weight counts labels, and the target is a {type(given).__name__} of "
-                f"{len(given)}: say which of them are labels, by a function of the target such as "
-                f"loss_weight=lambda target: (target[0] != {self.ignore_index}).sum()"
-            )
-        labels = given[self.name] if isinstance(given, Mapping) else given
+        count = f"(target[0] != {self.ignore_index}).sum()"
+        labels = _values(self.name, target, inputs, "labels", "tokens", count)
         if self.shifted:
             labels = labels[..., 1:]
         found: Tensor = (labels != self.ignore_index).sum()
@@ -60,3 +76,26 @@ def tokens(name: str = "labels", *, ignore_index: int = IGNORED, shifted: bool =
             each token from those before it.
     """
     return Tokens(name, ignore_index, shifted)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """See :func:`observed`."""
+
+    name: str = "target"
+
+    def __call__(self, *target: Any, **inputs: Any) -> Tensor:
+        count = "(~target[0].isnan()).sum()"
+        values = _values(self.name, target, inputs, "values", "observed", count)
+        found: Tensor = (~values.isnan()).sum()
+        return found
+
+
+def observed(name: str = "target") -> Observed:
+    """The number of values in a micro-batch that have been observed: those that are not NaN.
+
+    Args:
+        name: the argument of the model, or the key of the target, that holds the values. A target
+            that is a tensor is the values itself.
+    """
+    return Observed(name)

@@ -279,15 +279,15 @@ class Pipeline(ModelProxy):
 
     def _after_a_failed_step(self, error: BaseException, frees: bool) -> None:
         """Free the gradients of the micro-batches that were done, which the next step would train
-        with, or say in a note that they are there."""
+        with, or say in a note that some may be there."""
         having = [p for p in self.module.parameters() if p.grad is not None]
         if frees:
             for parameter in having:
                 parameter.grad = None
         elif having:
             error.add_note(
-                "micro-batches that were done have added their gradients to .grad: set gradients "
-                "to None, with optimizer.zero_grad(), ahead of the next step"
+                "micro-batches whose backward was done, if any, have added their gradients to "
+                ".grad: set gradients to None, with optimizer.zero_grad(), ahead of the next step"
             )
 
     def _optimizers(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -30,6 +30,17 @@ from fxpipe.runtime.program import Program
 from fxpipe.trace import Traced
 from fxpipe.trace.arguments import WrittenArguments
 from fxpipe.trace.premises import are_alike
+
+
+class Label(NamedTuple):
+    """An input of a model that returns its loss."""
+
+    place: int
+    """The input's place among the placeholders."""
+    dim: int
+    """Its batch dimension."""
+    is_named: bool
+    """Whether its name says that it is one. That only decides how closely it is looked at."""
 
 
 @dataclass
@@ -133,19 +144,18 @@ class Mode:
         return kinds[int(mark)] if isinstance(mark, Tensor) and not mark.ndim else None
 
     @cached_property
-    def labels(self) -> list[tuple[int, int]]:
-        """The inputs that may be labels of a loss that the model returns, a mean over the rows:
-        their places among the placeholders, and their batch dimensions. They are told by their
-        names, as it is only a question of when to look at them."""
+    def labels(self) -> list[Label]:
+        """The inputs that may be labels of a loss that the model returns, a mean over the rows or
+        with weights."""
         loss = self.output_taken_for_loss
-        if not isinstance(loss, Tensor) or loss.ndim or self.loss_dim is not None:
+        if not isinstance(loss, Tensor) or loss.ndim or self.loss_dim == SUM:
             return []
         inputs = self.stage_graph.graph.find_nodes(op="placeholder")
         dims = enumerate(zip(inputs, self.in_dims, strict=False))  # a seed may come after them
         return [
-            (place, dim)
+            Label(place, dim, any(name in node.name for name in ("label", "target")))
             for place, (node, dim) in dims
-            if "label" in node.name and isinstance(dim, int)
+            if isinstance(dim, int)
         ]
 
     @property

@@ -31,20 +31,30 @@ from fxpipe.compiler.lowering import Lowering
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.staging import Staging
 from fxpipe.ir._torch import transforms
+from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
 from fxpipe.loading.storage import without_values
 from fxpipe.loss_weight import IGNORED
+from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Meaning
 from fxpipe.meaning.asking import Trace
 from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
-from fxpipe.meaning.left_out import LabelCondition, LabelWatch, conditions_in, of_equal_labels
+from fxpipe.meaning.errors import BatchWarning
+from fxpipe.meaning.left_out import (
+    MOST,
+    LabelCondition,
+    LabelWatch,
+    conditions_in,
+    whatever_it_does,
+)
 from fxpipe.meaning.loss_of_target import FoundLoss, Targets, loss_dim
 from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
+from fxpipe.runtime.microbatch import WEIGHTED
 from fxpipe.trace import canonical, to_be_compared
 from fxpipe.trace.patches import quiet
 from fxpipe.trace.twin import Twin
@@ -130,10 +140,13 @@ class Compiler(Staging):
         readings: Sequence[Target],
         chunks: int,
         check: bool | Literal["warn"] | None = None,
+        counts: Sequence[Tensor] = (),
     ) -> FoundLoss:
         """What the check finds out about the loss function with the targets of a mini-batch.
 
-        ``check``: in place of the option of this name, if it is not None.
+        Args:
+            check: in place of the option of this name, if it is not None.
+            counts: what rows of the target differ by, see :class:`Asked`.
         """
         function = self.options.loss_fn
         if function is None:
@@ -156,13 +169,14 @@ class Compiler(Staging):
                     check=self.options.check if check is None else check,
                     sizes=self.options.sizes,
                     loss_weight=self.options.loss_weight,
+                    counts=counts,
                 ),
                 mode.output_dims,
             )
 
     def _watch(self, mode: Mode, found: FoundLoss) -> None:
         """From now on look for labels that the loss function leaves out."""
-        is_mean = found.dim is None and self.options.loss_weight is None
+        is_mean = found.dim == WEIGHTED or (found.dim is None and self.options.loss_weight is None)
         if mode.left_out is None and is_mean and self.options.check:
             mode.left_out = self._watch_of_labels(found.left_out)
 
@@ -176,7 +190,8 @@ class Compiler(Staging):
         """Notice labels in a target that the loss function leaves out, once micro-batches have
         unequal shares of them.
 
-        ``is_checked``: whether the loss function has just been checked with this target.
+        ``is_checked``: whether the loss function has just been checked with this target. Then it
+        had yet to be found out what to look for, so that the check may have met none of them.
         """
         target = readings[place]
         leaves = zip(target.leaves, target.has_batch, strict=True)
@@ -185,41 +200,54 @@ class Compiler(Staging):
         sizes = self.options.sizes(rows, mode.traced.refused_sizes) if rows else ()
         if mode.left_out is None:
             return
-        if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
-            self._tell_of_labels(lambda: self._loss_dim(mode, readings, len(sizes), "warn"))
+        if mode.left_out.meets(labels, sizes, wait=is_checked):
+            counts = mode.left_out.counts
+            self._tell_of_labels(lambda: self._loss_dim(mode, readings, len(sizes), "warn", counts))
 
     def _notice_labels_in(
         self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """The same for labels among the inputs of a model that returns its loss."""
         options = self.options
-        if options.loss_fn is not None or options.loss_weight is not None or not mode.labels:
+        is_said = options.loss_weight is not None and not callable(options.loss_weight)
+        if options.loss_fn is not None or is_said or not mode.labels:
             return
         is_checked = mode.left_out is None  # with this call, for which it has been compiled
         if mode.left_out is None:
-            mode.left_out = self._watch_of_labels(
-                [
-                    LabelCondition("eq", IGNORED, is_sure=True),
-                    *conditions_in(mode.model_graph),
-                    *of_equal_labels(values[place] for place, _ in mode.labels),
-                ]
-                if options.check
-                else []
-            )
+            conditions = self._conditions_in(mode, values) if options.check else ()
+            mode.left_out = self._watch_of_labels(conditions)
         rows, refused = mode.batch_of(values) or 0, mode.traced.refused_sizes
-        labels = [(values[place], dim) for place, dim in mode.labels]
+        labels = [(values[each.place], each.dim) for each in mode.labels]
         sizes = options.sizes(rows, refused)
         if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
-            self._tell_of_labels(lambda: self._check_again(args, kwargs))
+            counts = mode.left_out.counts
+            self._tell_of_labels(lambda: self._check_again(args, kwargs, counts))
 
-    def _check_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the model with another mini-batch of a kind of call that has been compiled."""
+    def _conditions_in(self, mode: Mode, values: Sequence[Any]) -> Iterator[LabelCondition]:
+        """By what a model that returns its loss may tell which labels count: for inputs that are
+        named as labels by what its graph says, and for all by what need not be seen in it."""
+        of_graph = [LabelCondition("eq", IGNORED, is_sure=True), *conditions_in(mode.model_graph)]
+        known = dict.fromkeys(of_graph)
+        unsure = [each for each in known if not each.is_sure]
+        for i, label in enumerate(mode.labels):
+            if label.is_named:
+                chosen = [each for each in known if each not in unsure[MOST:]]
+                yield from (replace(each, place=i) for each in chosen)
+            found = whatever_it_does([(i, values[label.place])])
+            yield from (each for each in found if label.is_named or each.is_of_any_input)
+
+    def _check_again(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Sequence[Tensor]
+    ) -> None:
+        """Check the model with another mini-batch of a kind of call that has been compiled, with
+        samples whose rows differ by these ``counts``."""
         some, named = map_tensors(plain, canonical(self.model, args, kwargs))
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             model = Twin(self.model).model
+            asked = replace(self._asked, check="warn", counts=counts)
             with self._where_it_runs(model, Structure.of((some, named))[0]):
-                meaning_of(model, some, named, replace(self._asked, check="warn"))
+                meaning_of(model, some, named, asked)
 
     def _tell_of_labels(self, check: Callable[[], object]) -> None:
         """Warn of labels that the loss leaves out, by a check with the mini-batch that has them.
@@ -264,9 +292,19 @@ class Compiler(Staging):
         if mode is None:
             with self._working("a kind of call"):
                 mode = self._new(args, kwargs)
+            self._tell_of_one_microbatch(mode, args, kwargs)
         values = mode.traced.bind(args, kwargs)
         self.cache.remember(args, kwargs, mode, values)
         return mode, values
+
+    def _tell_of_one_microbatch(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Warn of a mini-batch of several rows that is not cut, although that was asked for."""
+        rows = mode.batch_in(args, kwargs)
+        chunks = mode.chunks or self.options.chunks_for(rows, mode.traced.refused_sizes)
+        if chunks == 1 and self.options.chunks_for(rows) > 1 and self.options.check:
+            warn(messages.one_microbatch(rows or 0, mode.notes), BatchWarning, stacklevel=2)
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
         if transforms():

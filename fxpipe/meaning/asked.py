@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from fxpipe.ir.log import warn
 from fxpipe.meaning import messages
 from fxpipe.meaning.errors import BatchError, BatchWarning
@@ -63,6 +65,7 @@ class Asked:
         loss_weight: as for :func:`fxpipe.compile`.
         returns_loss: whether ``loss_weight`` is about a loss that the model returns.
         training: whether gradients are wanted, so that they have to be right.
+        counts: what rows of the mini-batch differ by, so that the rows of samples have to.
     """
 
     in_dims: Any = None
@@ -72,6 +75,7 @@ class Asked:
     loss_weight: Any = None
     returns_loss: bool = False
     training: bool = True
+    counts: Sequence[Tensor] = ()
 
 
 def refuse(asked: Asked, text: str) -> None:

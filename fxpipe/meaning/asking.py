@@ -28,11 +28,13 @@ from fxpipe.meaning.check import (
     Trial,
     Verdict,
     check,
+    of_own_values,
     ran,
 )
 from fxpipe.meaning.compare import difference
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.lasting import lasting_problem
+from fxpipe.meaning.left_out import LabelsLeftOut
 from fxpipe.meaning.listed import Listed, is_a_row
 from fxpipe.meaning.runs import ModelRuns, is_taken
 from fxpipe.meaning.said import Input
@@ -136,12 +138,14 @@ class Asking:
         """The meaning by the first candidate with which all outputs are the model's.
 
         If there is none, it is the likeliest candidate, the first one, as long as only single
-        numbers (losses) differ with it: a loss across rows differs with every candidate.
+        numbers (losses) differ with it: a loss across rows differs with every candidate. It is
+        refuted only by another one that cuts at least the same outputs.
         """
         verdicts: list[tuple[InDims, Verdict]] = []
         for dims in ways:
             verdict = self.verdict_of(dims, is_likely=dims == ways[0])
-            if verdict.is_exact:
+            first = verdicts[0][1] if verdicts else Verdict(takes_parts=False)
+            if verdict.is_better_than(first) or (not verdicts and verdict.is_exact):
                 return self.meaning(dims, verdict, ways)
             verdicts.append((dims, verdict))
         if (found := self.otherwise()) is not None:
@@ -206,9 +210,16 @@ class Asking:
             return ""
         names = [each.name for each in self.inputs]
         for seed in range(TRIALS):  # the samples of the check: in some the values may be the same
-            tensors = sampled(self.tensors, dims, sum(trial.sizes), trial.level, seed)
+            rows, counts = sum(trial.sizes), self.asked.counts
+            tensors = sampled(self.tensors, dims, rows, trial.level, seed, counts)
             parts = replace(trial, tensors=tensors).each(dims)
-            if found := differing_value(self.runs.output_of, names, tensors, parts):
+            try:
+                found = differing_value(self.runs.output_of, names, tensors, parts)
+            except Exception as error:
+                if not is_the_models(error):
+                    raise
+                continue  # it has taken another sample of these
+            if found:
                 return messages.by_values(verdict, found)
         return ""
 
@@ -336,7 +347,11 @@ class Asking:
         if verdict.trial is None or not is_the_loss:
             return ""
         labels = [(each.name, i) for i, each in enumerate(self.inputs) if each.name.isidentifier()]
-        return remedy(verdict.trial, self.runs.loss, labels, self._weigh, dims)
+        with LabelsLeftOut() as left_out:
+            own = of_own_values(self.runs.output_of, self.tensors, dims)
+        conditions = list(left_out.conditions)
+        trials = [*own, *verdict.trials]
+        return remedy(trials, self.runs.loss, labels, self._weigh, dims, conditions=conditions)
 
     def _once_masked(self, dims: InDims, verdict: Verdict) -> str:
         """The ``loss_weight`` that a loss needs once some labels are IGNORED; "" if it needs none.
@@ -358,7 +373,7 @@ class Asking:
                 if not is_the_models(error):
                     raise
                 continue  # this model does not take the label IGNORED
-            if by := remedy(sample, loss, [(each.name, i)], self._weigh, dims):
+            if by := remedy([sample], loss, [(each.name, i)], self._weigh, dims):
                 return by
         return ""
 
@@ -377,7 +392,9 @@ class Asking:
             return Verdict(takes_parts=True)
         is_listed = self.listed is not None
         sizes = sizes or (*SIZES, self.asked.sizes(batch))
-        question = Question(self.runs.ran, self.tensors, dims, sizes, is_listed)
+        question = Question(
+            self.runs.ran, self.tensors, dims, sizes, is_listed, counts=self.asked.counts
+        )
         self.runs.drew = False
         modes = len(self.runs.modes)
         verdict = check(question, self._ignored, is_likely=is_likely)

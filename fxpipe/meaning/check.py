@@ -40,9 +40,18 @@ from fxpipe.meaning.compare import (
     reading,
     tolerance,
 )
-from fxpipe.meaning.listed import is_a_row, rows_of
+from fxpipe.meaning.listed import is_a_row, is_column, rows_of
 from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
-from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, part, sampled
+from fxpipe.meaning.sample import (
+    GIVEN,
+    LEVELS,
+    MIXED,
+    batch_size,
+    has_fractions,
+    part,
+    sampled,
+    spread,
+)
 from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
 from fxpipe.trace import checks
 
@@ -53,6 +62,7 @@ SIZES = (1, 3), (3, 2), (4, 2)
 FEWEST = (1, 2)  # where all rows are known to be treated alike, see fxpipe.meaning.alike
 APART = (1, 1)  # where they are known to stay apart as well
 TRIALS = 3
+OWN = 16  # the most rows of a sample of the mini-batch's own values, which confirms a remedy
 # An output that differs in some samples only is a problem if it differs in two of them or more, and
 # in a SMALL share of its elements at least; or if it differs in a LARGE share in one sample. Less
 # may be a decision between nearly equal values.
@@ -71,6 +81,8 @@ class Question:
         tensors, dims: the tensors of the example, and the batch dimension of each.
         run_parts: what is run on the parts of a sample, if that is not the model but its graph. It
             is given a part and the number of its first row.
+        counts: what rows of samples have to differ by, see :func:`fxpipe.meaning.sample.sampled`.
+            Their integers are not mixed then, and several samples are taken.
         sizes: the sizes of the parts of a sample, for each sample in the order in which they are
             tried.
         in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
@@ -83,6 +95,12 @@ class Question:
     sizes: Sequence[tuple[int, ...]] = SIZES
     in_lists: bool = False
     run_parts: Callable[[list[Tensor], int], tuple[Any, Hashable]] | None = None
+    counts: Sequence[Tensor] = ()
+
+    @property
+    def levels(self) -> Sequence[str]:
+        """How much samples may differ from the example, in the order in which that is tried."""
+        return (GIVEN,) if not self.has_values else LEVELS[1:] if self.counts else LEVELS
 
     @property
     def has_values(self) -> bool:
@@ -126,6 +144,14 @@ class Trial:
         largest = max(range(len(self.sizes)), key=lambda i: (self.sizes[i], i))
         return whole is not None and whole == parts[largest]
 
+    def of_numbers(self) -> Trial:
+        """The same sample with those outputs only that are single numbers, such as losses."""
+        whole, *parts = (
+            {path: each for path, each in output.items() if _is_number(each)}
+            for output in (self.whole, *self.parts)
+        )
+        return Trial(self.sizes, self.level, self.tensors, whole, parts)
+
     def each(self, dims: Sequence[int | None]) -> list[list[Tensor]]:
         """The tensors of each part of the sample."""
         starts = [0, *accumulate(self.sizes)]
@@ -149,7 +175,9 @@ class Problem:
 class Verdict:
     """The result of the check of one candidate."""
 
-    trial: Trial | None = None
+    trials: list[Trial] = field(default_factory=list)
+    """The samples that have been taken, in their order; with all outputs for the last one, and with
+    numbers only for those before it."""
     outputs: dict[str, Dim] = field(default_factory=dict)
     """How each output is put together, by its path."""
     problems: list[Problem] = field(default_factory=list)
@@ -162,10 +190,17 @@ class Verdict:
     """Whether the model runs on the parts of a sample; False if it runs only on the whole."""
     unclear: set[str] = field(default_factory=set)
     """The outputs whose values do not tell whether they are means or sums."""
+    same: set[str] = field(default_factory=set)
+    """The outputs that are the same for the parts of samples as for the whole."""
     refused_sizes: frozenset[int] = frozenset()
     """Sizes of parts that are too small: the model gives something else for them."""
     mixed: Problem | None = None
     """A problem that occurs only where integers of several rows are mixed (level "mixed")."""
+
+    @property
+    def trial(self) -> Trial | None:
+        """The last sample; None if the model takes none."""
+        return self.trials[-1] if self.trials else None
 
     @property
     def is_wrong(self) -> bool:
@@ -176,6 +211,19 @@ class Verdict:
     def is_exact(self) -> bool:
         """Whether all outputs have been compared, and equal the model's."""
         return self.trial is not None and not self.problems
+
+    def is_better_than(self, likeliest: Verdict) -> bool:
+        """Whether the outputs are the model's, and say that the batch is cut: some of them depend
+        on the rows, and so do all that have rows by the likeliest candidate, unless that is
+        wrong."""
+        if not self.is_exact or self.outputs.keys() <= self.same:
+            return False
+        return likeliest.is_wrong or likeliest.joined <= self.joined
+
+    @property
+    def joined(self) -> set[str]:
+        """The outputs that have rows."""
+        return {path for path, dim in self.outputs.items() if isinstance(dim, int)}
 
 
 def check(
@@ -193,6 +241,7 @@ def check(
             taken, so that it is not accepted by chance.
     """
     few, *more = question.sizes
+    is_likely = is_likely and not question.counts
     verdict = _of_likely_rows(replace(question, sizes=(few,)), ignored, is_likely)
     if verdict.is_exact or not more:
         return verdict
@@ -216,8 +265,8 @@ def _of_likely_rows(question: Question, ignored: Callable[[str], bool], is_likel
     """The verdict of samples of these sizes. If the parts do not give the whole for a sample whose
     integers are mixed, this counts only if they do not for whole rows either: the model may not be
     made for rows with mixed integers."""
-    verdict = _checked(question, ignored, is_likely, LEVELS if question.has_values else (GIVEN,))
-    if verdict.trial is None or verdict.trial.level != MIXED or not verdict.is_wrong:
+    verdict = _checked(question, ignored, is_likely, question.levels)
+    if MIXED not in (trial.level for trial in verdict.trials) or not verdict.is_wrong:
         return verdict
     less = _checked(question, ignored, False, LEVELS[1:])
     if less.trial is None or less.is_wrong:
@@ -244,7 +293,8 @@ def _checked(
             break
         if trial is not None and _is_empty(taken.whole):
             continue  # any way of putting parts together fits
-        verdict.trial, trial, count = taken, taken, count + 1
+        verdict.trials = [*(each.of_numbers() for each in verdict.trials), taken]
+        trial, count = taken, count + 1
         for path, found in _but_for_rounding(question, trial):
             if ignored(path):
                 fits[path] = (LISTED,) if is_a_row(path) else _by_shape(trial, path)
@@ -270,6 +320,7 @@ def _checked(
             fits[path] = fits[path] or _by_shape(verdict.trial, path)
     verdict.outputs = {path: _way(ways) for path, ways in fits.items() if ways}
     verdict.unclear = {path for path, ways in fits.items() if not _is_clear(ways)}
+    verdict.same = {path for path, ways in fits.items() if ANY in ways}
     return verdict
 
 
@@ -325,6 +376,24 @@ def ran(run: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | N
     return Trial(trial.sizes, trial.level, trial.tensors, whole, parts)
 
 
+def of_own_values(
+    run: Callable[[list[Tensor]], Any], tensors: Sequence[Any], dims: Sequence[int | None]
+) -> list[Trial]:
+    """A sample of the mini-batch's own rows, up to OWN of them; none where there are too few, or
+    where the model does not take them."""
+    rows = min(OWN, batch_size(tensors, dims) or 0)
+    if rows < 2 or any(map(is_column, tensors)):
+        return []
+    sizes = rows // 3 or 1, rows - (rows // 3 or 1)
+    trial = Trial(sizes, GIVEN, spread(tensors, dims, rows), {}, [])
+    try:
+        return [ran(run, trial, dims)]
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return []
+
+
 def is_joined(trial: Trial, outputs: Mapping[str, Dim]) -> bool:
     """Whether the parts, put together, are the whole as nearly as a graph has to be the model."""
     for path, whole in trial.whole.items():
@@ -376,13 +445,27 @@ def _goes_by_values(trial: Trial) -> bool:
 
 def _may_fit_by_chance(trial: Trial, dims: Sequence[int | None]) -> bool:
     """Whether the parts of one sample may give the whole although those of another do not. So it is
-    where integers or flags go into a mean (each row of the sample may have as many labels), or come
-    out (places of largest values, say), for there are few different ones; and where sizes of
-    outputs go by values."""
+    where integers or flags go into a mean (each row of the sample may have as many labels), also as
+    real numbers, or values that are missing; or where they come out (places of largest values,
+    say), for there are few different ones; and where sizes of outputs go by values."""
     cut = [t for t, dim in zip(trial.tensors, dims, strict=True) if dim is not None]
     values = [value for value in trial.whole.values() if isinstance(value, Tensor)]
-    counts = any(map(_is_of_integers, cut)) and not all(value.ndim for value in values)
+    counts = any(map(_may_be_counted, cut)) and not all(value.ndim for value in values)
     return counts or any(map(_is_of_integers, values)) or _goes_by_values(trial)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _may_be_counted(value: Any) -> bool:
+    """Whether a mean may be one over some values of an input: integers, flags or known ones."""
+    if not isinstance(value, Tensor) or value.is_complex() or value.layout != torch.strided:
+        return False
+    if value.is_meta:
+        return _is_of_integers(value)
+    has_only_fractions = value.is_floating_point() and has_fractions(value)
+    return not has_only_fractions or not bool(value.isfinite().all())
 
 
 def _is_of_integers(value: Any) -> bool:
@@ -408,11 +491,16 @@ def _trial(
     """Run the model on one sample and on its parts. None if the model takes no sample.
 
     The first sample is tried with the levels and sizes in order, until the model takes one; the
-    samples after it (``before`` is the last one) have the same level and sizes, and other values.
+    samples after it (``before`` is the last one) have the same sizes and, if the model takes that,
+    the same level, and other values.
     """
-    ways = _ways(question, levels) if before is None else iter([(before.sizes, before.level)])
+    if before is None:
+        ways = _ways(question, levels)
+    else:
+        ways = ((before.sizes, level) for level in levels[levels.index(before.level) :])
     for sizes, level in ways:
-        tensors = sampled(question.tensors, question.dims, sum(sizes), level, seed)
+        rows, counts = sum(sizes), question.counts
+        tensors = sampled(question.tensors, question.dims, rows, level, seed, counts)
         trial = Trial(sizes, level, tensors, {}, [])
         try:
             whole = part(tensors, [None] * len(tensors), 0, 0)

@@ -7,12 +7,15 @@
 
 The check of the first mini-batch sees a plain mean over the rows. It also notes by which conditions
 the loss may tell which labels count: the ``ignore_index`` of a cross entropy, and what the loss
-compares with a number. Once some micro-batches of a mini-batch have a larger share of labels that
-meet a condition than others, the loss is to be checked again.
+compares with a number. Others are looked at whatever the loss does: values that are no number or
+far from those of the first mini-batch, and values that were all equal there. Once some
+micro-batches of a mini-batch have a larger share of labels that meet a condition than others, the
+loss is to be checked again, with rows that differ by it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.ir._torch import TorchDispatchMode
-from fxpipe.ir.tensors import tensors_of
+from fxpipe.meaning.sample import count_of_rows
 
 MOST = 16
 """How many conditions of a loss are looked at: a loss may compare labels with each of its classes,
@@ -37,6 +40,23 @@ _COMPARING = {
     for name, same in _SHARED_BY.items()
     for overload in (getattr(_aten, name).Scalar, getattr(_aten, name).Tensor)
 }
+_TURNED = {"eq": "eq", "lt": "le", "le": "lt"}
+"""By a comparison of a number with labels, the one of labels with that number."""
+_CLAMPING = {  # by an operator, the places of its least and its greatest number
+    _aten.clamp.default: (1, 2),
+    _aten.clamp.Tensor: (1, 2),
+    _aten.clamp_min.default: (1, None),
+    _aten.clamp_max.default: (None, 1),
+}
+_OF_ZEROS = (
+    _aten.nonzero.default,
+    _aten.count_nonzero.default,
+    _aten.count_nonzero.dim_IntList,
+    _aten.logical_not.default,
+    _aten.any.default,
+    _aten.any.dim,
+)
+_NAMES_OF_ZEROS = "bool", *{each.__name__.split(".")[0] for each in _OF_ZEROS}
 
 
 @dataclass(frozen=True)
@@ -45,21 +65,40 @@ class LabelCondition:
 
     Attributes:
         comparison: "eq", "lt" or "le" for labels that equal, are below, or are at most ``number``;
-            "isnan" for those that are no number.
+            "isnan" for those that are no number, "endless" for these and the infinite ones.
         is_sure: whether the loss is known to leave these labels out. Otherwise it may do something
             else by the comparison.
+        place: that of the only tensor whose values it is for; None: it is for all.
     """
 
     comparison: str
     number: float = 0
     is_sure: bool = False
+    place: int | None = None
+
+    @property
+    def is_of_any_input(self) -> bool:
+        """Whether it is also a cause to look again at an input that is not named as labels: where
+        values are missing, or no longer all equal, as in a mask."""
+        return self.comparison in ("endless", "eq")
 
     def of(self, labels: Tensor) -> Tensor:
         """For each label, whether it meets the condition."""
         if self.comparison == "isnan":
             return labels.isnan()
+        if self.comparison == "endless":
+            return ~labels.isfinite()
         found: Tensor = getattr(torch, self.comparison)(labels, self.number)
         return found
+
+    def may_be_met(self, least: float, greatest: float) -> bool:
+        """Whether some labels may meet it, and others may not, if all are within this range."""
+        if not math.isfinite(least) or not math.isfinite(greatest):
+            return True
+        if self.comparison in ("isnan", "endless"):
+            return False
+        is_below = self.number < least or (self.comparison == "lt" and self.number == least)
+        return not is_below and not (self.number > greatest)
 
 
 class LabelsLeftOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -89,15 +128,31 @@ def _conditions_of(
         if reduction == _MEAN:
             yield LabelCondition("eq", label, is_sure=True)
     elif function in _COMPARING:
-        number = args[1]
-        if isinstance(number, Tensor) and not number.ndim and not number.is_meta:
-            number = number.item()
-        if isinstance(number, int | float):
-            yield LabelCondition(_COMPARING[function], number)
+        same, number, other = _COMPARING[function], _number(args[1]), args[0]
+        if number is None:
+            same, number, other = _TURNED[same], _number(args[0]), args[1]
+        if number is not None and _number(other) is None:
+            yield LabelCondition(same, number)
     elif function is _aten.isnan.default:
         yield LabelCondition("isnan")
-    elif function is _aten.nonzero.default or kwargs.get("dtype") is torch.bool:
+    elif function in _OF_ZEROS or kwargs.get("dtype") is torch.bool:
         yield LabelCondition("eq", 0)
+    elif function is _aten.isin.Tensor_Tensor:
+        yield from (LabelCondition("eq", number) for number in args[1].flatten()[:MOST].tolist())
+    elif function in _CLAMPING:
+        for place, same, name in zip(
+            _CLAMPING[function], ("le", "lt"), ("min", "max"), strict=True
+        ):
+            given = kwargs.get(name, args[place] if place and len(args) > place else None)
+            if (number := _number(given)) is not None:
+                yield LabelCondition(same, number)
+
+
+def _number(value: Any) -> float | None:
+    """The number that labels are compared with; None for a tensor of several."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.item()
+    return value if isinstance(value, int | float) else None
 
 
 def conditions_in(gm: fx.GraphModule) -> Iterator[LabelCondition]:
@@ -110,6 +165,8 @@ def conditions_in(gm: fx.GraphModule) -> Iterator[LabelCondition]:
             yield LabelCondition("eq", ignored, is_sure=True)
         elif comparison and len(node.args) == 2 and isinstance(node.args[1], int | float):
             yield LabelCondition(comparison, node.args[1])
+        elif _name(node) in _NAMES_OF_ZEROS:
+            yield LabelCondition("eq", 0)
 
 
 def _name(node: fx.Node) -> str:
@@ -128,16 +185,28 @@ def _ignored_by(gm: fx.GraphModule, node: fx.Node) -> Any:
     return None if given is None else given.kwargs.get("ignore_index")
 
 
-def of_equal_labels(values: Iterable[Any]) -> Iterator[LabelCondition]:
-    """For labels that are all equal in the first mini-batch, such as the lengths of its sequences,
-    that they are this number: a loss that was a mean over the rows with them may be none with
-    others."""
-    for labels in tensors_of(list(values)):
-        if not _may_be_labels(labels) or labels.is_floating_point() or labels.numel() < 2:
+def whatever_it_does(values: Iterable[tuple[int, Any]]) -> Iterator[LabelCondition]:
+    """By what any loss may tell which labels count: for each tensor among values with their places,
+    that some are no number, or far from those of the first mini-batch. For one whose values are all
+    equal there, such as the lengths of its sequences or a mask, that they are this number: a loss
+    that was a mean over the rows with them may be none with others."""
+    for place, labels in values:
+        if not _may_be_labels(labels) or labels.numel() < 2:
             continue
-        first = labels.flatten()[0]
-        if bool((labels == first).all()):
-            yield LabelCondition("eq", first.item())
+        least, greatest = _range(labels)
+        if labels.is_floating_point():
+            yield LabelCondition("endless", place=place)
+        if least == greatest:
+            yield LabelCondition("eq", least, place=place)
+        elif math.isfinite(width := greatest - least) and labels.dtype != torch.bool:
+            yield LabelCondition("lt", least - width, place=place)
+            yield LabelCondition("le", greatest + width, place=place)
+
+
+def _range(labels: Tensor) -> tuple[float, float]:
+    """The smallest and the largest of some labels; NaN if any of them is none."""
+    least, greatest = (labels.byte() if labels.dtype == torch.bool else labels).aminmax()
+    return least.item(), greatest.item()
 
 
 class LabelWatch:
@@ -149,12 +218,18 @@ class LabelWatch:
 
     Args:
         conditions: those by which the loss may tell which labels count. The first ones of them are
-            looked at, and all that are sure.
+            looked at, and all that are sure or for one tensor only.
+
+    Attributes:
+        counts: for each condition that the last mini-batch has been the first to meet unevenly, how
+            many labels of each row meet it.
     """
 
     def __init__(self, conditions: Iterable[LabelCondition]) -> None:
         known = list(dict.fromkeys(conditions))
-        self._conditions = [c for i, c in enumerate(known) if c.is_sure or i < MOST]
+        others = [c for c in known if c.place is None and not c.is_sure][MOST:]
+        self._conditions = [c for c in known if c not in others]
+        self.counts: list[Tensor] = []
         self._met: set[tuple[int, LabelCondition]] = set()  # by the places of values
         self._answers: list[Tensor] = []  # of the last mini-batch, on an accelerator
         self._is_near = False  # whether such a mini-batch has been there, and has not been told of
@@ -173,28 +248,41 @@ class LabelWatch:
         if not self._conditions or len(sizes) < 2:
             return False
         self._is_near |= wait or any(self._answers)
-        self._answers = []
+        self._answers, self.counts = [], []
         is_met = False
         for place, (value, dim) in enumerate(values):
             if not _may_be_labels(value) or value.ndim <= dim or value.shape[dim] != sum(sizes):
                 continue
-            for condition in self._conditions:
-                if (place, condition) in self._met:
-                    continue
+            for condition in self._left(place, value):
                 answer = _is_uneven(condition.of(value), dim, sizes)
                 if not value.is_cpu and not self._is_near:
                     self._answers.append(answer)
                 elif bool(answer):
                     self._met.add((place, condition))
+                    self.counts.append(count_of_rows(condition.of(value), dim))
                     is_met = True
         self._is_near &= not (is_met or wait)
         return is_met
+
+    def _left(self, place: int, value: Tensor) -> list[LabelCondition]:
+        """The conditions that the labels at a place may meet unevenly, and have not so far."""
+        left = [
+            condition
+            for condition in self._conditions
+            if condition.place in (None, place) and (place, condition) not in self._met
+        ]
+        if not left or not value.is_cpu or not value.numel():
+            return left
+        known = _range(value)  # one pass over the values in place of one for each condition
+        return [condition for condition in left if condition.may_be_met(*known)]
 
 
 def _may_be_labels(tensor: Any) -> bool:
     if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return False
-    return not tensor.is_complex()
+    is_plain = tensor.dtype.is_signed or tensor.dtype in (torch.bool, torch.uint8)
+    is_short = tensor.is_floating_point() and tensor.itemsize == 1  # without most operators
+    return is_plain and not is_short and not tensor.is_complex()
 
 
 def _is_uneven(is_met: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:

@@ -17,9 +17,9 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
-from fxpipe.meaning.check import Question, Verdict, check
+from fxpipe.meaning.check import Question, Verdict, check, of_own_values
 from fxpipe.meaning.errors import BatchWarning
-from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, of_equal_labels
+from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
@@ -179,7 +179,7 @@ class _LossOfTarget:
         return self._checked(self.run)
 
     def _checked(self, run: Callable[[list[Tensor]], tuple[Any, None]]) -> Verdict:
-        question = Question(run, self.tensors, self.dims)
+        question = Question(run, self.tensors, self.dims, counts=self.asked.counts)
         verdict = check(question, is_likely=True)
         if self.asking.runs.drew and not self.asking.runs.stilled:
             self.asking.runs.stilled = True
@@ -201,28 +201,35 @@ class _LossOfTarget:
                 return None  # it raises an error on a micro-batch: the step will raise the same
             refuse(asked, messages.unknown_loss(verdict))
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
-            by = ""
-            if verdict.trial is not None:
-                keys = _keys_of(self.target, self.places)
-                count = self.count
-                labels = [
-                    (keys[i], count + i)
-                    for i in range(len(self.places))
-                    if i in keys and not is_column(self.tensors[count + i])
-                ]
-                by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims, of_target=True)
             self.is_told = True
+            by = self._remedy(verdict)
             text = messages.across(verdict.problems[0], self.named, by, of_loss_fn=True)
             warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
 
+    def _remedy(self, verdict: Verdict) -> str:
+        """The ``loss_weight`` that makes the loss that of the whole batch, as code that the user
+        can write; "" if none is known."""
+        if verdict.trial is None:
+            return ""
+        keys = _keys_of(self.target, self.places)
+        labels = [
+            (keys[i], self.count + i)
+            for i in range(len(self.places))
+            if i in keys and not is_column(self.tensors[self.count + i])
+        ]
+        own = of_own_values(lambda tensors: self.run(tensors)[0], self.tensors, self.dims)
+        trials = [*own, *verdict.trials]
+        conditions = list(self.left_out.conditions)
+        return remedy(trials, LOSS, labels, self.weigh, self.dims, True, conditions)
+
     def may_leave_out(self) -> Iterator[LabelCondition]:
         """By what the loss may tell which labels count; nothing where that has been told."""
         if not self.is_told:
             yield from self.left_out.conditions
-            yield from of_equal_labels(self.target.leaves[i] for i in self.places)
+            yield from whatever_it_does(enumerate(self.target.labels))
 
 
 @dataclass(frozen=True)
@@ -233,6 +240,12 @@ class Targets:
     leaves: Sequence[Any]
     has_batch: Sequence[bool]
     fill: Callable[[Sequence[Any]], Any]
+
+    @property
+    def labels(self) -> list[Tensor]:
+        """The tensors that are cut into micro-batches."""
+        cut = zip(self.leaves, self.has_batch, strict=True)
+        return [leaf for leaf, is_cut in cut if is_cut and isinstance(leaf, Tensor)]
 
 
 def _keys_of(target: Targets, places: Sequence[int]) -> dict[int, str | int]:

@@ -93,6 +93,17 @@ def other_dims(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
     return f"the batch is found by the check: {split(inputs, dims)}{more}"
 
 
+def one_microbatch(rows: int, notes: Sequence[str]) -> str:
+    """The warning for a mini-batch that is not cut. ``notes``: what the check has remarked on."""
+    why = next((f" ({note})" for note in notes if note.startswith("the batch is found")), "")
+    return (
+        f"a mini-batch of {rows} rows is one micro-batch, although more were asked for: it cannot "
+        f"be cut into parts that the model takes, of equal size where it makes its batch size a "
+        f"constant{why}. If the batch is along other dimensions, give in_dims; to have it so, give "
+        "chunks=1"
+    )
+
+
 def wrong(
     verdict: Verdict, inputs: Sequence[Input], dims: Sequence[int | None], advice: str
 ) -> str:

@@ -3,7 +3,7 @@ rows, in another order and with other values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ MIXED, WHOLE, MOVED, GIVEN = LEVELS = "mixed", "whole rows", "moved", "given"
 - "whole rows": rows are in another order, and keep their integers and flags. Only in a tensor whose
   numbers are all equal, numbers are changed;
 - "moved": rows are in another order;
-- "given": rows are as they are.
+- "given": rows are as they are, and in their order.
 
 Floating-point values are changed at all levels but the last. A model may raise an error on a sample
 (if lengths have to be sorted, say), and a row with mixed integers may be one that the model is not
@@ -77,18 +77,33 @@ def out_of_inference_mode(inputs: Any) -> Any:
 
 
 def sampled(
-    tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int, level: str, seed: int
+    tensors: Sequence[Tensor],
+    dims: Sequence[int | None],
+    rows: int,
+    level: str,
+    seed: int,
+    counts: Sequence[Tensor] = (),
 ) -> list[Tensor]:
     """A sample of ``rows`` rows, which differs from the example as ``level`` says.
 
     Rows of different tensors that belong together stay together, so that what a model takes for
     granted of one row remains true. Tensors that all rows share keep their size.
+
+    Args:
+        counts: what some rows have more of than others, as a tensor with a number for each row: the
+            first and the last row of the sample are to differ by it. By default, what is no number
+            and, where integers are not mixed, the smallest and the largest ones.
     """
     draw = torch.Generator().manual_seed(seed)
     batch = batch_size(tensors, dims) or 0
     order = torch.arange(rows) % batch
+    uneven = list(counts)
     if level != GIVEN:
         order = torch.randperm(max(batch, rows), generator=draw)[:rows] % batch
+        uneven += _uneven_counts(tensors, dims, level)
+    if uneven and rows < batch:
+        order = _differing(order, uneven[seed % len(uneven) :] + uneven[: seed % len(uneven)])
+        order = order.sort().values if level == GIVEN else order
     found = []
     for tensor, dim in zip(tensors, dims, strict=True):
         if isinstance(tensor, Column):
@@ -107,6 +122,52 @@ def sampled(
     return found
 
 
+def _differing(order: Tensor, counts: Sequence[Tensor]) -> Tensor:
+    """The numbers of a sample's rows, some of them replaced, so that rows differ by these counts:
+    the first one by the first count, in any case, and others where all rows are much alike."""
+    order = order.clone()
+    places = [place for i in range(len(order) // 2) for place in (i, -1 - i)]
+    for i, count in enumerate(counts):
+        found, span = count[order % len(count)], count.max() - count.min()
+        if len(places) < 2 or (i and 2 * (found.max() - found.min()) >= span):
+            continue
+        order[places.pop(0)], order[places.pop(0)] = count.argmax(), count.argmin()
+    return order
+
+
+def _uneven_counts(
+    tensors: Sequence[Tensor], dims: Sequence[int | None], level: str
+) -> Iterator[Tensor]:
+    """What some rows have more of than others, for each tensor that may be a mask or have one."""
+    for tensor, dim in zip(tensors, dims, strict=True):
+        if dim is None or isinstance(tensor, Column) or not tensor.numel() or tensor.is_meta:
+            continue
+        if tensor.layout != torch.strided or tensor.is_complex():
+            continue
+        if tensor.is_floating_point():
+            found = [~tensor.isfinite()]
+        elif level == MIXED and tensor.is_cpu:
+            continue
+        else:
+            found = [tensor == end for end in (tensor.min(), tensor.max())]
+        for each in found:
+            count = count_of_rows(each, dim)
+            if count.min() < count.max():
+                yield count
+
+
+def count_of_rows(is_met: Tensor, dim: int) -> Tensor:
+    """How many values of each row meet a condition, on the CPU. A row of several values that all do
+    is as others on average: a loss may be no number for it alone."""
+    rows = is_met.detach().movedim(dim, 0).reshape(is_met.shape[dim], -1)
+    count = rows.sum(1).float().cpu()
+    is_full = count == rows.shape[1]
+    some = count[~is_full]
+    if some.numel() and bool(some.min() < some.max()):
+        count[is_full] = some.mean()
+    return count
+
+
 def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Generator) -> Any:
     """The rows of a column in this order, each perturbed by itself, as they may differ in shape.
 
@@ -116,6 +177,18 @@ def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Gener
     if level == GIVEN:
         return rows
     return rows.map(lambda row: _perturbed(row, row, 0, level if row.ndim else MOVED, draw))
+
+
+def spread(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int) -> list[Tensor]:
+    """``rows`` rows of each tensor as they are, from all over the example."""
+    return [
+        tensor
+        if dim is None
+        else tensor.index_select(
+            dim, torch.arange(rows, device=tensor.device) * tensor.shape[dim] // rows
+        )
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
 
 
 def part(
@@ -170,7 +243,7 @@ def _uneven(rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Gen
         return rows
     share = torch.tensor([0.9, 0.2, 0.5, 0.0, 0.7])[torch.arange(count) % 5]
     share = share.reshape([count if i == dim else 1 for i in range(rows.dim())])
-    if _has_fractions(example):
+    if has_fractions(example):
         return _lowered(rows, share.to(rows))
     if level != MIXED or example.device.type != "cpu":  # see _exchanged
         return rows
@@ -181,7 +254,7 @@ def _uneven(rows: Tensor, example: Tensor, dim: int, level: str, draw: torch.Gen
     return torch.where(torch.rand(rows.shape, generator=draw) < share, replaced, rows)
 
 
-def _has_fractions(example: Tensor) -> bool:
+def has_fractions(example: Tensor) -> bool:
     """Whether a tensor holds real numbers that are no integers."""
     if not example.is_floating_point():
         return False

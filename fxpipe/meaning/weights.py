@@ -3,7 +3,9 @@ that the model gives for a whole sample, and a ``loss_weight`` is suggested wher
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +15,10 @@ from torch import Tensor, nn
 
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.text import told_apart
-from fxpipe.loss_weight import IGNORED, tokens
+from fxpipe.loss_weight import IGNORED, observed, tokens
 from fxpipe.meaning.check import Problem, Trial, Verdict
 from fxpipe.meaning.compare import Difference, difference
+from fxpipe.meaning.left_out import MOST, LabelCondition
 from fxpipe.meaning.loss import ROWS
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, numbers, shares, weighted_sum
 from fxpipe.trace import bound_arguments
@@ -72,10 +75,11 @@ def weighed(
             f"{path} is a sum over the rows, and loss_weight weighs means: leave loss_weight out, "
             "or let the loss be a mean"
         )
-    compared = _apart(verdict.trial, path, weigh, dims)
+    compared = (_apart(trial, path, weigh, dims) for trial in verdict.trials)
+    wrong = next((each for each in compared if each is not None and each[0]), None)
     more = []
-    if compared is not None and compared[0]:
-        apart, text = compared
+    if wrong is not None:
+        apart, text = wrong
         more = [Problem(path, text, is_scalar=True, difference=apart)]
     return replace(verdict, outputs=outputs, problems=[*more, *others]), ""
 
@@ -100,6 +104,19 @@ def _apart(
     )
 
 
+@dataclass(frozen=True)
+class _Remedy:
+    """A function that a user may give as ``loss_weight``, with its code.
+
+    ``is_guess``: whether nothing but its numbers tells that a loss is a mean by it. It may be the
+    number of rows of some class. Masks, and labels that losses leave out, are made for it.
+    """
+
+    code: str
+    function: Callable[..., Any]
+    is_guess: bool = False
+
+
 def with_ignored(trial: Trial, place: int, dim: int) -> Trial:
     """The sample, without outputs, with every second label of its first part replaced by IGNORED,
     the label that losses leave out. ``place`` is the labels' place among the tensors, ``dim`` their
@@ -115,62 +132,142 @@ def with_ignored(trial: Trial, place: int, dim: int) -> Trial:
 
 
 def remedy(
-    trial: Trial,
+    trials: Sequence[Trial],
     path: str,
     named: Sequence[tuple[str | int, int]],
     weigh: Callable[[Callable[..., Any]], Weigh],
     dims: Sequence[int | None],
     of_target: bool = False,
+    conditions: Sequence[LabelCondition] = (),
 ) -> str:
-    """The ``loss_weight`` with which the losses of the parts come closest to the loss of the whole,
-    as code that the user can write; "" if none fits.
+    """The ``loss_weight`` with which the losses of the parts give the loss of the whole in each of
+    several samples, as code that the user can write; "" if there is none. Of several that do, one
+    that may have been meant for it comes ahead of others, then the one that comes closest.
 
     Args:
+        trials: the samples. In one of them a count of something else may be in the same proportion.
         named: the tensors that may be labels or masks: their names (as arguments of the model, or
             keys of the target; empty for a target that is a tensor) and places in the sample.
         weigh: makes the function for a micro-batch's weight from a ``loss_weight``.
         of_target: whether the tensors are parts of the target.
+        conditions: by what the loss may tell which values count.
     """
-    found: list[tuple[float, str]] = []
+    found: list[tuple[bool, float, str]] = []
     for name, place in named:
-        for text, function in _functions(name, trial.tensors[place], of_target):
-            compared = _apart(trial, path, weigh(function), dims)
-            if compared is not None and not compared[0]:
-                found.append((compared[0].largest, text))
-    return min(found)[1] if found else ""
+        values = [trial.tensors[place] for trial in trials]
+        first = values[0]
+        if first.is_meta or first.is_complex() or first.layout != torch.strided:
+            continue
+        for each in _Remedies(name, values, of_target, conditions):
+            farthest = _farthest(trials, path, weigh(each.function), dims)
+            if farthest is not None:
+                found.append((each.is_guess, farthest, each.code))
+    return min(found)[2] if found else ""
 
 
-def _functions(
-    name: str | int, tensor: Tensor, of_target: bool
-) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Functions that a user may give as ``loss_weight``, each with its code: they count the labels
-    in a tensor that a loss is a mean over, or add up a mask."""
-    if tensor.is_meta or tensor.is_complex():
-        return
-    is_integer = not tensor.is_floating_point() and tensor.dtype.is_signed
-    has_ignored = is_integer and bool((tensor == IGNORED).any())
-    part = "target" if name == "" else f"target[{_quoted(name)}]"
-    if is_integer and tensor.numel():
-        # Losses that leave out another label mostly leave out the smallest or the largest one.
-        others = [] if has_ignored else [int(tensor.amin()), int(tensor.amax())]
-        for label in [IGNORED] if has_ignored else others:
-            if isinstance(name, int):
-                yield f"lambda target: ({part} != {label}).sum()", _Count(name, label)
+def _farthest(
+    trials: Sequence[Trial], path: str, weigh: Weigh, dims: Sequence[int | None]
+) -> float | None:
+    """How far the weighted losses of the parts are from those of the whole samples at most; None if
+    this is more than rounding errors in any sample, or if the weights are zero in all."""
+    compared = [_apart(trial, path, weigh, dims) for trial in trials]
+    apart = [each[0] for each in compared if each is not None]
+    return None if not apart or any(apart) else max(each.largest for each in apart)
+
+
+class _Remedies:
+    """Functions that a user may give as ``loss_weight``: they count the values in a tensor that a
+    loss is a mean over, or add up a mask.
+
+    Args:
+        name: that of the tensor, see :func:`remedy`.
+        values: the tensor in several samples.
+        of_target: whether it is a part of the target, and no argument of the model.
+        conditions: by what the loss may tell which values count.
+    """
+
+    def __init__(
+        self,
+        name: str | int,
+        values: Sequence[Tensor],
+        of_target: bool,
+        conditions: Sequence[LabelCondition],
+    ) -> None:
+        self.name, self.conditions = name, conditions
+        self.has_dims = values[0].ndim > 0
+        self.tensor = torch.cat([each.flatten() for each in values])
+        self.is_argument = not of_target and name != ""
+        self.is_integer = not self.tensor.is_floating_point() and self.tensor.dtype.is_signed
+        self.has_ignored = self.is_integer and bool((self.tensor == IGNORED).any())
+
+    def __iter__(self) -> Iterator[_Remedy]:
+        if self.is_integer and self.tensor.numel():
+            yield from self._labels()
+        if self.has_ignored:
+            return
+        if self.tensor.is_floating_point() and bool(self.tensor.isnan().any()):
+            yield self._observed()
+        yield from self._compared()
+        is_weight = bool(((self.tensor >= 0) & self.tensor.isfinite()).all())
+        if self.has_dims and is_weight:
+            is_binary = bool(((self.tensor == 0) | (self.tensor == 1)).all())
+            add = operator.methodcaller("sum", dtype=torch.float64)
+            yield self._of("{}.sum()", add, is_guess=not is_binary)
+
+    def _labels(self) -> Iterator[_Remedy]:
+        """Counts of labels that are not left out. Losses that leave out another one than IGNORED
+        mostly leave out the smallest or the largest one, or compare labels with it."""
+        told = [int(c.number) for c in self.conditions[:MOST] if c.comparison == "eq"]
+        others = [*told, int(self.tensor.amin()), int(self.tensor.amax())]
+        quoted = [_quoted(self.name)] * bool(self.name)
+        for label in [IGNORED] if self.has_ignored else dict.fromkeys(others):
+            is_guess = not self.has_ignored and label not in told
+            if isinstance(self.name, int):
+                count = functools.partial(_count, torch.ne, label)
+                yield self._of(f"({{}} != {label}).sum()", count, is_guess)
                 continue
-            named = [_quoted(name)] * bool(name) + [f"ignore_index={label}"] * (label != IGNORED)
+            named = quoted + [f"ignore_index={label}"] * (label != IGNORED)
             for shifted in (False, True):
                 given = ", ".join(named + ["shifted=True"] * shifted)
-                function = tokens(name or "labels", ignore_index=label, shifted=shifted)
-                yield f"fxpipe.loss_weight.tokens({given})", function
-    if has_ignored:
-        return
-    is_mask = bool((tensor >= 0).all()) and (tensor.is_floating_point() or bool((tensor < 2).all()))
-    if tensor.ndim and is_mask:
-        is_argument = not of_target and name != ""
-        code = (
-            f"lambda {name}, **_: {name}.sum()" if is_argument else f"lambda target: {part}.sum()"
-        )
-        yield code, _Sum(name)
+                function = tokens(self.name or "labels", ignore_index=label, shifted=shifted)
+                yield _Remedy(f"fxpipe.loss_weight.tokens({given})", function, is_guess)
+
+    def _observed(self) -> _Remedy:
+        if isinstance(self.name, int):
+            return self._of("(~{}.isnan()).sum()", lambda values: (~values.isnan()).sum())
+        given = _quoted(self.name) if self.name else ""
+        function = observed(self.name or "target")
+        return _Remedy(f"fxpipe.loss_weight.observed({given})", function)
+
+    def _compared(self) -> Iterator[_Remedy]:
+        """Counts of values that a number tells from others with which the loss compares them."""
+        for condition in self.conditions[:MOST]:
+            for sign, compare in _SIGNS.get(condition.comparison, {}).items():
+                if self.is_integer and sign == "!=":
+                    continue  # see _labels
+                count = functools.partial(_count, compare, condition.number)
+                yield self._of(f"({{}} {sign} {condition.number:g}).sum()", count)
+
+    def _of(self, text: str, count: Callable[[Tensor], Tensor], is_guess: bool = False) -> _Remedy:
+        """A function of the tensor, with its code; "{}" stands for the tensor."""
+        if self.is_argument:
+            code = f"lambda {self.name}, **_: {text.format(self.name)}"
+        else:
+            part = f"target[{_quoted(self.name)}]" if self.name != "" else "target"
+            code = f"lambda target: {text.format(part)}"
+        return _Remedy(code, _Function(self.name, count), is_guess)
+
+
+_SIGNS: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "eq": {"!=": torch.ne, "==": torch.eq},
+    "lt": {">=": torch.ge, "<": torch.lt},
+    "le": {">": torch.gt, "<=": torch.le},
+}
+"""By what a loss compares values, how those that count may be told: the likelier way first."""
+
+
+def _count(compare: Callable[..., Tensor], number: float, values: Tensor) -> Tensor:
+    return compare(values, number).sum()
 
 
 def _quoted(name: str | int) -> str:
@@ -178,27 +275,12 @@ def _quoted(name: str | int) -> str:
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """The sum of a mask."""
+class _Function:
+    """A function of one tensor in the target, or among the model's arguments."""
 
     name: str | int
+    count: Callable[[Tensor], Tensor]
 
     def __call__(self, *target: Any, **inputs: Any) -> Tensor:
-        found: Tensor = self.part(*target, **inputs).sum(dtype=torch.float64)
-        return found
-
-    def part(self, *target: Any, **inputs: Any) -> Any:
-        """The tensor in the target, or among the model's arguments."""
         given: Any = target[0] if target else inputs
-        return given if self.name == "" else given[self.name]
-
-
-@dataclass(frozen=True)
-class _Count(_Sum):
-    """The number of labels that are not ``ignored``."""
-
-    ignored: int
-
-    def __call__(self, *target: Any, **inputs: Any) -> Tensor:
-        found: Tensor = (self.part(*target, **inputs) != self.ignored).sum()
-        return found
+        return self.count(given if self.name == "" else given[self.name])

@@ -213,8 +213,10 @@ def shares(
     whole = sum(found) if total is None else total(sum(found))
     if not whole:
         raise ValueError(
-            "loss_weight gives 0 for every micro-batch: the loss is a mean over nothing; leave "
-            "such a mini-batch out"
+            "loss_weight gives 0 for every micro-batch: the loss is a mean over nothing, which is "
+            "no number for most losses and would make none of every parameter; leave such a "
+            "mini-batch out, by a condition ahead of it in the training loop, such as "
+            "if loss_weight(target) > 0 (loss_weight(**inputs) of a model that returns its loss)"
         )
     return tuple(weight / whole for weight in found)
 

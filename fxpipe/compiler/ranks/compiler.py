@@ -161,12 +161,13 @@ class RankCompiler(Compiler):
         readings: Sequence[Target],
         chunks: int,
         check: bool | Literal["warn"] | None = None,
+        counts: Sequence[Tensor] = (),
     ) -> FoundLoss:
         readings = self.absent.filled_targets(readings, self.ranks.this_replica)
         options = self.options
         if not self.is_on_meta() or chunks == 1:
             with self._whole():
-                return super()._loss_dim(mode, readings, chunks, check)
+                return super()._loss_dim(mode, readings, chunks, check, counts)
         is_said = options.loss_weight is not None
         if not is_said and (options.loss_fn is not None or options.out_dims is None):
             raise BatchError(
@@ -180,8 +181,9 @@ class RankCompiler(Compiler):
 
     def _watch_of_labels(self, conditions: Iterable[LabelCondition]) -> LabelWatch:
         """A watch for those labels that the loss leaves out for sure, as nothing is checked again
-        once there are some."""
-        return super()._watch_of_labels(each for each in conditions if each.is_sure)
+        once there are some. Who has given a function that weighs losses need not be told of it."""
+        is_given = self.options.loss_weight is not None
+        return super()._watch_of_labels(c for c in conditions if c.is_sure and not is_given)
 
     def _tell_of_labels(self, check: Callable[[], object]) -> None:
         """Warn without a check, for which all ranks would have to meet: some may have no labels."""

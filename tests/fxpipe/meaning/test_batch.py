@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from fxpipe.compiler.outputs import noted_dims
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.candidates import candidates
+from fxpipe.meaning.check import Problem, Trial, Verdict
 from fxpipe.meaning.errors import BatchError
 from fxpipe.meaning.said import named_inputs
 from tests.zoo import MLP
@@ -234,3 +236,72 @@ def test_a_tensor_for_all_rows_may_be_as_large_as_the_batch():
         for batch in (4, 6, 4):
             x = torch.randn(batch, 4)
             assert torch.equal(pipe(x, by), torch.cat([model(part, by) for part in x.chunk(2)]))
+
+
+class Columns(nn.Module):
+    """Embeds each column of ``static``; its loss is a mean over what has been observed."""
+
+    def __init__(self, returns_output):
+        super().__init__()
+        self.embeddings = nn.ModuleList(nn.Embedding(n, 16) for n in (12, 5))
+        self.a, self.b, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 12)
+        self.returns_output = returns_output
+
+    def forward(self, batch, target, observed):
+        columns = [embed(batch["static"][:, i]) for i, embed in enumerate(self.embeddings)]
+        output = self.head(torch.relu(self.b(torch.relu(self.a(batch["x"]) + sum(columns)))))
+        loss = ((output - target).square() * observed).sum() / observed.sum()
+        return (loss, output) if self.returns_output else loss
+
+
+@pytest.mark.parametrize("returns_output", [True, False])
+def test_what_no_output_depends_on_is_not_the_batch_because_a_loss_is_no_mean(returns_output):
+    """The columns of a sample that has each of them twice are as good as one half of it."""
+    torch.manual_seed(0)
+    columns = torch.stack([torch.randint(0, n, (32,)) for n in (12, 5)], 1)
+    batch = {"x": torch.randn(32, 8), "static": columns}
+    observed = (torch.rand(32, 12) > 0.3).float()
+    with fxpipe.compile(Columns(returns_output), ["cpu"] * 2, chunks=4) as pipe:
+        with pytest.warns(fxpipe.BatchWarning, match="neither a mean over the rows nor a sum"):
+            pipe.step(batch, torch.randn(32, 12), observed)
+        assert len(pipe.losses) == 4
+        assert "is cut into 4 micro-batches" in str(pipe.explain())
+
+
+def test_another_way_has_to_give_an_output_that_depends_on_the_rows():
+    exact = {"trials": [Trial((1, 3), "mixed", [], {}, [])]}
+    joined = Verdict(**exact, outputs={"loss": None, "y": 0})
+    averaged = Verdict(**exact, outputs={"loss": None, "y": None})
+    same = Verdict(**exact, outputs={"loss": None, "y": None}, same={"loss", "y"})
+    loss = Problem("loss", "differs", is_scalar=True)
+    likeliest = Verdict(**exact, outputs={"y": 0}, problems=[loss])
+    wrong = Verdict(**exact, problems=[Problem("y", "differs")])
+    assert joined.is_better_than(likeliest) and not averaged.is_better_than(likeliest)
+    assert averaged.is_better_than(wrong) and not same.is_better_than(wrong)
+    assert not likeliest.is_better_than(wrong)
+
+
+class OfPairs(nn.Module):
+    """Makes its batch size a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.stack([self.b(torch.tanh(self.a(x[i]))) for i in range(len(x))])
+
+
+def test_a_mini_batch_that_is_not_cut_although_that_was_asked_for_is_told_of():
+    with (
+        fxpipe.compile(OfPairs(), ["cpu"] * 2, chunks=2) as pipe,
+        pytest.warns(fxpipe.BatchWarning, match="of 7 rows is one micro-batch, although more"),
+    ):
+        pipe(torch.randn(7, 4))
+
+
+@pytest.mark.parametrize("rows, chunks", [(6, 2), (1, 2), (7, 1)])
+def test_no_other_one_is(rows, chunks):
+    with warnings.catch_warnings(), fxpipe.compile(OfPairs(), ["cpu"] * 2, chunks=chunks) as pipe:
+        warnings.simplefilter("error", fxpipe.BatchWarning)
+        pipe(torch.randn(rows, 4))

@@ -18,7 +18,7 @@ from fxpipe.meaning.left_out import (
     LabelsLeftOut,
     LabelWatch,
     conditions_in,
-    of_equal_labels,
+    whatever_it_does,
 )
 
 CLASSES, LENGTH = 5, 3
@@ -144,16 +144,112 @@ def test_lengths_that_were_all_equal_are_noticed_once_they_are_not():
         assert told(lambda: pipe.step(x, target=(y, uneven))) == []
 
 
-def test_values_that_are_missing_are_noticed():
-    def mean_of_known(output, target):
-        is_known = ~target.isnan()
-        return (output.sum(-1) - target.nan_to_num())[is_known].square().mean()
+def apart(output, target):
+    return (output.sum(-1) - target).abs()
 
-    with pipeline(mean_of_known) as pipe:
-        x, y = torch.randn(4, LENGTH, 4), torch.randn(4, LENGTH)
+
+def with_isnan(output, target):
+    return apart(output, target)[~target.isnan()].mean()
+
+
+def with_isfinite(output, target):
+    return apart(output, target)[target.isfinite()].mean()
+
+
+def with_itself(output, target):
+    return apart(output, target).masked_select(target == target).mean()
+
+
+def with_nanmean(output, target):
+    return apart(output, target).nanmean()
+
+
+def with_nansum(output, target):
+    return apart(output, target).nansum() / (~target.isnan()).sum()
+
+
+def with_great_ones(output, target):
+    is_known = target.abs() < 100
+    return torch.where(is_known, apart(output, target), 0.0).sum() / is_known.sum()
+
+
+def told_of_later(pipe, rows, missing=torch.nan):
+    """What is said of a batch of which some rows have few values, after one that has all."""
+    torch.manual_seed(0)
+    x, target = torch.randn(32, LENGTH, 4), torch.randn(32, LENGTH)
+    assert told(lambda: pipe.step(x, target=target)) == []
+    target[rows, 1:] = missing
+    found = told(lambda: pipe.step(x, target=target))
+    assert told(lambda: pipe.step(x, target=target)) == []
+    return found
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [with_isnan, with_isfinite, with_itself, with_nanmean, with_nansum]
+)
+def test_values_that_are_missing_are_noticed_whatever_tells_them(loss_fn):
+    with pipeline(loss_fn) as pipe:
+        assert len(told_of_later(pipe, slice(12, 32))) == 1
+
+
+def test_values_far_from_all_others_are_noticed():
+    with pipeline(with_great_ones) as pipe:
+        assert len(told_of_later(pipe, slice(12, 32), -999.0)) == 1
+
+
+@pytest.mark.parametrize("rows", [slice(0, 6), slice(26, 32), slice(9, 10), slice(1, 32)])
+def test_a_few_rows_that_differ_from_all_others_are_in_the_sample(rows):
+    with pipeline(with_isnan) as pipe:
+        assert len(told_of_later(pipe, rows)) == 1
+
+
+def test_a_few_rows_that_differ_are_in_the_sample_of_the_first_batch_too():
+    x, target = torch.randn(64, LENGTH, 4), torch.randn(64, LENGTH)
+    target[9, 1:] = torch.nan
+    with pipeline(with_isnan) as pipe:
+        assert len(told(lambda: pipe.step(x, target=target))) == 1
+
+
+def test_a_label_of_which_there_are_few_is_noticed_in_the_first_batch():
+    """In a sample whose labels are drawn from all of them there is none."""
+
+    def mean_but_for_two(output, target):
+        is_word = target != 2
+        return (nll(output, target) * is_word).sum() / is_word.sum()
+
+    x, labels = (
+        torch.randn(64, LENGTH, 4),
+        torch.arange(64 * LENGTH).reshape(64, LENGTH) % 2 * 3 + 1,
+    )
+    labels[50, 1] = 2
+    with pipeline(mean_but_for_two) as pipe:
+        assert len(told(lambda: pipe.step(x, target=labels))) == 1
+        assert told(lambda: pipe.step(x, target=labels)) == []
+
+
+def test_a_mask_of_ones_is_noticed_in_the_first_batch():
+    class Masked(Reader):
+        def forward(self, x, y, counted):
+            return (nll(self.layers(x), y) * counted).sum() / counted.sum()
+
+    with fxpipe.compile(Masked(None), ["cpu"] * 2, chunks=2) as pipe:
+        x, y = batch()
+        (text,) = told(lambda: pipe.step(x, y, torch.ones(4, LENGTH)))
+        assert "loss_weight=lambda counted, **_: counted.sum()" in text
+
+
+def test_a_weight_that_was_right_for_the_first_batch_is_told_of_once_it_is_not():
+    def mean_of_known(output, target):
+        return nll(output, target.clamp(min=0))[target >= 0].mean()
+
+    weight = fxpipe.loss_weight.tokens(ignore_index=-2)
+    with pipeline(mean_of_known, loss_weight=weight) as pipe:
+        x, y = batch()
         assert told(lambda: pipe.step(x, target=y)) == []
-        y[3, 1:] = torch.nan
-        assert len(told(lambda: pipe.step(x, target=y))) == 1
+        x, y = batch(-1, [(3, 1), (3, 2)])
+        (text,) = told(lambda: pipe.step(x, target=y))
+        assert "not the mean that loss_weight says" in text
+        assert told(lambda: pipe.step(x, target=y)) == []
 
 
 def test_what_a_loss_compares_for_another_reason_is_no_cause_for_a_warning():
@@ -238,6 +334,49 @@ def test_a_model_whose_own_loss_makes_the_mask_is_told_of_too(loss_fn, tracer):
         assert len(told(lambda: pipe.step(x, labels=y))) == 1
 
 
+class OfKnown(nn.Module):
+    """A model whose loss is a mean over the values that are not missing."""
+
+    def __init__(self, is_multiplied):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, LENGTH))
+        self.is_multiplied = is_multiplied
+
+    def forward(self, x, y):
+        is_known = ~y.isnan()
+        if not self.is_multiplied:
+            return (self.layers(x) - y)[is_known].abs().mean()
+        y = torch.where(is_known, y, 0.0)
+        return ((self.layers(x) - y).abs() * is_known).sum() / is_known.sum()
+
+
+@pytest.mark.parametrize("is_step", [True, False])
+@pytest.mark.parametrize("is_multiplied", [True, False])
+def test_values_missing_in_any_input_of_a_model_that_returns_its_loss_are_noticed(
+    is_multiplied, is_step
+):
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 4), torch.randn(32, LENGTH)
+    with fxpipe.compile(OfKnown(is_multiplied), ["cpu"] * 2, chunks=4) as pipe:
+        call = pipe.step if is_step else pipe
+        assert told(lambda: call(x, y)) == []
+        y[:6, 1:] = torch.nan
+        assert len(told(lambda: call(x, y))) == 1
+        assert told(lambda: call(x, y)) == []
+
+
+def test_missing_values_that_change_nothing_are_no_cause_for_a_warning():
+    class Filled(OfKnown):
+        def forward(self, x, y):
+            return (self.layers(x.nan_to_num()) - y).abs().mean()
+
+    x, y = torch.randn(32, 4), torch.randn(32, LENGTH)
+    with fxpipe.compile(Filled(False), ["cpu"] * 2, chunks=4) as pipe:
+        assert told(lambda: pipe.step(x, y)) == []
+        x[:6, 1:] = torch.nan
+        assert told(lambda: pipe.step(x, y)) == []
+
+
 def test_conditions_are_read_from_a_graph():
     class Model(nn.Module):
         def __init__(self):
@@ -260,9 +399,22 @@ def test_conditions_are_read_from_a_graph():
     ]
 
 
-def test_labels_that_are_all_equal_are_a_condition_and_others_are_not():
-    values = [torch.tensor([3, 3]), torch.tensor([2, 3]), torch.tensor([1.0, 1.0]), None, 4]
-    assert list(of_equal_labels(values)) == [LabelCondition("eq", 3)]
+def test_labels_that_are_all_equal_are_a_condition_and_what_is_far_from_others_is():
+    def conditions(*values):
+        return list(whatever_it_does(enumerate(values)))
+
+    assert conditions(torch.tensor([3, 3]), None) == [LabelCondition("eq", 3, place=0)]
+    assert conditions(torch.tensor([True, True])) == [LabelCondition("eq", 1, place=0)]
+    assert conditions(None, torch.tensor([1.0, 1.0])) == [
+        LabelCondition("endless", place=1),
+        LabelCondition("eq", 1, place=1),
+    ]
+    assert conditions(torch.tensor([2, 5])) == [
+        LabelCondition("lt", -1, place=0),
+        LabelCondition("le", 8, place=0),
+    ]
+    assert conditions(torch.tensor([2.0, torch.nan])) == [LabelCondition("endless", place=0)]
+    assert conditions(torch.tensor([True, False]), torch.tensor([4])) == []
 
 
 def test_a_comparison_and_its_opposite_are_one_condition():
@@ -271,11 +423,34 @@ def test_a_comparison_and_its_opposite_are_one_condition():
         for number in 2, 2.0:
             _ = (labels == number, labels != number, labels < number, labels >= number)
             _ = (labels <= number, labels > number, labels > labels)
+        _ = (torch.tensor([3]) > labels, torch.tensor(3) >= labels, torch.tensor(3) == labels)
     assert list(found.conditions) == [
         LabelCondition("eq", 2),
         LabelCondition("lt", 2),
         LabelCondition("le", 2),
+        LabelCondition("lt", 3),
+        LabelCondition("le", 3),
+        LabelCondition("eq", 3),
     ]
+
+
+@pytest.mark.parametrize(
+    "call, conditions",
+    [
+        (lambda y: y.clamp(0, 1), [LabelCondition("le", 0), LabelCondition("lt", 1)]),
+        (lambda y: y.clamp(max=1), [LabelCondition("lt", 1)]),
+        (lambda y: y.clamp_min(0), [LabelCondition("le", 0)]),
+        (lambda y: y.logical_not(), [LabelCondition("eq", 0)]),
+        (lambda y: y.count_nonzero(), [LabelCondition("eq", 0)]),
+        (lambda y: torch.isin(y, torch.tensor([7, 9])), [LabelCondition("eq", i) for i in (7, 9)]),
+        (lambda y: y.isnan(), [LabelCondition("isnan")]),
+        (lambda y: y * 2, []),
+    ],
+)
+def test_what_makes_a_mask_of_labels_is_a_condition(call, conditions):
+    with LabelsLeftOut() as found:
+        call(torch.tensor([1.0, 2.0]))
+    assert list(found.conditions) == conditions
 
 
 def test_of_many_conditions_the_first_are_looked_at_and_those_that_are_sure():

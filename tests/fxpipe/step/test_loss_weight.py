@@ -161,8 +161,21 @@ def test_a_micro_batch_without_labels_adds_nothing(checkpoint):
         model.zero_grad()
         pipe(ids, labels)["loss"].backward()
         assert all(grad.isfinite().all() for grad in gradients(model))
-        with pytest.raises(ValueError, match="0 for every micro-batch"):
-            pipe.step(ids, torch.full_like(labels, IGNORED))
+
+
+def test_a_mini_batch_without_labels_is_refused_ahead_of_its_gradients():
+    """What to do instead is a condition in the training loop."""
+    model, (ids, labels), weight = Tokens(), labelled(), loss_weight.tokens()
+    with fxpipe.compile(model, TWO, chunks=4, loss_weight=weight) as pipe:
+        pipe.step(ids, labels)
+        before = copy.deepcopy(gradients(model))
+        nothing = torch.full_like(labels, IGNORED)
+        with pytest.raises(ValueError, match="0 for every micro-batch") as caught:
+            pipe.step(ids, nothing)
+        assert same(gradients(model), before)
+        assert any("if any, have added their gradients" in note for note in caught.value.__notes__)
+    assert "if loss_weight(target) > 0" in str(caught.value)
+    assert not weight(ids=ids, labels=nothing) > 0 and weight(ids=ids, labels=labels) > 0
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), "many", torch.ones(2)])
@@ -309,7 +322,22 @@ def test_the_ready_made_functions():
     assert loss_weight.tokens(shifted=True)(labels) == 3
     assert loss_weight.tokens("y", ignore_index=1)({"y": labels}) == 5
     assert loss_weight.tokens("y")(x=None, y=labels) == 4
-    assert pickle.loads(pickle.dumps(loss_weight.tokens("y"))) == loss_weight.tokens("y")
+    values = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0]])
+    assert loss_weight.observed()(values) == 3
+    assert loss_weight.observed("y")({"y": values}) == 3
+    assert loss_weight.observed()(x=None, target=values) == 3
+    for each in loss_weight.tokens("y"), loss_weight.observed("y"):
+        assert pickle.loads(pickle.dumps(each)) == each
+
+
+def test_values_cannot_be_counted_where_it_is_not_said_which():
+    values = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"a tuple of 2: .*lambda target: \(~target\[0\].isnan"):
+        loss_weight.observed()((values, values))
+    with pytest.raises(
+        ValueError, match=r"the values in 'target', and there are 'y': .*observed\("
+    ):
+        loss_weight.observed()({"y": values})
 
 
 def test_a_language_model_of_transformers():

@@ -1,0 +1,61 @@
+"""Which rows a sample takes: rows that differ by what may be left out of a loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxpipe.meaning.sample import GIVEN, LEVELS, MIXED, WHOLE, count_of_rows, sampled
+
+
+def missing_in(*rows, batch=64, width=4):
+    x = torch.randn(batch, width)
+    x[list(rows), 1:] = torch.nan
+    return x
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_first_row_has_values_missing_if_any_has(level, seed):
+    (found,) = sampled([missing_in(9)], [0], 4, level, seed)
+    assert found.isnan().sum(1).tolist() == [3, 0, 0, 0]
+
+
+def test_rows_as_they_are_stay_the_first_ones():
+    x = missing_in(9)
+    (found,) = sampled([x], [0], 4, GIVEN, 0)
+    torch.testing.assert_close(found, x[:4])
+
+
+def test_rows_as_they_are_differ_by_a_count_that_is_given():
+    x = missing_in(9)
+    (found,) = sampled([x], [0], 4, GIVEN, 0, [count_of_rows(x.isnan(), 0)])
+    assert sorted(found.isnan().sum(1).tolist()) == [0, 0, 0, 3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whole_rows_differ_by_the_smallest_of_their_integers(seed):
+    labels = torch.randint(1, 5, (64, 4))
+    labels[7, 2:] = 0
+    (found,) = sampled([labels], [0], 4, WHOLE, seed)
+    assert (found == 0).any()
+
+
+def test_each_of_two_counts_has_rows_that_differ_by_it():
+    both = [missing_in(9), missing_in(30)]
+    for seed in range(3):
+        for found in sampled(both, [0, 0], 4, MIXED, seed):
+            assert found.isnan().sum() == 3
+
+
+def test_rows_that_belong_together_stay_together():
+    numbers = torch.arange(64).reshape(64, 1)
+    x, found = sampled([missing_in(9), numbers], [0, 0], 4, WHOLE, 0)
+    assert found[x.isnan().any(1)].flatten().tolist() == [9]
+
+
+def test_a_row_of_which_all_is_missing_is_not_taken_for_that():
+    missing = torch.zeros(8, 3, dtype=torch.bool)
+    missing[2], missing[5, 0] = True, True
+    assert count_of_rows(missing, 0).argmax() == 5 or count_of_rows(missing, 0)[2] < 1
+    assert count_of_rows(missing[[2, 1]], 0).tolist() == [3, 0], "unless there is no other"
