@@ -23,7 +23,6 @@ from fxpipe.meaning.candidates import InDims, agree, rows_in
 from fxpipe.meaning.check import (
     SIZES,
     TRIALS,
-    Problem,
     Question,
     Trial,
     Verdict,
@@ -34,6 +33,7 @@ from fxpipe.meaning.compare import difference
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.lasting import lasting_problem
 from fxpipe.meaning.listed import Listed, is_a_row
+from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.runs import ModelRuns, is_taken
 from fxpipe.meaning.said import Input
 from fxpipe.meaning.sample import part, sampled
@@ -377,7 +377,9 @@ class Asking:
             return Verdict(takes_parts=True)
         is_listed = self.listed is not None
         sizes = sizes or (*SIZES, self.asked.sizes(batch))
-        question = Question(self.runs.ran, self.tensors, dims, sizes, is_listed)
+        question = Question(
+            self.runs.ran, self.tensors, dims, sizes, is_listed, said=self.runs.said
+        )
         self.runs.drew = False
         modes = len(self.runs.modes)
         verdict = check(question, self._ignored, is_likely=is_likely)
@@ -398,9 +400,9 @@ class Asking:
         return verdict
 
     def _ignored(self, path: str) -> bool:
-        """Whether an output is not compared: ``out_dims`` says how it is put together, or it
-        depends on random numbers."""
-        return path in self.runs.said or path in self.random
+        """Whether an output is not compared: it depends on random numbers, or ``out_dims`` says how
+        it is put together, and nothing is to be refused or warned of."""
+        return path in self.random or (path in self.runs.said and not self.asked.check)
 
     def _moving(self, trial: Trial) -> set[str]:
         """The outputs that differ between two runs with different random seeds."""

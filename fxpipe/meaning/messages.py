@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning.candidates import different_sizes, packed
-from fxpipe.meaning.check import Problem, Verdict
+from fxpipe.meaning.check import Verdict
 from fxpipe.meaning.compare import Difference
+from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.said import INFER, Input
 from fxpipe.meaning.values_read import DifferingValue
 
@@ -98,12 +99,17 @@ def wrong(
 ) -> str:
     """The message for a model whose outputs no way of cutting the inputs gives."""
     problem = next(p for p in verdict.problems if not p.is_scalar)
+    remedy = (
+        "; no other dimensions that were tried give the model's output either. If the batch is "
+        "along others, give in_dims, with None for an input that all micro-batches share; or "
+        "compute what mixes rows outside of the model; or give chunks=1. A difference that does "
+        'no harm is accepted with check="warn"'
+    )
+    if problem.remedy:
+        remedy = f": {problem.remedy}"
     return (
-        f"{problem.text}. This is so with {split(inputs, dims)} cut into micro-batches; no other "
-        "dimensions that were tried give the model's output either. If the batch is along others, "
-        "give in_dims, with None for an input that all micro-batches share; or compute what mixes "
-        "rows outside of the model; or give chunks=1. A difference that does no harm is accepted "
-        f'with check="warn"{advice}' + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
+        f"{problem.text}. This is so with {split(inputs, dims)} cut into micro-batches"
+        f"{remedy}{advice}" + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
     )
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from fxpipe.ir.structure import Structure
 from fxpipe.ir.text import told_apart
 from fxpipe.loss_weight import IGNORED, tokens
-from fxpipe.meaning.check import Problem, Trial, Verdict
+from fxpipe.meaning.check import Trial, Verdict
 from fxpipe.meaning.compare import Difference, difference
 from fxpipe.meaning.loss import ROWS
+from fxpipe.meaning.problem import Problem
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim, numbers, shares, weighted_sum
 from fxpipe.trace import bound_arguments
 
