@@ -69,7 +69,8 @@ def loss_dim(
     if len(found) > 1:
         place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
     dim = found[place].dim()
-    return FoundLoss(place, dim, tuple(found[place].may_leave_out()))
+    taken = found[place]
+    return FoundLoss(place, dim, tuple(taken.may_leave_out()), taken.is_clear)
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,13 @@ class FoundLoss:
             (None), or with the weights of ``loss_weight`` (WEIGHTED).
         left_out: by what the loss may tell which labels count, if it is a mean over the rows with
             the labels of this mini-batch.
+        is_clear: whether the check has told a mean from a sum.
     """
 
     place: int
     dim: Dim
     left_out: tuple[LabelCondition, ...] = ()
+    is_clear: bool = False
 
 
 class _LossOfTarget:
@@ -105,6 +108,8 @@ class _LossOfTarget:
         args, kwargs = inputs
         self.model, self.loss, self.target, self.asked = model, loss, target, asked
         self.left_out = LabelsLeftOut()
+        self.is_clear = True
+        """Whether the check has told a mean from a sum."""
         self.is_told = False
         """Whether the user has been warned that the loss is no mean over the rows."""
         self.named = named_inputs(model, args, kwargs, asked.in_dims)
@@ -189,6 +194,7 @@ class _LossOfTarget:
     def dim(self) -> Dim:
         """How the losses of the micro-batches are put together. Raises BatchError, or warns."""
         asked, verdict = self.asked, self.verdict()
+        self.is_clear = verdict.trial is not None and LOSS not in verdict.unclear
         if asked.loss_weight is not None:
             weigh = self.weigh(asked.loss_weight)
             verdict, wrong = weighed(verdict, LOSS, asked.loss_weight, weigh, self.dims)

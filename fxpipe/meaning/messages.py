@@ -217,6 +217,15 @@ def unknown_loss(verdict: Verdict) -> str:
     )
 
 
+def put_together_anew(path: str, was_sum: bool) -> str:
+    """The warning for a mean over the rows that has become a sum, or the other way round."""
+    before, now = ("sum", "mean") if was_sum else ("mean", "sum")
+    return (
+        f"{path} is a {now} over the rows by now, as numbers have changed that are read for it, "
+        f"and is still put together as the {before} that it was: call pipe.recompile()"
+    )
+
+
 def across(
     problem: Problem, inputs: Sequence[Input], remedy: str = "", *, of_loss_fn: bool = False
 ) -> str:
