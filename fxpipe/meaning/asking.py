@@ -167,7 +167,7 @@ class Asking:
             if self.asked.check is True:
                 raise BatchError(text)
             if self.asked.check == "warn":
-                warn(text, BatchWarning, stacklevel=2)
+                warn(text, BatchWarning)
             return self.meaning(dims, verdict, ways)
         (dims, verdict), *_ = verdicts
         batch = rows_in(self.inputs, dims)
@@ -220,12 +220,12 @@ class Asking:
         notes = self._notes(dims, verdict, ways)
         if lasting := self._lasting(dims, verdict):
             notes.append(lasting)
-            warn(messages.lasting(lasting), BatchWarning, stacklevel=2)
+            warn(messages.lasting(lasting), BatchWarning)
         if problem is not None:
             text = messages.in_the_backward(problem)
             if self.asked.check is True:
                 raise BatchError(text)
-            warn(text, BatchWarning, stacklevel=2)
+            warn(text, BatchWarning)
             notes.append(problem.text)
         unclear, refused = self._unclear(verdict), verdict.refused_sizes
         return Meaning(dims, verdict.outputs, unclear, notes, refused_sizes=refused)
@@ -327,7 +327,7 @@ class Asking:
         if self.asked.check:
             for problem in verdict.problems:
                 text = messages.across(problem, self.inputs, self._remedy(dims, verdict, problem))
-                warn(text, BatchWarning, stacklevel=2)
+                warn(text, BatchWarning)
 
     def _remedy(self, dims: InDims, verdict: Verdict, problem: Problem) -> str:
         """The ``loss_weight`` that makes a loss equal to the model's, as code that the user can

@@ -219,7 +219,7 @@ class _LossOfTarget:
                 by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims, of_target=True)
             self.is_told = True
             text = messages.across(verdict.problems[0], self.named, by, of_loss_fn=True)
-            warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
+            warn(text.replace(LOSS, "the loss", 1), BatchWarning)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
