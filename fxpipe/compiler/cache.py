@@ -149,7 +149,7 @@ class Cache:
             warn(
                 f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, an "
                 "attribute that is neither a parameter nor a buffer, differs between the calls "
-                f"({value} in this one): make it a buffer, or an argument",
+                f"({value} in this one): make it a tensor, as a buffer or an argument",
             )
             return
         for path in before.written(paths)[:1]:

@@ -29,6 +29,7 @@ from fxpipe.meaning.check import (
     check,
     ran,
 )
+from fxpipe.meaning.combined import is_mean_plus_sum
 from fxpipe.meaning.compare import difference
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.lasting import lasting_problem
@@ -326,8 +327,20 @@ class Asking:
         """Warn of each problem of a verdict, with its remedy."""
         if self.asked.check:
             for problem in verdict.problems:
-                text = messages.across(problem, self.inputs, self._remedy(dims, verdict, problem))
+                by = self._remedy(dims, verdict, problem)
+                has_sum = not by and self._has_sum(dims, verdict, problem)
+                text = messages.across(problem, self.inputs, by, has_sum=has_sum)
                 warn(text, BatchWarning)
+
+    def _has_sum(self, dims: InDims, verdict: Verdict, problem: Problem) -> bool:
+        """Whether a number is a mean over the rows plus a sum over them."""
+
+        def number(tensors: list[Tensor]) -> Any:
+            return dict(leaves(self.runs.output_of(tensors), "output"))[problem.path]
+
+        if verdict.trial is None or self.listed is not None:
+            return False
+        return is_mean_plus_sum(number, verdict.trial, problem.path, dims)
 
     def _remedy(self, dims: InDims, verdict: Verdict, problem: Problem) -> str:
         """The ``loss_weight`` that makes a loss equal to the model's, as code that the user can

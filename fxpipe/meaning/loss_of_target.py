@@ -18,6 +18,7 @@ from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
 from fxpipe.meaning.check import Question, Verdict, check
+from fxpipe.meaning.combined import is_mean_plus_sum, may_be_weighted
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, of_equal_labels
 from fxpipe.meaning.listed import Column, Listed, is_column
@@ -207,22 +208,37 @@ class _LossOfTarget:
                 return None  # it raises an error on a micro-batch: the step will raise the same
             refuse(asked, messages.unknown_loss(verdict))
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
-            by = ""
-            if verdict.trial is not None:
-                keys = _keys_of(self.target, self.places)
-                count = self.count
-                labels = [
-                    (keys[i], count + i)
-                    for i in range(len(self.places))
-                    if i in keys and not is_column(self.tensors[count + i])
-                ]
-                by = remedy(verdict.trial, LOSS, labels, self.weigh, self.dims, of_target=True)
             self.is_told = True
-            text = messages.across(verdict.problems[0], self.named, by, of_loss_fn=True)
-            warn(text.replace(LOSS, "the loss", 1), BatchWarning)
+            warn(self._about(verdict).replace(LOSS, "the loss", 1), BatchWarning)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+    def _about(self, verdict: Verdict) -> str:
+        """What to say of a loss that is neither a mean over the rows nor a sum."""
+        problem, trial = verdict.problems[0], verdict.trial
+        if trial is None:
+            return messages.across(problem, self.named, of_loss_fn=True)
+        keys = _keys_of(self.target, self.places)
+        count = self.count
+        labels = [
+            (keys[i], count + i)
+            for i in range(len(self.places))
+            if i in keys and not is_column(self.tensors[count + i])
+        ]
+        by = remedy(trial, LOSS, labels, self.weigh, self.dims, of_target=True)
+
+        def loss(tensors: list[Tensor]) -> Any:
+            return self.run_apart(tensors)[0] if self.out_dims else self.run(tensors)[0]
+
+        return messages.across(
+            problem,
+            self.named,
+            by,
+            of_loss_fn=True,
+            has_sum=not by and is_mean_plus_sum(loss, trial, LOSS, self.dims),
+            may_be_weighted=may_be_weighted(trial, LOSS),
+        )
 
     def may_leave_out(self) -> Iterator[LabelCondition]:
         """By what the loss may tell which labels count; nothing where that has been told."""

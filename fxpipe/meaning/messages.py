@@ -227,7 +227,13 @@ def put_together_anew(path: str, was_sum: bool) -> str:
 
 
 def across(
-    problem: Problem, inputs: Sequence[Input], remedy: str = "", *, of_loss_fn: bool = False
+    problem: Problem,
+    inputs: Sequence[Input],
+    remedy: str = "",
+    *,
+    of_loss_fn: bool = False,
+    has_sum: bool = False,
+    may_be_weighted: bool = True,
 ) -> str:
     """The warning for a number, such as a loss, that differs from the model's on the mini-batch.
 
@@ -235,6 +241,8 @@ def across(
         remedy: the ``loss_weight`` that makes it equal to the model's, as code that the user can
             write, or "" if none is known.
         of_loss_fn: whether it is the result of ``loss_fn``, and not of the model.
+        has_sum: whether it is a mean over the rows plus a sum over them.
+        may_be_weighted: whether it may be a mean to which rows contribute unequally.
     """
     what = f"{problem.text}, which is what a pipeline gives, as gradient accumulation does."
     otherwise = "compute it outside of the model, from the whole output of the pipeline"
@@ -244,6 +252,16 @@ def across(
         return (
             f"{what} It is a mean to which rows contribute unequally: with loss_weight={remedy} it "
             f"is the {'whole batch' if of_loss_fn else 'model'}'s; or {otherwise}, or give chunks=1"
+        )
+    if has_sum:
+        return (
+            f"{what} It is a mean over the rows plus a sum over them: divide that sum by the "
+            f"number of rows, so that all of it is a mean; or {otherwise}; or give chunks=1"
+        )
+    if of_loss_fn and not may_be_weighted:
+        return (
+            f"{what} No mean of the losses of micro-batches is that of the whole batch: to get it, "
+            f"{otherwise}; or give chunks=1"
         )
     masked = [
         each.name
