@@ -43,7 +43,14 @@ from fxpipe.meaning.call import known_dims, meaning_of, remember_dims
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelWatch, conditions_in, of_equal_labels
 from fxpipe.meaning.loss_of_target import FoundLoss, Targets, loss_dim
-from fxpipe.meaning.numbers_read import ModelNumbers, NumbersRead, NumberWatch, numbers_in
+from fxpipe.meaning.numbers_read import (
+    ModelNumbers,
+    NumbersRead,
+    NumberWatch,
+    buffers_read,
+    numbers_in,
+    sizes_of,
+)
 from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
@@ -461,6 +468,7 @@ class Compiler(Staging):
             "any size": self._any_size or has_new_sizes,
             "dims": known_dims(self.model, args, kwargs, self.options.in_dims),
             "checked": not self.is_on_meta(),
+            "numbers": sizes_of([read() for read in buffers_read(self.model)]),
             "compiler": type(self).__name__,  # ranks refuse what cannot be checked
         }
         return CacheSlot.of(self._folder, self.model, inputs, self.options, settings)

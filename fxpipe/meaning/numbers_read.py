@@ -78,7 +78,7 @@ class NumberWatch:
 
     def __init__(self, values: Sequence[float | None]) -> None:
         self._values = self._checked = list(values)
-        self._seen = {_sizes(values)}
+        self._seen = {sizes_of(values)}
 
     def is_new(self, values: Sequence[float | None]) -> bool:
         """Whether the numbers are to be checked, which is taken as done then."""
@@ -88,7 +88,7 @@ class NumberWatch:
         checked = self._checked
         if len(values) == len(checked) and not any(map(_has_moved, values, checked)):
             return False
-        self._checked, sizes = self._values, _sizes(values)
+        self._checked, sizes = self._values, sizes_of(values)
         is_new = sizes not in self._seen
         self._seen.add(sizes)
         return is_new
@@ -104,7 +104,8 @@ def _has_moved(now: float | None, before: float | None) -> bool:
     return not 0.5 < now / before < 2
 
 
-def _sizes(values: Sequence[float | None]) -> tuple[Any, ...]:
+def sizes_of(values: Sequence[float | None]) -> tuple[Any, ...]:
+    """The signs and orders of magnitude of numbers: where these are equal, one check is enough."""
     return tuple(map(_size, values))
 
 
@@ -256,12 +257,7 @@ class ModelNumbers:
     """
 
     def __init__(self, model: nn.Module, values: Sequence[Any], is_cut: Sequence[bool]) -> None:
-        self._buffers = [
-            TensorRead(functools.partial(module._buffers.get, name))
-            for module in model.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if is_real_number(buffer)
-        ][:MOST]
+        self._buffers = buffers_read(model)
         given = zip(values, is_cut, strict=False)
         self._places = [i for i, (v, cut) in enumerate(given) if is_real_number(v) and not cut]
         self.watch = NumberWatch(self.read(values))
@@ -271,6 +267,16 @@ class ModelNumbers:
         self.now = [read() for read in self._buffers]
         self.now += numbers_in([values[place] for place in self._places])
         return self.now
+
+
+def buffers_read(model: nn.Module) -> list[TensorRead]:
+    """What reads the buffers of a model that are one real number each."""
+    return [
+        TensorRead(functools.partial(module._buffers.get, name))
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if is_real_number(buffer)
+    ][:MOST]
 
 
 def is_number(value: Any) -> bool:

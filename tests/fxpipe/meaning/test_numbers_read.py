@@ -415,3 +415,11 @@ def test_a_tensor_that_is_written_to_in_each_step_is_read_more_and_more_rarely(d
         found.append(read())
     assert device.waits < 15
     assert all(found[step] >= step / 4 for step in range(4, 1000))
+
+
+def test_a_check_in_the_cache_on_disk_is_not_one_of_another_number(tmp_path):
+    for beta, count in ((0.0, 0), (1.0, 1)):
+        model = OwnLoss()
+        model.beta.fill_(beta)
+        with pipeline(model=model, cache=tmp_path) as pipe:
+            assert len(told(lambda pipe=pipe: pipe.step(X))) == count
