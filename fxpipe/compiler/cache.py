@@ -110,7 +110,6 @@ class Cache:
                     f"{guard.path}, which is no tensor, differs between the calls ({guard.shown} "
                     "in this one): leave out what the model does not need, and give numbers as "
                     "tensors",
-                    stacklevel=2,
                 )
                 return
 
@@ -125,7 +124,7 @@ class Cache:
             for dim in guard.fixed:
                 sizes = dict.fromkeys(each.shape[dim] for each in before if dim in each.fixed)
                 if len(sizes) > 1:
-                    warn(self._about_a_size(guard, dim, list(sizes)), stacklevel=2)
+                    warn(self._about_a_size(guard, dim, list(sizes)))
                     return
 
     def _about_a_size(self, guard: ShapeGuard, dim: int, sizes: list[int]) -> str:
@@ -150,8 +149,7 @@ class Cache:
             warn(
                 f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, an "
                 "attribute that is neither a parameter nor a buffer, differs between the calls "
-                f"({value} in this one): make it a buffer, or an argument",
-                stacklevel=2,
+                f"({value} in this one): make it a tensor, as a buffer or an argument",
             )
             return
         for path in before.written(paths)[:1]:
@@ -159,5 +157,4 @@ class Cache:
                 f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, a "
                 "tensor from which its forward computes a constant of the graph, is written to "
                 "between the calls: make it a buffer, which a graph reads in every call",
-                stacklevel=2,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from fxpipe.ir.cost import Cost, stage_costs
 from fxpipe.ir.structure import Structure
 from fxpipe.meaning.left_out import LabelWatch
 from fxpipe.meaning.loss import own_loss
+from fxpipe.meaning.numbers_read import ModelNumbers, NumberWatch
 from fxpipe.meaning.sample import Sample, batch_size
 from fxpipe.meaning.weights import Fill
 from fxpipe.planning.estimates import LossMemory
@@ -94,6 +95,15 @@ class Mode:
     are."""
     left_out: LabelWatch | None = None
     """Looks for labels that the loss leaves out; None where they need not be looked for."""
+    numbers: ModelNumbers | None = None
+    """Looks for numbers that the model reads and that have changed; None ahead of the first
+    call."""
+    loss_numbers: NumberWatch | None = None
+    """The same for numbers that the loss function reads."""
+    outputs_checked: Mapping[str, Dim] = field(default_factory=dict)
+    """How the check has found that outputs are put together, by their paths."""
+    loss_dims: dict[Any, Dim] = field(default_factory=dict)
+    """The same for the results of the loss function, by the keys of ``steps``."""
     steps: dict[Any, tuple[Unrolled, int]] = field(default_factory=dict)
     """The step graphs that have been compiled, by the number of micro-batches and the structure of
     the target, each with the place of the reading of the target that it is for."""

@@ -49,12 +49,20 @@ from fxpipe.meaning.left_out import (
     whatever_it_does,
 )
 from fxpipe.meaning.loss_of_target import FoundLoss, Targets, loss_dim
+from fxpipe.meaning.numbers_read import (
+    ModelNumbers,
+    NumbersRead,
+    NumberWatch,
+    buffers_read,
+    numbers_in,
+    sizes_of,
+)
 from fxpipe.meaning.sample import out_of_inference_mode
 from fxpipe.planning.loss import without_values as target_without_values
 from fxpipe.planning.search import Choice
 from fxpipe.runtime.ambient import compiling
 from fxpipe.runtime.apart import plain
-from fxpipe.runtime.microbatch import WEIGHTED
+from fxpipe.runtime.microbatch import SUM, WEIGHTED
 from fxpipe.trace import canonical, to_be_compared
 from fxpipe.trace.patches import quiet
 from fxpipe.trace.twin import Twin
@@ -74,6 +82,7 @@ class Compiler(Staging):
         self.compilations = Compilations(type(model).__name__)
         self._folder = None if options.cache is None else Folder(options.cache)
         self._lock = threading.RLock()
+        self._of_loss: NumbersRead | None = None  # those of the loss function, once it has run
 
     def ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
@@ -90,6 +99,7 @@ class Compiler(Staging):
             mode.refresh()
             mode.settle()
             self._notice_labels_in(mode, values, args, kwargs)
+            self._notice_numbers_in(mode, values, args, kwargs)
             refused = mode.traced.refused_sizes
             chunks = mode.chunks or self.options.chunks_for(mode.batch_of(values), refused)
             return mode, values, chunks
@@ -120,10 +130,13 @@ class Compiler(Staging):
                         found = self._loss_dim(mode, readings, chunks)
                     step = self.lowering.step(mode, chunks, readings[found.place], found.dim)
                     mode.steps[key] = step, found.place
+                    mode.loss_dims[key] = found.dim
                     self._watch(mode, found)
                 mode.refresh()
             step, place = mode.steps[key]
             self._notice_labels(mode, readings, place, is_checked)
+            if self._notice_numbers(mode, readings[place], chunks) and not is_checked:
+                self._tell_of_loss(mode, readings, key)
             return step, readings[place]
 
     @contextmanager
@@ -237,8 +250,8 @@ class Compiler(Staging):
             yield from (each for each in found if label.is_named or each.is_of_any_input)
 
     def _check_again(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Sequence[Tensor]
-    ) -> None:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Sequence[Tensor] = ()
+    ) -> Meaning:
         """Check the model with another mini-batch of a kind of call that has been compiled, with
         samples whose rows differ by these ``counts``."""
         some, named = map_tensors(plain, canonical(self.model, args, kwargs))
@@ -247,12 +260,65 @@ class Compiler(Staging):
             model = Twin(self.model).model
             asked = replace(self._asked, check="warn", counts=counts)
             with self._where_it_runs(model, Structure.of((some, named))[0]):
-                meaning_of(model, some, named, asked)
+                return meaning_of(model, some, named, asked)
 
     def _tell_of_labels(self, check: Callable[[], object]) -> None:
         """Warn of labels that the loss leaves out, by a check with the mini-batch that has them.
         That is in the middle of training, so nothing is refused."""
         check()
+
+    def _notice_numbers_in(
+        self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Notice numbers that the model reads, once they are others than those it was checked
+        with."""
+        if not self.options.check:
+            return
+        if mode.numbers is None:  # this is the call for which it has been compiled
+            is_cut = [dim is not None for dim in mode.in_dims]
+            mode.numbers = ModelNumbers(self.model, values, is_cut)
+        elif mode.numbers.watch.is_new(mode.numbers.read(values)):
+            self._tell_of_numbers(lambda: self._tell_of_outputs(mode, args, kwargs))
+
+    def _notice_numbers(self, mode: Mode, target: Target, chunks: int) -> bool:
+        """Whether numbers that the loss function reads, by itself or from a target, are others than
+        those it was checked with."""
+        if self.options.loss_fn is None or not self.options.check or chunks == 1:
+            return False
+        if self._of_loss is None:
+            self._of_loss = NumbersRead(self.options.loss_fn)
+        leaves = zip(target.leaves, target.has_batch, strict=True)
+        given = numbers_in([leaf for leaf, is_cut in leaves if not is_cut])
+        numbers = [*self._of_loss.values(), *given]
+        if mode.numbers is not None:
+            numbers += mode.numbers.now
+        if mode.loss_numbers is None:
+            mode.loss_numbers = NumberWatch(numbers)
+        return mode.loss_numbers.is_new(numbers)
+
+    def _tell_of_outputs(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the model again, and warn of an output that is no mean any more but a sum, or no
+        sum but a mean."""
+        for path, dim in self._check_again(args, kwargs).outputs.items():
+            before = mode.outputs_checked.get(path, dim)
+            if dim != before and SUM in (dim, before):
+                warn(messages.put_together_anew(path, before == SUM), BatchWarning)
+
+    def _tell_of_loss(self, mode: Mode, readings: Sequence[Target], key: tuple[Any, ...]) -> None:
+        """The same for the loss function, with the target of a mini-batch."""
+
+        def check() -> None:
+            found, before = self._loss_dim(mode, readings, key[0], "warn"), mode.loss_dims[key]
+            if found.is_clear and found.dim != before:
+                warn(messages.put_together_anew("the loss", before == SUM), BatchWarning)
+
+        self._tell_of_numbers(check)
+
+    def _tell_of_numbers(self, check: Callable[[], object]) -> None:
+        """Warn, by a check, if changed numbers have changed what micro-batches mean. That is in the
+        middle of training, so nothing is refused."""
+        if not self.is_on_meta():
+            check()
 
     def forget(self) -> None:
         """Forget all compiled programs, so that the next call is compiled; the cut of the model
@@ -304,7 +370,7 @@ class Compiler(Staging):
         rows = mode.batch_in(args, kwargs)
         chunks = mode.chunks or self.options.chunks_for(rows, mode.traced.refused_sizes)
         if chunks == 1 and self.options.chunks_for(rows) > 1 and self.options.check:
-            warn(messages.one_microbatch(rows or 0, mode.notes), BatchWarning, stacklevel=2)
+            warn(messages.one_microbatch(rows or 0, mode.notes), BatchWarning)
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
         if transforms():
@@ -413,6 +479,7 @@ class Compiler(Staging):
             self._slot.state = READ
             for each in entry.said:
                 each.again()
+        mode.outputs_checked = meaning.outputs
         return mode, why
 
     def _has_new_sizes(self, call: GuardedCall) -> bool:
@@ -435,6 +502,7 @@ class Compiler(Staging):
             "any size": self._any_size or has_new_sizes,
             "dims": known_dims(self.model, args, kwargs, self.options.in_dims),
             "checked": not self.is_on_meta(),
+            "numbers": sizes_of([read() for read in buffers_read(self.model)]),
             "compiler": type(self).__name__,  # ranks refuse what cannot be checked
         }
         return CacheSlot.of(self._folder, self.model, inputs, self.options, settings)

@@ -79,7 +79,6 @@ class Fitting:
         warn(
             f"the partition that has been given is predicted not to fit: {short}; give "
             'partition="auto" for a cut that fits, or more memory',
-            stacklevel=2,
         )
 
 

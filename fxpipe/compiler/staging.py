@@ -251,7 +251,7 @@ class Staging(ABC):
         the list of the first micro-batch, and each element is an input of the graph."""
         chunks = self.options.even_chunks_for(listed.rows)
         if text := self._of_fewer_lists(listed, chunks):
-            warn(text, stacklevel=2)
+            warn(text)
             meaning = replace(meaning, notes=[*meaning.notes, text])
         rows = listed.rows // chunks
         one = replace(meaning, in_dims=listed.in_dims(rows))

@@ -20,8 +20,12 @@ Nothing is shown unless the user sets logging up::
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from functools import lru_cache
+from types import FrameType
+
+from fxpipe.ir.source import is_a_users
 
 LOGGER = logging.getLogger("fxpipe")
 LOGGER.addHandler(logging.NullHandler())  # Python would print warnings a second time without one
@@ -33,10 +37,24 @@ WARNINGS = LOGGER.getChild("warnings")
 MANY = 1000  # the most warnings that are remembered
 
 
-def warn(text: str, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
-    """Give a warning as ``warnings.warn`` does, and log it if it is the first one of its text."""
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Give a warning as ``warnings.warn`` does, for the line of the user's that has led to it, and
+    log it if it is the first one of its text."""
     _log(text)
-    warnings.warn(text, category, stacklevel + 1)
+    warnings.warn(text, category, _level())
+
+
+def _level() -> int:
+    """The ``stacklevel`` of the innermost frame that may be a user's, as :func:`warn` has to give
+    it; that of its caller, if there is none, as in a thread of our own."""
+    frame: FrameType | None = sys._getframe(2)
+    level = 2
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")  # of generated code, it is that of its module
+        if is_a_users(frame.f_code.co_filename, name):
+            return level
+        frame, level = frame.f_back, level + 1
+    return 2
 
 
 @lru_cache(MANY)

@@ -14,6 +14,9 @@ _HERE = Path(__file__).parents[1]  # the folder fxpipe
 _OURS = (f"{_HERE}{os.sep}", f"{_HERE.parent / 'passes'}{os.sep}")
 _OTHERS = (f"{Path(torch.__file__).parent}{os.sep}", *_OURS)
 _DEMO = str(_HERE / "demo.py")
+_PYTHONS = f"{Path(os.__file__).parent}{os.sep}"
+_PACKAGES = ("fxpipe", "passes", "torch")
+_GENERATED = ("<eval_with_key>", "<frozen ")
 _TYPED = ("<stdin>", "<ipython-input", "<python-input")  # at a prompt
 
 
@@ -29,6 +32,18 @@ def is_of_a_model(filename: str) -> bool:
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
     return filename == _DEMO or not filename.startswith(_OTHERS)
+
+
+@cache
+def is_a_users(filename: str, module: str) -> bool:
+    """Whether code of a file and a module may have been written by a user, or for one: not
+    PyTorch's, nor ours, nor Python's own, nor generated for a graph."""
+    if filename == _DEMO:
+        return True
+    if module.split(".")[0] in _PACKAGES or filename.startswith(_GENERATED):
+        return False
+    is_pythons = filename.startswith(_PYTHONS) and "site-packages" not in filename
+    return not (is_pythons or filename.startswith(_OTHERS))
 
 
 _FRAME = re.compile(r' *(?P<text>File "(?P<file>.*?)", line (?P<number>\d+).*\n *(?P<code>.*))')

@@ -83,7 +83,7 @@ def refuse(asked: Asked, text: str) -> None:
     if asked.check is True:
         raise BatchError(text)
     if asked.check:
-        warn(text, BatchWarning, stacklevel=3)
+        warn(text, BatchWarning)
 
 
 def refuse_unclear(meaning: Meaning, check: bool | str, path: str) -> None:
@@ -93,4 +93,4 @@ def refuse_unclear(meaning: Meaning, check: bool | str, path: str) -> None:
         text = messages.unclear(path)
         if meaning.unclear[path] and check is True:
             raise BatchError(text)
-        warn(text, BatchWarning, stacklevel=2)
+        warn(text, BatchWarning)

@@ -23,7 +23,6 @@ from fxpipe.meaning.candidates import InDims, agree, rows_in
 from fxpipe.meaning.check import (
     SIZES,
     TRIALS,
-    Problem,
     Question,
     Trial,
     Verdict,
@@ -31,11 +30,13 @@ from fxpipe.meaning.check import (
     of_own_values,
     ran,
 )
+from fxpipe.meaning.combined import is_mean_plus_sum
 from fxpipe.meaning.compare import difference
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.lasting import lasting_problem
 from fxpipe.meaning.left_out import LabelsLeftOut
 from fxpipe.meaning.listed import Listed, is_a_row
+from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.runs import ModelRuns, is_taken
 from fxpipe.meaning.said import Input
 from fxpipe.meaning.sample import part, sampled
@@ -171,7 +172,7 @@ class Asking:
             if self.asked.check is True:
                 raise BatchError(text)
             if self.asked.check == "warn":
-                warn(text, BatchWarning, stacklevel=2)
+                warn(text, BatchWarning)
             return self.meaning(dims, verdict, ways)
         (dims, verdict), *_ = verdicts
         batch = rows_in(self.inputs, dims)
@@ -231,12 +232,12 @@ class Asking:
         notes = self._notes(dims, verdict, ways)
         if lasting := self._lasting(dims, verdict):
             notes.append(lasting)
-            warn(messages.lasting(lasting), BatchWarning, stacklevel=2)
+            warn(messages.lasting(lasting), BatchWarning)
         if problem is not None:
             text = messages.in_the_backward(problem)
             if self.asked.check is True:
                 raise BatchError(text)
-            warn(text, BatchWarning, stacklevel=2)
+            warn(text, BatchWarning)
             notes.append(problem.text)
         unclear, refused = self._unclear(verdict), verdict.refused_sizes
         return Meaning(dims, verdict.outputs, unclear, notes, refused_sizes=refused)
@@ -337,8 +338,20 @@ class Asking:
         """Warn of each problem of a verdict, with its remedy."""
         if self.asked.check:
             for problem in verdict.problems:
-                text = messages.across(problem, self.inputs, self._remedy(dims, verdict, problem))
-                warn(text, BatchWarning, stacklevel=2)
+                by = self._remedy(dims, verdict, problem)
+                has_sum = not by and self._has_sum(dims, verdict, problem)
+                text = messages.across(problem, self.inputs, by, has_sum=has_sum)
+                warn(text, BatchWarning)
+
+    def _has_sum(self, dims: InDims, verdict: Verdict, problem: Problem) -> bool:
+        """Whether a number is a mean over the rows plus a sum over them."""
+
+        def number(tensors: list[Tensor]) -> Any:
+            return dict(leaves(self.runs.output_of(tensors), "output"))[problem.path]
+
+        if verdict.trial is None or self.listed is not None:
+            return False
+        return is_mean_plus_sum(number, verdict.trial, problem.path, dims)
 
     def _remedy(self, dims: InDims, verdict: Verdict, problem: Problem) -> str:
         """The ``loss_weight`` that makes a loss equal to the model's, as code that the user can
@@ -393,7 +406,9 @@ class Asking:
         is_listed = self.listed is not None
         sizes = sizes or (*SIZES, self.asked.sizes(batch))
         question = Question(
-            self.runs.ran, self.tensors, dims, sizes, is_listed, counts=self.asked.counts
+            *(self.runs.ran, self.tensors, dims, sizes, is_listed),
+            counts=self.asked.counts,
+            said=self.runs.said,
         )
         self.runs.drew = False
         modes = len(self.runs.modes)
@@ -415,9 +430,9 @@ class Asking:
         return verdict
 
     def _ignored(self, path: str) -> bool:
-        """Whether an output is not compared: ``out_dims`` says how it is put together, or it
-        depends on random numbers."""
-        return path in self.runs.said or path in self.random
+        """Whether an output is not compared: it depends on random numbers, or ``out_dims`` says how
+        it is put together, and nothing is to be refused or warned of."""
+        return path in self.random or (path in self.runs.said and not self.asked.check)
 
     def _moving(self, trial: Trial) -> set[str]:
         """The outputs that differ between two runs with different random seeds."""

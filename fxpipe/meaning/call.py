@@ -138,7 +138,7 @@ def check_at_size(
     if verdict.is_wrong:
         refuse(asked, text)
     else:
-        warn(text, BatchWarning, stacklevel=2)
+        warn(text, BatchWarning)
 
 
 def _in_lists(call: OnTheInputs, listed: Listed, asked: Asked, is_said: bool) -> Meaning | None:

@@ -30,9 +30,9 @@ from torch import Tensor
 from fxpipe.ir.errors import is_the_models
 from fxpipe.ir.structure import leaves
 from fxpipe.ir.text import told_apart
+from fxpipe.meaning.as_said import as_said, is_plain
 from fxpipe.meaning.compare import (
     MEAN,
-    Difference,
     Reading,
     difference,
     growing,
@@ -41,6 +41,7 @@ from fxpipe.meaning.compare import (
     tolerance,
 )
 from fxpipe.meaning.listed import is_a_row, is_column, rows_of
+from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.rounded import NOISE, RUNS, Rounded
 from fxpipe.meaning.sample import (
     GIVEN,
@@ -87,6 +88,7 @@ class Question:
             tried.
         in_lists: whether rows are elements of lists in the inputs; outputs may have such lists,
             too.
+        said: what ``out_dims`` says of outputs, by their paths; it may be filled by ``run``.
     """
 
     run: Callable[[list[Tensor]], tuple[Any, Hashable]]
@@ -96,6 +98,7 @@ class Question:
     in_lists: bool = False
     run_parts: Callable[[list[Tensor], int], tuple[Any, Hashable]] | None = None
     counts: Sequence[Tensor] = ()
+    said: Mapping[str, Dim] = field(default_factory=dict)
 
     @property
     def levels(self) -> Sequence[str]:
@@ -156,19 +159,6 @@ class Trial:
         """The tensors of each part of the sample."""
         starts = [0, *accumulate(self.sizes)]
         return [part(self.tensors, dims, a, n) for a, n in zip(starts, self.sizes, strict=False)]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """An output whose parts, put together, differ from the whole."""
-
-    path: str
-    text: str
-    """What differs, and by how much."""
-    is_scalar: bool = False
-    """Whether the output is a single floating-point number, such as a loss. This is no reason to
-    refuse a call, as gradient accumulation gives the same number."""
-    difference: Difference | None = None
 
 
 @dataclass
@@ -335,7 +325,7 @@ def _but_for_rounding(
     def rounded() -> list[tuple[dict[str, Any], float]]:
         return [_rounded(question, trial, seed) for seed in range(RUNS)]
 
-    for path, found in _compared(trial):
+    for path, found in _compared(trial, question.said):
         apart = found.difference if isinstance(found, Problem) else None
         ways = _by_shape(trial, path) if apart is not None and apart.share else ()
         whole = trial.whole[path] if ways else None
@@ -547,7 +537,9 @@ def _is_empty(output: dict[str, Any]) -> bool:
     )
 
 
-def _compared(trial: Trial) -> Iterator[tuple[str, tuple[Dim, ...] | Problem]]:
+def _compared(
+    trial: Trial, said: Mapping[str, Dim]
+) -> Iterator[tuple[str, tuple[Dim, ...] | Problem]]:
     for path, whole in trial.whole.items():
         if is_a_row(path):
             yield path, _of_a_row(path, whole, trial)
@@ -556,7 +548,9 @@ def _compared(trial: Trial) -> Iterator[tuple[str, tuple[Dim, ...] | Problem]]:
             yield path, Problem(path, f"{path} is there for some numbers of rows only")
             continue
         parts = [output[path] for output in trial.parts]
-        if isinstance(whole, Tensor):
+        if path in said and all(map(is_plain, (whole, *parts))):
+            yield path, as_said(path, said[path], whole, parts, trial.sizes)
+        elif isinstance(whole, Tensor):
             yield path, _tensors(path, whole, parts, trial)
         else:
             yield path, _constants(path, whole, parts)
@@ -606,7 +600,7 @@ def _constants(path: str, whole: Any, parts: list[Any]) -> tuple[Dim, ...] | Pro
         path,
         f"{path} is {whole!r} and depends on the batch size, so a pipeline would return the value "
         "for a micro-batch: return tensors instead, and compute this value from them outside of "
-        "the model; or give out_dims with None for it if it does not matter, or chunks=1",
+        "the model",
     )
 
 
@@ -626,9 +620,10 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
             return Problem(
                 path,
                 f"dimensions {differing} of {path}, {shape} for {rows} rows, all depend on the "
-                "batch size, and a pipeline computes it for each micro-batch by itself: give "
-                "out_dims with one of these dimensions for it, along which micro-batches are "
-                "joined, or chunks=1",
+                "batch size, and a pipeline computes it for each micro-batch by itself",
+                remedy="compute it outside of the model, from what it is made of, or give "
+                "chunks=1; if that of each micro-batch is wanted, give out_dims with one of these "
+                'dimensions, along which micro-batches are joined, and check="warn"',
             )
         others = ", ".join(str(tuple(each.shape)) for each in parts)
         return Problem(
@@ -658,8 +653,9 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
     return Problem(
         path,
         f"{path} has shape {shape} whatever the batch size, and is neither a mean over the rows, "
-        f"nor a sum, nor the same for all: the mean of {sizes} rows differs from it by {apart}; "
-        "give out_dims, with None for it to be averaged over the micro-batches, "
-        '"sum" for it to be added up, or the dimension along which they are joined',
+        f"nor a sum, nor the same for all: the mean of {sizes} rows differs from it by {apart}",
         difference=apart,
+        remedy="compute it outside of the model, or give chunks=1; a difference that does no harm "
+        'is accepted with check="warn", which averages it over the micro-batches, or adds it up '
+        'where out_dims says "sum" for it. If the batch is along other dimensions, give in_dims',
     )

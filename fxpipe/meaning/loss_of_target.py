@@ -18,6 +18,7 @@ from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
 from fxpipe.meaning.check import Question, Verdict, check, of_own_values
+from fxpipe.meaning.combined import is_mean_plus_sum, may_be_weighted
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
@@ -69,7 +70,8 @@ def loss_dim(
     if len(found) > 1:
         place = next((i for i, each in enumerate(found) if each.verdict().is_exact), 0)
     dim = found[place].dim()
-    return FoundLoss(place, dim, tuple(found[place].may_leave_out()))
+    taken = found[place]
+    return FoundLoss(place, dim, tuple(taken.may_leave_out()), taken.is_clear)
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,13 @@ class FoundLoss:
             (None), or with the weights of ``loss_weight`` (WEIGHTED).
         left_out: by what the loss may tell which labels count, if it is a mean over the rows with
             the labels of this mini-batch.
+        is_clear: whether the check has told a mean from a sum.
     """
 
     place: int
     dim: Dim
     left_out: tuple[LabelCondition, ...] = ()
+    is_clear: bool = False
 
 
 class _LossOfTarget:
@@ -105,6 +109,8 @@ class _LossOfTarget:
         args, kwargs = inputs
         self.model, self.loss, self.target, self.asked = model, loss, target, asked
         self.left_out = LabelsLeftOut()
+        self.is_clear = True
+        """Whether the check has told a mean from a sum."""
         self.is_told = False
         """Whether the user has been warned that the loss is no mean over the rows."""
         self.named = named_inputs(model, args, kwargs, asked.in_dims)
@@ -189,6 +195,7 @@ class _LossOfTarget:
     def dim(self) -> Dim:
         """How the losses of the micro-batches are put together. Raises BatchError, or warns."""
         asked, verdict = self.asked, self.verdict()
+        self.is_clear = verdict.trial is not None and LOSS not in verdict.unclear
         if asked.loss_weight is not None:
             weigh = self.weigh(asked.loss_weight)
             verdict, wrong = weighed(verdict, LOSS, asked.loss_weight, weigh, self.dims)
@@ -202,18 +209,33 @@ class _LossOfTarget:
             refuse(asked, messages.unknown_loss(verdict))
         if asked.check and verdict.problems and verdict.problems[0].is_scalar:
             self.is_told = True
-            by = self._remedy(verdict)
-            text = messages.across(verdict.problems[0], self.named, by, of_loss_fn=True)
-            warn(text.replace(LOSS, "the loss", 1), BatchWarning, stacklevel=2)
+            warn(self._about(verdict).replace(LOSS, "the loss", 1), BatchWarning)
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
 
+    def _about(self, verdict: Verdict) -> str:
+        """What to say of a loss that is neither a mean over the rows nor a sum."""
+        problem, trial = verdict.problems[0], verdict.trial
+        if trial is None:
+            return messages.across(problem, self.named, of_loss_fn=True)
+        by = self._remedy(verdict)
+
+        def loss(tensors: list[Tensor]) -> Any:
+            return self.run_apart(tensors)[0] if self.out_dims else self.run(tensors)[0]
+
+        return messages.across(
+            problem,
+            self.named,
+            by,
+            of_loss_fn=True,
+            has_sum=not by and is_mean_plus_sum(loss, trial, LOSS, self.dims),
+            may_be_weighted=may_be_weighted(trial, LOSS),
+        )
+
     def _remedy(self, verdict: Verdict) -> str:
         """The ``loss_weight`` that makes the loss that of the whole batch, as code that the user
         can write; "" if none is known."""
-        if verdict.trial is None:
-            return ""
         keys = _keys_of(self.target, self.places)
         labels = [
             (keys[i], self.count + i)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning.candidates import different_sizes, packed
-from fxpipe.meaning.check import Problem, Verdict
+from fxpipe.meaning.check import Verdict
 from fxpipe.meaning.compare import Difference
+from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.said import INFER, Input
 from fxpipe.meaning.values_read import DifferingValue
 
@@ -109,12 +110,17 @@ def wrong(
 ) -> str:
     """The message for a model whose outputs no way of cutting the inputs gives."""
     problem = next(p for p in verdict.problems if not p.is_scalar)
+    remedy = (
+        "; no other dimensions that were tried give the model's output either. If the batch is "
+        "along others, give in_dims, with None for an input that all micro-batches share; or "
+        "compute what mixes rows outside of the model; or give chunks=1. A difference that does "
+        'no harm is accepted with check="warn"'
+    )
+    if problem.remedy:
+        remedy = f": {problem.remedy}"
     return (
-        f"{problem.text}. This is so with {split(inputs, dims)} cut into micro-batches; no other "
-        "dimensions that were tried give the model's output either. If the batch is along others, "
-        "give in_dims, with None for an input that all micro-batches share; or compute what mixes "
-        "rows outside of the model; or give chunks=1. A difference that does no harm is accepted "
-        f'with check="warn"{advice}' + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
+        f"{problem.text}. This is so with {split(inputs, dims)} cut into micro-batches"
+        f"{remedy}{advice}" + (packed(rows) if len(rows := sizes(inputs)) > 1 else "")
     )
 
 
@@ -222,8 +228,23 @@ def unknown_loss(verdict: Verdict) -> str:
     )
 
 
+def put_together_anew(path: str, was_sum: bool) -> str:
+    """The warning for a mean over the rows that has become a sum, or the other way round."""
+    before, now = ("sum", "mean") if was_sum else ("mean", "sum")
+    return (
+        f"{path} is a {now} over the rows by now, as numbers have changed that are read for it, "
+        f"and is still put together as the {before} that it was: call pipe.recompile()"
+    )
+
+
 def across(
-    problem: Problem, inputs: Sequence[Input], remedy: str = "", *, of_loss_fn: bool = False
+    problem: Problem,
+    inputs: Sequence[Input],
+    remedy: str = "",
+    *,
+    of_loss_fn: bool = False,
+    has_sum: bool = False,
+    may_be_weighted: bool = True,
 ) -> str:
     """The warning for a number, such as a loss, that differs from the model's on the mini-batch.
 
@@ -231,6 +252,8 @@ def across(
         remedy: the ``loss_weight`` that makes it equal to the model's, as code that the user can
             write, or "" if none is known.
         of_loss_fn: whether it is the result of ``loss_fn``, and not of the model.
+        has_sum: whether it is a mean over the rows plus a sum over them.
+        may_be_weighted: whether it may be a mean to which rows contribute unequally.
     """
     what = f"{problem.text}, which is what a pipeline gives, as gradient accumulation does."
     otherwise = "compute it outside of the model, from the whole output of the pipeline"
@@ -240,6 +263,16 @@ def across(
         return (
             f"{what} It is a mean to which rows contribute unequally: with loss_weight={remedy} it "
             f"is the {'whole batch' if of_loss_fn else 'model'}'s; or {otherwise}, or give chunks=1"
+        )
+    if has_sum:
+        return (
+            f"{what} It is a mean over the rows plus a sum over them: divide that sum by the "
+            f"number of rows, so that all of it is a mean; or {otherwise}; or give chunks=1"
+        )
+    if of_loss_fn and not may_be_weighted:
+        return (
+            f"{what} No mean of the losses of micro-batches is that of the whole batch: to get it, "
+            f"{otherwise}; or give chunks=1"
         )
     masked = [
         each.name

@@ -109,7 +109,7 @@ def _dim(slot: Slot, value: Any, larger: Any, found: Mapping[str, Dim]) -> Dim:
                 f"{slot.path} is a {type(value).__name__}, whose tensors cannot be seen: register "
                 "the class with torch.export.register_dataclass, or as a pytree node"
             )
-        return None if slot.said is not INFER else found.get(slot.path)
+        return found.get(slot.path)
     if slot.said == SUM:
         return SUM
     if slot.said is INFER and slot.said_of_loss is not INFER and not value.ndim:

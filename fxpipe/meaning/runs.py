@@ -53,7 +53,7 @@ class ModelRuns:
         self.met_norm = False  # whether it has called a norm whose statistics have been replaced
         self.met_batch_norm = False  # whether that was a batch norm that is no module
         self.met_random_numbers = False  # whether a draw (of dropout, say) has been replaced
-        self.said: set[str] = set()  # the outputs that ``out_dims`` says something of
+        self.said: dict[str, Any] = {}  # what ``out_dims`` says of outputs, by their paths
         self.loss = ""  # the path of the loss among the model's outputs, "" if it has none
         self.returns_loss = asked.returns_loss
         # The names of the buffers, parameters and attributes that the forward changes, once known.
@@ -160,8 +160,7 @@ class ModelRuns:
         return self._quietly(call, seed)
 
     def _note(self, output: Any) -> None:
-        """Note where the loss is among the outputs, and for which outputs the user has said what
-        their dimensions are."""
+        """Note where the loss is among the outputs, and what ``out_dims`` says of outputs."""
         if self.returns_loss:
             loss = own_loss(output)
             is_one = isinstance(loss, Tensor) and not loss.ndim and loss.is_floating_point()
@@ -170,7 +169,7 @@ class ModelRuns:
         if self.asked.out_dims is not None:
             for path, _, dim in broadcast(self.asked.out_dims, output, "output"):
                 if dim is not INFER:
-                    self.said.add(path)
+                    self.said[path] = dim
 
     def _quietly(self, run: Callable[[], Any], seed: int | None = None) -> Any:
         """What a function gives that calls the model, without effect on the model."""

@@ -169,7 +169,7 @@ def saved_by_loss(
         return None
     found = ExpectedLoss(loss_fn, target, prices.rebuild).saved(prices.sketched.graph)
     if isinstance(found, str):
-        warn(f"the plan does not count what the loss saves: {found}", stacklevel=4)
+        warn(f"the plan does not count what the loss saves: {found}")
         return None
     return found
 

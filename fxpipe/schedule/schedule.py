@@ -206,7 +206,7 @@ class Schedule:
             lanes.append(tuple(entries))
         if others:
             said = ", ".join(f"{count} {kind}" for kind, count in sorted(others.items()))
-            warn(f"{place}actions that compute nothing are left out: {said}", stacklevel=3)
+            warn(f"{place}actions that compute nothing are left out: {said}")
         actions = [action for lane in lanes for entry in lane for action in entry.parts]
         if not actions:
             raise ValueError(f"{place}there is no action: write one line for each lane, 0F0 0B0")

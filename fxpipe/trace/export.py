@@ -257,7 +257,6 @@ def _warn_of_hooks(model: nn.Module) -> None:
             f"hooks on {hooked[0]!r} ({len(hooked)} such modules) will not be called: the model is "
             'traced by torch.export, whose graph calls no modules; if tracer="symbolic" can trace '
             "the model, hooks are called",
-            stacklevel=2,
         )
 
 

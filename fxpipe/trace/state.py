@@ -248,7 +248,6 @@ def _tell(
         f"{kind} sets {path} in its forward{where}{others}; a pipeline does not, so that {path} is "
         "after a call what it was before. The outputs of the model do not depend on it; if you "
         "read it, let the forward return it",
-        stacklevel=2,
     )
 
 

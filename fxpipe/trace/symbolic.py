@@ -83,7 +83,6 @@ class _SymbolicTracer(fx.Tracer):
                 warn(
                     f"hooks on {name!r} will not be called, except those that record what the "
                     "model gives: the module is traced into, so that these are called",
-                    stacklevel=2,
                 )
         self.rebuild: Callable[[Any], Any] = lambda output: output
         self.folded: list[Tensor] = []

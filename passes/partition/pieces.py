@@ -140,7 +140,6 @@ def warn_of_the_heaviest(graph: fx.Graph, stages: int) -> None:
         warn(
             f"{stages} stages can be at most {1 / piece.share:.1f} times as fast as one: "
             f"{piece.takes} in one stage, since {why}; {help}",
-            stacklevel=2,
         )
 
 

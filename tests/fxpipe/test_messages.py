@@ -277,7 +277,7 @@ class Pairs(nn.Module):
         (
             lambda: fxpipe.compile(Averages(), ["cpu"] * 2)(BATCH),
             BatchError,
-            r"output has shape \(12,\) whatever the batch size.*give out_dims",
+            r"output has shape \(12,\) whatever the batch size.*where out_dims says",
         ),
         (
             lambda: fxpipe.compile(Branches(), ["cpu"] * 2)(BATCH),

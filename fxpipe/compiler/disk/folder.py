@@ -79,7 +79,6 @@ class Folder:
             warn(
                 f"the compilation is not kept, as nothing can be written to {self.path}: {error}",
                 CacheWarning,
-                stacklevel=2,
             )
             return False
         return True

@@ -105,7 +105,6 @@ class CacheSlot:
             f"{file or self._found}, a file of the cache, is not used: {why}; the model is "
             "compiled anew",
             CacheWarning,
-            stacklevel=2,
         )
         with contextlib.suppress(OSError):
             (file or self._found).unlink()

@@ -143,7 +143,7 @@ class RankCompiler(Compiler):
             )
             if self.options.check is True:
                 raise BatchError(said)
-            warn(said, BatchWarning, stacklevel=2)
+            warn(said, BatchWarning)
         return super()._meaning(*args)
 
     def _new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mode:
@@ -193,8 +193,10 @@ class RankCompiler(Compiler):
             "all labels that count give loss_weight=, a function that counts them "
             "(see fxpipe.loss_weight)",
             BatchWarning,
-            stacklevel=2,
         )
+
+    def _tell_of_numbers(self, check: Callable[[], object]) -> None:
+        """Say nothing: all ranks would have to meet for a check, and may have other numbers."""
 
     # ------------------------------------------------------------------------------- its own part
 

@@ -328,7 +328,6 @@ class CompiledStage:
             self.refusals[why] = None
             warn(
                 f"{self.name} is not compiled by {self.backend.name}, and runs as it is: {why}",
-                stacklevel=2,
             )
 
 

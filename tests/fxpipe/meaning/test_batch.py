@@ -14,8 +14,9 @@ from fxpipe.compiler.outputs import noted_dims
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.call import meaning_of
 from fxpipe.meaning.candidates import candidates
-from fxpipe.meaning.check import Problem, Trial, Verdict
-from fxpipe.meaning.errors import BatchError
+from fxpipe.meaning.check import Trial, Verdict
+from fxpipe.meaning.errors import BatchError, BatchWarning
+from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.said import named_inputs
 from tests.zoo import MLP
 
@@ -155,8 +156,8 @@ class Gives(nn.Module):
         return self.function(self.linear(x))
 
 
-def found(function, out_dims=None):
-    with fxpipe.compile(Gives(function), ["cpu"], chunks=2, out_dims=out_dims) as pipe:
+def found(function, out_dims=None, check=True):
+    with fxpipe.compile(Gives(function), ["cpu"], chunks=2, out_dims=out_dims, check=check) as pipe:
         pipe.prepare(torch.ones(4, 6))
         return noted_dims(pipe.model_graph)
 
@@ -176,14 +177,17 @@ def test_an_output_without_elements_is_given_as_it_is():
 
 def test_an_output_without_batch_is_a_mean_a_sum_or_refused():
     assert found(lambda x: [x, x.sum(0), x.mean(0)]) == [0, "sum", None]
-    with pytest.raises(BatchError, match=r"output\[1\] has shape \(6,\) whatever .* give out_dims"):
+    with pytest.raises(BatchError, match=r"output\[1\] has shape \(6,\) whatever .*check=\"warn\""):
         found(lambda x: [x, x.amax(0)])
-    assert found(lambda x: [x, x.amax(0)], out_dims=[0, None]) == [0, None]
-    assert found(lambda x: {"a": x, "b": x.amax(0)}, out_dims={"b": None}) == [0, None]
+    with pytest.warns(BatchWarning, match=r"output\[1\] has shape \(6,\) whatever"):
+        assert found(lambda x: [x, x.amax(0)], check="warn") == [0, None]
+    with pytest.warns(BatchWarning, match=r"output\[1\] is added up, but it is something else"):
+        assert found(lambda x: [x, x.amax(0)], [0, "sum"], check="warn") == [0, "sum"]
+    assert found(lambda x: {"a": x, "b": x.amax(0)}, {"b": None}, check=False) == [0, None]
 
 
 def test_out_dims_are_those_of_the_models_own_structure():
-    assert found(lambda x: Pair(x.amax(0), x), out_dims=(None, 0)) == [(None, 0)]
+    assert found(lambda x: Pair(x.mean(0), x), out_dims=(None, 0)) == [(None, 0)]
 
 
 @pytest.mark.parametrize(

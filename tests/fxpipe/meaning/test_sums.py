@@ -70,7 +70,7 @@ def test_a_loss_may_be_divided_by_a_number_that_is_given():
         torch.testing.assert_close(gradients(model), gradients(twin))
 
 
-def test_what_is_said_is_done():
+def test_what_is_said_is_refused_if_it_is_not_so_and_done_if_that_is_accepted():
     class Plain(nn.Linear):
         def forward(self, x):
             squares = super().forward(x).square()
@@ -81,7 +81,15 @@ def test_what_is_said_is_done():
     with fxpipe.compile(model, TWO[:1], chunks=3) as pipe:
         torch.testing.assert_close(pipe(x), expected)
     said = {"sum": None, "mean": "sum"}  # the other way round: three micro-batches of equal size
-    with fxpipe.compile(model, TWO[:1], chunks=3, out_dims=said) as pipe:
+    with (
+        fxpipe.compile(model, TWO[:1], chunks=3, out_dims=said) as pipe,
+        pytest.raises(BatchError, match=r"output.sum has no batch .*, but it is a sum over the"),
+    ):
+        pipe(x)
+    with (
+        fxpipe.compile(model, TWO[:1], chunks=3, out_dims=said, check="warn") as pipe,
+        pytest.warns(fxpipe.BatchWarning, match="out_dims says that output.sum has no batch"),
+    ):
         output = pipe(x)
     torch.testing.assert_close(output["sum"], expected["sum"] / 3)
     torch.testing.assert_close(output["mean"], expected["mean"] * 3)

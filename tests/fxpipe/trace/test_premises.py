@@ -148,7 +148,7 @@ def test_where_it_is_compiled_again_and_again_that_is_said():
         assert [str(each.message) for each in told] == [
             "Switched has been compiled 8 times, since scale, an attribute that is neither a "
             "parameter nor a buffer, differs between the calls (7.0 in this one): make it a "
-            "buffer, or an argument"
+            "tensor, as a buffer or an argument"
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("error")

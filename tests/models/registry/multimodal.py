@@ -26,8 +26,8 @@ for name in "CLIPModel", "SiglipModel":
         "text and vision",
         name,
         pictures_and_text,
-        # every image with every text, of a micro-batch
         options={"out_dims": {"logits_per_image": 0, "logits_per_text": 0}},
+        across="it scores every image with every text, so that these are those of a micro-batch",
         text_config={**TEXT, "num_hidden_layers": 2},
         vision_config={**VISION, "num_hidden_layers": 2},
     )

@@ -1,0 +1,22 @@
+"""What the check finds wrong with an output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpipe.meaning.compare import Difference
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An output whose parts, put together, differ from the whole."""
+
+    path: str
+    text: str
+    """What differs, and by how much."""
+    is_scalar: bool = False
+    """Whether the output is a single floating-point number, such as a loss. This is no reason to
+    refuse a call, as gradient accumulation gives the same number."""
+    difference: Difference | None = None
+    remedy: str = ""
+    """What a user may do about it, if that is something else than for most problems."""

@@ -1,0 +1,88 @@
+"""What is said of losses that are neither a mean over the rows nor a sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.meaning.errors import BatchWarning
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def contrastive(output, target):
+    return F.cross_entropy(output @ target.t(), torch.arange(len(output)))
+
+
+def mean_plus_sum(output, target):
+    return F.mse_loss(output, target) + 0.1 * output.square().sum()
+
+
+def mean_minus_sum(output, target):
+    return F.mse_loss(output, target) - 0.1 * output.square().sum()
+
+
+def root(output, target):
+    return F.mse_loss(output, target).sqrt()
+
+
+def mean_of_weights(output, target):
+    weights = target.abs().sum(1).exp()
+    return (weights * output.square().sum(1)).sum() / weights.sum()
+
+
+def said_of(loss_fn):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with (
+        fxpipe.compile(model, ["cpu"] * 2, chunks=4, loss_fn=loss_fn) as pipe,
+        pytest.warns(BatchWarning, match="the loss is neither a mean") as told,
+    ):
+        pipe.step(X, target=X)
+    (text,) = [str(each.message) for each in told]
+    return text
+
+
+def test_no_weight_is_advised_for_a_loss_over_pairs_of_rows():
+    text = said_of(contrastive)
+    assert "loss_weight" not in text
+    assert "to get it, call loss_fn(pipe(x), target) and its backward" in text
+
+
+@pytest.mark.parametrize("loss_fn", [mean_plus_sum, mean_minus_sum])
+def test_the_sum_in_a_loss_is_to_be_divided_by_the_number_of_rows(loss_fn):
+    text = said_of(loss_fn)
+    assert "divide that sum by the number of rows" in text
+    assert "loss_weight" not in text
+
+
+@pytest.mark.parametrize("loss_fn", [root, mean_of_weights])
+def test_a_weight_is_advised_where_one_may_help(loss_fn):
+    text = said_of(loss_fn)
+    assert "loss_weight=" in text
+    assert "divide" not in text
+
+
+def test_the_sum_in_a_loss_that_a_model_returns_is_said_as_well():
+    class Own(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            return mean_plus_sum(h, x)
+
+    with (
+        fxpipe.compile(Own(4, 4), ["cpu"], chunks=4) as pipe,
+        pytest.warns(BatchWarning, match="divide that sum by the number of rows"),
+    ):
+        pipe.step(X)
+
+
+def test_a_mean_plus_a_sum_can_be_followed_by_a_mean():
+    def loss_fn(output, target):
+        return F.mse_loss(output, target) + 0.1 * output.square().sum() / len(output)
+
+    with fxpipe.compile(nn.Linear(4, 4), ["cpu"], chunks=4, loss_fn=loss_fn) as pipe:
+        model = pipe.module
+        torch.testing.assert_close(pipe.step(X, target=X), loss_fn(model(X), X).detach())

@@ -1,0 +1,425 @@
+"""Numbers that a loss reads are noticed when they change its meaning, also long after its check."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.meaning.errors import BatchWarning
+from fxpipe.meaning.numbers_read import NumbersRead, NumberWatch, TensorRead
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Autoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(4, 3), nn.Linear(3, 4)
+
+    def forward(self, x):
+        mu = self.down(x)
+        return {"reconstruction": self.up(mu), "mu": mu}
+
+
+def loss_of(output, x, beta):
+    return F.mse_loss(output["reconstruction"], x) + beta * output["mu"].square().sum()
+
+
+BETA = 0.0
+SETTINGS = {"beta": 0.0}
+CONFIG = types.SimpleNamespace(loss=types.SimpleNamespace(beta=0.0))
+
+
+def of_global():
+    def loss_fn(output, x):
+        return loss_of(output, x, BETA)
+
+    return loss_fn, lambda value: globals().update(BETA=value)
+
+
+def weight():
+    return BETA
+
+
+def of_global_in_another_function():
+    def loss_fn(output, x):
+        return loss_of(output, x, weight())
+
+    return loss_fn, lambda value: globals().update(BETA=value)
+
+
+def of_closure():
+    beta = 0.0
+
+    def inner(output, x):
+        return loss_of(output, x, beta)
+
+    def loss_fn(output, x):
+        return inner(output, x)
+
+    def change(value):
+        nonlocal beta
+        beta = value
+
+    return loss_fn, change
+
+
+def of_settings():
+    return lambda o, x: loss_of(o, x, SETTINGS["beta"]), lambda v: SETTINGS.update(beta=v)
+
+
+def of_nested_settings():
+    def change(value):
+        CONFIG.loss = types.SimpleNamespace(beta=value)
+
+    return lambda o, x: loss_of(o, x, CONFIG.loss.beta), change
+
+
+class Loss:
+    beta = 0.0
+
+    def __call__(self, output, x):
+        return self.of(output, x)
+
+    def of(self, output, x):
+        return loss_of(output, x, self.beta)
+
+
+def of_object():
+    loss = Loss()
+    return loss, lambda value: setattr(loss, "beta", value)
+
+
+def of_class():
+    class Own(Loss):
+        pass
+
+    return Own(), lambda value: setattr(Own, "beta", value)
+
+
+def of_method():
+    loss = Loss()
+    return loss.of, lambda value: setattr(loss, "beta", value)
+
+
+class ModuleLoss(nn.Module):
+    def __init__(self, beta):
+        super().__init__()
+        if isinstance(beta, torch.Tensor):
+            self.register_buffer("beta", beta)
+        else:
+            self.beta = beta
+
+    def forward(self, output, x):
+        return loss_of(output, x, self.beta)
+
+
+def of_module():
+    loss = ModuleLoss(0.0)
+    return loss, lambda value: setattr(loss, "beta", value)
+
+
+def of_buffer():
+    loss = ModuleLoss(torch.tensor(0.0))
+    return loss, lambda value: loss.beta.fill_(value)
+
+
+def of_partial():
+    loss = functools.partial(loss_of, beta=0.0)
+    return loss, lambda value: loss.keywords.update(beta=value)
+
+
+def of_default():
+    def loss_fn(output, x, beta=0.0):
+        return loss_of(output, x, beta)
+
+    return loss_fn, lambda value: setattr(loss_fn, "__defaults__", (value,))
+
+
+def of_list():
+    weights = [1.0, 0.0]
+    return (
+        lambda o, x: weights[0] * loss_of(o, x, weights[1]),
+        lambda v: weights.__setitem__(1, v),
+    )
+
+
+def of_nothing():
+    beta = None
+
+    def loss_fn(output, x):
+        return loss_of(output, x, 0.0 if beta is None else beta)
+
+    def change(value):
+        nonlocal beta
+        beta = value or None
+
+    return loss_fn, change
+
+
+KINDS = [each for name, each in list(globals().items()) if name.startswith("of_")]
+
+
+def told(call):
+    """The warnings of a call about what micro-batches mean."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in caught if issubclass(each.category, BatchWarning)]
+
+
+def pipeline(loss_fn=None, model=None, **options):
+    return fxpipe.compile(
+        model or Autoencoder(),
+        ["cpu", "cpu"],
+        chunks=4,
+        schedule="1f1b",
+        loss_fn=loss_fn,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_number_that_is_zero_no_more_is_noticed_wherever_the_loss_reads_it(kind):
+    loss_fn, change = kind()
+    change(0.0)
+    with pipeline(loss_fn) as pipe:
+        assert told(lambda: pipe.step(X, target=X)) == []
+        change(0.5)
+        (text,) = told(lambda: pipe.step(X, target=X))
+        assert "the loss is neither a mean over the rows nor a sum" in text
+        assert told(lambda: pipe.step(X, target=X)) == []
+    change(0.0)
+
+
+def loss_with_beta_in_the_target(output, target):
+    return loss_of(output, target["x"], target["beta"])
+
+
+def test_a_number_in_the_target_is_noticed():
+    with pipeline(loss_with_beta_in_the_target) as pipe:
+        for beta, count in ((0.0, 0), (0.3, 1), (0.31, 0)):
+            target = {"x": X, "beta": beta}
+            assert len(told(lambda target=target: pipe.step(X, target=target))) == count
+
+
+class OwnLoss(Autoencoder):
+    """A model that returns its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("beta", torch.tensor(0.0))
+
+    def forward(self, x, scale=None):
+        beta = self.beta if scale is None else scale
+        return loss_of(super().forward(x), x, beta)
+
+
+def test_a_buffer_of_a_model_that_returns_its_loss_is_noticed():
+    model = OwnLoss()
+    with pipeline(model=model) as pipe:
+        assert told(lambda: pipe.step(X)) == []
+        model.beta.fill_(1.0)
+        (text,) = told(lambda: pipe.step(X))
+        assert "output is neither a mean over the rows nor a sum" in text
+        assert told(lambda: pipe.step(X)) == []
+
+
+def of_target(pipe, beta):
+    return told(lambda: pipe.step(X, target={"x": X, "beta": torch.tensor(beta)}))
+
+
+def of_input(pipe, beta):
+    return told(lambda: pipe.step(X, scale=torch.tensor(beta)))
+
+
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [(of_target, {"loss_fn": loss_with_beta_in_the_target}), (of_input, {"model": OwnLoss()})],
+)
+def test_a_tensor_that_is_given_is_another_number_in_the_check_and_noticed_later(call, options):
+    with pipeline(**options) as pipe:
+        assert [len(call(pipe, beta)) for beta in (0.0, 0.6, 0.7)] == [1, 0, 0]
+    with pipeline(**options) as pipe:
+        assert [len(call(pipe, beta)) for beta in (1e-9, 0.5, 0.6)] == [0, 1, 0]
+
+
+def test_a_buffer_of_a_model_by_which_outputs_mix_rows_is_noticed():
+    class Mixes(Autoencoder):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("beta", torch.tensor(0.0))
+
+        def forward(self, x):
+            h = super().forward(x)["reconstruction"]
+            return h - self.beta * h.mean(0)
+
+    model = Mixes()
+    with pipeline(model=model) as pipe:
+        assert told(lambda: pipe(X)) == []
+        model.beta.fill_(1.0)
+        (text,) = told(lambda: pipe(X))
+        assert "depends on which other rows there are" in text
+
+
+def test_a_mean_that_becomes_a_sum_is_said():
+    share = 0.0
+
+    def loss_fn(output, x):
+        rows = (output["reconstruction"] - x).square().sum(1)
+        return (1 - share) * rows.mean() + share * rows.sum()
+
+    with pipeline(loss_fn) as pipe:
+        assert told(lambda: pipe.step(X, target=X)) == []
+        share = 1.0
+        (text,) = told(lambda: pipe.step(X, target=X))
+        assert "the loss is a sum over the rows by now" in text
+        assert "pipe.recompile()" in text
+        pipe.recompile()
+        assert told(lambda: pipe.step(X, target=X)) == []
+
+
+def test_nothing_is_told_of_a_number_that_leaves_the_loss_a_mean():
+    scale = 0.1
+
+    def loss_fn(output, x):
+        return scale * F.mse_loss(output["reconstruction"], x)
+
+    with pipeline(loss_fn) as pipe:
+        for scale in (0.1, 1.0, 100.0, 0.001):  # noqa: B007
+            assert told(lambda: pipe.step(X, target=X)) == []
+
+
+def test_nothing_is_looked_at_without_a_check():
+    loss_fn, change = of_closure()
+    with pipeline(loss_fn, check=False) as pipe:
+        pipe.step(X, target=X)
+        change(0.5)
+        assert told(lambda: pipe.step(X, target=X)) == []
+
+
+# ------------------------------------------------------------------------------------- the watch
+
+
+def checks(values):
+    """How often numbers are new while one takes these values."""
+    first, *more = values
+    watch = NumberWatch([first])
+    return sum(watch.is_new([value]) for value in more)
+
+
+def test_a_schedule_costs_a_logarithmic_number_of_checks():
+    assert checks([step / 10_000 for step in range(10_001)]) <= 15
+    assert checks(range(100_000)) <= 18  # a counter of steps
+    assert checks([math.cos(step / 1000) for step in range(3142)]) <= 25
+
+
+def test_a_number_that_goes_to_and_fro_is_checked_once():
+    assert checks([0.0, 1.0] * 1000) == 1
+    assert checks([(step % 100) / 100 for step in range(1000)]) <= 8
+    assert checks([0.99, 1.01] * 100) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_new"),
+    [
+        (0.0, 1e-9, True),
+        (1.0, 1.9, False),
+        (1.0, 2.1, True),
+        (1.0, 0.4, True),
+        (1.0, -1.0, True),
+        (1.0, math.inf, True),
+        (math.nan, 1.0, True),
+        (math.nan, math.nan, False),
+        (None, 1.0, True),
+        (0.0, 0.0, False),
+    ],
+)
+def test_what_counts_as_another_number(before, after, is_new):
+    assert NumberWatch([before]).is_new([after]) == is_new
+
+
+def test_a_looped_object_and_a_large_model_in_a_closure_are_followed():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(300)))
+    box = types.SimpleNamespace(beta=0.0)
+    box.own = box
+
+    def loss_fn(output, x):
+        return box.own.beta * sum(p.sum() for p in model.parameters())
+
+    numbers = NumbersRead(loss_fn)
+    before = numbers.values()
+    box.beta = 10**400  # too large for a float
+    assert [each for each in numbers.values() if each not in before] == [math.inf]
+
+
+def test_a_look_takes_microseconds():
+    numbers = NumbersRead(of_object()[0])
+    watch = NumberWatch(numbers.values())
+    begin = time.perf_counter()
+    for _ in range(1000):
+        watch.is_new(numbers.values())
+    assert time.perf_counter() - begin < 0.1  # 100 us each, on a slow machine
+
+
+class OnADevice:
+    """What TensorRead asks of a tensor, counting how often the host waits for the number."""
+
+    is_cpu = is_meta = False
+
+    def __init__(self):
+        self.waits = self._version = 0
+        self.number = 0.0
+
+    def numel(self):
+        return 1
+
+    def is_inference(self):
+        return False
+
+    def item(self):
+        self.waits += 1
+        return self.number
+
+    def fill_(self, number):
+        self.number, self._version = number, self._version + 1
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr("fxpipe.meaning.numbers_read.Tensor", OnADevice)
+    return OnADevice()
+
+
+def test_the_host_waits_for_a_device_only_where_a_tensor_has_been_written_to(device):
+    read = TensorRead(lambda: device)
+    assert [read() for _ in range(100)] == [0.0] * 100
+    assert device.waits == 1
+    device.fill_(0.5)
+    assert (read(), device.waits) == (0.5, 2)
+
+
+def test_a_tensor_that_is_written_to_in_each_step_is_read_more_and_more_rarely(device):
+    read, found = TensorRead(lambda: device), []
+    for step in range(1000):
+        device.fill_(float(step))
+        found.append(read())
+    assert device.waits < 15
+    assert all(found[step] >= step / 4 for step in range(4, 1000))
+
+
+def test_a_check_in_the_cache_on_disk_is_not_one_of_another_number(tmp_path):
+    for beta, count in ((0.0, 0), (1.0, 1)):
+        model = OwnLoss()
+        model.beta.fill_(beta)
+        with pipeline(model=model, cache=tmp_path) as pipe:
+            assert len(told(lambda pipe=pipe: pipe.step(X))) == count
