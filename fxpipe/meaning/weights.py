@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -206,14 +205,15 @@ class _Remedies:
             yield from self._labels()
         if self.has_ignored:
             return
+        if bool(((self.tensor == 0) | (self.tensor == 1)).all()):
+            yield self._of("{}.sum()", _add)
+            yield self._of("({} == 0).sum()", functools.partial(_count, torch.eq, 0))
+            return
         if self.tensor.is_floating_point() and bool(self.tensor.isnan().any()):
             yield self._observed()
         yield from self._compared()
-        is_weight = bool(((self.tensor >= 0) & self.tensor.isfinite()).all())
-        if self.has_dims and is_weight:
-            is_binary = bool(((self.tensor == 0) | (self.tensor == 1)).all())
-            add = operator.methodcaller("sum", dtype=torch.float64)
-            yield self._of("{}.sum()", add, is_guess=not is_binary)
+        if self.has_dims and bool(((self.tensor >= 0) & self.tensor.isfinite()).all()):
+            yield self._of("{}.sum()", _add, is_guess=True)
 
     def _labels(self) -> Iterator[_Remedy]:
         """Counts of labels that are not left out. Losses that leave out another one than IGNORED
@@ -265,6 +265,10 @@ _SIGNS: dict[str, dict[str, Callable[..., Tensor]]] = {
     "le": {">": torch.gt, "<=": torch.le},
 }
 """By what a loss compares values, how those that count may be told: the likelier way first."""
+
+
+def _add(values: Tensor) -> Tensor:
+    return values.sum(dtype=torch.float64)
 
 
 def _count(compare: Callable[..., Tensor], number: float, values: Tensor) -> Tensor:

@@ -135,6 +135,11 @@ def with_mask(output, target):
     return ((output - y).abs() * mask).sum() / mask.sum()
 
 
+def with_padding(output, target):
+    y, is_padding = target
+    return (output - y).abs().clamp(min=0.001)[~is_padding].mean()
+
+
 def within_lengths(output, target):
     mask = torch.arange(output.shape[1]) < target["len"][:, None]
     return with_mask(output, (target["y"], mask))
@@ -158,6 +163,7 @@ MISSING, FILLED = Y.masked_fill(~MASK, torch.nan), Y.masked_fill(~MASK, -1000.0)
         (with_mask, (Y, MASK), "lambda target: target[1].sum()"),
         (with_mask, (Y, MASK.long()), "lambda target: target[1].sum()"),
         (with_mask, {"y": Y, "mask": MASK.float()}, 'lambda target: target["mask"].sum()'),
+        (with_padding, (Y, ~MASK), "lambda target: (target[1] == 0).sum()"),
         (within_lengths, {"y": Y, "len": MASK.sum(1)}, 'lambda target: target["len"].sum()'),
     ],
 )
