@@ -65,8 +65,8 @@ from fxpipe.trace import (
 )
 from fxpipe.trace.arguments import written_arguments
 from fxpipe.trace.errors import failure
-from fxpipe.trace.isolation import on_one_device
 from fxpipe.trace.premises import Premises, Reads, attributes_read
+from fxpipe.trace.spread import as_on_one_device
 from fxpipe.trace.twin import Twin
 from passes.chain import ToStages
 from passes.common.fakes import forget_history
@@ -164,9 +164,9 @@ class Staging(ABC):
         """Copy the inputs to the device of the model, where the model can run before it is cut.
 
         The inputs stay where they are if the model is on several devices, or if its stages have
-        been placed: :meth:`_where_it_runs` then brings the model to the inputs. States, which are
-        on the devices of several stages, are brought together. For a model that is not loaded yet
-        the inputs are taken to "meta", whatever their values.
+        been placed: in :meth:`_where_it_runs` it takes them from there. States, which are on the
+        devices of several stages, are brought together. For a model that is not loaded yet the
+        inputs are taken to "meta", whatever their values.
         """
         if self.is_on_meta():
             args, kwargs = map_tensors(_without_values, inputs)
@@ -586,10 +586,10 @@ class Staging(ABC):
         self, model: nn.Module, inputs: Sequence[Tensor]
     ) -> AbstractContextManager[None]:
         """A context in which the model can run as a plain module: if its stages have been placed on
-        several devices, the whole model is on the device of the inputs inside the context."""
+        several devices, it runs inside the context as if it were on the device of the inputs."""
         if not self.layout.labels or not inputs:
             return nullcontext()
-        return on_one_device(model, inputs[0].device)
+        return as_on_one_device(model, inputs[0].device)
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -52,6 +52,9 @@ from torch._subclasses.fake_tensor import (
 
 # The tensors that torch.export traces with: a value of this type shows that it is being traced.
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+# Describes a tensor for the fake that is made of it.
+from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.amp import GradScaler
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -352,6 +355,12 @@ def run_backward(
     )
 
 
+BACKWARDS: ModuleType = torch.autograd
+RUN_BACKWARD = "_engine_run_backward"
+"""The function of that module by which ``torch.autograd.backward`` and ``grad`` run the engine.
+Torch function modes are asked about these two, so that a mode that lets them run is not active in
+what hooks and checkpoints compute in the backward."""
+
 Function = TypeVar("Function", bound=type[torch.autograd.Function])
 
 
@@ -485,6 +494,11 @@ GRAPH_MODULES: ModuleType = importlib.import_module("torch.fx._lazy_graph_module
 GRAPH_MODULE_CLASS = "_get_graph_module_cls"
 """The function of that module that gives the class of the graph that torch.export records. Its
 passes have the code written anew after each of them."""
+
+TensorDescriber = MetaTensorDescriber
+DESCRIBE = "describe_tensor"
+"""The class by whose method of this name every fake tensor mode describes a tensor, of which it
+then makes a fake. The description, a dataclass, has the ``device`` that the fake says it is on."""
 
 SOURCE_OF_GUARD = "_get_sloc"
 """The method of a ``ShapeEnv`` that tells which line of code a guard comes from."""

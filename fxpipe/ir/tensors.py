@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ def tensor_bytes(value: Any) -> int:
         * tensor.element_size()
         for tensor in tensors_of(value)
     )
+
+
+def devices_of(tensors: Iterable[Tensor]) -> set[torch.device]:
+    """The devices that tensors are on, whatever a torch function mode lets them say."""
+    with DisableTorchFunction():
+        return {tensor.device for tensor in tensors}
 
 
 def no_scalar(value: Any) -> str:

@@ -32,12 +32,17 @@ def stirred(values: Values) -> Iterator[None]:
     they had before."""
     before = [(parameter, parameter.data) for parameter, _ in values]
     try:
-        for parameter, value in values:
-            parameter.data = value
+        _exchange(values)
         yield
     finally:
-        for parameter, data in before:
-            parameter.data = data
+        _exchange(before)
+
+
+def _exchange(values: Values) -> None:
+    for parameter, value in values:
+        parameter.data = value
+    if values:
+        torch.clear_autocast_cache()  # it has lower precision copies of the values before
 
 
 def _is_zero(parameter: nn.Parameter) -> bool:

@@ -89,8 +89,8 @@ _AS_IT_IS = {
     *("AliasBackward0", "CloneBackward0", "ExpandBackward0", "ReshapeAliasBackward0"),
     *("SliceBackward0", "ToCopyBackward0", "UnsafeViewBackward0", "ViewBackward0"),
 }
-"""The kinds of nodes that hand a gradient on as it is where its shape, dtype and device remain the
-same: the node of a slice, say, that takes all of a tensor."""
+"""The kinds of nodes that hand a gradient on as it is where its shape and dtype remain the same:
+the node of a slice, say, that takes all of a tensor, or that of a copy to another device."""
 
 _BY_FREQUENCY = "_saved_scale_grad_by_freq"
 
@@ -181,11 +181,15 @@ def _leaf(node: Node, places: Mapping[int, Hashable]) -> Hashable:
 
 
 def _hands_on(node: Node) -> bool:
-    """Whether a node gives the very gradient that it takes."""
+    """Whether a node gives the very gradient that it takes, be it on another device."""
     if isinstance(node, BackwardCFunction) or node.name() not in _AS_IT_IS:
         return False
     ((following, place),) = node.next_functions
-    return following is not None and gradient_kinds(node)[0] == gradient_kinds(following)[place]
+    if following is None:
+        return False
+    shape, dtype, _ = gradient_kinds(node)[0]
+    other_shape, other_dtype, _ = gradient_kinds(following)[place]
+    return dtype == other_dtype and bool(shape == other_shape)
 
 
 def _is_attention(node: Node) -> bool:

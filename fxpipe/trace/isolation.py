@@ -22,6 +22,7 @@ from fxpipe.runtime.random import HostRandomState, RandomState
 from fxpipe.runtime.state import State
 from fxpipe.runtime.writes import Writes, same_values
 from fxpipe.trace.errors import at, is_model_line, since
+from fxpipe.trace.spread import devices_used
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -94,7 +95,7 @@ def untouched(model: nn.Module) -> Iterator[Since]:
     ]
     saved_tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
     gradients = [(p, p.grad) for p in parameters]
-    devices = {t.device for t in (*parameters, *tensors)}
+    devices = devices_used((*parameters, *tensors))
     state, host = RandomState(devices), HostRandomState()
     outer = _here.models
     try:
@@ -148,37 +149,6 @@ def _hooks_on(parameter: nn.Parameter) -> list[dict[int, Any]]:
     called with the gradient, and hooks that are called once the gradient has been accumulated."""
     kinds: Any = gradient_hooks(parameter)
     return [hooks for hooks in kinds if hooks]
-
-
-@contextmanager
-def on_one_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside the ``with`` block all parameters and buffers of a model are on ``device``; after it
-    each of them is back in the memory that it had before.
-
-    To be traced once more, a model has to run as a plain module, which it cannot while its stages
-    are on several devices. The device needs room for the whole model.
-    """
-    tensors = (*model.parameters(), *model.buffers())
-    before = [(t, t.data, t.grad) for t in tensors if t.device != device and not t.is_meta]
-    try:
-        try:
-            for tensor, data, _ in before:
-                # Autograd refuses a gradient that is on another device than its tensor.
-                tensor.grad = None
-                tensor.data = data.to(device)
-        except torch.OutOfMemoryError as error:
-            error.add_note(
-                "this call is of another kind than those before it: to trace the model for it, "
-                f"the whole model was moved to {device}, where the inputs are. Make the first call "
-                "of this kind with inputs on the CPU"
-            )
-            raise
-        yield
-    finally:
-        for tensor, data, grad in before:
-            tensor.grad = None
-            tensor.data = data
-            tensor.grad = grad
 
 
 @contextmanager

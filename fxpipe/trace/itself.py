@@ -17,11 +17,13 @@ import torch
 from torch import nn
 
 from fxpipe.ir.errors import ITSELF, TraceError, is_the_models
+from fxpipe.ir.tensors import devices_of
 from fxpipe.trace import recorders
 from fxpipe.trace.checks import on_the_example
 from fxpipe.trace.errors import first_line, is_model_line
 from fxpipe.trace.example import Example
 from fxpipe.trace.isolation import Args, Kwargs
+from fxpipe.trace.spread import is_spread
 
 
 @dataclass
@@ -40,8 +42,9 @@ class OnTheInputs:
         of this method only, and without side effects.
 
         Nothing is raised where a failure would not be the user's: where nothing has values, and
-        where the model is on several devices or lacks hooks that are not called here, of which a
-        trace tells more. A lack of memory says nothing either: micro-batches need less.
+        where the user has put the model on several devices, or where it lacks hooks that are not
+        called here, of which a trace tells more. A lack of memory says nothing either:
+        micro-batches need less.
         """
         if self._is_asked or not self._tells():
             return
@@ -90,11 +93,21 @@ def _explain_several_devices(model: nn.Module, error: Exception) -> None:
     """Raise ``TraceError`` where a model may have failed because it is on several devices."""
     where: dict[torch.device, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        where.setdefault(tensor.device, name)
-    if len(where) > 1:
+        (device,) = devices_of((tensor,))
+        where.setdefault(device, name)
+    found = ", ".join(f"{name} on {device}" for device, name in where.items())
+    if is_spread():
+        if "device" in str(error):
+            raise TraceError(
+                f"{type(model).__name__} does not run while its stages are on several devices "
+                f"({found}), as it has to when it is compiled for another kind of call, "
+                f"{first_line(error)}; tensors that functions of PyTorch get are brought to one "
+                "device, but others do not come together by themselves: call .to(device) of all "
+                "that such code gets"
+            ) from error
+    elif len(where) > 1:
         raise TraceError(
-            f"{type(model).__name__} is on several devices "
-            f"({', '.join(f'{name} on {device}' for device, name in where.items())}) and does not "
-            f"run as it is, {first_line(error)}; move it to one, model.to(device): compiled, each "
-            "stage is moved to its own"
+            f"{type(model).__name__} is on several devices ({found}) and does not run as it is, "
+            f"{first_line(error)}; move it to one, model.to(device): compiled, each stage is moved "
+            "to its own"
         ) from error

@@ -26,6 +26,11 @@ The table has the attribute that is patched, the function that patches it, and t
     ShapeEnv._get_sloc                  model_lines       to name the model's line of a guard
     TracerBase.create_node              lines_of_the_m... to name the model's lines of a node
     torch._C._select_conv_backend       any_kernel        to note no conditions of that choice
+    MetaTensorDescriber.describe_tensor as_on_one_device  to have all fakes on one device
+    autograd.Function.apply             as_on_one_device  to bring its tensors to one device
+    jit.ScriptFunction.__call__         as_on_one_device  the same for functions in TorchScript
+    nn.Module._call_impl                as_on_one_device  the same for modules in TorchScript
+    autograd._engine_run_backward       as_on_one_device  so that a backward is in its mode, too
     logging.Logger.handle, sys.stderr   quiet, silent     to drop messages of attempts that fail
 """
 
@@ -81,7 +86,7 @@ def patched(
 
     With ``tells_threads`` the replacement is seen by all threads, and has to call the original
     itself for all but this one: it is for functions that are called so often that a second call for
-    each of them would take long.
+    each of them would take long, and for what a thread of the autograd engine does for this one.
     """
     if owner is Tensor:
         # PyTorch lists the functions of this class once, at first need, and keeps the list: made

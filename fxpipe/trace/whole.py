@@ -22,7 +22,7 @@ from fxpipe.ir.flops import Flops, computed
 from fxpipe.ir.graph import WHOLE
 from fxpipe.ir.hooks import has_hooks
 from fxpipe.ir.structure import Structure
-from fxpipe.ir.tensors import memory_of
+from fxpipe.ir.tensors import devices_of, memory_of
 from fxpipe.runtime.random import RandomState
 from fxpipe.trace.containers import CHANGES, Contents, checked
 
@@ -315,7 +315,7 @@ def seen(paths: Mapping[nn.Module, str], runs: Iterable[Callable[[], Any]]) -> d
         buffers = dict(module.named_buffers())
         before = [version_of(tensor) for tensor in (*given, *buffers.values())]
         tensors = (*given, *module.parameters(), *buffers.values())
-        state = RandomState({tensor.device for tensor in tensors})
+        state = RandomState(devices_of(tensors))
         contents = Contents((args, kwargs))
         with Flops() as flops:
             output = forward(*args, **kwargs)

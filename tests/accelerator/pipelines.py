@@ -231,7 +231,7 @@ def test_the_callers_streams_may_be_the_default_ones(name):
         check(name, gradients(model), gradients(twin))
 
 
-def test_gradients_remain_while_a_model_is_on_one_device_to_be_compiled_for_another_call():
+def test_gradients_remain_while_a_model_is_compiled_for_another_call():
     make, inputs = MODELS["mlp"]
     model, x = make(), inputs(BATCH)
     with fxpipe.compile(model, FOUR, chunks=3) as pipe:

@@ -42,6 +42,7 @@ pytestmark = pytest.mark.skipif(
         ["tests/accelerator/times.py"],
         ["tests/accelerator/memory.py"],
         ["tests/accelerator/fitting.py"],
+        ["tests/accelerator/spread.py", "tests/accelerator/together.py"],
         [
             f"tests/fxpipe/runtime/{what}.py"
             for what in ("test_streams", "test_random", "checkpointing/test_surroundings")

@@ -839,3 +839,35 @@ def test_kernels_of_convolutions_keep_pictures_with_channels_last_alike_but_not_
         x, weight = torch.ones(2, *[4] * dims, 5).movedim(-1, 1), torch.ones(3, 5, *[1] * dims)
         assert len(_torch.formats_of_convolution(x, weight)) == count
     assert does_not_exist_in_public(torch, "determine_backend_memory_format")
+
+
+def test_a_fake_says_that_it_is_where_its_description_has_it(monkeypatch):
+    """If this fails, a model on several devices cannot be traced. If fake tensor modes can be told
+    a device in public, ``TensorDescriber`` goes."""
+    original = getattr(_torch.TensorDescriber, _torch.DESCRIBE)
+
+    def describe(*args, **kwargs):
+        return dataclasses.replace(original(*args, **kwargs), device=torch.device("cuda:1"))
+
+    monkeypatch.setattr(_torch.TensorDescriber, _torch.DESCRIBE, describe)
+    for tensor in (torch.ones(3), nn.Parameter(torch.ones(3)), torch.ones(3)[1:]):
+        assert _torch.FakeTensorMode().from_tensor(tensor).device == torch.device("cuda:1")
+    assert does_not_exist_in_public(torch, "FakeTensorMode")
+
+
+def test_a_backward_is_run_by_the_function_that_can_be_replaced(monkeypatch):
+    """If PyTorch runs a backward within the torch function modes that are active where it is
+    called, ``RUN_BACKWARD`` goes."""
+    ran, original = [], getattr(_torch.BACKWARDS, _torch.RUN_BACKWARD)
+
+    def run(*args, **kwargs):
+        ran.append(_torch.function_modes())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(_torch.BACKWARDS, _torch.RUN_BACKWARD, run)
+    x = torch.ones(3, requires_grad=True)
+    with torch.overrides.BaseTorchFunctionMode():
+        torch.autograd.backward(x.sum())
+        torch.autograd.grad(x.sum(), x)
+        x.sum().backward()
+    assert ran == [()] * 3

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fxpipe.meaning.asked import Asked
 from fxpipe.meaning.runs import ModelRuns
+from fxpipe.meaning.stirred import in_place_of_zeros, stirred
 
 
 class Deep(nn.Module):
@@ -30,3 +31,14 @@ def test_an_autograd_graph_that_is_deeper_than_the_stack_is_freed():
     values, history = runs.ran([torch.randn(1, 4)])
     assert isinstance(values, Tensor) and values.shape == (1, 4)
     assert len(history[1]) == 200_003  # the chain, the product, the weight and the input
+
+
+def test_autocast_keeps_no_copies_of_the_values_that_have_taken_the_place_of_zeros():
+    """Within one autocast a weight is cast once, and the copy is used again."""
+    layer, x = nn.Linear(3, 3, bias=False), torch.ones(1, 3)
+    nn.init.zeros_(layer.weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not layer(x).any()
+        with stirred(in_place_of_zeros(layer)):
+            assert layer(x).any()
+        assert not layer(x).any()
