@@ -375,7 +375,13 @@ def of_own_values(
     if rows < 2 or any(map(is_column, tensors)):
         return []
     sizes = rows // 3 or 1, rows - (rows // 3 or 1)
-    trial = Trial(sizes, GIVEN, spread(tensors, dims, rows), {}, [])
+    return taken(run, Trial(sizes, GIVEN, spread(tensors, dims, rows), {}, []), dims)
+
+
+def taken(
+    run: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | None]
+) -> list[Trial]:
+    """The same sample, as by :func:`ran`; none where the model does not take it."""
     try:
         return [ran(run, trial, dims)]
     except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,21 +17,21 @@ from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
-from fxpipe.meaning.check import Question, Verdict, check, of_own_values
+from fxpipe.meaning.check import OWN, Question, Trial, Verdict, check, of_own_values, taken
 from fxpipe.meaning.combined import is_mean_plus_sum, may_be_weighted
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
-from fxpipe.meaning.sample import part
+from fxpipe.meaning.sample import GIVEN, batch_size, part
 from fxpipe.meaning.weights import (
     Weigh,
     dim_of,
     remedy,
     weighed,
 )
-from fxpipe.runtime.microbatch import LISTED, SUM, Dim, InDim, ListOfRows
+from fxpipe.runtime.microbatch import LISTED, SUM, Dim, InDim, ListOfRows, numbers
 from fxpipe.trace import untouched
 
 LOSS = "output"
@@ -198,6 +198,9 @@ class _LossOfTarget:
         self.is_clear = verdict.trial is not None and LOSS not in verdict.unclear
         if asked.loss_weight is not None:
             weigh = self.weigh(asked.loss_weight)
+            if callable(asked.loss_weight) and verdict.trial is not None:
+                trials = [*self._of_least_weight(weigh), *verdict.trials]
+                verdict = replace(verdict, trials=trials)
             verdict, wrong = weighed(verdict, LOSS, asked.loss_weight, weigh, self.dims)
             if wrong:
                 refuse(asked, wrong.replace(LOSS, "loss_fn", 1))
@@ -213,6 +216,27 @@ class _LossOfTarget:
         if asked.loss_weight is not None:
             return dim_of(asked.loss_weight)
         return SUM if verdict.outputs.get(LOSS) == SUM else None
+
+    def _of_least_weight(self, weigh: Weigh) -> list[Trial]:
+        """A sample of the mini-batch's own rows, whose first part has those of the least weight, so
+        that a micro-batch of them is looked at, too: where they have none, what the loss computes
+        of them must not count either. There is no sample if all rows have the same weight."""
+        if any(map(is_column, self.tensors)):
+            return []
+        rows = min(OWN, batch_size(self.tensors, self.dims) or 0)
+        weights = numbers([weigh(part(self.tensors, self.dims, i, 1)) for i in range(rows)])
+        order = sorted(range(rows), key=weights.__getitem__)
+        lightest = weights.count(min(weights, default=0.0))
+        if lightest == rows:
+            return []
+        tensors = [
+            tensor
+            if dim is None
+            else tensor.index_select(dim, torch.tensor(order, device=tensor.device))
+            for tensor, dim in zip(self.tensors, self.dims, strict=True)
+        ]
+        trial = Trial((lightest, rows - lightest), GIVEN, tensors, {}, [])
+        return taken(lambda tensors: self.run(tensors)[0], trial, self.dims)
 
     def _about(self, verdict: Verdict) -> str:
         """What to say of a loss that is neither a mean over the rows nor a sum."""

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
@@ -213,3 +214,44 @@ def test_so_it_does_for_a_model_that_returns_its_loss(loss_fn, y, code):
     ):
         warnings.simplefilter("error", fxpipe.BatchWarning)
         torch.testing.assert_close(pipe.step(x, y), model(x, y).detach())
+
+
+@pytest.mark.parametrize("at_least", [0, 1])
+def test_a_weight_of_nothing_for_rows_whose_loss_is_something_is_told(at_least):
+    """A detector's loss has a term for pictures with nothing on them. As a weight neither the
+    number of objects is right, which leaves these out, nor at least one."""
+
+    def loss_fn(output, target):
+        summed = F.binary_cross_entropy_with_logits(output, target, reduction="sum")
+        return summed / target.sum().clamp(min=1)
+
+    x, y = torch.randn(8, 4), (torch.rand(8, 20) > 0.8).float()
+    y[5:7] = 0
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 20))
+    pipe = fxpipe.compile(
+        model,
+        ["cpu"] * 2,
+        chunks=4,
+        loss_fn=loss_fn,
+        loss_weight=lambda target: target.sum().clamp(min=at_least),
+    )
+    with pipe, pytest.warns(fxpipe.BatchWarning, match="not the mean that loss_weight says"):
+        pipe.step(x, target=y)
+
+
+def test_rows_without_weight_may_have_a_loss_that_is_no_number_or_that_all_rows_have():
+    def loss_fn(output, target):
+        return F.cross_entropy(output, target, ignore_index=0) + 3.0
+
+    x, y = torch.randn(8, 4), torch.tensor([1, 2, 0, 0, 1, 0, 2, 1])
+    with fxpipe.compile(
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)),
+        ["cpu"] * 2,
+        chunks=4,
+        loss_fn=loss_fn,
+        loss_weight=fxpipe.loss_weight.tokens(ignore_index=0),
+    ) as pipe:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = pipe.step(x, target=y)
+        torch.testing.assert_close(loss, loss_fn(pipe.module(x), y))
