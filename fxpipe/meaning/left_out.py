@@ -287,8 +287,8 @@ def _may_be_labels(tensor: Any) -> bool:
 
 def _is_uneven(is_met: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """Whether a condition is met by a larger share of some micro-batches than of others, as a
-    tensor."""
+    tensor. The sizes are factors and no tensor, which the host would have to copy to a device."""
     rows = is_met.movedim(dim, 0).reshape(is_met.shape[dim], -1).sum(1)
-    counts = torch.stack([part.sum() for part in torch.split(rows, list(sizes))])
-    even = counts.sum() * torch.tensor(sizes, device=counts.device)
-    return (counts * sum(sizes) != even).any()
+    whole, parts = rows.sum(), torch.split(rows, list(sizes))
+    apart = [part.sum() * len(rows) - whole * size for part, size in zip(parts, sizes, strict=True)]
+    return torch.stack(apart).any()
