@@ -265,7 +265,7 @@ class Compiler(Staging):
     def _tell_of_labels(self, check: Callable[[], object]) -> None:
         """Warn of labels that the loss leaves out, by a check with the mini-batch that has them.
         That is in the middle of training, so nothing is refused."""
-        check()
+        _checked_once_more(check)
 
     def _notice_numbers_in(
         self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -318,7 +318,7 @@ class Compiler(Staging):
         """Warn, by a check, if changed numbers have changed what micro-batches mean. That is in the
         middle of training, so nothing is refused."""
         if not self.is_on_meta():
-            check()
+            _checked_once_more(check)
 
     def forget(self) -> None:
         """Forget all compiled programs, so that the next call is compiled; the cut of the model
@@ -519,3 +519,14 @@ class Compiler(Staging):
         tensors, _ = Structure.of((args, kwargs))
         with self._where_it_runs(model, tensors):
             return meaning_of(model, args, kwargs, self._asked, trace)
+
+
+def _checked_once_more(check: Callable[[], object]) -> None:
+    try:
+        check()
+    except Exception as error:
+        error.add_note(
+            "in fxpipe: while it was checked once more what micro-batches mean, as numbers or "
+            "labels have changed that this depends on; with check=False nothing is checked"
+        )
+        raise

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-
-import torch
 
 _HERE = Path(__file__).parents[1]  # the folder fxpipe
 # With the separator at the end: torchvision's folder begins as torch's does.
 _OURS = (f"{_HERE}{os.sep}", f"{_HERE.parent / 'passes'}{os.sep}")
-_OTHERS = (f"{Path(torch.__file__).parent}{os.sep}", *_OURS)
+# PyTorch is found, and not imported, which takes a second: the command's help needs none of it.
+_FOUND = find_spec("torch")
+_TORCH = _FOUND.submodule_search_locations if _FOUND is not None else None
+_OTHERS = (*(f"{folder}{os.sep}" for folder in _TORCH or ()), *_OURS)
 _DEMO = str(_HERE / "demo.py")
 _PYTHONS = f"{Path(os.__file__).parent}{os.sep}"
 _PACKAGES = ("fxpipe", "passes", "torch")
