@@ -8,7 +8,7 @@
 
 The check of the first mini-batch sees a plain mean over the rows. Once such a number is another
 one, the loss is to be checked again. A schedule may move it a little in each step, so that only a
-number that is zero no more, or has changed by a factor of two, counts: checks then grow in number
+number that is no longer zero, or has changed by a factor of two, counts: checks then grow in number
 as a logarithm does.
 """
 
@@ -95,7 +95,7 @@ class NumberWatch:
 
 
 def _has_moved(now: float | None, before: float | None) -> bool:
-    """Whether a number is zero no more, or another one by a factor of two."""
+    """Whether a number is no longer zero, or another one by a factor of two."""
     if now == before:
         return False
     one, two = _size(now), _size(before)
