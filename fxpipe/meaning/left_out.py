@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from fxpipe.ir._torch import TorchDispatchMode
 from fxpipe.meaning.sample import count_of_rows
+from fxpipe.runtime.streams import current, has_streams
 
 MOST = 16
 """How many conditions of a loss are looked at: a loss may compare labels with each of its classes,
@@ -213,8 +214,9 @@ class LabelWatch:
     """Looks for mini-batches whose micro-batches have unequal shares of labels that meet a
     condition.
 
-    On an accelerator the answer for a mini-batch is read when the next one comes, so that the host
-    does not wait for the device. From then on every mini-batch is looked at when it comes.
+    On an accelerator the answer for a mini-batch is copied to the host, and read with a later one,
+    once it has come, so that the host does not wait for the device. If it is that there are such
+    labels, every mini-batch is looked at when it comes, until one has been told of.
 
     Args:
         conditions: those by which the loss may tell which labels count. The first ones of them are
@@ -231,7 +233,7 @@ class LabelWatch:
         self._conditions = [c for c in known if c not in others]
         self.counts: list[Tensor] = []
         self._met: set[tuple[int, LabelCondition]] = set()  # by the places of values
-        self._answers: list[Tensor] = []  # of the last mini-batch, on an accelerator
+        self._awaited: list[_Answer] = []  # those of accelerators, for an earlier mini-batch
         self._is_near = False  # whether such a mini-batch has been there, and has not been told of
 
     def meets(
@@ -247,22 +249,33 @@ class LabelWatch:
         """
         if not self._conditions or len(sizes) < 2:
             return False
-        self._is_near |= wait or any(self._answers)
-        self._answers, self.counts = [], []
-        is_met = False
+        self._is_near |= wait or self._has_come()
+        self.counts = []
+        is_met, asked = False, dict[torch.device, list[Tensor]]()
         for place, (value, dim) in enumerate(values):
             if not _may_be_labels(value) or value.ndim <= dim or value.shape[dim] != sum(sizes):
                 continue
+            is_far = has_streams(value.device) and not self._is_near
+            if is_far and self._awaited:
+                continue
             for condition in self._left(place, value):
                 answer = _is_uneven(condition.of(value), dim, sizes)
-                if not value.is_cpu and not self._is_near:
-                    self._answers.append(answer)
+                if is_far:
+                    asked.setdefault(value.device, []).append(answer)
                 elif bool(answer):
                     self._met.add((place, condition))
                     self.counts.append(count_of_rows(condition.of(value), dim))
                     is_met = True
+        self._awaited += [_Answer(*each) for each in asked.items()]
         self._is_near &= not (is_met or wait)
         return is_met
+
+    def _has_come(self) -> bool:
+        """Whether an accelerator has answered that a mini-batch has such labels."""
+        if not all(answer.has_come for answer in self._awaited):
+            return False
+        come, self._awaited = self._awaited, []
+        return any(answer.is_yes for answer in come)
 
     def _left(self, place: int, value: Tensor) -> list[LabelCondition]:
         """The conditions that the labels at a place may meet unevenly, and have not so far."""
@@ -275,6 +288,23 @@ class LabelWatch:
             return left
         known = _range(value)  # one pass over the values in place of one for each condition
         return [condition for condition in left if condition.may_be_met(*known)]
+
+
+class _Answer:
+    """Whether any of these is true, as an accelerator finds out while the host goes on."""
+
+    def __init__(self, device: torch.device, answers: Sequence[Tensor]) -> None:
+        (computing,) = current([device])
+        self._on_host = torch.stack(list(answers)).any().to("cpu", non_blocking=True)
+        self._event = computing.record_event()
+
+    @property
+    def has_come(self) -> bool:
+        return self._event.query()
+
+    @property
+    def is_yes(self) -> bool:
+        return bool(self._on_host)
 
 
 def _may_be_labels(tensor: Any) -> bool:
