@@ -24,7 +24,7 @@ demo: .venv/.demo
 	$(BIN)/python -m fxpipe demo
 
 test: .venv/.test
-	$(BIN)/python -m pytest --numprocesses auto
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # every model of tests/models; writes the tables of results
 zoo: .venv/.test
