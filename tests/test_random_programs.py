@@ -3,7 +3,7 @@
 Stages, micro-batches and checkpoint modes are random, too. The programs are also run as training
 steps, cut anywhere, in the order of any schedule.
 
-``FXPIPE_EXAMPLES=20000 python -m pytest tests/test_random_programs.py`` runs many more of them.
+``python -m tests.campaign --programs 20000`` runs many more of them.
 """
 
 from __future__ import annotations
