@@ -233,7 +233,7 @@ class LabelWatch:
         self._conditions = [c for c in known if c not in others]
         self.counts: list[Tensor] = []
         self._met: set[tuple[int, LabelCondition]] = set()  # by the places of values
-        self._awaited: list[_Answer] = []  # those of accelerators, for an earlier mini-batch
+        self._awaited: list[_DeviceAnswer] = []  # those of accelerators, for an earlier mini-batch
         self._is_near = False  # whether such a mini-batch has been there, and has not been told of
 
     def meets(
@@ -266,7 +266,7 @@ class LabelWatch:
                     self._met.add((place, condition))
                     self.counts.append(count_of_rows(condition.of(value), dim))
                     is_met = True
-        self._awaited += [_Answer(*each) for each in asked.items()]
+        self._awaited += [_DeviceAnswer(*each) for each in asked.items()]
         self._is_near &= not (is_met or wait)
         return is_met
 
@@ -290,7 +290,7 @@ class LabelWatch:
         return [condition for condition in left if condition.may_be_met(*known)]
 
 
-class _Answer:
+class _DeviceAnswer:
     """Whether any of these is true, as an accelerator finds out while the host goes on."""
 
     def __init__(self, device: torch.device, answers: Sequence[Tensor]) -> None:
