@@ -50,7 +50,7 @@ def _values(
 
 @dataclass(frozen=True)
 class Tokens:
-    """See :func:`tokens`."""
+    """The function that :func:`tokens` returns, which a pickle can hold."""
 
     name: str = "labels"
     ignore_index: int = IGNORED
@@ -80,7 +80,7 @@ def tokens(name: str = "labels", *, ignore_index: int = IGNORED, shifted: bool =
 
 @dataclass(frozen=True)
 class Observed:
-    """See :func:`observed`."""
+    """The function that :func:`observed` returns, which a pickle can hold."""
 
     name: str = "target"
 

@@ -34,14 +34,15 @@ from fxpipe.trace.premises import are_alike
 
 
 class Label(NamedTuple):
-    """An input of a model that returns its loss."""
+    """An input, which may have labels, of a model that returns its loss."""
 
     place: int
     """The input's place among the placeholders."""
     dim: int
-    """Its batch dimension."""
+    """The input's batch dimension."""
     is_named: bool
-    """Whether its name says that it is one. That only decides how closely it is looked at."""
+    """Whether the input's name says that it has labels, which only decides how closely it is
+    looked at."""
 
 
 @dataclass

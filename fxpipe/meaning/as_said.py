@@ -3,8 +3,6 @@ only."""
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import Tensor
 
 from fxpipe.ir.tensors import largest_of
 from fxpipe.ir.text import told_apart
-from fxpipe.meaning.compare import MEAN, difference, growing, mean, reading
+from fxpipe.meaning.compare import MEAN, difference, growing, is_real, put_together, reading
 from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.said import from_the_front
 from fxpipe.runtime.microbatch import ANY, SUM, Dim
@@ -43,7 +41,7 @@ def as_said(
         return _reduced(path, SUM, "is added up", whole, parts, sizes)
     dim = from_the_front("out_dims", said, path, whole.shape)
     if dim is None:
-        how = "is averaged" if _is_real(whole) else "is the same for all micro-batches"
+        how = "is averaged" if is_real(whole) else "is the same for all micro-batches"
         return _reduced(path, MEAN, f"has no batch dimension and {how}", whole, parts, sizes)
     return _joined(path, dim, whole, parts, sizes)
 
@@ -68,7 +66,7 @@ def _joined(
         )
     if whole.is_meta:
         return (dim,)
-    found = difference(whole, torch.cat(list(parts), dim))
+    found = difference(whole, put_together(dim, parts, sizes))
     if not found:
         return (dim,)
     return Problem(
@@ -123,8 +121,8 @@ def _reduced(
     ways = reading(whole, parts, sizes).dims
     if said in ways or (said is MEAN and ANY in ways):
         return (said,)
-    is_mean, is_loss = said is MEAN and _is_real(whole), not whole.ndim and _is_real(whole)
-    made = _made(said, parts, sizes)
+    is_mean, is_loss = said is MEAN and is_real(whole), not whole.ndim and is_real(whole)
+    made = put_together(said, parts, sizes)
     apart = difference(whole, made, max(map(largest_of, parts)))
     differs = f"that of {divided} rows, put together so, differs by {apart} from that of {rows}"
     if is_loss:
@@ -143,14 +141,6 @@ def _reduced(
     )
 
 
-def _made(said: Dim, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The parts of an output without a batch dimension, put together."""
-    if said == SUM:
-        return functools.reduce(operator.add, parts)
-    made: Tensor = mean(parts, sizes) if _is_real(parts[0]) else parts[0]
-    return made
-
-
 def _instead(ways: Sequence[Dim]) -> str:
     """What an output is that is not what has been said."""
     if SUM in ways:
@@ -158,8 +148,3 @@ def _instead(ways: Sequence[Dim]) -> str:
     if MEAN in ways:
         return "a mean over the rows"
     return "the same for all rows" if ANY in ways else "something else"
-
-
-def _is_real(value: Tensor) -> bool:
-    """Whether values like this one can be averaged."""
-    return value.is_floating_point() or value.is_complex()

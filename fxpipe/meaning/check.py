@@ -18,7 +18,6 @@ errors may tip the balance.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -37,6 +36,7 @@ from fxpipe.meaning.compare import (
     difference,
     growing,
     mean,
+    put_together,
     reading,
     tolerance,
 )
@@ -212,7 +212,7 @@ class Verdict:
 
     @property
     def joined(self) -> set[str]:
-        """The outputs that have rows."""
+        """The paths of those outputs that are joined along a batch dimension."""
         return {path for path, dim in self.outputs.items() if isinstance(dim, int)}
 
 
@@ -397,20 +397,10 @@ def is_joined(trial: Trial, outputs: Mapping[str, Dim]) -> bool:
         if isinstance(whole, Tensor):
             if whole.layout != torch.strided:
                 return False
-            joined = _joined(outputs[path], parts, trial.sizes)
+            joined = put_together(outputs[path], parts, trial.sizes)
             if checks.difference(whole, joined.to(whole.dtype), checks.EXPORT_TOLERANCE):
                 return False
     return True
-
-
-def _joined(dim: Dim, parts: list[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The parts of an output, put together."""
-    if isinstance(dim, int):
-        return torch.cat(parts, dim)
-    if dim == SUM:
-        return functools.reduce(operator.add, parts)
-    is_real = parts[0].is_floating_point() or parts[0].is_complex()
-    return mean(parts, sizes) if dim == MEAN and is_real else parts[0]
 
 
 def _by_shape(trial: Trial, path: str) -> tuple[Dim, ...]:

@@ -122,6 +122,22 @@ def mean(parts: Sequence[Any], weights: Sequence[float]) -> Any:
     )
 
 
+def put_together(dim: Dim, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The parts of an output, put together: joined, added up, or averaged by their numbers of rows.
+    Of what cannot be averaged, and of what is the same for all of them, it is the first one."""
+    if isinstance(dim, int):
+        return torch.cat(list(parts), dim)
+    if dim == SUM:
+        return functools.reduce(operator.add, parts)
+    made: Tensor = mean(parts, sizes) if dim == MEAN and is_real(parts[0]) else parts[0]
+    return made
+
+
+def is_real(value: Tensor) -> bool:
+    """Whether values like this one can be averaged."""
+    return value.is_floating_point() or value.is_complex()
+
+
 def growing(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
     """The dimension along which the parts, joined, have the shape of the whole; None if each of
     them has that shape.

@@ -47,7 +47,7 @@ from fxpipe.ir.tensors import devices_of
 from fxpipe.trace.patches import patched
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call."""
+"""The arguments of a function call, those by position and those by name."""
 
 _CROSSING = {"to", "copy_", "backward", "__set__"}
 """The functions that take tensors of several devices as they are. An assignment to ``x.data`` or to

@@ -88,21 +88,22 @@ def _encoded(data: Any) -> Iterator[bytes]:
     """JSON in pieces: the encoder of the standard library makes a string of each number and each
     bracket before it joins them, which takes ten times the memory of the text."""
     if isinstance(data, dict):
-        yield from _within("{}", ([_encoded_whole(key), b":"] for key in data), data.values())
+        yield from _within(b"{", b"}", ([_encoded_whole(key), b":"] for key in data), data.values())
     elif isinstance(data, list) and len(data) > LONG:
-        yield from _within("[]", ([] for _ in data), data)
+        yield from _within(b"[", b"]", ([] for _ in data), data)
     else:
         yield _encoded_whole(data)
 
 
-def _within(brackets: str, ahead: Iterable[list[bytes]], values: Iterable[Any]) -> Iterator[bytes]:
-    begin, end = brackets.encode("ascii")[:1], brackets.encode("ascii")[1:]
-    for keys, value in zip(ahead, values, strict=True):
-        yield begin
+def _within(
+    begin: bytes, end: bytes, ahead: Iterable[list[bytes]], values: Iterable[Any]
+) -> Iterator[bytes]:
+    yield begin
+    for number, (keys, value) in enumerate(zip(ahead, values, strict=True)):
+        yield b"," if number else b""
         yield from keys
         yield from _encoded(value)
-        begin = b","
-    yield end if begin == b"," else begin + end
+    yield end
 
 
 def _encoded_whole(data: Any) -> bytes:
