@@ -35,6 +35,7 @@ from fxpipe.meaning.compare import (
     Reading,
     difference,
     growing,
+    joined_difference,
     mean,
     put_together,
     reading,
@@ -397,7 +398,13 @@ def is_joined(trial: Trial, outputs: Mapping[str, Dim]) -> bool:
         if isinstance(whole, Tensor):
             if whole.layout != torch.strided:
                 return False
-            joined = put_together(outputs[path], parts, trial.sizes)
+            dim = outputs[path]
+            if isinstance(dim, int):
+                errors = checks.with_rounding(checks.EXPORT_TOLERANCE, whole.dtype)
+                if joined_difference(whole, parts, dim, errors):
+                    return False
+                continue
+            joined = put_together(dim, parts, trial.sizes)
             if checks.difference(whole, joined.to(whole.dtype), checks.EXPORT_TOLERANCE):
                 return False
     return True

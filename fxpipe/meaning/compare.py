@@ -55,24 +55,50 @@ def difference(whole: Tensor, other: Tensor, scale: float = 0.0) -> Difference:
     ``scale`` is the size of the numbers that have been added up to it: if these cancel, rounding
     errors are relative to them, not to the result.
     """
-    if whole.shape != other.shape or whole.dtype != other.dtype:
+    return _apart([(whole, other)], scale)
+
+
+def joined_difference(
+    whole: Tensor, parts: Sequence[Tensor], dim: int, errors: float | None = None
+) -> Difference:
+    """How far parts of a tensor, joined along a dimension, are from the whole. They are compared
+    one by one, so that no memory is needed for the joined tensor.
+
+    ``errors``: as large a difference, relative to the largest value, is none; by default what
+    rounding errors explain.
+    """
+    sizes = [part.shape[dim] for part in parts]
+    if sum(sizes) != whole.shape[dim]:
+        return Difference(float("inf"), 0.0, 1.0)
+    return _apart(list(zip(torch.split(whole, sizes, dim), parts, strict=True)), errors=errors)
+
+
+def _apart(
+    pairs: Sequence[tuple[Tensor, Tensor]], scale: float = 0.0, errors: float | None = None
+) -> Difference:
+    """How far the first tensors of pairs, taken together, are from the second ones."""
+    if any(one.shape != two.shape or one.dtype != two.dtype for one, two in pairs):
         return Difference(float("inf"), scale, 1.0)
-    if not whole.numel():
+    count = sum(one.numel() for one, _ in pairs)
+    if not count:
         return Difference(0.0, 0.0, 0.0)
+    whole = pairs[0][0]
+    every = (piece for pair in pairs if pair[0].numel() for piece in pieces(*pair))
     if not (whole.is_floating_point() or whole.is_complex()):
         moved, largest = 0, 0.0
-        for one, two in pieces(whole, other):
+        for one, two in every:
             moved += int((one != two).sum())
             largest = max(largest, (one.double() - two.double()).abs().max().item())
-        return Difference(largest, largest_of(whole), moved / whole.numel())
-    scale = max(scale, largest_of(whole), largest_of(other))
-    allowed, moved, farthest = tolerance(whole) * scale, 0, []
-    for one, two in pieces(whole, other):
+        return Difference(largest, max(largest_of(one) for one, _ in pairs), moved / count)
+    scale = max(scale, *(largest_of(each) for pair in pairs for each in pair))
+    allowed = (tolerance(whole) if errors is None else errors) * scale
+    moved, farthest = 0, []
+    for one, two in every:
         same = (one == two) | (one.isnan() & two.isnan())
         apart = torch.where(same, torch.zeros_like(one), one - two).abs()
         moved += int((~same & ~(apart <= allowed)).sum())
         farthest.append(apart.max())
-    return Difference(torch.stack(farthest).max().item(), scale, moved / whole.numel())
+    return Difference(torch.stack(farthest).max().item(), scale, moved / count)
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,7 @@ def reading(
     if whole.is_meta:
         return Reading((MEAN if rows is None else rows,))
     if rows is not None:
-        apart = difference(whole, torch.cat(list(parts), rows))
+        apart = joined_difference(whole, parts, rows)
         return Reading((), apart) if apart else Reading((rows,))
     ways: dict[Dim, Difference] = {}
     first = parts[0]

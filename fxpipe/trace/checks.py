@@ -285,7 +285,7 @@ def _tensor_difference(expected: Tensor, actual: Tensor, tolerance: float) -> st
         tolerance = max(tolerance, EXPORT_TOLERANCE)  # kernels there may be nondeterministic
     scale = 0.0
     if tolerance and expected.is_floating_point() and expected.numel():
-        tolerance = max(tolerance, 8 * torch.finfo(expected.dtype).eps)
+        tolerance = with_rounding(tolerance, expected.dtype)
         scale = largest_of(expected)
     if _is_close(expected, actual, tolerance, tolerance * scale):
         return None
@@ -296,6 +296,12 @@ def _tensor_difference(expected: Tensor, actual: Tensor, tolerance: float) -> st
     except AssertionError as error:
         return " ".join(str(error).split())
     return None
+
+
+def with_rounding(tolerance: float, dtype: torch.dtype) -> float:
+    """A tolerance, relative to the largest value, or what a few rounding errors of a dtype make, if
+    that is more."""
+    return max(tolerance, 8 * torch.finfo(dtype).eps) if dtype.is_floating_point else tolerance
 
 
 def _is_close(expected: Tensor, actual: Tensor, relative: float, absolute: float) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.ir import tensors
-from fxpipe.meaning.compare import difference
+from fxpipe.meaning.compare import difference, joined_difference, reading
 from fxpipe.trace import checks
 
 PIECE = 10
@@ -56,3 +56,22 @@ def test_a_number_that_is_none_is_apart_from_all_numbers():
     assert not difference(whole, other)
     whole[14] = float("nan")
     assert difference(whole, other)
+
+
+@pytest.mark.parametrize("whole", [torch.randn(8, 9), torch.randint(5, (8, 9))])
+def test_parts_are_compared_without_being_joined(whole):
+    parts = [part.clone() for part in whole.split([3, 5])]
+    with Largest() as seen:
+        assert reading(whole, parts, [3, 5]).dims == (0,)
+    assert seen.elements <= PIECE
+
+
+def test_parts_differ_from_the_whole_as_what_they_are_joined_to_does():
+    whole = torch.randn(4, 9, dtype=torch.float64)
+    parts = [whole[:, :2].clone(), whole[:, 2:2].clone(), whole[:, 2:].clone() * 100]
+    parts[2][1, 3] = torch.nan
+    apart = joined_difference(whole, parts, 1)
+    joined = difference(whole, torch.cat(parts, 1))
+    assert (apart.scale, apart.share) == (joined.scale, joined.share)
+    assert not joined_difference(whole, list(whole.split([2, 7], 1)), 1, errors=0.0)
+    assert joined_difference(whole, parts[:2], 1).share == 1  # a part is missing
