@@ -1,12 +1,19 @@
-"""Random delays: whatever lane or thread of autograd's is slow, the bits are the same.
+"""Random delays: whatever lane, rank or thread of autograd's is slow, the bits are the same.
 
 ::
 
     python -m tests.delays --seeds 1000
+    python -m tests.delays --seeds 1000 --where ranks
+    python -m tests.delays --seeds 1000 --where accelerator
 
 A seed decides which nodes of a program wait for up to 2 ms before they run, in whichever lane, and
 which of their backwards, in the thread of autograd's that runs them. So lanes overtake each other
 in ways in which they never would by themselves; a missing wait or edge shows as other bits.
+
+Ranks are two processes that talk by gloo, and what they send and receive waits, too. They make
+steps only, and refuse a model that writes to its input. The accelerator is the simulated one, with
+a device for each lane. Streams that nothing orders are a race there, in whichever order they have
+run, so that there must be no races, either.
 """
 
 from __future__ import annotations
@@ -14,17 +21,19 @@ from __future__ import annotations
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import click
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.schedule import NAMES
 from tests.faults.instrumented import instrumented
 from tests.faults.model import Net, own
+from tests.fxpipe.ranks.pool import Pool
 from tests.passes.verify.graphs import Normed, Writing, rows, tokens
 from tests.zoo import MLP, Chain, ResNet, Tied, Transformer, UNet, images
 
@@ -65,10 +74,11 @@ WAYS = (*CALLS, *NAMES)
 
 
 class Delays:
-    """Lets a node wait, as a seed says; None: no node waits."""
+    """Lets a node wait, as a seed says; None: no node waits. Each rank has other delays."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self.seed: int | None = None
+        self._rank = rank
         self._met: Counter[tuple[str, int]] = Counter()
 
     def start(self, seed: int | None) -> None:
@@ -80,33 +90,35 @@ class Delays:
         if self.seed is None:
             return
         self._met[place, microbatch] += 1
-        text = f"{self.seed} {place} {microbatch} {self._met[place, microbatch]}"
+        text = f"{self.seed} {self._rank} {place} {microbatch} {self._met[place, microbatch]}"
         number = zlib.crc32(text.encode()) / 2**32
         if number < SHARE:
             time.sleep(LONGEST * number / SHARE)
 
 
 class Subject:
-    """A model that is run in one way."""
+    """A model that is run in one way, on devices or on the ranks of a group."""
 
-    def __init__(self, name: str, way: str) -> None:
+    def __init__(self, name: str, way: str, where: Any = ("cpu",) * LANES) -> None:
         make, inputs_of = MODELS[name]
         torch.manual_seed(0)
-        self.model, self.inputs, self.delays = make(), inputs_of(2 * CHUNKS), Delays()
+        self.model, self.inputs = make(), inputs_of(2 * CHUNKS)
+        self.delays = Delays(dist.get_rank() if isinstance(where, dist.ProcessGroup) else 0)
         self.steps = way in NAMES
         checkpoint = ("never", "except_last", "always")[len(name) % 3]  # a mixture of them
         with instrumented(self.delays):
             self.pipe = fxpipe.compile(
                 self.model,
-                ["cpu"] * LANES,
+                where,
                 chunks=CHUNKS,
                 schedule=way if self.steps else "gpipe",
                 checkpoint=checkpoint if self.steps else way.rpartition(" ")[2],
                 loss_fn=lambda output, _: output.float().square().mean(),
                 deferred_batch_norm=True,
             )
-            self.start = {k: v.clone() for k, v in self.model.state_dict().items()}
+            start = {name: value.clone() for name, value in self.model.state_dict().items()}
             self._call()
+        self.start = {name: start[name] for name in self.pipe.state_dict()}
         self.expected = self.run(None)
 
     def _call(self) -> Tensor:
@@ -120,13 +132,13 @@ class Subject:
     def run(self, seed: int | None) -> list[Any]:
         """The loss, gradients, parameters and buffers after one call, with delays as the seed
         says."""
-        self.model.load_state_dict(self.start)
-        self.model.zero_grad()
+        self.pipe.load_state_dict(self.start)
+        self.pipe.zero_grad()
         torch.manual_seed(1)
         self.delays.start(seed)
         loss = self._call()
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        return [loss, *(g.clone() for g in grads), *map(Tensor.clone, self.model.buffers())]
+        grads = [p.grad for p in self.pipe.parameters() if p.grad is not None]
+        return [loss, *(g.clone() for g in grads), *map(Tensor.clone, self.pipe.buffers())]
 
     def is_the_same(self, seed: int) -> bool:
         """Whether a call with delays has the bits of one without."""
@@ -135,27 +147,67 @@ class Subject:
         return all(torch.equal(one, other) for one, other in pairs)
 
 
-def subjects() -> Iterator[tuple[str, Subject]]:
-    """All models in all ways, with their names."""
-    for name in MODELS:
-        for way in WAYS:
-            yield f"{name}, {way}", Subject(name, way)
+def differing(where: Any, name: str, way: str, seeds: range) -> list[int]:
+    """The seeds with which a model gives other bits on devices, or on the ranks of a group."""
+    subject = Subject(name, way, where)
+    try:
+        return [seed for seed in seeds if not subject.is_the_same(seed)]
+    finally:
+        subject.pipe.close()
+
+
+def on_ranks(pool: Pool, name: str, way: str, seeds: range) -> list[int]:
+    """The seeds with which any of two ranks has other bits."""
+    found = pool.run(differing, name, way, seeds, ranks=LANES)
+    return sorted({seed for rank in found for seed in rank})
+
+
+def on_accelerator(name: str, way: str, seeds: range) -> list[int]:
+    """The seeds with which a model gives other bits on the simulated accelerator. If there is a
+    race with any, all of them."""
+    from tests.accelerator import sim  # it is loaded ahead of the first backward of a process
+
+    sim.clear()
+    found = differing([f"sim:{lane}" for lane in range(LANES)], name, way, seeds)
+    races = sim.races()
+    print(*races[:1], sep="\n", end="")
+    return list(seeds) if races else found
 
 
 @click.command()
 @click.option("--seeds", default=1000, show_default=True, help="How many runs with delays.")
-def main(seeds: int) -> None:
+@click.option(
+    "--where",
+    type=click.Choice(["lanes", "ranks", "accelerator"]),
+    default="lanes",
+    show_default=True,
+    help="What runs the stages.",
+)
+def main(seeds: int, where: str) -> None:
     """Run all models in all ways with random delays, and compare their bits."""
-    every = len(MODELS) * len(WAYS)
-    wrong = done = 0
-    for i, (name, subject) in enumerate(subjects()):
-        own_seeds = range(i, seeds, every)
-        differing = [seed for seed in own_seeds if not subject.is_the_same(seed)]
-        subject.pipe.close()
-        done, wrong = done + len(own_seeds), wrong + len(differing)
-        said = f"other bits with the seeds {differing}" if differing else "the same bits"
-        print(f"{name}: {len(own_seeds)} seeds, {said}", flush=True)
-    print(f"{done} seeds over {every} models and ways: {wrong} gave other bits")
+    pool = Pool() if where == "ranks" else None
+    if where == "accelerator":
+        from tests.accelerator import sim
+
+        sim.load()
+    ways = NAMES if pool else WAYS
+    names = [name for name in MODELS if not pool or name != "writing"]
+    every = [(name, way) for name in names for way in ways]
+    done = wrong = 0
+    for i, (name, way) in enumerate(every):
+        own_seeds = range(i, seeds, len(every))
+        if pool:
+            others = on_ranks(pool, name, way, own_seeds)
+        elif where == "accelerator":
+            others = on_accelerator(name, way, own_seeds)
+        else:
+            others = differing(["cpu"] * LANES, name, way, own_seeds)
+        done, wrong = done + len(own_seeds), wrong + len(others)
+        said = f"other bits with the seeds {others}" if others else "the same bits"
+        print(f"{name}, {way}: {len(own_seeds)} seeds, {said}", flush=True)
+    if pool:
+        pool.close()
+    print(f"{done} seeds over {len(every)} models and ways: {wrong} gave other bits")
     raise SystemExit(wrong > 0)
 
 

@@ -17,6 +17,7 @@ from fxpipe.compiler.history import History
 from fxpipe.compiler.layout import Layout
 from fxpipe.compiler.loss import Loss, LossWeight, Target
 from fxpipe.compiler.options import Options
+from fxpipe.ir.graph import STAGE
 from fxpipe.ir.progress import phase
 from fxpipe.runtime.compiled.stage import as_it_is
 from fxpipe.runtime.microbatch import SUM, WEIGHTED, Dim
@@ -91,16 +92,31 @@ class Lowering:
     def programs(self, mode: Mode, gm: fx.GraphModule, chunks: int, history: History) -> Unrolled:
         """Lower a pipeline or step graph to programs: one that runs inline, in the caller's thread,
         and one that runs in lanes. The tensors of the model are bound to the graph's modules."""
-        stages = stages_of(mode.stage_graph)
-        for made in gm.modules():  # the graph itself, and graph modules that passes have added
-            if isinstance(made, fx.GraphModule) and as_it_is(made) not in stages:
-                mode.bindings += bindings(made, self.model)
+        self._bind(mode, gm)
         # A single micro-batch, or a single lane, has nothing to run in parallel.
         runs_inline = chunks == 1 or len(self.options.lanes) == 1
         with phase("program", quiet=True):
             in_lanes = None if runs_inline else lower(gm, placement=self.options.placement)
             inline = lower(gm)
         return Unrolled(gm, inline, in_lanes, history)
+
+    def _bind(self, mode: Mode, gm: fx.GraphModule) -> None:
+        """Bind the tensors of a graph, and of the graph modules that passes have added, to those of
+        the model. What a pass has made of a stage, a segment of it, say, reads what the stage
+        reads, which may be a replica on the stage's device."""
+        stages = stages_of(mode.stage_graph)
+        called = gm.graph.find_nodes(op="get_attr") + gm.graph.find_nodes(op="call_module")
+        number = {str(node.target): node.meta[STAGE] for node in called if STAGE in node.meta}
+        for path, made in gm.named_modules():
+            if not isinstance(made, fx.GraphModule) or as_it_is(made) in stages:
+                continue
+            stage = number.get(path.partition(".")[0])
+            if stage is None:
+                mode.bindings += bindings(made, self.model)
+            elif path in number:
+                mode.bindings += bindings(made, stages[stage])
+            else:  # a graph within a stage, such as the body of an autocast region
+                mode.bindings += bindings(made, self.model, self.options.devices[stage])
 
     def _loss_weight(self, mode: Mode, target: Target | None = None) -> LossWeight | None:
         """The module that computes the weight of a micro-batch's loss, from its target or, where

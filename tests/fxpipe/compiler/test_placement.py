@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 import fxpipe
 from fxpipe.compiler.bindings import stages_of
 from fxpipe.compiler.placement import homes_of
 from passes import PartitionError
-from tests.zoo import MODELS, outputs_of_loop, same
+from tests.zoo import MODELS, gradients, mean_loss, outputs_of_loop, same
 
 
 def test_every_parameter_and_buffer_lives_on_the_device_of_its_stage():
@@ -61,6 +62,42 @@ def test_a_buffer_that_stages_on_two_devices_read_is_on_both_and_remains_the_mod
             change()
             assert same(pipe(x), torch.cat(outputs_of_loop(model, (x,), 2)))
             assert not same(pipe(x), before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "zb_h1"},
+        {"schedule": "1f1b", "checkpoint": "always", "checkpoint_segments": 2},
+        {"schedule": "zbv", "checkpoint": "always", "checkpoint_segments": 2},
+    ],
+    ids=["backward in halves", "segments", "both"],
+)
+def test_what_a_pass_makes_of_a_stage_reads_the_replicas_of_the_stage(options):
+    """Such as a stage whose backward runs in halves, or a segment. Each time the model's buffer is
+    another one, they read the new values."""
+    model = MODELS["transformer"][0]()
+    x, target = torch.randint(11, (4, 6)), torch.randn(4)
+    with fxpipe.compile(model, TWO, chunks=2, loss_fn=mean_loss, **options) as pipe:
+        pipe.step(x, target=target)
+        made = [(p, m) for p, m in pipe.step_graph.named_children() if isinstance(m, GraphModule)]
+        own = {f"stage_{stage.index}": stage.module for stage in pipe.stages}
+        assert dict(made).keys() - own.keys()
+        for path, graph in made:
+            if any(node.target == "mask" for node in graph.graph.find_nodes(op="get_attr")):
+                assert graph.mask is own[path[: len("stage_0")]].mask
+        for change in (
+            lambda: model.mask.fill_(0.5),
+            lambda: setattr(model, "mask", torch.zeros_like(model.mask)),
+        ):
+            change()
+            model.zero_grad()
+            found = [pipe.step(x, target=target), *gradients(model)]
+            model.zero_grad()
+            pairs = zip(x.chunk(2), target.chunk(2), strict=True)
+            losses = [mean_loss(model(a), b) / 2 for a, b in pairs]
+            sum(losses).backward()
+            assert same(found, [sum(losses).detach(), *gradients(model)])
 
 
 def test_a_module_with_buffers_that_is_called_on_two_devices_is_refused():
