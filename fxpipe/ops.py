@@ -296,6 +296,18 @@ def share(parameter: Tensor) -> Tensor:
 
 
 @_op
+def lend(parameter: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Views of a parameter, one for each stage that uses it on a device of its own.
+
+    ::
+
+        parameter --- lend ---+--- [0] --- bring        backward: the parameter gets the sum, in
+                              +--- [1] --- bring        the order of the views
+    """
+    return _shared.lend(parameter, count)
+
+
+@_op
 def bring(parameter: Tensor, target: str, user: str) -> Tensor:
     """Copy a parameter to a stage on another device, once for all its micro-batches.
 
@@ -732,6 +744,7 @@ VOCABULARY: tuple[Callable[..., Any], ...] = (
     checkpoint,
     recompute,
     share,
+    lend,
     bring,
     call,
     batch_norm,

@@ -28,6 +28,7 @@ from passes.to_pipeline.checkpoint import Checkpoint
 from passes.to_pipeline.compiled import Compiled
 from passes.to_pipeline.copies import Copies
 from passes.to_pipeline.dependencies import Dependencies
+from passes.to_pipeline.lend import Lend
 from passes.to_pipeline.microbatch import Microbatch
 from passes.to_pipeline.portals import Portals
 from passes.to_pipeline.streams import Streams
@@ -151,6 +152,11 @@ def _to_pipeline() -> tuple[Entry[ToPipeline], ...]:
             *(stage, pipeline, Microbatch),
             needs=("split", "outputs"),
             leads_to=pipeline,
+        ),
+        replace(
+            entry("lend", lambda c: Lend(c.devices), Lend),
+            applies=lambda c: c.training,
+            when="where there are backwards",
         ),
         entry("portals", lambda c: Portals(c.devices), Portals),
         entry("copies", lambda c: Copies(c.devices), Copies),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +22,26 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+@lean
+class _LentViews(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, count: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.view_as(parameter) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        given = sorted((g for g in grads if g is not None), key=lambda g: g.is_sparse)
+        return functools.reduce(operator.add, given) if given else None, None
+
+
+def lend(parameter: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Views of a parameter, whose gradients are added up in the order of the views, whichever of
+    them comes first; sparse ones at the end, since PyTorch adds them to dense ones only."""
+    views: tuple[Tensor, ...] = _LentViews.apply(parameter, count)  # type: ignore[no-untyped-call]
+    return views
 
 
 def share(parameter: Tensor) -> Tensor:

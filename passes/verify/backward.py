@@ -54,6 +54,13 @@ def check_backward(graph: fx.Graph, cells: Mapping[Cell, Sequence[fx.Node]]) -> 
     is_checkpointed = graph.find_nodes(op="call_function", target=ops.checkpoint, sort=False)
     if not is_checkpointed and not graph.find_nodes(op="call_module", sort=False):
         return  # a step graph, in which each backward is a node
+    for brought in graph.find_nodes(op="call_function", target=ops.bring, sort=False):
+        if brought.all_input_nodes[0].op == "get_attr":
+            raise VerifyError(
+                "the gradient that this brings back is added to those of the parameter's own "
+                "stage in the order in which they come: the parameter has to be lent",
+                brought,
+            )
     found = {cell: _CellContents.of(cell, nodes) for cell, nodes in cells.items()}
     for (microbatch, stage), own in found.items():
         if not own.calls or not own.has_streams:

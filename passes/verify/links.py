@@ -22,13 +22,14 @@ from fxpipe.ir.graph import attribute
 from fxpipe.runtime.streams import CALLER as CALLERS_STREAM
 from fxpipe.runtime.streams import COPY, stream_name
 from passes.to_rank.project import edge_of
-from passes.verify.clocks import Clock
+from passes.verify.clocks import Clock, Event
 from passes.verify.errors import VerifyError
 from passes.verify.values import (
     ANYWHERE,
     GIVEN,
     NOT_KNOWN,
     Known,
+    KnownLent,
     KnownPortal,
     KnownResults,
     KnownState,
@@ -117,20 +118,52 @@ def _portal_orange(visit: Visit, node: fx.Node) -> Any:
     return portal.value.at(portal.value.place, portal.value.clock, node)
 
 
+@rule(ops.lend)
+def _lend(visit: Visit, node: fx.Node) -> Any:
+    """Each stage that uses a parameter is lent a view of it, and none uses the parameter itself,
+    whose gradient would be added beside the sum of theirs, in any order."""
+    parameter = visit.given(node.args[0])
+    if not isinstance(parameter, KnownState):
+        raise VerifyError("it lends a parameter", node)
+    home = visit.homes.get(id(attribute(visit.gm, parameter.path)))
+    if home is not None:
+        raise VerifyError(
+            f"stage {home.stage} uses the parameter {parameter.path} itself, which is lent: "
+            "their gradients would be added in the order in which they come",
+            node,
+        )
+    _read(visit, parameter, visit.event(node))
+    return tuple(KnownLent(parameter.path, i, node) for i in range(int(str(node.args[1]))))
+
+
 @rule(ops.bring)
 def bring(visit: Visit, node: fx.Node) -> Any:
-    """A parameter is copied to a lane, and the lane's compute stream has waited for it."""
+    """A parameter is copied to a lane, and the lane's compute stream has waited for it. One that is
+    lent has a view for each stage, so that gradients meet at the lender."""
     parameter = visit.given(node.args[0])
     event = visit.event(node)
     if isinstance(parameter, NotKnown):
         return NOT_KNOWN
-    if not isinstance(parameter, KnownState):
+    if isinstance(parameter, KnownLent):
+        other = visit.lent.setdefault(parameter, node)
+        if other is not node:
+            raise VerifyError(
+                f"another stage is brought the same view of the parameter {parameter.path}: their "
+                "gradients would be added in the order in which they come",
+                node,
+                other,
+            )
+    elif not isinstance(parameter, KnownState):
         raise VerifyError("it brings a parameter", node)
-    if isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr":
-        memory = (PARAMETER, id(attribute(visit.gm, parameter.path)))
-        visit.effects.names.setdefault(memory, f"parameter {parameter.path}")
-        visit.effects.read(memory, event)
+    elif isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr":
+        _read(visit, parameter, event)
     return Known(("replica", parameter.path), None, visit.here(), event.clock, node)
+
+
+def _read(visit: Visit, parameter: KnownState, event: Event) -> None:
+    memory = (PARAMETER, id(attribute(visit.gm, parameter.path)))
+    visit.effects.names.setdefault(memory, f"parameter {parameter.path}")
+    visit.effects.read(memory, event)
 
 
 @rule(ops.transmit)

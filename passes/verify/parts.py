@@ -25,6 +25,7 @@ from passes.verify.values import (
     GIVEN,
     NOT_KNOWN,
     Known,
+    KnownLent,
     KnownParts,
     KnownResults,
     KnownState,
@@ -127,6 +128,13 @@ def check_taken(visit: Visit, node: fx.Node, stage: StageSummary, given: Any) ->
     """Check that a stage is given the values that its arguments are named after."""
     visit.take(given)
     for (name, path), value in zip(stage.takes, given, strict=False):
+        if isinstance(value, KnownLent):
+            raise VerifyError(
+                f"the parameter {value.path} is lent to the stage, and used there without having "
+                "been brought there",
+                node,
+                value.lender,
+            )
         if path and isinstance(value, Known) and value.what != ("replica", path):
             raise VerifyError(
                 f"the stage takes the parameter {path} here, and is given {value.what}",

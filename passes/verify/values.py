@@ -118,6 +118,15 @@ class KnownState:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownLent:
+    """One of the views of a parameter that a node has lent: for one stage, which is brought it."""
+
+    path: str
+    index: int
+    lender: fx.Node
+
+
+@dataclass(frozen=True, slots=True)
 class KnownParts:
     """What ``scatter`` and its like give: an element for each micro-batch, of the same name."""
 

@@ -137,6 +137,24 @@ def test_a_parameter_that_is_not_brought_is_refused():
     )
 
 
+def test_a_parameter_whose_gradients_do_not_meet_in_one_order_is_refused():
+    def take_the_same(node: fx.Node) -> None:
+        node.args = (named(node.graph, "embed_weight_lent_0"), *node.args[1:])
+
+    gm = pipeline("tied")
+    assert "another stage is brought the same view" in refused(gm, "embed_weight_s3", take_the_same)
+
+    def take_it_itself(node: fx.Node) -> None:
+        node.args = (named(node.graph, "embed_weight"), *node.args[1:])
+
+    assert "the parameter has to be lent" in refused(gm, "embed_weight_s3", take_it_itself)
+
+    def use_it_itself(node: fx.Node) -> None:
+        node.target, node.args = "stage_0", node.args[:1]
+
+    assert "itself, which is lent" in refused(gm, "stage_0_mb0", use_it_itself)
+
+
 def test_statistics_that_nobody_updates_are_missed():
     assert "the stage gives bn_mean, which nobody uses" in refused(
         pipeline("batch norm"), "bn_update", take_out
