@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -78,7 +80,8 @@ class Cache:
         """
         if len(self.modes) > MANY:
             self.forget()
-        self._tell_of_constants(mode)
+        if not self._tell_of_constants(mode):
+            self._tell_of_constants(mode, "arguments")
         self._tell_of_shapes(mode)
         alike = [other for other in self.modes if other.guards.like(mode.guards, "state")]
         states = [state for each in alike for state in each.guards.state.premises]
@@ -94,24 +97,40 @@ class Cache:
         self.modes = [*(each for each in self.modes if id(each) not in dropped), mode]
         return mode
 
-    def _tell_of_constants(self, mode: Mode) -> None:
-        """Warn if this is compilation number OFTEN of calls that differ only in arguments that are
-        no tensors."""
-        now = mode.guards
-        alike = [each.guards for each in self.modes if each.guards.like(now, "constant", "state")]
-        constants = [each.constants for each in alike]
-        distinct = [each for i, each in enumerate(constants) if each not in constants[:i]]
-        if len(distinct) + 1 != OFTEN or now.constants in distinct:
-            return
-        for before, guard in zip(distinct[-1], now.constants, strict=True):
-            if before != guard:
-                warn(
-                    f"{type(self.model).__name__} has been compiled {OFTEN} times, since "
-                    f"{guard.path}, which is no tensor, differs between the calls ({guard.shown} "
-                    "in this one): leave out what the model does not need, and give numbers as "
-                    "tensors",
-                )
-                return
+    def _tell_of_constants(self, mode: Mode, *but: str) -> bool:
+        """Warn if this is compilation number OFTEN of calls that differ only in arguments, or parts
+        of arguments, that are no tensors. Returns whether it has warned.
+
+        Args:
+            but: kinds of guards that are left out as well: without "arguments" there may be other
+                numbers of such parts in each call.
+        """
+        alike = [e for e in self.modes if e.guards.like(mode.guards, "constant", "state", *but)]
+        now, *others = [
+            {guard.path: guard.value for guard in each.guards.constants} for each in (mode, *alike)
+        ]
+        distinct = [each for i, each in enumerate(others) if each not in others[:i]]
+        if len(distinct) + 1 != OFTEN or now in distinct:
+            return False
+        last = distinct[-1]
+        path = next(each for each in [*now, *last] if now.get(each) != last.get(each))
+        shown = "there is none in this one"
+        for guard in mode.guards.constants:
+            if guard.path == path:
+                shown = f"{guard.shown} in this one"
+        text = (
+            f"{type(self.model).__name__} has been compiled {OFTEN} times, since {path}, which is "
+            f"no tensor, differs between the calls ({shown})"
+        )
+        if all(mode.equals(each) for each in alike):
+            unused = _without_tensors(path, [each.path for each in mode.guards.shapes])
+            warn(
+                f"{text}. All of these programs are alike, so that the model seems to make no use "
+                f"of it: leave {unused} out of the call, or give the same in each call"
+            )
+        else:
+            warn(f"{text}: leave out what the model does not need, and give numbers as tensors")
+        return True
 
     def _tell_of_shapes(self, mode: Mode) -> None:
         """Warn if this is compilation number OFTEN of calls that differ only in the shapes of
@@ -158,3 +177,18 @@ class Cache:
                 "tensor from which its forward computes a constant of the graph, is written to "
                 "between the calls: make it a buffer, which a graph reads in every call",
             )
+
+
+def _without_tensors(path: str, tensors: Iterable[str]) -> str:
+    """The path of the largest part of an argument that leads to a constant, such as the list that
+    it is in, and has no tensors.
+
+    Args:
+        path: that of the constant, such as ``batch.names[1]``.
+        tensors: the paths of all tensors of the call.
+    """
+    ends = [match.start() for match in re.finditer(r"[.\[]", path)]
+    for part in (path[:end] for end in ends):
+        if not any(f"{tensor}.".startswith((f"{part}.", f"{part}[")) for tensor in tensors):
+            return part
+    return path

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -127,7 +127,7 @@ class Compiler(Staging):
             if is_checked:
                 with self._working(f"step of {chunks} micro-batches"):
                     with phase("loss", quiet=True):
-                        found = self._loss_dim(mode, readings, chunks)
+                        found = self._loss_dim(mode, readings, chunks, self._asked)
                     step = self.lowering.step(mode, chunks, readings[found.place], found.dim)
                     mode.steps[key] = step, found.place
                     mode.loss_dims[key] = found.dim
@@ -148,19 +148,9 @@ class Compiler(Staging):
             yield
 
     def _loss_dim(
-        self,
-        mode: Mode,
-        readings: Sequence[Target],
-        chunks: int,
-        check: bool | Literal["warn"] | None = None,
-        counts: Sequence[Tensor] = (),
+        self, mode: Mode, readings: Sequence[Target], chunks: int, asked: Asked
     ) -> FoundLoss:
-        """What the check finds out about the loss function with the targets of a mini-batch.
-
-        Args:
-            check: in place of the option of this name, if it is not None.
-            counts: what rows of the target differ by, see :class:`Asked`.
-        """
+        """What the check finds out about the loss function with the targets of a mini-batch."""
         function = self.options.loss_fn
         if function is None:
             return FoundLoss(0, mode.loss_dim)
@@ -177,13 +167,7 @@ class Compiler(Staging):
                 mode.example.dims,
                 function,
                 [Targets(each.leaves, each.has_batch, each.nesting.fill) for each in readings],
-                Asked(
-                    self.options.in_dims,
-                    check=self.options.check if check is None else check,
-                    sizes=self.options.sizes,
-                    loss_weight=self.options.loss_weight,
-                    counts=counts,
-                ),
+                asked,
                 mode.output_dims,
             )
 
@@ -214,8 +198,8 @@ class Compiler(Staging):
         if mode.left_out is None:
             return
         if mode.left_out.meets(labels, sizes, wait=is_checked):
-            counts = mode.left_out.counts
-            self._tell_of_labels(lambda: self._loss_dim(mode, readings, len(sizes), "warn", counts))
+            asked = self._asked_again(mode.left_out.counts)
+            self._tell_of_labels(lambda: self._loss_dim(mode, readings, len(sizes), asked))
 
     def _notice_labels_in(
         self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -233,8 +217,8 @@ class Compiler(Staging):
         labels = [(values[each.place], each.dim) for each in mode.labels]
         sizes = options.sizes(rows, refused)
         if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
-            counts = mode.left_out.counts
-            self._tell_of_labels(lambda: self._check_again(args, kwargs, counts))
+            asked = self._asked_again(mode.left_out.counts)
+            self._tell_of_labels(lambda: self._check_again(args, kwargs, asked))
 
     def _conditions_in(self, mode: Mode, values: Sequence[Any]) -> Iterator[LabelCondition]:
         """By what a model that returns its loss may tell which labels count: for inputs that are
@@ -249,22 +233,22 @@ class Compiler(Staging):
             found = whatever_it_does([(i, values[label.place])])
             yield from (each for each in found if label.is_named or each.is_of_any_input)
 
-    def _check_again(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Sequence[Tensor] = ()
-    ) -> Meaning:
-        """Check the model with another mini-batch of a kind of call that has been compiled, with
-        samples whose rows differ by these ``counts``."""
+    def _asked_again(self, counts: Sequence[Tensor] = ()) -> Asked:
+        """The options of a check in the middle of training, where nothing is refused, with samples
+        whose rows differ by these ``counts``."""
+        return replace(self._asked, check="warn", counts=counts)
+
+    def _check_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Meaning:
+        """Check the model with another mini-batch of a kind of call that has been compiled."""
         some, named = map_tensors(plain, canonical(self.model, args, kwargs))
         with compiling(), quiet():
             some, named = self._to_the_model(out_of_inference_mode((some, named)))
             model = Twin(self.model).model
-            asked = replace(self._asked, check="warn", counts=counts)
             with self._where_it_runs(model, Structure.of((some, named))[0]):
                 return meaning_of(model, some, named, asked)
 
     def _tell_of_labels(self, check: Callable[[], object]) -> None:
-        """Warn of labels that the loss leaves out, by a check with the mini-batch that has them.
-        That is in the middle of training, so nothing is refused."""
+        """Warn of labels that the loss leaves out, by a check with the mini-batch that has them."""
         _checked_once_more(check)
 
     def _notice_numbers_in(
@@ -299,7 +283,7 @@ class Compiler(Staging):
     def _tell_of_outputs(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the model again, and warn of an output that is no mean any more but a sum, or no
         sum but a mean."""
-        for path, dim in self._check_again(args, kwargs).outputs.items():
+        for path, dim in self._check_again(args, kwargs, self._asked_again()).outputs.items():
             before = mode.outputs_checked.get(path, dim)
             if dim != before and SUM in (dim, before):
                 warn(messages.put_together_anew(path, before == SUM), BatchWarning)
@@ -308,15 +292,15 @@ class Compiler(Staging):
         """The same for the loss function, with the target of a mini-batch."""
 
         def check() -> None:
-            found, before = self._loss_dim(mode, readings, key[0], "warn"), mode.loss_dims[key]
+            found = self._loss_dim(mode, readings, key[0], self._asked_again())
+            before = mode.loss_dims[key]
             if found.is_clear and found.dim != before:
                 warn(messages.put_together_anew("the loss", before == SUM), BatchWarning)
 
         self._tell_of_numbers(check)
 
     def _tell_of_numbers(self, check: Callable[[], object]) -> None:
-        """Warn, by a check, if changed numbers have changed what micro-batches mean. That is in the
-        middle of training, so nothing is refused."""
+        """Warn, by a check, if changed numbers have changed what micro-batches mean."""
         if not self.is_on_meta():
             _checked_once_more(check)
 

@@ -40,11 +40,15 @@ from fxpipe.ir.heap import give_back
 from fxpipe.ir.log import warn
 from fxpipe.ir.progress import phase
 from fxpipe.ir.structure import Structure, map_tensors
+from fxpipe.meaning import messages
 from fxpipe.meaning.asked import Asked, Compared, Meaning, refuse_unclear
 from fxpipe.meaning.call import check_at_size
+from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.listed import Listed, in_parts, of_one_shape
 from fxpipe.meaning.outputs import output_dims
+from fxpipe.meaning.said import INFER, Input, named_inputs
 from fxpipe.meaning.sample import Sample, batch_size, with_rows
+from fxpipe.meaning.shared_draws import draws_for_shared
 from fxpipe.meaning.weights import named_arguments
 from fxpipe.planning.limits import free_memory
 from fxpipe.planning.loss import NO_TARGET, ExpectedLoss, SavedByLoss
@@ -359,7 +363,30 @@ class Staging(ABC):
             mode.bindings += bindings(gm, self.model)
         for gm, device in zip(stages_of(stage_graph), options.devices, strict=True):
             mode.bindings += bindings(gm, self.model, device)
+        rows = batch if meaning.listed is None else meaning.listed.rows
+        inputs = named_inputs(self.model, args, kwargs, options.in_dims)
+        self._tell_of_shared_draws(mode, inputs, rows)
         return mode
+
+    def _tell_of_shared_draws(self, mode: Mode, inputs: Sequence[Input], rows: int | None) -> None:
+        """Warn of random numbers that each micro-batch draws anew for an input as large as the
+        batch, unless the user says that all micro-batches share that input.
+
+        Args:
+            inputs: those of the graph.
+            rows: the number of rows of the mini-batch; None if no input has a batch dimension.
+        """
+        chunks = mode.chunks or self.options.chunks_for(rows, mode.traced.refused_sizes)
+        if chunks == 1 or not self._asked.check:
+            return
+        pairs = enumerate(zip(inputs, mode.in_dims, strict=True))
+        shared = [
+            place
+            for place, (each, dim) in pairs
+            if dim is None and each.said is INFER and rows in each.tensor.shape
+        ]
+        if draws := draws_for_shared(mode.model_graph.graph, mode.in_dims, shared):
+            warn(messages.shared_draws(inputs, mode.in_dims, draws), BatchWarning)
 
     def _traced(
         self,

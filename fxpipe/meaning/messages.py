@@ -6,8 +6,9 @@ import cmath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from fxpipe.ir.source import model_frame
 from fxpipe.loss_weight import IGNORED
 from fxpipe.meaning.candidates import different_sizes, packed
 from fxpipe.meaning.check import Verdict
@@ -15,6 +16,8 @@ from fxpipe.meaning.compare import Difference
 from fxpipe.meaning.problem import Problem
 from fxpipe.meaning.said import INFER, Input
 from fxpipe.meaning.values_read import DifferingValue
+from fxpipe.runtime.microbatch import LISTED, InDim
+from fxpipe.trace.errors import source_line
 
 
 def sizes(inputs: Sequence[Input]) -> dict[int, Input]:
@@ -74,11 +77,11 @@ def _on_bags(model: nn.Module, inputs: Sequence[Input]) -> str:
     )
 
 
-def split(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
+def split(inputs: Sequence[Input], dims: Sequence[InDim]) -> str:
     """The dimensions along which inputs are cut, as text."""
     said = [
         f"{each.name} along dimension {dim}"
-        if isinstance(each.tensor, Tensor)
+        if isinstance(each.tensor, Tensor) and dim != LISTED
         else f"{each.name} along the list"
         for each, dim in zip(inputs, dims, strict=True)
         if dim is not None
@@ -92,6 +95,35 @@ def other_dims(inputs: Sequence[Input], dims: Sequence[int | None]) -> str:
     shared = [each.name for each, d in zip(inputs, dims, strict=True) if d is None]
     more = f"; all micro-batches share {', '.join(shared[:5])}" if shared else ""
     return f"the batch is found by the check: {split(inputs, dims)}{more}"
+
+
+def shared_draws(
+    inputs: Sequence[Input], dims: Sequence[InDim], draws: Mapping[int, fx.Node]
+) -> str:
+    """The warning for random numbers that each micro-batch draws anew for inputs that it shares.
+
+    Args:
+        draws: by the place of such an input, the first node that draws some for it.
+    """
+    shared = [inputs[place] for place in sorted(draws)]
+    node = next(iter(draws.values()))
+    frame = model_frame(node.meta.get("stack_trace"))
+    where = f"in {node.name!r}"
+    if frame is not None:
+        where = f"at {source_line(frame['file'], int(frame['number']))}"
+    names = " and ".join(each.name for each in shared)
+    return (
+        f"the model draws random numbers for what it computes of {' and '.join(map(str, shared))} "
+        f"alone ({where}), and all micro-batches share {names}, with as many rows as the batch "
+        f"({split(inputs, dims)}): each micro-batch draws its own for all of {names}, as a loop "
+        "over micro-batches does, and the model on the whole batch draws them once. If rows of "
+        f"{names} are a batch as well, as in a model that returns image_features @ "
+        "text_features.T, return the features of both from the model, and compute what combines "
+        "them, and the loss, from what the pipeline returns; or, if no random numbers are drawn "
+        f"for the inputs that are cut, give in_dims with the batch dimension of {names}, to have "
+        f"that cut in place of them. To have it as it is, give in_dims with None for {names}; or "
+        "give chunks=1"
+    )
 
 
 def one_microbatch(rows: int, notes: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from fxpipe.ir._torch import sharded_modules
 from fxpipe.ir.graph import attribute
 from fxpipe.ir.log import warn
 from fxpipe.loading.storage import without_values
-from fxpipe.meaning.asked import Meaning
+from fxpipe.meaning.asked import Asked, Meaning
 from fxpipe.meaning.errors import BatchError, BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelWatch
 from fxpipe.meaning.loss_of_target import FoundLoss
@@ -156,18 +156,13 @@ class RankCompiler(Compiler):
         return nullcontext() if self.shards is None else self.shards.gathered()
 
     def _loss_dim(
-        self,
-        mode: Mode,
-        readings: Sequence[Target],
-        chunks: int,
-        check: bool | Literal["warn"] | None = None,
-        counts: Sequence[Tensor] = (),
+        self, mode: Mode, readings: Sequence[Target], chunks: int, asked: Asked
     ) -> FoundLoss:
         readings = self.absent.filled_targets(readings, self.ranks.this_replica)
         options = self.options
         if not self.is_on_meta() or chunks == 1:
             with self._whole():
-                return super()._loss_dim(mode, readings, chunks, check, counts)
+                return super()._loss_dim(mode, readings, chunks, asked)
         is_said = options.loss_weight is not None
         if not is_said and (options.loss_fn is not None or options.out_dims is None):
             raise BatchError(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from contextlib import contextmanager
 
@@ -133,16 +134,69 @@ def test_that_a_constant_makes_it_compile_again_and_again_is_said():
         call("picture 7")
     assert [str(each.message) for each in told] == [
         "Named has been compiled 8 times, since batch.names[1], which is no tensor, differs "
-        "between the calls ('picture 7' in this one): leave out what the model does not need, and "
-        "give numbers as tensors"
+        "between the calls ('picture 7' in this one). All of these programs are alike, so that the "
+        "model seems to make no use of it: leave batch.names out of the call, or give the same in "
+        "each call"
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call("picture 8")
         for i in range(7):
             call("picture 0", scale=i)
-    with pytest.warns(UserWarning, match=r"since scale, .* \(7 in this one\)"):
+    with pytest.warns(UserWarning) as told:
         call("picture 0", scale=7)
+    assert [str(each.message) for each in told] == [
+        "Named has been compiled 8 times, since scale, which is no tensor, differs between the "
+        "calls (7 in this one): leave out what the model does not need, and give numbers as tensors"
+    ]
+
+
+@pytest.mark.parametrize(
+    "given, what",
+    [
+        (lambda x, i: ({"x": x, "name": f"{i}.png"},), "batch.name"),
+        (lambda x, i: ({"x": x, "names": x, "name": f"{i}.png"},), "batch.name"),
+        (lambda x, i: ({"x": x, "names": ["a.png"] * i},), "batch.names"),
+        (lambda x, i: ({"x": x, "names": ["a.png"] * (8 - i)},), "batch.names"),
+        (lambda x, i: ({"x": x, "meta": [{"id": i, "size": (i, 3)}]},), "batch.meta"),
+        (lambda x, i: ({"x": x, "meta": [i, torch.ones(4)]},), "batch.meta[0]"),
+        (lambda x, i: ({"x": x, "meta": [torch.ones(4), [0, i]]},), "batch.meta[1]"),
+        (lambda x, i: ({"x": x, "meta": ([0, i], {"y": x})},), "batch.meta[0]"),
+        (lambda x, i: ({"x": x}, 1, f"{i}.png"), "path"),
+        (lambda x, i: ({"x": x}, 1, ["a.png", i]), "path"),
+    ],
+)
+def test_of_what_is_unused_all_that_can_be_left_out_is_named(given, what):
+    class Stored(Named):
+        def __init__(self):
+            super().__init__()
+            self.dropout = nn.Dropout(0.5)
+
+        def forward(self, batch, scale=1, path=""):
+            return self.dropout(super().forward(batch, scale))
+
+    found = compiler(Stored())
+    with pytest.warns(UserWarning) as told:
+        for i in range(9):
+            found.ready(given(torch.randn(4, 12), i), {})
+    assert re.findall("make no use of it: leave (.*) out of", str(told[-1].message)) == [what]
+
+
+def test_a_list_that_is_shorter_in_each_call_is_told_too():
+    class Counted(Named):
+        def forward(self, batch, scale=1):
+            return super().forward(batch, scale * len(batch["names"]))
+
+    found = compiler(Counted())
+    with pytest.warns(UserWarning) as told:
+        for i in range(9):
+            batch = {"x": torch.randn(4, 12), "names": ["a.png"] * (9 - i), "id": 3}
+            found.ready((batch,), {})
+    assert [str(each.message) for each in told] == [
+        "Counted has been compiled 8 times, since batch.names[2], which is no tensor, differs "
+        "between the calls (there is none in this one): leave out what the model does not need, "
+        "and give numbers as tensors"
+    ]
 
 
 def test_train_and_eval_are_cut_alike():
