@@ -49,7 +49,7 @@ class Lend:
             borrowed.setdefault(brought.all_input_nodes[0], []).append(brought)
         given: dict[int, dict[str, fx.Node]] = {}  # by stages and paths: what gives a parameter
         for parameter, brought in borrowed.items():
-            home: int = brought[0].meta[HOME]
+            home: int = brought[0].meta[HOME]  # the first of the stages that use it
             given.setdefault(home, {})[str(parameter.target)] = self._lend(parameter, brought)
         for home, parameters in given.items():
             _give(gm, home, parameters)
@@ -57,7 +57,8 @@ class Lend:
         return gm
 
     def _lend(self, parameter: fx.Node, brought: Sequence[fx.Node]) -> fx.Node:
-        """Add the node that lends a parameter. Returns the one that gives it to its own stage."""
+        """Add the node that lends a parameter, with views in the order of the stages. Returns the
+        node that gives the first of them to the parameter's own stage."""
         graph, home = parameter.graph, brought[0].meta[HOME]
         streams = (stream_name(self.devices[home], each) for each in (COPY, COMPUTE))
         with graph.inserting_before(brought[0]):
@@ -73,7 +74,8 @@ class Lend:
         made.meta = {**brought[0].meta, STAGE: home}
         for node in (lent, own, *others):  # the caller lends it, ahead of all stages
             node.meta = {key: brought[0].meta[key] for key in (VALUE,) if key in brought[0].meta}
-        for borrower, value in zip(brought, others, strict=True):
+        in_order = sorted(brought, key=lambda node: node.meta[STAGE])
+        for borrower, value in zip(in_order, others, strict=True):
             borrower.replace_input_with(parameter, value)
         return made
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from fxpipe import ops
-from fxpipe.ir.graph import attribute
+from fxpipe.ir.graph import STAGE, attribute
 from fxpipe.runtime.streams import CALLER as CALLERS_STREAM
 from fxpipe.runtime.streams import COPY, stream_name
 from passes.to_rank.project import edge_of
@@ -145,19 +145,34 @@ def bring(visit: Visit, node: fx.Node) -> Any:
     if isinstance(parameter, NotKnown):
         return NOT_KNOWN
     if isinstance(parameter, KnownLent):
-        other = visit.lent.setdefault(parameter, node)
-        if other is not node:
-            raise VerifyError(
-                f"another stage is brought the same view of the parameter {parameter.path}: their "
-                "gradients would be added in the order in which they come",
-                node,
-                other,
-            )
+        _check_lent(visit, parameter, node)
     elif not isinstance(parameter, KnownState):
         raise VerifyError("it brings a parameter", node)
     elif isinstance(node.args[0], fx.Node) and node.args[0].op == "get_attr":
         _read(visit, parameter, event)
     return Known(("replica", parameter.path), None, visit.here(), event.clock, node)
+
+
+def _check_lent(visit: Visit, view: KnownLent, node: fx.Node) -> None:
+    """Check that no other stage is brought the same view of a parameter, and that the views, in
+    whose order gradients are added up, are those of the stages in their order."""
+    for other, by in visit.lent.items():
+        if other.lender is not view.lender:
+            continue
+        if other.index == view.index:
+            raise VerifyError(
+                f"another stage is brought the same view of the parameter {view.path}: their "
+                "gradients would be added in the order in which they come",
+                node,
+                by,
+            )
+        if (other.index < view.index) != (by.meta[STAGE] < node.meta[STAGE]):
+            raise VerifyError(
+                f"the views of the parameter {view.path} are not in the order of the stages",
+                node,
+                by,
+            )
+    visit.lent[view] = node
 
 
 def _read(visit: Visit, parameter: KnownState, event: Event) -> None:

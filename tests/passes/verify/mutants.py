@@ -43,7 +43,10 @@ ACTIONS = (
     *(ops.replay, ops.accumulate, ops.optimize, ops.weight_grad, ops.update_statistics),
     *(ops.write_back, ops.reduce, ops.reduced),
 )
-CARRIED = (ops.portal_blue, ops.portal_copy, ops.portal_orange, ops.bring, ops.replicate)
+CARRIED = (
+    *(ops.portal_blue, ops.portal_copy, ops.portal_orange),
+    *(ops.lend, ops.bring, ops.replicate),
+)
 MUTATED = (
     *(*GATES, *ACTIONS, *CARRIED, ops.fork, ops.checkpoint, ops.gathered, ops.gather),
     *(ops.forward, ops.loss, ops.loss_backward, ops.backward, ops.backward_input, ops.average),
@@ -293,13 +296,16 @@ def graphs(quick: bool, source: Any = small) -> Iterator[tuple[str, fx.GraphModu
 @click.option("--each", default=1, help="Of each graph the first mutant of so many.")
 @click.option("--ranks", is_flag=True, help="The transfers of ranks' graphs.")
 @click.option("--real", is_flag=True, help="The graphs of GPT-2, T5 and a ResNet.")
+@click.option("--only", default="", help="Graphs in whose names this text is.")
 @click.option("--show", default=10, help="How many mutants that are missed are shown for a graph.")
-def main(quick: bool, each: int, ranks: bool, real: bool, show: int) -> None:
+def main(quick: bool, each: int, ranks: bool, real: bool, only: str, show: int) -> None:
     """Change each node of real graphs, and print what the verifier says."""
     every: Counter[str] = Counter()
     source = models_of_transformers if real else small
     chosen = judged_of_ranks(quick, each) if ranks else judged(quick, each, source)
     for name, verdicts in chosen:
+        if only not in name:
+            continue
         found: Counter[str] = Counter()
         missed = []
         for what, node, said in verdicts:

@@ -144,6 +144,13 @@ def test_a_parameter_whose_gradients_do_not_meet_in_one_order_is_refused():
     gm = pipeline("tied")
     assert "another stage is brought the same view" in refused(gm, "embed_weight_s3", take_the_same)
 
+    def exchange(node: fx.Node) -> None:
+        other = named(node.graph, "embed_weight_s0")
+        own, theirs = node.args[0], other.args[0]
+        node.args, other.args = (theirs, *node.args[1:]), (own, *other.args[1:])
+
+    assert "not in the order of the stages" in refused(gm, "embed_weight_s3", exchange)
+
     def take_it_itself(node: fx.Node) -> None:
         node.args = (named(node.graph, "embed_weight"), *node.args[1:])
 
