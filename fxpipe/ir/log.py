@@ -12,7 +12,8 @@ Nothing is shown unless the user sets logging up::
 ``fxpipe.guards``            why a call needs a compilation, ahead of it
 ``fxpipe.plan``              each setting that is tried where ``schedule="auto"`` or
                              ``chunks="auto"`` leaves it open, and what it would take; then where
-                             the model is cut, and how its stages run
+                             the model is cut, and how its stages run; or, if it does not fit, each
+                             other option that is tried for the advice, and whether it would fit
 ``fxpipe.warnings``          each warning, once in a process
 ============================ =======================================================================
 """

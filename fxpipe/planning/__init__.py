@@ -11,7 +11,6 @@ from torch.optim.optimizer import Optimizer
 
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.options import options_checked
-from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import kind
 from fxpipe.planning.inference import check_training
 from fxpipe.planning.limits import Memory, limits_of
@@ -179,7 +178,6 @@ def plan(
         try:
             return question.answer()
         except DoesNotFit as error:
-            report_progress("what would fit")
             raise DoesNotFit(f"{error}; {question.ways_out(batch)}") from None
 
 

@@ -4,7 +4,7 @@ make a model fit that does not fit."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from torch import fx, nn
 from fxpipe.ir._torch import LazyGraphModule
 from fxpipe.ir.devices import DeviceSpec
 from fxpipe.ir.errors import AnotherStrategy, is_the_models
-from fxpipe.ir.log import warn
+from fxpipe.ir.log import PLAN, warn
 from fxpipe.ir.progress import report_progress
 from fxpipe.ir.text import too_little
 from fxpipe.meaning.asked import Asked
@@ -259,32 +259,56 @@ class PlanQuestion:
 
         Raises :class:`DoesNotFit`, without advice, if no cut is found that fits.
         """
-        is_limited = any(spec.memory is not None for spec in self.specs)
-        if self.is_automatic and is_limited:
+        if self.is_automatic and self._is_limited:
             free = self._without_limit()
             if free.fits:
                 return free
-        found: list[Plan] = []
         short: Plan | None = None
-        parts = [1] if self._several == 1 else [1, self._several]
-        for part in parts if is_limited else [None]:
-            reserve = (0.0,) * len(self._lanes.placement)
-            for _ in range(ROUNDS):
-                try:
-                    as_cut, plan = self._planned(part, reserve)
-                except DoesNotFit:
-                    break
-                found += [plan] if plan.fits or not self.is_automatic else []
-                if as_cut.fits or not self.is_automatic:
-                    break
-                short = plan
-                more = self._missing(as_cut, reserve)
-                if more == reserve:
-                    break
-                reserve = more
+        for part in self._parts:
+            plans = list(self._tried(part))
+            found = [plan for plan in plans if plan.fits or not self.is_automatic]
             if found:
                 return self._improved(min(found, key=lambda plan: plan.seconds))
+            short = plans[-1] if plans else short
         raise DoesNotFit(self.shortage() if short is None else _shortage(short))
+
+    def can_fit(self) -> bool:
+        """Whether there is a plan that fits. The same ones are tried as by :meth:`answer`, but the
+        first that fits is enough, which need not be the fastest: so first those for which the cut
+        knows the limits, since of the models that are asked about few fit without this."""
+        if any(plan.fits for part in self._parts for plan in self._tried(part)):
+            return True
+        return self.is_automatic and self._is_limited and self._without_limit().fits
+
+    @property
+    def _is_limited(self) -> bool:
+        """Whether the memory of a device has a limit."""
+        return any(spec.memory is not None for spec in self.specs)
+
+    @property
+    def _parts(self) -> list[int | None]:
+        """Which part of the memory of its device a stage may take, as :meth:`_cut` takes it, one
+        to be tried after the other."""
+        if not self._is_limited:
+            return [None]
+        return [1] if self._several == 1 else [1, self._several]
+
+    def _tried(self, part: int | None) -> Iterator[Plan]:
+        """Plans whose stages may take ``1 / part`` of the memory of their devices, until one fits
+        as it has been cut. Each has in reserve what was missing in the one before."""
+        reserve = (0.0,) * len(self._lanes.placement)
+        for _ in range(ROUNDS):
+            try:
+                as_cut, plan = self._planned(part, reserve)
+            except DoesNotFit:
+                return
+            yield plan
+            if as_cut.fits or not self.is_automatic:
+                return
+            more = self._missing(as_cut, reserve)
+            if more == reserve:
+                return
+            reserve = more
 
     def _without_limit(self) -> Plan:
         """The plan whose cut, and modes, are found as if the memory of the devices had no limit."""
@@ -390,7 +414,17 @@ class PlanQuestion:
             "chunks": [] if is_measured else more,
             "checkpoint": list(milder(self.checkpoint)) if self._trains else [],
         }
-        return ways_out(self._fits, {k: v for k, v in settings.items() if v}, len(self.specs))
+        report_progress("what would fit")
+        PLAN.info("other options are tried, to say with which the model would fit")
+        return ways_out(self._tells, {k: v for k, v in settings.items() if v}, len(self.specs))
+
+    def _tells(self, change: Change) -> bool:
+        """Whether the model fits after a change; the log and the listener of the progress learn
+        what is tried, since many changes take long."""
+        report_progress(str(change))
+        fits = self._fits(change)
+        PLAN.info("%s: %s", change, "fits" if fits else "does not fit")
+        return fits
 
     def _fits(self, change: Change) -> bool:
         count = len(self.specs) if change.devices is None else change.devices
@@ -408,7 +442,7 @@ class PlanQuestion:
             # This takes less time than a plan, and most of what does not fit does not fit here.
             if not other._lanes.cut(spec, 1).can_fit(gm.graph, spec):
                 return False
-            return other.answer().fits
+            return other.can_fit()
         except ValueError:  # there is no such schedule, or no room for the pins
             return False
 

@@ -299,7 +299,6 @@ class SettingSearch:
         try:
             question.answer()
         except DoesNotFit as error:
-            report_progress("what would fit")
             raise DoesNotFit(f"{error}; {question.ways_out(rows)}") from None
         return "the cut that is given fits into the memory with none of the settings"
 

@@ -128,6 +128,8 @@ def automatic(
     best = solve(found.dag, target, slack=spec.slack, pins=pins, effort=effort)
     if best is None:
         raise DoesNotFit("the model does not fit into the devices' memory")
+    if effort is not None and not effort.is_readable:
+        return found, best
     limit = _limit(best, spec.slack)
     for small, home in between_modules(found):
         cut = _within(small, target, _moved(pins, home), limit, effort)

@@ -157,7 +157,7 @@ class Partition:
             found, target, pins = posed(graph, self._machine, spec, self.devices)
         except PartitionError:  # the model has fewer nodes than stages
             return False
-        return can_fit(found.dag, target, pins)
+        return can_fit(found.dag, target, pins, self.effort)
 
     def shortage(self, graph: fx.Graph, spec: Auto) -> str:
         """A sentence that says how much memory is missing on which device, as

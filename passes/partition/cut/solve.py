@@ -51,16 +51,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Effort:
-    """Limits on the time that solving takes. ``downsets=0`` switches the exact path off."""
+    """Limits on the time that solving takes. ``downsets=0`` switches the exact path off.
+    ``is_readable``: of cuts that are about as fast, one is looked for whose boundaries are easy to
+    read."""
 
     downsets: int = DOWNSETS
     work: float = WORK
     large: int = LARGE
     near: int = NEAR
     patience: int = PATIENCE
+    is_readable: bool = True
 
 
-QUICK = Effort(downsets=1000, work=1e8, near=500, patience=1)
+QUICK = Effort(downsets=1000, work=1e8, near=100, patience=1, is_readable=False)
 """Finds a cut that is nearly as fast in a small part of the time: enough to tell what fits."""
 
 
@@ -173,18 +176,23 @@ def solve_in_order(
     return _in_order(dag, Task(machine, slack, pins or {}, enough=enough, limit=limit))
 
 
-def can_fit(dag: Dag, machine: Machine, pins: Mapping[int, int] | None = None) -> bool:
+def can_fit(
+    dag: Dag,
+    machine: Machine,
+    pins: Mapping[int, int] | None = None,
+    effort: Effort | None = None,
+) -> bool:
     """Whether there is a cut that fits the memory and the pins, however slow.
 
     For large graphs only cuts in the order of the nodes are tried, since one of these nearly always
-    fits if any cut does; a False may be wrong for them.
+    fits if any cut does; a False may be wrong for them, and where ``effort`` limits the search.
     """
     machine = replace(machine, bandwidth=None, latency=None)  # links take no memory
     if dag.size < machine.stages or not _may_fit(dag, machine):
         return False
     if solve_in_order(dag, machine, pins=pins) is not None:
         return True
-    return dag.size <= LARGE and solve(dag, machine, pins=pins) is not None
+    return dag.size <= LARGE and solve(dag, machine, pins=pins, effort=effort) is not None
 
 
 def _in_order(dag: Dag, task: Task) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.ir.progress import listening
 from fxpipe.ir.text import human_bytes
 from tests.fxpipe.planning.plans import FREE_LINKS, on_meta
 from tests.zoo import MODELS, UNet
@@ -95,6 +97,21 @@ def test_what_would_fit_is_said_and_does(part, singles):
         if not singles:
             with pytest.raises(fxpipe.DoesNotFit):
                 deep(memory, **one)
+
+
+def test_each_option_that_is_tried_is_told_while_the_advice_is_made(caplog):
+    memory, parts = 0.4 * deep(None, devices=1).memory[0], []
+    with (
+        caplog.at_level(logging.INFO, "fxpipe.plan"),
+        listening(parts.append),
+        pytest.raises(fxpipe.DoesNotFit),
+    ):
+        deep(memory)
+    assert parts.index("what would fit") < parts.index('schedule="1f1b"')
+    first, *tried = [r.getMessage() for r in caplog.records if r.name == "fxpipe.plan"]
+    assert first == "other options are tried, to say with which the model would fit"
+    assert 'schedule="1f1b": fits' in tried
+    assert "chunks=16: does not fit" in tried
 
 
 def test_checkpoints_take_time_and_save_memory():
