@@ -115,7 +115,7 @@ def test_graphs_are_drawn_where_they_change_each_as_what_it_is(tmp_path):
     drawn = [path.stem for path in sorted((folder / "00-MLP-stages").glob("*.svg"))]
     assert "08-partition" in drawn and "07-random" not in drawn
     assert "<svg" in (folder / "00-MLP-stages" / "08-partition.svg").read_text()
-    grid = (folder / "01-MLP-pipeline-of-2-micro-batches" / "03-copies.svg").read_text()
+    grid = (folder / "01-MLP-pipeline-of-2-micro-batches" / "04-copies.svg").read_text()
     assert "stage 1 · " in grid and grid.count(">mb 1<") == 2, "a row a stage"
 
 
