@@ -56,12 +56,17 @@ class Binding:
 
 
 def bindings(
-    gm: fx.GraphModule, model: nn.Module, device: torch.device | None = None
+    gm: fx.GraphModule,
+    model: nn.Module,
+    device: torch.device | None = None,
+    stage: fx.GraphModule | None = None,
 ) -> list[Binding]:
     """The bindings of all tensors of a model that a graph reads.
 
-    ``device``: the device of the stage, if the graph is one; its buffers are then read as replicas
-    where they are elsewhere.
+    Args:
+        device: the device of the stage, if the graph is one; its buffers are then read as replicas
+            where they are elsewhere.
+        stage: the stage that a pass has made the graph of. The graph reads the same replicas.
     """
     found: list[Binding] = []
     for _, _, region in regions_in(gm):
@@ -78,7 +83,10 @@ def bindings(
         if name in source._parameters and name in owner._parameters:
             found.append(Binding(name, owner._parameters, source._parameters))
         if name in owner._buffers:
-            if name in source._buffers:
+            if stage is not None:
+                read = stage.get_submodule(path)._buffers
+                found.append(Binding(name, owner._buffers, read))
+            elif name in source._buffers:
                 found.append(Binding(name, owner._buffers, source._buffers, device))
             elif _is_constant(vars(source).get(name)):
                 found.append(Binding(name, owner._buffers, vars(source), device))

@@ -110,13 +110,13 @@ class Lowering:
         for path, made in gm.named_modules():
             if not isinstance(made, fx.GraphModule) or as_it_is(made) in stages:
                 continue
-            stage = number.get(path.partition(".")[0])
-            if stage is None:
+            top, _, within = path.partition(".")
+            if top not in number:
                 mode.bindings += bindings(made, self.model)
-            elif path in number:
-                mode.bindings += bindings(made, stages[stage])
-            else:  # a graph within a stage, such as the body of an autocast region
-                mode.bindings += bindings(made, self.model, self.options.devices[stage])
+                continue
+            stage, device = stages[number[top]], self.options.devices[number[top]]
+            # A graph within a stage, such as the body of an autocast region, is bound by itself.
+            mode.bindings += bindings(made, self.model, device, None if within else stage)
 
     def _loss_weight(self, mode: Mode, target: Target | None = None) -> LossWeight | None:
         """The module that computes the weight of a micro-batch's loss, from its target or, where
