@@ -398,14 +398,14 @@ def is_joined(trial: Trial, outputs: Mapping[str, Dim]) -> bool:
         if isinstance(whole, Tensor):
             if whole.layout != torch.strided:
                 return False
-            dim = outputs[path]
+            dim, tolerance = outputs[path], checks.EXPORT_TOLERANCE
             if isinstance(dim, int):
-                errors = checks.with_rounding(checks.EXPORT_TOLERANCE, whole.dtype)
-                if joined_difference(whole, parts, dim, errors):
-                    return False
-                continue
-            joined = put_together(dim, parts, trial.sizes)
-            if checks.difference(whole, joined.to(whole.dtype), checks.EXPORT_TOLERANCE):
+                errors = checks.with_rounding(tolerance, whole.dtype)
+                apart: object = joined_difference(whole, parts, dim, errors)
+            else:
+                together = put_together(dim, parts, trial.sizes).to(whole.dtype)
+                apart = checks.difference(whole, together, tolerance)
+            if apart:
                 return False
     return True
 

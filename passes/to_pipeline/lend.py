@@ -72,8 +72,10 @@ class Lend:
                 "call_function", ops.bring, (own, *streams), name=f"{parameter}_s{home}"
             )
         made.meta = {**brought[0].meta, STAGE: home}
-        for node in (lent, own, *others):  # the caller lends it, ahead of all stages
-            node.meta = {key: brought[0].meta[key] for key in (VALUE,) if key in brought[0].meta}
+        # The caller lends it, ahead of all stages, so that these nodes belong to none.
+        if VALUE in parameter.meta:
+            for view in (own, *others):
+                view.meta[VALUE] = parameter.meta[VALUE]
         in_order = sorted(brought, key=lambda node: node.meta[STAGE])
         for borrower, value in zip(in_order, others, strict=True):
             borrower.replace_input_with(parameter, value)

@@ -156,23 +156,22 @@ def bring(visit: Visit, node: fx.Node) -> Any:
 def _check_lent(visit: Visit, view: KnownLent, node: fx.Node) -> None:
     """Check that no other stage is brought the same view of a parameter, and that the views, in
     whose order gradients are added up, are those of the stages in their order."""
-    for other, by in visit.lent.items():
-        if other.lender is not view.lender:
-            continue
-        if other.index == view.index:
+    views = visit.lent.setdefault(view.lender, {})
+    for index, by in views.items():
+        if index == view.index:
             raise VerifyError(
                 f"another stage is brought the same view of the parameter {view.path}: their "
                 "gradients would be added in the order in which they come",
                 node,
                 by,
             )
-        if (other.index < view.index) != (by.meta[STAGE] < node.meta[STAGE]):
+        if (index < view.index) != (by.meta[STAGE] < node.meta[STAGE]):
             raise VerifyError(
                 f"the views of the parameter {view.path} are not in the order of the stages",
                 node,
                 by,
             )
-    visit.lent[view] = node
+    views[view.index] = node
 
 
 def _read(visit: Visit, parameter: KnownState, event: Event) -> None:

@@ -27,7 +27,6 @@ from passes.verify.values import (
     CALLER,
     NOT_KNOWN,
     Known,
-    KnownLent,
     KnownPortal,
     KnownResults,
     KnownState,
@@ -93,7 +92,7 @@ class Visit:
         self.events: dict[fx.Node, Event] = {}
         self.portals: dict[fx.Node, list[fx.Node]] = {}  # by the blue node: moves and takers
         self.step = StepRecord()
-        self.lent: dict[KnownLent, fx.Node] = {}  # by a view: what brings it to its stage
+        self.lent: dict[fx.Node, dict[int, fx.Node]] = {}  # by lender and view: what brings it
         self.homes: dict[int, ParameterHome] = {}  # by a parameter's id
         self.given_by: dict[str, fx.Node] = {}  # by a result's name: a node of the stage
         self.taken: set[Any] = set()  # the names of values that have been used
