@@ -18,6 +18,7 @@ from fxpipe.meaning.left_out import LabelCondition, LabelWatch
 from fxpipe.schedule import NAMES, named
 from tests.accelerator import sim
 from tests.accelerator.clocks import Speed, virtual_time
+from tests.delays import CALLS, differing
 from tests.zoo import MLP, MODELS, Tied, gradients, loop, loss_of, same, step_of_loop
 
 MODELS = MODELS | {"tied": (Tied, lambda batch: (torch.randint(11, (batch, 4)),))}
@@ -609,3 +610,12 @@ def test_the_labels_that_a_loss_is_checked_with_are_looked_at_at_once():
     watch = LabelWatch([LabelCondition("eq", -1)])
     met = [watch.meets([(uneven, 0)], (2, 2), wait) for wait in (True, False, False)]
     assert met == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("tied", CALLS[0]), ("tied", CALLS[1]), ("transformer", "zb_h1"), ("skips", "1f1b")],
+)
+def test_whichever_device_is_slow_the_bits_are_the_same(name, way):
+    """Also those of a weight that two devices use, though autograd has a thread for each."""
+    assert differing(FOUR[:2], name, way, range(3)) == []

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.ir.structure import Structure
 from fxpipe.schedule import NAMES
+from tests.delays import on_ranks
 from tests.fxpipe.ranks.jobs import (
     Call,
     Trained,
@@ -262,3 +263,8 @@ def test_where_nothing_fits_all_ranks_say_so(pool):
     first, second = pool.run(unfit, tanhs, x, ranks=2, schedule="auto", memory="1KiB")
     assert first.startswith("DoesNotFit: the model does not fit into the devices' memory")
     assert second.startswith("RankError: rank 0 failed: DoesNotFit: ")
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("U-Net", "1f1b"), ("tied", "zb_h1")])
+def test_whichever_rank_is_slow_the_bits_are_the_same(pool, name, schedule):
+    assert on_ranks(pool, name, schedule, range(3)) == []
