@@ -265,6 +265,24 @@ FOUND = [
         "never",
         [],
     ),
+    # Values without a gradient that pass by a stage whose own values nobody uses.
+    Case(
+        [
+            *[Step("tanh", 0, 0), Step("view", 0, 0), Step("add", 1, 2), Step("cat", 2, 2)],
+            *[Step("tanh", 3, 0), Step("drop", 5, 0), Step("tanh", 5, 0), Step("tanh", 6, 0)],
+            *[
+                Step("cat", 7, 5),
+                Step("relu_", 8, 0),
+                Step("copy_part_", 10, 0),
+                Step("cat", 10, 0),
+            ],
+        ],
+        4,
+        2,
+        2,
+        "except_last",
+        [5, 7],
+    ),
 ]
 
 
@@ -281,6 +299,7 @@ FOUND = [
 @example(FOUND[9])
 @example(FOUND[10])
 @example(FOUND[11])
+@example(FOUND[12])
 @settings(
     max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

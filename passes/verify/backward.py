@@ -34,7 +34,7 @@ from torch import fx
 from fxpipe import ops
 from fxpipe.ir.graph import STREAM
 from fxpipe.runtime.streams import COMPUTE
-from passes.to_pipeline.cells import CARRIERS, Cell
+from passes.to_pipeline.cells import Cell
 from passes.to_pipeline.dependencies import may_have_gradient
 from passes.verify.errors import VerifyError
 
@@ -190,7 +190,7 @@ def _found_gates(node: fx.Node, own: _CellContents) -> list[fx.Node]:
         if isinstance(values, fx.Node) and values in own.inside:
             return _gates_of(values, own)
         return []
-    if node.target not in GATES or _is_entry(node):
+    if node.target not in GATES or _is_entry(node, own):
         return []
     inner = [each for each in _flat(values) if each in own.inside]
     return [*_common([_gates_of(each, own) for each in inner]), node]
@@ -203,20 +203,18 @@ def _common(chains: Sequence[list[fx.Node]]) -> list[fx.Node]:
     return [gate for gate in first if all(gate in chain for chain in chains)]
 
 
-def _is_entry(gate: fx.Node) -> bool:
-    """Whether a gate is one of those by which values arrive."""
+def _is_entry(gate: fx.Node, own: _CellContents) -> bool:
+    """Whether a gate is one of those by which values arrive: a wait of the compute stream, or a
+    join ahead of the stage. What a join takes does not tell: a value that passes by the stage
+    arrives and leaves, and may be joined at either end.
+    """
     if gate.target is ops.wait:
-        return str(gate.args[2]).endswith(COMPUTE)
-    values = gate.args[0]
-    inner = _flat(values)
-    return gate.target is ops.join and all(_is_arriving(node) for node in inner)
+        return _is_awaiting(gate)
+    return gate.target is ops.join and (not own.calls or gate < own.calls[0])
 
 
-def _is_arriving(node: fx.Node) -> bool:
-    while node.target is operator.getitem:
-        assert isinstance(node.args[0], fx.Node)
-        node = node.args[0]
-    return node.target in CARRIERS or (node.target in GATES and _is_entry(node))
+def _is_awaiting(wait: fx.Node) -> bool:
+    return str(wait.args[2]).endswith(COMPUTE)
 
 
 def _flat(values: object) -> list[fx.Node]:
@@ -245,7 +243,7 @@ def _check_order(own: _CellContents, following: _CellContents) -> None:
         raise VerifyError(late, following.first, node, "a join of the fork's phony")
     join = joins[0]
     entering = [n for n in following.items if _is_awaited(n) and may_have_gradient(n)]
-    if _is_entry(join):
+    if _is_entry(join, following):
         missed = [node for node in entering if any(user is not join for user in node.users)]
         if missed:
             raise VerifyError(late, missed[0], join, f"{missed[0].name} among the join's values")
@@ -265,4 +263,4 @@ def _fork_of(join: fx.Node) -> object:
 def _is_awaited(item: fx.Node) -> bool:
     """Whether an element is a value for which the compute stream has waited as it arrived."""
     source = item.args[0]
-    return isinstance(source, fx.Node) and source.target is ops.wait and _is_entry(source)
+    return isinstance(source, fx.Node) and source.target is ops.wait and _is_awaiting(source)

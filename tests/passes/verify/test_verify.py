@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
-from torch import fx
+from torch import Tensor, fx, nn
 
+import fxpipe
 from fxpipe import ops
 from fxpipe.ir.graph import LANE, STAGE, STREAM, TURN
 from passes import Verify, VerifyError
@@ -30,6 +32,31 @@ def test_steps_are_accepted_in_every_schedule(model, schedule):
     lanes = 4 if schedule in ("gpipe", "1f1b", "zb_h1") else 2
     Verify()(step_graph(model, schedule, "except_last", 1, 4, lanes))
     Verify()(step_graph(model, schedule, "always", 2, 4, lanes))
+
+
+class PassingBy(nn.Module):
+    """A model with a stage whose own value nobody uses, and that two outputs without a gradient
+    pass by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Bilinear(4, 4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sin, cos, h = x.sin(), x.cos(), self.a(x)
+        self.b(sin, cos)
+        return self.c(h), sin, cos
+
+
+def test_values_without_a_gradient_that_arrive_and_leave_need_no_common_gate():
+    fxpipe.compile(
+        PassingBy(),
+        ["cpu"] * 3,
+        chunks=2,
+        partition=["b", "c"],
+        tracer="symbolic",
+        example_inputs=(torch.randn(4, 4),),
+    )
 
 
 def named(graph: fx.Graph, name: str) -> fx.Node:
