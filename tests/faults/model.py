@@ -1,5 +1,6 @@
 """A small model with all that a failing step could leave in disorder: dropout, running statistics,
-a skip over a stage, a parameter of two stages, hooks, and a function with a backward of its own."""
+a skip over a stage, an output that is used again, one that comes twice, an input that is written
+to, a parameter of two stages, hooks, and a function with a backward of its own."""
 
 from __future__ import annotations
 
@@ -57,10 +58,11 @@ class Net(nn.Module):
         self.c.register_forward_hook(_forward_hook)
         self.c.bias.register_post_accumulate_grad_hook(_gradient_hook)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.a(x))
-        y = own(self.drop(self.bn(self.b(h))))
-        return self.d(torch.tanh(self.c(y)) + h)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.a(x.mul_(0.5))
+        y = own(self.drop(self.bn(self.b(torch.tanh(h)))))
+        z = self.d(torch.tanh(self.c(y)) + h)
+        return z, y, z
 
 
 def _forward_hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -72,7 +74,13 @@ def _gradient_hook(parameter: Tensor) -> None:
     at("hook of a gradient")
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    """The mean of squares."""
+def loss_fn(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    """The mean of squares of all outputs."""
     at("loss of the user's")
-    return (output - target).square().mean()
+    return sum((output - target).square().mean() for output in outputs)
+
+
+def loss_weight(target: Tensor) -> int:
+    """The number of values."""
+    at("weight of the user's")
+    return target.numel()

@@ -30,7 +30,7 @@ from tests.faults.instrumented import instrumented
 
 CHUNKS = 3
 PATIENCE = 60  # seconds after which a call that has not come back shows all threads and ends all
-DEVICES = ["cpu", "cpu:0", "cpu"]
+DEVICES = ["cpu", "cpu", "cpu:0"]  # the first and the last stage share a parameter
 
 
 class Fault(ArithmeticError):
@@ -66,6 +66,7 @@ class Setting:
     steps: bool
     schedule: str
     checkpoint: str
+    is_weighted: bool = False  # whether a function of the user's weighs the micro-batches
 
     def __str__(self) -> str:
         return f"{self.schedule} steps" if self.steps else f"calls, checkpoint {self.checkpoint}"
@@ -75,7 +76,7 @@ SETTINGS = (
     Setting(False, "gpipe", "never"),
     Setting(False, "gpipe", "always"),
     Setting(True, "1f1b", "always"),
-    Setting(True, "zb_h1", "never"),
+    Setting(True, "zb_h1", "never", is_weighted=True),
 )
 
 
@@ -118,7 +119,8 @@ class Subject:
         torch.manual_seed(0)
         self.model = code.Net()
         code.watch[:] = [self.injector.code]
-        self.x, self.y = torch.randn(6, 4), torch.randn(6, 4)
+        self.input, self.y = torch.randn(6, 4), torch.randn(6, 4)
+        self.x = self.input.clone()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
         with instrumented(self.injector.node):
             self.pipe = fxpipe.compile(
@@ -129,6 +131,7 @@ class Subject:
                 schedule=setting.schedule,
                 checkpoint=setting.checkpoint,
                 loss_fn=code.loss_fn,
+                loss_weight=code.loss_weight if setting.is_weighted else None,
                 deferred_batch_norm=True,
             )
             self._call()
@@ -144,27 +147,28 @@ class Subject:
     def _call(self) -> Tensor:
         if self.setting.steps:
             return self.pipe.step(self.x, target=self.y, optimizer=self.optimizer)
-        loss = (self.pipe(self.x) - self.y).square().mean()
+        loss = sum((output - self.y).square().mean() for output in self.pipe(self.x))
         loss.backward()
         return loss.detach()
 
     def reset(self) -> None:
-        """Put parameters, buffers, gradients, optimizer and random numbers back."""
+        """Put parameters, buffers, gradients, optimizer, input and random numbers back."""
         self.injector.times.clear()
+        self.x.copy_(self.input)
         self.model.load_state_dict(self.start)
         self.model.zero_grad()
         self.optimizer.state.clear()
         torch.manual_seed(7)
 
     def again(self) -> tuple[list[Any], list[Tensor]]:
-        """A call from the start: its loss, gradients, parameters and buffers; and the states of the
-        generator before it and after it."""
+        """A call from the start: its loss, input, gradients, parameters and buffers; and the states
+        of the generator before it and after it."""
         self.reset()
         before = torch.get_rng_state()
         loss = self._call()
         grads = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
         values = [value.clone() for value in self.model.state_dict().values()]
-        return [loss, *grads, *values], [before, torch.get_rng_state()]
+        return [loss, self.x.clone(), *grads, *values], [before, torch.get_rng_state()]
 
     def living(self) -> int:
         """How many tensors there are."""
