@@ -172,7 +172,8 @@ def table_html(
     with a line for each cell.
 
     Args:
-        words: the column that has text of any length, whose lines may be broken.
+        words: the column that has text of any length, whose lines may be broken: behind the dots
+            of a path, and elsewhere only where a part of the path is longer than the line.
         about: what each row is about, such as "stage-1".
     """
 
@@ -190,7 +191,7 @@ def table_html(
                 "td",
                 column,
                 f' data-column="{column}" data-value="{html.escape(str(value))}"',
-                html.escape(text),
+                html.escape(text).replace(".", ".<wbr>" if column == words else "."),
             )
             for column, (value, text) in zip(columns, row, strict=True)
         )

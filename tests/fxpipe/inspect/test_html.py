@@ -30,6 +30,11 @@ def test_each_cell_of_a_narrow_screen_says_its_column_and_a_row_what_it_is_about
     assert page.attributes("tr", "class") == ["stage-0"]
 
 
+def test_the_line_of_a_long_path_is_broken_behind_its_dots():
+    page = table_html(["has"], [[("a.b.0", "a.b.0")]], words="has")
+    assert ">a.<wbr>b.<wbr>0</td>" in page
+
+
 def test_a_drawing_becomes_smaller_only_as_long_as_it_can_be_read():
     head = '<?xml version="1.0"?>\n<!-- drawn -->\n'
     svg = head + '<svg width="75pt" height="30pt" xmlns="http://w3"><g id="node1"/></svg>'
