@@ -43,6 +43,17 @@ def human_time(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
+def nice(least: float) -> float:
+    """The next of 1, 2, 5, 10, 20 ..., or of 0.5, 0.2, 0.1 ..., that is at least this: a step for
+    the numbers along an axis."""
+    power = 1.0
+    while power > least:
+        power /= 10
+    while power * 10 <= least:
+        power *= 10
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
+
+
 def optimality(gap: float) -> str:
     """A sentence on how good a cut is. ``gap``: the share by which its slowest stage takes longer
     than the lower bound, at most; 0.1 is 10 %."""

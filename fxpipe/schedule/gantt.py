@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from xml.sax.saxutils import escape
 
+from fxpipe.ir.text import nice
 from fxpipe.schedule.actions import Action, Kind
 from fxpipe.schedule.occupancy import Occupancy, Span, time_unit
 
@@ -165,7 +166,7 @@ class _Chart:
         return "\n".join([*parts, "</svg>", ""])
 
     def _axis(self) -> Iterator[str]:
-        step = _nice(self.seconds / self.unit / max(4, self.width / 90))
+        step = nice(self.seconds / self.unit / max(4, self.width / 90))
         count = int(self.seconds / self.unit / step + 1e-9)
         for i in range(count + 1):
             x = self.x(i * step * self.unit)
@@ -320,13 +321,3 @@ def _peak_label(timeline: Occupancy) -> str:
 def _peak(amount: float) -> str:
     unit, name = next((u for u in _SIZES if amount >= u[0]), _SIZES[-1])
     return f"{amount / unit:.3g} {name}"
-
-
-def _nice(least: float) -> float:
-    """The next of 1, 2, 5, 10, 20 ... that is at least this."""
-    power = 1.0
-    while power > least:
-        power /= 10
-    while power * 10 <= least:
-        power *= 10
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))

@@ -10,12 +10,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from fxpipe.ir.text import human_bytes, human_time
+from fxpipe.ir.text import human_bytes, human_time, nice
 
 _WIDTH, _HEIGHT, _MARGIN = 640, 400, 70
+_LINE = 14  # the height of a line of text
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -32,7 +34,8 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 def picture(points: Sequence[tuple[float, float]], names: Sequence[str]) -> str:
     """The points in SVG: seconds to the right, bytes upwards, with a line through the front. Each
-    point has its name as a tooltip."""
+    point has its name as a tooltip; one of the front has it beside it, below the line, where there
+    are no points. Where names would lie over each other, the faster point has its name."""
     right = max((x for x, _ in points), default=1.0) or 1.0
     top = max((y for _, y in points), default=1.0) or 1.0
 
@@ -57,14 +60,18 @@ def picture(points: Sequence[tuple[float, float]], names: Sequence[str]) -> str:
         "predicted time of a step</text>",
         f'<text x="20" y="{_MARGIN - 20}" fill="currentColor">memory of the fullest device</text>',
     ]
-    for part in (0.25, 0.5, 0.75, 1.0):
-        x, y = at((part * right, part * top))
-        parts += [
+    for seconds in _along(right, 1.0):
+        x, _ = at((seconds, 0.0))
+        parts.append(
             f'<text x="{x:.1f}" y="{below + 18}" text-anchor="middle" fill="currentColor">'
-            f"{human_time(part * right)}</text>",
+            f"{human_time(seconds)}</text>"
+        )
+    for size in _along(top, 1024.0 ** int(math.log(max(top, 1.0), 1024))):
+        _, y = at((0.0, size))
+        parts.append(
             f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="currentColor">'
-            f"{human_bytes(round(part * top))}</text>",
-        ]
+            f"{human_bytes(size)}</text>"
+        )
     parts.append(f'<polyline points="{line}" fill="none" stroke="#0072B2" stroke-width="1.5"/>')
     for i, (point, name) in enumerate(zip(points, names, strict=True)):
         x, y = at(point)
@@ -74,4 +81,19 @@ def picture(points: Sequence[tuple[float, float]], names: Sequence[str]) -> str:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}">'
             f"<title>{escape(title)}</title></circle>"
         )
+    lowest = float("-inf")
+    for i in chosen:
+        x, y = at(points[i])
+        if y - lowest >= _LINE:
+            lowest = y
+            parts.append(
+                f'<text x="{x - 8:.1f}" y="{y + 4:.1f}" text-anchor="end" font-size="11" '
+                f'fill="currentColor">{escape(names[i])}</text>'
+            )
     return "\n".join([*parts, "</svg>"])
+
+
+def _along(most: float, unit: float) -> list[float]:
+    """The numbers along an axis up to ``most``: about five, each a round number of units."""
+    step = nice(most / 5 / unit) * unit
+    return [step * i for i in range(1, int(most / step * (1 + 1e-9)) + 1)]

@@ -151,7 +151,7 @@ class Tuning:
 def said(trial: TuningTrial) -> str:
     """What distinguishes a trial from others, in words."""
     options = trial.options
-    return f"{options['schedule']}, {options['chunks']} chunks, {_modes(trial)}"
+    return f"{options['schedule']}, {options['chunks']} chunks, checkpoint {_modes(trial)}"
 
 
 def _modes(trial: TuningTrial) -> str:

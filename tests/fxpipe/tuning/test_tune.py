@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 
 import pytest
@@ -127,6 +128,15 @@ def test_the_picture_has_a_point_for_each_and_a_line_through_the_front():
     assert "<title>b &lt;: 2.00 s, 512.0 KiB</title>" in drawing
     assert drawing.count("<polyline") == 1
     assert len(drawing.split('points="')[1].split('"')[0].split()) == 2
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawing)
+    assert texts[2:6] == ["500.0 ms", "1.00 s", "1.50 s", "2.00 s"]  # round numbers of each unit
+    assert texts[6:10] == ["512.0 KiB", "1.0 MiB", "1.5 MiB", "2.0 MiB"]
+    assert texts[10:] == ["a", "b &lt;"]  # those of the front
+
+
+def test_names_in_a_picture_do_not_lie_over_each_other():
+    drawing = picture([(1.0, 2**20), (2.0, 2**20 - 1), (3.0, 2**19)], ["a", "b", "c"])
+    assert ">a</text>" in drawing and ">c</text>" in drawing and ">b</text>" not in drawing
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"trials": [1]}', '{"trials": [{}]}'])
