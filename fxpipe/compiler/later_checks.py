@@ -1,0 +1,227 @@
+"""Later checks: whether what the check has found out about a model and its loss still holds.
+
+::
+
+    call, step ──┬── labels    that a loss leaves out, in unequal shares for the micro-batches
+                 └── numbers   that a model or a loss reads, others than those it was checked with
+                        │
+                  check once more, with this mini-batch ── warning
+
+What micro-batches mean is checked with the first mini-batch of each kind of call. Some of it
+follows from what a later mini-batch has, or from a number that training code changes. Whether these
+are others is looked at in each call, which costs little; the check itself runs once more only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from fxpipe.compiler.compiled import Mode
+from fxpipe.compiler.layout import Layout
+from fxpipe.compiler.loss import Target
+from fxpipe.compiler.options import Options
+from fxpipe.compiler.staging import Staging
+from fxpipe.ir.log import warn
+from fxpipe.ir.structure import Structure, map_tensors
+from fxpipe.loss_weight import IGNORED
+from fxpipe.meaning import messages
+from fxpipe.meaning.asked import Asked, Meaning
+from fxpipe.meaning.call import meaning_of
+from fxpipe.meaning.errors import BatchWarning
+from fxpipe.meaning.left_out import (
+    MOST,
+    LabelCondition,
+    LabelWatch,
+    conditions_in,
+    whatever_it_does,
+)
+from fxpipe.meaning.loss_of_target import FoundLoss, Targets, loss_dim
+from fxpipe.meaning.numbers_read import ModelNumbers, NumbersRead, NumberWatch, numbers_in
+from fxpipe.meaning.sample import out_of_inference_mode
+from fxpipe.runtime.ambient import compiling
+from fxpipe.runtime.apart import plain
+from fxpipe.runtime.microbatch import SUM, WEIGHTED
+from fxpipe.trace import canonical
+from fxpipe.trace.patches import quiet
+from fxpipe.trace.twin import Twin
+
+
+class LaterChecks(Staging):
+    """The part of a compiler that notices labels and numbers by which the check would find out
+    something else. The arguments are those of the compiler."""
+
+    def __init__(self, model: nn.Module, options: Options, layout: Layout | None = None) -> None:
+        super().__init__(model, options, layout)
+        self._of_loss: NumbersRead | None = None  # those of the loss function, once it has run
+
+    def _loss_dim(
+        self, mode: Mode, readings: Sequence[Target], chunks: int, asked: Asked
+    ) -> FoundLoss:
+        """What the check finds out about the loss function with the targets of a mini-batch."""
+        function = self.options.loss_fn
+        if function is None:
+            return FoundLoss(0, mode.loss_dim)
+        if chunks == 1 or not (mode.rows or mode.example.batch):
+            return FoundLoss(0, None)
+        some, named = mode.example.repeated()
+        if any(tensor.is_meta for tensor in Structure.of((some, named))[0]):
+            return FoundLoss(0, False)  # there are no values to check with: see notice_values
+        model = Twin(self.model).model
+        with self._where_it_runs(model, Structure.of((some, named))[0]):
+            return loss_dim(
+                model,
+                (some, named),
+                mode.example.dims,
+                function,
+                [Targets(each.leaves, each.has_batch, each.nesting.fill) for each in readings],
+                asked,
+                mode.output_dims,
+            )
+
+    def _watch(self, mode: Mode, found: FoundLoss) -> None:
+        """From now on look for labels that the loss function leaves out."""
+        is_mean = found.dim == WEIGHTED or (found.dim is None and self.options.loss_weight is None)
+        if mode.left_out is None and is_mean and self.options.check:
+            mode.left_out = self._watch_of_labels(found.left_out)
+
+    def _watch_of_labels(self, conditions: Iterable[LabelCondition]) -> LabelWatch:
+        """A watch of labels for these conditions."""
+        return LabelWatch(conditions)
+
+    def _notice_labels(
+        self, mode: Mode, readings: Sequence[Target], place: int, is_checked: bool
+    ) -> None:
+        """Notice labels in a target that the loss function leaves out, once micro-batches have
+        unequal shares of them.
+
+        ``is_checked``: whether the loss function has just been checked with this target. Then it
+        had yet to be found out what to look for, so that the check may have met none of them.
+        """
+        target = readings[place]
+        leaves = zip(target.leaves, target.has_batch, strict=True)
+        labels = [(leaf, 0) for leaf, is_cut in leaves if is_cut and isinstance(leaf, Tensor)]
+        rows = len(labels[0][0]) if labels else 0
+        sizes = self.options.sizes(rows, mode.traced.refused_sizes) if rows else ()
+        if mode.left_out is None:
+            return
+        if mode.left_out.meets(labels, sizes, wait=is_checked):
+            asked = self._asked_again(mode.left_out.counts)
+            self._tell_of_labels(lambda: self._loss_dim(mode, readings, len(sizes), asked))
+
+    def _notice_labels_in(
+        self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """The same for labels among the inputs of a model that returns its loss."""
+        options = self.options
+        is_said = options.loss_weight is not None and not callable(options.loss_weight)
+        if options.loss_fn is not None or is_said or not mode.labels:
+            return
+        is_checked = mode.left_out is None  # with this call, for which it has been compiled
+        if mode.left_out is None:
+            conditions = self._conditions_in(mode, values) if options.check else ()
+            mode.left_out = self._watch_of_labels(conditions)
+        rows, refused = mode.batch_of(values) or 0, mode.traced.refused_sizes
+        labels = [(values[each.place], each.dim) for each in mode.labels]
+        sizes = options.sizes(rows, refused)
+        if mode.left_out.meets(labels, sizes, wait=is_checked) and not is_checked:
+            asked = self._asked_again(mode.left_out.counts)
+            self._tell_of_labels(lambda: self._check_again(args, kwargs, asked))
+
+    def _conditions_in(self, mode: Mode, values: Sequence[Any]) -> Iterator[LabelCondition]:
+        """By what a model that returns its loss may tell which labels count: for inputs that are
+        named as labels by what its graph says, and for all by what need not be seen in it."""
+        of_graph = [LabelCondition("eq", IGNORED, is_sure=True), *conditions_in(mode.model_graph)]
+        known = dict.fromkeys(of_graph)
+        unsure = [each for each in known if not each.is_sure]
+        for i, label in enumerate(mode.labels):
+            if label.is_named:
+                chosen = [each for each in known if each not in unsure[MOST:]]
+                yield from (replace(each, place=i) for each in chosen)
+            found = whatever_it_does([(i, values[label.place])])
+            yield from (each for each in found if label.is_named or each.is_of_any_input)
+
+    def _asked_again(self, counts: Sequence[Tensor] = ()) -> Asked:
+        """The options of a check in the middle of training, where nothing is refused, with samples
+        whose rows differ by these ``counts``."""
+        return replace(self._asked, check="warn", counts=counts)
+
+    def _check_again(self, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Meaning:
+        """Check the model with another mini-batch of a kind of call that has been compiled."""
+        some, named = map_tensors(plain, canonical(self.model, args, kwargs))
+        with compiling(), quiet():
+            some, named = self._to_the_model(out_of_inference_mode((some, named)))
+            model = Twin(self.model).model
+            with self._where_it_runs(model, Structure.of((some, named))[0]):
+                return meaning_of(model, some, named, asked)
+
+    def _tell_of_labels(self, check: Callable[[], object]) -> None:
+        """Warn of labels that the loss leaves out, by a check with the mini-batch that has them."""
+        _checked_once_more(check)
+
+    def _notice_numbers_in(
+        self, mode: Mode, values: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Notice numbers that the model reads, once they are others than those it was checked
+        with."""
+        if not self.options.check:
+            return
+        if mode.numbers is None:  # this is the call for which it has been compiled
+            is_cut = [dim is not None for dim in mode.in_dims]
+            mode.numbers = ModelNumbers(self.model, values, is_cut)
+        elif mode.numbers.watch.is_new(mode.numbers.read(values)):
+            self._tell_of_numbers(lambda: self._tell_of_outputs(mode, args, kwargs))
+
+    def _notice_numbers(self, mode: Mode, target: Target, chunks: int) -> bool:
+        """Whether numbers that the loss function reads, by itself or from a target, are others than
+        those it was checked with."""
+        if self.options.loss_fn is None or not self.options.check or chunks == 1:
+            return False
+        if self._of_loss is None:
+            self._of_loss = NumbersRead(self.options.loss_fn)
+        leaves = zip(target.leaves, target.has_batch, strict=True)
+        given = numbers_in([leaf for leaf, is_cut in leaves if not is_cut])
+        numbers = [*self._of_loss.values(), *given]
+        if mode.numbers is not None:
+            numbers += mode.numbers.now
+        if mode.loss_numbers is None:
+            mode.loss_numbers = NumberWatch(numbers)
+        return mode.loss_numbers.is_new(numbers)
+
+    def _tell_of_outputs(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the model again, and warn of an output that is no mean any more but a sum, or no
+        sum but a mean."""
+        for path, dim in self._check_again(args, kwargs, self._asked_again()).outputs.items():
+            before = mode.outputs_checked.get(path, dim)
+            if dim != before and SUM in (dim, before):
+                warn(messages.put_together_anew(path, before == SUM), BatchWarning)
+
+    def _tell_of_loss(self, mode: Mode, readings: Sequence[Target], key: tuple[Any, ...]) -> None:
+        """The same for the loss function, with the target of a mini-batch."""
+
+        def check() -> None:
+            found = self._loss_dim(mode, readings, key[0], self._asked_again())
+            before = mode.loss_dims[key]
+            if found.is_clear and found.dim != before:
+                warn(messages.put_together_anew("the loss", before == SUM), BatchWarning)
+
+        self._tell_of_numbers(check)
+
+    def _tell_of_numbers(self, check: Callable[[], object]) -> None:
+        """Warn, by a check, if changed numbers have changed what micro-batches mean."""
+        if not self.is_on_meta():
+            _checked_once_more(check)
+
+
+def _checked_once_more(check: Callable[[], object]) -> None:
+    try:
+        check()
+    except Exception as error:
+        error.add_note(
+            "in fxpipe: while it was checked once more what micro-batches mean, as numbers or "
+            "labels have changed that this depends on; with check=False nothing is checked"
+        )
+        raise
