@@ -6,7 +6,8 @@ the call is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,8 +31,36 @@ _LAYOUTS = torch.strided, torch.sparse_coo
 """The layouts of tensors that can be cut into micro-batches. A call with a tensor of another layout
 is not checked: tracing refuses it, with its own message."""
 
-_FOUND: WeakKeyDictionary[nn.Module, dict[Any, Sequence[InDim]]] = WeakKeyDictionary()
-"""The batch dimensions that an earlier check has found for a model, by the names of the tensors."""
+
+@dataclass(frozen=True)
+class _Known:
+    """The batch dimensions that a check has found for a call.
+
+    ``single`` are the shared inputs' dimensions of size 1, by the inputs' numbers. Where such a
+    dimension is larger in another call, it may be that of the rows: ``t`` of shape (1,) is one
+    value for all rows, and of shape (B,) a value for each.
+    """
+
+    dims: Sequence[InDim]
+    single: frozenset[tuple[int, int]]
+
+    @staticmethod
+    def of(inputs: Sequence[Input], dims: Sequence[InDim]) -> _Known:
+        single = (
+            (i, dim)
+            for i, (each, own) in enumerate(zip(inputs, dims, strict=True))
+            for dim, size in enumerate(each.tensor.shape)
+            if own is None and size == 1
+        )
+        return _Known(dims, frozenset(single))
+
+    def is_like(self, inputs: Sequence[Input]) -> bool:
+        """Whether the dimensions that have been of size 1 still are."""
+        return all(inputs[i].tensor.shape[dim] == 1 for i, dim in self.single)
+
+
+_FOUND: WeakKeyDictionary[nn.Module, dict[Any, list[_Known]]] = WeakKeyDictionary()
+"""What earlier checks of a model have found, by the names of the tensors; the last one first."""
 
 
 def known_dims(
@@ -40,11 +69,14 @@ def known_dims(
     """The batch dimension of each tensor among the inputs, if that has been found for a call like
     this one, or if there is no choice."""
     inputs = named_inputs(model, args, kwargs, in_dims)
-    found = _FOUND.get(model_of(model), {}).get(_key(inputs))
-    if found is None or LISTED not in found:
-        return found if found is not None and agree(inputs, found) else None
-    listed = Listed.of(model, args, kwargs, inputs)
-    return found if listed is not None and found == listed.in_dims(listed.rows) else None
+    for found in _found(model, inputs):
+        if LISTED in found:
+            listed = Listed.of(model, args, kwargs, inputs)
+            if listed is not None and found == listed.in_dims(listed.rows):
+                return found
+        elif agree(inputs, found):
+            return found
+    return None
 
 
 def remember_dims(
@@ -56,8 +88,7 @@ def remember_dims(
 ) -> None:
     """Remember batch dimensions that a check in another process has found, see
     :func:`known_dims`."""
-    key = _key(named_inputs(model, args, kwargs, in_dims))
-    _FOUND.setdefault(model_of(model), {})[key] = found
+    _note(model, named_inputs(model, args, kwargs, in_dims), found)
 
 
 def meaning_of(
@@ -84,12 +115,12 @@ def meaning_of(
     itself = OnTheInputs(model, args, kwargs)
     if len(asked.sizes(8)) == 1:  # always one micro-batch, so that there is nothing to check
         return Meaning(ways[0] if ways else [None] * len(inputs))
-    before = _FOUND.get(model_of(model), {}).get(_key(inputs))
+    before = next(iter(_found(model, inputs)), None)
     is_known = before is not None and LISTED in before
     if listed is not None and (is_said or is_known or listed.is_likely):
         found = _in_lists(itself, listed, asked, is_said)
         if found is not None:
-            _FOUND.setdefault(model_of(model), {})[_key(inputs)] = found.in_dims
+            _note(model, inputs, found.in_dims)
             return found
         listed = None
     elif before is not None and agree(inputs, before):
@@ -104,7 +135,7 @@ def meaning_of(
         asking.otherwise = partial(_in_lists, itself, listed, asked, False)
     found = None if trace is None or not asked.check else asking.by_graph(ways, trace)
     found = found or asking.best(ways)
-    _FOUND.setdefault(model_of(model), {})[_key(inputs)] = found.in_dims
+    _note(model, inputs, found.in_dims)
     return found
 
 
@@ -166,6 +197,19 @@ def _in_lists(call: OnTheInputs, listed: Listed, asked: Asked, is_said: bool) ->
     found.listed = listed
     found.notes.insert(0, f"the batch is found by the check: {listed.names} along the list")
     return found
+
+
+def _found(model: nn.Module, inputs: Sequence[Input]) -> Iterator[Sequence[InDim]]:
+    """The batch dimensions that checks have found for calls like this one, the last one first."""
+    known = _FOUND.get(model_of(model), {}).get(_key(inputs), [])
+    return (each.dims for each in known if each.is_like(inputs))
+
+
+def _note(model: nn.Module, inputs: Sequence[Input], dims: Sequence[InDim]) -> None:
+    """Note the batch dimensions that a check has found."""
+    known = _FOUND.setdefault(model_of(model), {}).setdefault(_key(inputs), [])
+    own = _Known.of(inputs, dims)
+    known[:] = [own, *(each for each in known if each != own)]
 
 
 def _key(inputs: Sequence[Input]) -> Any:

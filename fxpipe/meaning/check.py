@@ -32,6 +32,7 @@ from fxpipe.ir.text import told_apart
 from fxpipe.meaning.as_said import as_said, is_plain
 from fxpipe.meaning.compare import (
     MEAN,
+    Difference,
     Reading,
     difference,
     growing,
@@ -51,10 +52,11 @@ from fxpipe.meaning.sample import (
     batch_size,
     has_fractions,
     part,
+    repeated,
     sampled,
     spread,
 )
-from fxpipe.runtime.microbatch import ANY, LISTED, SUM, Dim
+from fxpipe.runtime.microbatch import ANY, LISTED, SUM, WEIGHTED, Dim
 from fxpipe.trace import checks
 
 # The sizes of the parts: as few rows as show what goes by halves, thirds and fourths of a batch;
@@ -286,7 +288,8 @@ def _checked(
             continue  # any way of putting parts together fits
         verdict.trials = [*(each.of_numbers() for each in verdict.trials), taken]
         trial, count = taken, count + 1
-        for path, found in _but_for_rounding(question, trial):
+        for path, compared in _but_for_rounding(question, trial):
+            found = _told_from_a_mean(question, trial, path, compared)
             if ignored(path):
                 fits[path] = (LISTED,) if is_a_row(path) else _by_shape(trial, path)
                 continue
@@ -310,7 +313,8 @@ def _checked(
         for path in failed.keys() & verdict.trial.whole.keys():
             fits[path] = fits[path] or _by_shape(verdict.trial, path)
     verdict.outputs = {path: _way(ways) for path, ways in fits.items() if ways}
-    verdict.unclear = {path for path, ways in fits.items() if not _is_clear(ways)}
+    told = {problem.path for problem in verdict.problems}
+    verdict.unclear = {path for path, ways in fits.items() if not _is_clear(ways)} - told
     verdict.same = {path for path, ways in fits.items() if ANY in ways}
     return verdict
 
@@ -343,6 +347,54 @@ def _but_for_rounding(
                 yield path, ways
                 continue
         yield path, found
+
+
+def _told_from_a_mean(
+    question: Question, trial: Trial, path: str, found: tuple[Dim, ...] | Problem
+) -> tuple[Dim, ...] | Problem:
+    """How a number is put together that is zero for all parts of a sample but one: what is compared
+    (``found``) does not tell a sum from a mean over the rows that count, as by a mask, of which one
+    part has all::
+
+        rows  [0] [a, b, 0]      sum  0 + (a + b)     mean over those that count  (a + b) / 2
+        row   [a, a, a] [a, a]   sum  3 a + 2 a       mean over those that count   a
+
+    One row of that part is repeated, of which any mean is the same for each number of rows.
+    """
+    if isinstance(found, Problem) or SUM not in found or ANY in found:
+        return found
+    whole, parts = trial.whole[path], [output[path] for output in trial.parts]
+    if not _is_number(whole) or whole.is_meta or not whole.is_floating_point():
+        return found
+    sizes = [abs(part.item()) for part in parts]
+    last = max(range(len(sizes)), key=sizes.__getitem__)
+    if any(
+        size > 2 * tolerance(whole) * sizes[last] for size in (*sizes[:last], *sizes[last + 1 :])
+    ):
+        return found
+    start = sum(trial.sizes[:last])
+    for row in range(start, start + trial.sizes[last]):
+        numbers = [_of_repeated(question, trial, path, row, rows) for rows in (3, 2, 5)]
+        if not all(isinstance(each, Tensor) and each.item() for each in numbers):
+            continue
+        more, less, both = numbers
+        if not difference(both, more + less, sizes[last]):
+            return (SUM,)
+        return _no_mean(path, whole, parts, trial, difference(whole, mean(parts, trial.sizes)))
+    return (SUM, WEIGHTED)
+
+
+def _of_repeated(question: Question, trial: Trial, path: str, row: int, rows: int) -> Any:
+    """What is at a path of the output for one row of a sample, ``rows`` times; None if the model
+    does not take that."""
+    tensors = repeated(trial.tensors, question.dims, row, rows)
+    try:
+        outputs, _ = question.outputs(part(tensors, [None] * len(tensors), 0, 0), rows)
+    except Exception as error:
+        if not is_the_models(error):
+            raise
+        return None
+    return outputs.get(path)
 
 
 def _rounded(question: Question, trial: Trial, seed: int) -> tuple[dict[str, Any], float]:
@@ -638,14 +690,7 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
         return found.dims
     apart = found.difference
     if whole.ndim == 0 and whole.is_floating_point():
-        so, other = told_apart(whole.item(), mean(parts, trial.sizes).item())
-        return Problem(
-            path,
-            f"{path} is neither a mean over the rows nor a sum: it is {so} for {rows} rows "
-            f"made from those of the example, and {other} as the mean of {sizes} of them",
-            is_scalar=True,
-            difference=apart,
-        )
+        return _no_mean(path, whole, parts, trial, apart)
     if any(p.shape != whole.shape for p in parts):
         return Problem(
             path,
@@ -661,4 +706,19 @@ def _tensors(path: str, whole: Tensor, parts: list[Any], trial: Trial) -> tuple[
         remedy="compute it outside of the model, or give chunks=1; a difference that does no harm "
         'is accepted with check="warn", which averages it over the micro-batches, or adds it up '
         'where out_dims says "sum" for it. If the batch is along other dimensions, give in_dims',
+    )
+
+
+def _no_mean(
+    path: str, whole: Tensor, parts: list[Tensor], trial: Trial, apart: Difference | None
+) -> Problem:
+    """The problem of a number that is neither a mean over the rows nor a sum."""
+    sizes = " and ".join(map(str, trial.sizes))
+    so, other = told_apart(whole.item(), mean(parts, trial.sizes).item())
+    return Problem(
+        path,
+        f"{path} is neither a mean over the rows nor a sum: it is {so} for {sum(trial.sizes)} rows "
+        f"made from those of the example, and {other} as the mean of {sizes} of them",
+        is_scalar=True,
+        difference=apart,
     )

@@ -144,16 +144,19 @@ def _uneven_counts(
             continue
         if tensor.layout != torch.strided or tensor.is_complex():
             continue
-        if tensor.is_floating_point():
-            found = [~tensor.isfinite()]
-        elif level == MIXED and tensor.is_cpu:
-            continue
-        else:
-            found = [tensor == end for end in (tensor.min(), tensor.max())]
+        found = [~tensor.isfinite()] if tensor.is_floating_point() else []
+        is_mixed = level == MIXED and tensor.is_cpu
+        if not is_mixed and (not found or _is_mask_of_rows(tensor, dim)):
+            found += [tensor == end for end in (tensor.min(), tensor.max())]
         for each in found:
             count = count_of_rows(each, dim)
             if count.min() < count.max():
                 yield count
+
+
+def _is_mask_of_rows(tensor: Tensor, dim: int) -> bool:
+    """Whether a floating-point tensor has one number for each row, and no fractions."""
+    return tensor.numel() == tensor.shape[dim] and not has_fractions(tensor)
 
 
 def count_of_rows(is_met: Tensor, dim: int) -> Tensor:
@@ -189,6 +192,19 @@ def spread(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int) -> 
         )
         for tensor, dim in zip(tensors, dims, strict=True)
     ]
+
+
+def repeated(tensors: Sequence[Any], dims: Sequence[int | None], row: int, rows: int) -> list[Any]:
+    """One row of each tensor, ``rows`` times; a tensor without a batch dimension as a whole."""
+    found: list[Any] = []
+    for tensor, dim in zip(tensors, dims, strict=True):
+        if isinstance(tensor, Column):
+            found.append(Column([tensor.tensors[row]] * rows))
+        elif dim is None:
+            found.append(tensor)
+        else:
+            found.append(tensor.index_select(dim, torch.full((rows,), row, device=tensor.device)))
+    return found
 
 
 def part(
@@ -290,8 +306,9 @@ def _with_one_other_row(rows: Tensor, dim: int, draw: torch.Generator) -> Tensor
 def _exchanged(rows: Tensor, example: Tensor, dim: int, draw: torch.Generator) -> Tensor:
     """Integers and flags, each replaced by one that is drawn from all of the example's.
 
-    On an accelerator, where an index out of range makes the process unusable, each is replaced by
-    the one that another row has at the same place.
+    Where each row has one of them, the first row and the last one have different ones: by a label
+    that few rows have a loss may weigh them. On an accelerator, where an index out of range makes
+    the process unusable, each is replaced by the one that another row has at the same place.
     """
     if example.device.type != "cpu":
         batch = example.shape[dim]
@@ -304,4 +321,10 @@ def _exchanged(rows: Tensor, example: Tensor, dim: int, draw: torch.Generator) -
         if rows.is_floating_point() or flat[0] < 0:
             return rows
         return rows + torch.randint(2, rows.shape, generator=draw).to(rows.dtype)
-    return flat[torch.randint(flat.numel(), rows.shape, generator=draw)]
+    found = flat[torch.randint(flat.numel(), rows.shape, generator=draw)]
+    if rows.numel() == rows.shape[dim] > 1:  # a label or a weight for each row
+        few = torch.unique(flat)
+        some = few[torch.randperm(len(few), generator=draw)[:2]]
+        found.select(dim, 0).copy_(some[0])
+        found.select(dim, -1).copy_(some[-1])
+    return found

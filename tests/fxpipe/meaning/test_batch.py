@@ -309,3 +309,24 @@ def test_no_other_one_is(rows, chunks):
     with warnings.catch_warnings(), fxpipe.compile(OfPairs(), ["cpu"] * 2, chunks=chunks) as pipe:
         warnings.simplefilter("error", fxpipe.BatchWarning)
         pipe(torch.randn(rows, 4))
+
+
+class TimeStep(nn.Module):
+    """``t`` is one number for all rows, of shape (1,), or one for each of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.emb, self.b = nn.Linear(6, 16), nn.Embedding(10, 16), nn.Linear(16, 6)
+
+    def forward(self, x, t):
+        return self.b((self.a(x) + self.emb(t)).relu())
+
+
+@pytest.mark.parametrize("rows", [4, 8])  # as many rows as micro-batches, and more
+def test_one_value_for_all_rows_may_be_one_for_each_of_them_in_another_call(rows):
+    model = TimeStep()
+    x, one, each = torch.randn(rows, 6), torch.tensor([3]), torch.arange(rows)
+    pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=4)
+    for t in (one, each, one, each):
+        torch.testing.assert_close(pipe(x, t), model(x, t))
+    assert len(pipe.compilations) == 2
