@@ -362,9 +362,10 @@ class Asking:
         labels = [(each.name, i) for i, each in enumerate(self.inputs) if each.name.isidentifier()]
         with LabelsLeftOut() as left_out:
             own = of_own_values(self.runs.output_of, self.tensors, dims)
+        trials, loss, weigh = [*own, *verdict.trials], self.runs.loss, self._weigh
         conditions = list(left_out.conditions)
-        trials = [*own, *verdict.trials]
-        return remedy(trials, self.runs.loss, labels, self._weigh, dims, conditions=conditions)
+        weight = None if left_out.weight is None else ("weight", left_out.weight)
+        return remedy(trials, loss, labels, weigh, dims, conditions=conditions, weight=weight)
 
     def _once_masked(self, dims: InDims, verdict: Verdict) -> str:
         """The ``loss_weight`` that a loss needs once some labels are IGNORED; "" if it needs none.

@@ -52,7 +52,7 @@ from fxpipe.meaning.sample import (
     batch_size,
     has_fractions,
     part,
-    repeated,
+    picked,
     sampled,
     spread,
 )
@@ -387,9 +387,8 @@ def _told_from_a_mean(
 def _of_repeated(question: Question, trial: Trial, path: str, row: int, rows: int) -> Any:
     """What is at a path of the output for one row of a sample, ``rows`` times; None if the model
     does not take that."""
-    tensors = repeated(trial.tensors, question.dims, row, rows)
     try:
-        outputs, _ = question.outputs(part(tensors, [None] * len(tensors), 0, 0), rows)
+        outputs, _ = question.outputs(picked(trial.tensors, question.dims, [row] * rows), rows)
     except Exception as error:
         if not is_the_models(error):
             raise

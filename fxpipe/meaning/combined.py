@@ -10,7 +10,7 @@ from torch import Tensor
 from fxpipe.ir.errors import is_the_models
 from fxpipe.meaning.check import Trial
 from fxpipe.meaning.compare import tolerance
-from fxpipe.meaning.sample import part
+from fxpipe.meaning.sample import picked
 
 _ROWS = 4
 
@@ -30,23 +30,28 @@ def is_mean_plus_sum(
     """Whether a loss, at ``path`` among outputs, is a mean over the rows plus a sum over them.
 
     For rows a and b, of which each has a term of the mean and one of the sum, ``loss(a) + loss(b)``
-    is more than ``loss(a and b)`` by half of the terms of the mean. So it is known from two pairs
-    of rows what the loss of all four has to be.
+    is more than ``loss(a and b)`` by half of the terms of the mean. So pairs of rows tell all terms
+    of the mean, and these what the loss of the whole sample has to be.
     """
-    if sum(trial.sizes) < _ROWS:
+    rows = sum(trial.sizes)
+    if rows < _ROWS:
         return False
 
-    def of(first: int, last: int) -> float:
-        rows = last + 1 - first
-        return float(loss(part(trial.tensors, dims, first, rows)))
+    def of(*chosen: int) -> float:
+        return float(loss(picked(trial.tensors, dims, chosen)))
+
+    def terms(one: int, other: int) -> float:
+        return 2 * (single[one] + single[other] - of(one, other))
 
     try:
-        single = [of(row, row) for row in range(_ROWS)]
-        halves = sum(single) - of(0, 1) - of(2, 3)
-        whole = of(0, 3)
+        single = [of(row) for row in range(rows)]
+        first = (terms(0, 1) + terms(0, 2) - terms(1, 2)) / 2
+        averaged = first + sum(terms(0, row) - first for row in range(1, rows))
+        whole = of(*range(rows))
     except Exception as error:
         if not is_the_models(error):
             raise
         return False  # it takes no single row, say
-    apart = abs(sum(single) - 1.5 * halves - whole)
-    return apart <= tolerance(trial.whole[path]) * sum(map(abs, single))
+    added = sum(single) - averaged
+    allowed = tolerance(trial.whole[path]) * sum(map(abs, single))
+    return abs(added) > allowed and abs(averaged / rows + added - whole) <= allowed

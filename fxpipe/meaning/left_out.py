@@ -104,11 +104,12 @@ class LabelCondition:
 
 class LabelsLeftOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that notes, in ``conditions``, by what the losses called in it may tell which
-    labels count."""
+    labels count, and in ``weight`` by how much."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.conditions: dict[LabelCondition, None] = {}  # in the order in which they were met
+        self.weight: Tensor | None = None  # by which a cross entropy weighs the classes
 
     def __torch_dispatch__(
         self,
@@ -118,6 +119,8 @@ class LabelsLeftOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self.conditions.update(dict.fromkeys(_conditions_of(function, args, kwargs or {})))
+        if function in _NLL and args[2] is not None and not args[2].is_meta:
+            self.weight = args[2].detach()
         return function(*args, **(kwargs or {}))
 
 
@@ -125,9 +128,10 @@ def _conditions_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[LabelCondition]:
     if function in _NLL:
-        *_, reduction, label = args
+        *_, weight, reduction, label = args
         if reduction == _MEAN:
             yield LabelCondition("eq", label, is_sure=True)
+            yield from (LabelCondition("eq", each) for each in _weighted_apart(weight))
     elif function in _COMPARING:
         same, number, other = _COMPARING[function], _number(args[1]), args[0]
         if number is None:
@@ -147,6 +151,15 @@ def _conditions_of(
             given = kwargs.get(name, args[place] if place and len(args) > place else None)
             if (number := _number(given)) is not None:
                 yield LabelCondition(same, number)
+
+
+def _weighted_apart(weight: Any) -> list[int]:
+    """The classes that do not weigh as most others do."""
+    if not isinstance(weight, Tensor) or weight.is_meta or not weight.numel():
+        return []
+    usual = weight.mode().values
+    found: list[int] = (weight != usual).nonzero().flatten()[:MOST].tolist()
+    return found
 
 
 def _number(value: Any) -> float | None:

@@ -24,7 +24,7 @@ from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_d
 from fxpipe.meaning.listed import Column, Listed, is_column
 from fxpipe.meaning.runs import is_taken
 from fxpipe.meaning.said import named_inputs
-from fxpipe.meaning.sample import GIVEN, batch_size, part
+from fxpipe.meaning.sample import GIVEN, batch_size, part, picked
 from fxpipe.meaning.weights import (
     Weigh,
     dim_of,
@@ -229,12 +229,7 @@ class _LossOfTarget:
         lightest = weights.count(min(weights, default=0.0))
         if lightest == rows:
             return []
-        tensors = [
-            tensor
-            if dim is None
-            else tensor.index_select(dim, torch.tensor(order, device=tensor.device))
-            for tensor, dim in zip(self.tensors, self.dims, strict=True)
-        ]
+        tensors = picked(self.tensors, self.dims, order)
         trial = Trial((lightest, rows - lightest), GIVEN, tensors, {}, [])
         return taken(lambda tensors: self.run(tensors)[0], trial, self.dims)
 
@@ -269,7 +264,10 @@ class _LossOfTarget:
         own = of_own_values(lambda tensors: self.run(tensors)[0], self.tensors, self.dims)
         trials = [*own, *verdict.trials]
         conditions = list(self.left_out.conditions)
-        return remedy(trials, LOSS, labels, self.weigh, self.dims, True, conditions)
+        weight = self.left_out.weight
+        name = "weight" if getattr(self.loss, "weight", None) is None else "loss_fn.weight"
+        known = None if weight is None else (name, weight)
+        return remedy(trials, LOSS, labels, self.weigh, self.dims, True, conditions, known)
 
     def may_leave_out(self) -> Iterator[LabelCondition]:
         """By what the loss may tell which labels count; nothing where that has been told."""

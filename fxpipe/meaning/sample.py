@@ -184,26 +184,21 @@ def _rows_of(column: Column, order: Sequence[int], level: str, draw: torch.Gener
 
 def spread(tensors: Sequence[Tensor], dims: Sequence[int | None], rows: int) -> list[Tensor]:
     """``rows`` rows of each tensor as they are, from all over the example."""
-    return [
-        tensor
-        if dim is None
-        else tensor.index_select(
-            dim, torch.arange(rows, device=tensor.device) * tensor.shape[dim] // rows
-        )
-        for tensor, dim in zip(tensors, dims, strict=True)
-    ]
+    batch = batch_size(tensors, dims) or 0
+    return picked(tensors, dims, [i * batch // rows for i in range(rows)])
 
 
-def repeated(tensors: Sequence[Any], dims: Sequence[int | None], row: int, rows: int) -> list[Any]:
-    """One row of each tensor, ``rows`` times; a tensor without a batch dimension as a whole."""
+def picked(tensors: Sequence[Any], dims: Sequence[int | None], rows: Sequence[int]) -> list[Any]:
+    """The rows of each tensor with these numbers, of which some may be one row, in their order; a
+    tensor without a batch dimension as a whole. All are copies, as those of :func:`part`."""
     found: list[Any] = []
     for tensor, dim in zip(tensors, dims, strict=True):
         if isinstance(tensor, Column):
-            found.append(Column([tensor.tensors[row]] * rows))
+            found.append(Column([tensor.tensors[row] for row in rows]).clone())
         elif dim is None:
-            found.append(tensor)
+            found.append(tensor.clone())
         else:
-            found.append(tensor.index_select(dim, torch.full((rows,), row, device=tensor.device)))
+            found.append(tensor.index_select(dim, torch.tensor(rows, device=tensor.device)))
     return found
 
 

@@ -139,6 +139,7 @@ def remedy(
     dims: Sequence[int | None],
     of_target: bool = False,
     conditions: Sequence[LabelCondition] = (),
+    weight: tuple[str, Tensor] | None = None,
 ) -> str:
     """The ``loss_weight`` with which the losses of the parts give the loss of the whole in each of
     several samples, as code that the user can write; "" if there is none. Of several that do, one
@@ -151,6 +152,7 @@ def remedy(
         weigh: makes the function for a micro-batch's weight from a ``loss_weight``.
         of_target: whether the tensors are parts of the target.
         conditions: by what the loss may tell which values count.
+        weight: those of the classes in a cross entropy, and what the user's code calls them.
     """
     found: list[tuple[bool, float, str]] = []
     for name, place in named:
@@ -158,7 +160,7 @@ def remedy(
         first = values[0]
         if first.is_meta or first.is_complex() or first.layout != torch.strided:
             continue
-        for each in _Remedies(name, values, of_target, conditions):
+        for each in _Remedies(name, values, of_target, conditions, weight):
             farthest = _farthest(trials, path, weigh(each.function), dims)
             if farthest is not None:
                 found.append((each.is_guess, farthest, each.code))
@@ -184,6 +186,7 @@ class _Remedies:
         values: the tensor in several samples.
         of_target: whether it is a part of the target, and no argument of the model.
         conditions: by what the loss may tell which values count.
+        weight: those of the classes in a cross entropy, and what the user's code calls them.
     """
 
     def __init__(
@@ -192,8 +195,9 @@ class _Remedies:
         values: Sequence[Tensor],
         of_target: bool,
         conditions: Sequence[LabelCondition],
+        weight: tuple[str, Tensor] | None,
     ) -> None:
-        self.name, self.conditions = name, conditions
+        self.name, self.conditions, self.weight = name, conditions, weight
         self.has_dims = values[0].ndim > 0
         self.tensor = torch.cat([each.flatten() for each in values])
         self.is_argument = not of_target and name != ""
@@ -202,6 +206,7 @@ class _Remedies:
 
     def __iter__(self) -> Iterator[_Remedy]:
         if self.is_integer and self.tensor.numel():
+            yield from self._weighted_classes()
             yield from self._labels()
         if self.has_ignored:
             return
@@ -232,6 +237,16 @@ class _Remedies:
                 given = ", ".join(named + ["shifted=True"] * shifted)
                 function = tokens(self.name or "labels", ignore_index=label, shifted=shifted)
                 yield _Remedy(f"fxpipe.loss_weight.tokens({given})", function, is_guess)
+
+    def _weighted_classes(self) -> Iterator[_Remedy]:
+        """The sum of the weights of the labels' classes, by which a cross entropy divides."""
+        known = self.tensor[self.tensor != IGNORED]
+        if self.weight is None or not known.numel():
+            return
+        said, weight = self.weight
+        if int(known.amin()) >= 0 and int(known.amax()) < len(weight):
+            labels = f"{{0}}[{{0}} != {IGNORED}]" if self.has_ignored else "{0}"
+            yield self._of(f"{said}[{labels}].sum()", functools.partial(_weigh_classes, weight))
 
     def _observed(self) -> _Remedy:
         if isinstance(self.name, int):
@@ -269,6 +284,10 @@ _SIGNS: dict[str, dict[str, Callable[..., Tensor]]] = {
 
 def _add(values: Tensor) -> Tensor:
     return values.sum(dtype=torch.float64)
+
+
+def _weigh_classes(weight: Tensor, labels: Tensor) -> Tensor:
+    return weight.to(labels.device)[labels[labels != IGNORED]].sum(dtype=torch.float64)
 
 
 def _count(compare: Callable[..., Tensor], number: float, values: Tensor) -> Tensor:

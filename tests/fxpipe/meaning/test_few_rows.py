@@ -112,3 +112,32 @@ def test_a_models_own_mean_over_few_rows_is_told_of(count):
         pipe = fxpipe.compile(ItsOwnLoss(), ["cpu"] * 2, chunks=4)
         with pytest.warns(BatchWarning, match="loss_weight"), pipe:
             pipe.step(x, mask.long())
+
+
+@pytest.mark.parametrize("weight", [[1.0, 9.0], [1.0, 1.0, 1.0, 9.0, 1.0, 1.0]])
+def test_a_cross_entropy_with_weights_of_classes_is_told_of_with_the_weight_that_it_needs(weight):
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor(weight))
+    pattern = r"lambda target: loss_fn.weight\[target\].sum"
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, len(weight)))
+        x, y = torch.randn(ROWS, 6), torch.randint(len(weight), (ROWS,))
+        y[torch.rand(ROWS) < 0.6] = 0
+        y[seed] = weight.index(9.0)
+        pipe = fxpipe.compile(model, ["cpu"] * 2, chunks=4, loss_fn=loss_fn)
+        with pytest.warns(BatchWarning, match=pattern), pipe:
+            pipe.step(x, target=y)
+        options = {"loss_weight": lambda target: loss_fn.weight[target].sum()}
+        with fxpipe.compile(model, ["cpu"] * 2, chunks=4, loss_fn=loss_fn, **options) as pipe:
+            torch.testing.assert_close(pipe.step(x, target=y), loss_fn(model(x), y))
+
+
+def test_a_mean_plus_a_sum_is_told_from_a_mean_with_weights():
+    def both(out, target):
+        return out.square().mean() + out.abs().sum()
+
+    x, target = batch(4, 0)
+    assert any("plus a sum" in text for text in stepped(both, x, target)[2])
+    for seed in range(6):
+        x, target = batch(4, seed)
+        assert not any("plus a sum" in text for text in stepped(masked_mean, x, target)[2])
