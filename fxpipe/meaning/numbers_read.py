@@ -1,4 +1,5 @@
-"""Numbers that a loss reads, which may change long after the loss has been checked.
+"""Numbers, texts and functions that a loss reads, which may change long after the loss has been
+checked.
 
 ::
 
@@ -9,14 +10,17 @@
 The check of the first mini-batch sees a plain mean over the rows. Once such a number is another
 one, the loss is to be checked again. A schedule may move it a little in each step, so that only a
 number that is no longer zero, or has changed by a factor of two, counts: checks then grow in number
-as a logarithm does.
+as a logarithm does. A text (``reduction="sum"``), or a function in the place of another, counts as
+another number.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import numbers
 import types
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,8 +34,12 @@ MOST = 256
 _LINKS = 512
 """How many objects are followed to find them."""
 _FEW = 32
-"""How many elements a list or dict of numbers has at most."""
+"""How many elements a list or dict of numbers has at most, and letters a text."""
+_KINDS = 256
+"""How many texts or functions are told apart, so that one which changes in each step costs no more
+checks than that."""
 
+_SEQUENCES = list, tuple, deque, set, frozenset
 _CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 
 Getter = Callable[[], Any]
@@ -39,9 +47,10 @@ _Child = tuple[Any, Getter]  # a value, and what gives the value that is in its 
 
 
 class NumbersRead:
-    """The numbers that functions and modules can read: attributes, globals, variables of closures,
-    default arguments, entries of dicts and lists, and tensors of one real number. It is known by
-    the names in their code which attributes and globals they read.
+    """The numbers that functions and modules can read: attributes, properties, globals, variables
+    of closures, default arguments, entries of dicts, lists and sets, and tensors of one real
+    number; with short texts and functions in these places. It is known by the names in their code
+    which attributes and globals they read.
 
     Args:
         roots: the functions and modules.
@@ -139,9 +148,12 @@ class _WalkToNumbers:
 
     def _meet(self, value: Any, get: Getter) -> None:
         """Take note of a value: it is a number, or may lead to some."""
-        if is_number(value) or value is None:
+        if is_number(value) or value is None or _is_text(value):
             self.reads.append(lambda: _number(get()))
-        elif is_real_number(value):
+            return
+        if isinstance(value, types.FunctionType):
+            self.reads.append(lambda: _number(get()))
+        if is_real_number(value):
             self.reads.append(TensorRead(get))
         elif id(value) not in self._seen and _may_lead_on(value):
             self._seen.add(id(value))
@@ -161,8 +173,11 @@ class _WalkToNumbers:
             yield from _elements(value.args)
         elif isinstance(value, Mapping):
             yield from _entries(value, self.names)
-        elif isinstance(value, list | tuple):
-            yield from _elements(value)
+        elif isinstance(value, property):
+            yield value.fget, lambda: value.fget
+        elif isinstance(value, _SEQUENCES):
+            self.links.append((len(value), lambda: len(value)))
+            yield from _elements([*value], lambda: [*value])
         elif isinstance(value, types.ModuleType | type):
             yield from self._attributes(value)
         else:
@@ -280,8 +295,12 @@ def buffers_read(model: nn.Module) -> list[TensorRead]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number of Python's, or a flag."""
-    return isinstance(value, int | float)
+    """Whether a value is a real number of Python's or NumPy's, or a flag."""
+    return isinstance(value, numbers.Real)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _FEW
 
 
 def is_real_number(value: Any) -> bool:
@@ -302,6 +321,13 @@ def numbers_in(values: Sequence[Any]) -> list[float | None]:
 
 
 def _number(value: Any) -> float | None:
+    """The number that a value is, or one that stands for a text or for what a function does: others
+    have another order of magnitude."""
+    code = value.__code__.co_code if isinstance(value, types.FunctionType) else None
+    if isinstance(value, str):
+        code = value.encode()
+    if code is not None:
+        return math.ldexp(1.0, zlib.crc32(code) % _KINDS)
     try:
         return float(value) if is_number(value) else None
     except OverflowError:  # an integer that is too large
@@ -357,8 +383,10 @@ def _may_lead_on(value: Any) -> bool:
         return not is_ours(value.__code__.co_filename)
     if isinstance(value, types.ModuleType):
         return _is_a_users(getattr(value, "__file__", None) or "")
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         return len(value) <= _FEW
+    if isinstance(value, property):
+        return value.fget is not None
     if isinstance(value, Tensor):
         return False
     return isinstance(value, functools.partial | Mapping) or hasattr(value, "__dict__")

@@ -7,7 +7,9 @@ import math
 import time
 import types
 import warnings
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,6 +168,68 @@ def of_nothing():
     return loss_fn, change
 
 
+class Named:
+    """A loss that is told by words what to do."""
+
+    def __init__(self):
+        self.phase, self.parts, self.hidden = "autoencoder", set(), 0.0
+        self.queue, self.more = deque([0.0]), _nothing
+
+    @property
+    def beta(self):
+        return self.hidden
+
+
+def _nothing(output):
+    return 0.0
+
+
+def _squares(output):
+    return 0.5 * output["mu"].square().sum()
+
+
+def of_text():
+    own = Named()
+    return (
+        lambda o, x: loss_of(o, x, 0.5 if own.phase == "both" else 0.0),
+        lambda v: setattr(own, "phase", "both" if v else "autoencoder"),
+    )
+
+
+def of_set():
+    own = Named()
+    return (
+        lambda o, x: loss_of(o, x, 0.5 if "squares" in own.parts else 0.0),
+        lambda v: own.parts.add("squares") if v else own.parts.clear(),
+    )
+
+
+def of_property():
+    own = Named()
+    return lambda o, x: loss_of(o, x, own.beta), lambda v: setattr(own, "hidden", v)
+
+
+def of_queue():
+    own = Named()
+    return lambda o, x: loss_of(o, x, own.queue[-1]), own.queue.append
+
+
+def of_numpy():
+    settings = {"beta": np.float32(0)}
+    return (
+        lambda o, x: loss_of(o, x, float(settings["beta"])),
+        lambda v: settings.update(beta=np.float32(v)),
+    )
+
+
+def of_another_function():
+    own = Named()
+    return (
+        lambda o, x: loss_of(o, x, 0.0) + own.more(o),
+        lambda v: setattr(own, "more", _squares if v else _nothing),
+    )
+
+
 KINDS = [each for name, each in list(globals().items()) if name.startswith("of_")]
 
 
@@ -199,6 +263,16 @@ def test_a_number_that_is_zero_no_more_is_noticed_wherever_the_loss_reads_it(kin
         assert "the loss is neither a mean over the rows nor a sum" in text
         assert told(lambda: pipe.step(X, target=X)) == []
     change(0.0)
+
+
+def test_the_reduction_of_a_loss_is_noticed():
+    loss_fn = nn.MSELoss()
+    model = nn.Linear(4, 4)
+    with fxpipe.compile(model, ["cpu"], chunks=4, schedule="1f1b", loss_fn=loss_fn) as pipe:
+        assert told(lambda: pipe.step(X, target=X)) == []
+        loss_fn.reduction = "sum"
+        (text,) = told(lambda: pipe.step(X, target=X))
+        assert "the loss is a sum over the rows by now" in text
 
 
 def loss_with_beta_in_the_target(output, target):
