@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxpipe.ir.errors import is_the_models
 from fxpipe.meaning.check import Trial
-from fxpipe.meaning.compare import tolerance
+from fxpipe.meaning.compare import difference, tolerance
 from fxpipe.meaning.sample import picked
 
 _ROWS = 4
@@ -22,6 +22,15 @@ def may_be_weighted(trial: Trial, path: str) -> bool:
     parts = [output[path].item() for output in trial.parts]
     allowed = tolerance(whole) * max(map(abs, parts))
     return bool(min(parts) - allowed <= whole.item() <= max(parts) + allowed)
+
+
+def is_another_each_time(
+    loss: Callable[[list[Tensor]], Any], trial: Trial, dims: Sequence[int | None]
+) -> bool:
+    """Whether a loss is another number when it is computed of the same sample again."""
+    rows = range(sum(trial.sizes))
+    first, again = (loss(picked(trial.tensors, dims, rows)) for _ in range(2))
+    return bool(difference(first, again))
 
 
 def is_mean_plus_sum(

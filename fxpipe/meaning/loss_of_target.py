@@ -18,7 +18,7 @@ from fxpipe.meaning.asked import Asked, refuse
 from fxpipe.meaning.asking import Asking
 from fxpipe.meaning.candidates import rows_in
 from fxpipe.meaning.check import OWN, Question, Trial, Verdict, check, of_own_values, taken
-from fxpipe.meaning.combined import is_mean_plus_sum, may_be_weighted
+from fxpipe.meaning.combined import is_another_each_time, is_mean_plus_sum, may_be_weighted
 from fxpipe.meaning.errors import BatchWarning
 from fxpipe.meaning.left_out import LabelCondition, LabelsLeftOut, whatever_it_does
 from fxpipe.meaning.listed import Column, Listed, is_column
@@ -238,11 +238,13 @@ class _LossOfTarget:
         problem, trial = verdict.problems[0], verdict.trial
         if trial is None:
             return messages.across(problem, self.named, of_loss_fn=True)
-        by = self._remedy(verdict)
 
         def loss(tensors: list[Tensor]) -> Any:
             return self.run_apart(tensors)[0] if self.out_dims else self.run(tensors)[0]
 
+        if is_another_each_time(loss, trial, self.dims):
+            return messages.another_each_time()
+        by = self._remedy(verdict)
         return messages.across(
             problem,
             self.named,

@@ -260,6 +260,17 @@ def unknown_loss(verdict: Verdict) -> str:
     )
 
 
+def another_each_time() -> str:
+    """The warning for a ``loss_fn`` that cannot be compared with itself."""
+    return (
+        "loss_fn gives another number each time it is called with the same rows, since it draws "
+        "random numbers, or counts its calls, say. So it cannot be checked whether the losses of "
+        "micro-batches make that of the whole batch; they are averaged over the rows. Give "
+        'loss_weight="rows" if the loss is a mean over the rows, "sum" if it is a sum, or a '
+        "function of the target that says by how much each micro-batch counts"
+    )
+
+
 def put_together_anew(path: str, was_sum: bool) -> str:
     """The warning for a mean over the rows that has become a sum, or the other way round."""
     before, now = ("sum", "mean") if was_sum else ("mean", "sum")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.meaning.errors import BatchError
+from fxpipe.meaning.errors import BatchError, BatchWarning
 from tests.zoo import gradients
 
 TWO = ["cpu", "cpu"]
@@ -162,3 +163,31 @@ def test_the_loss_may_be_a_part_of_an_object():
     model, inputs = Boxed(), batch()
     with fxpipe.compile(model, TWO, chunks=3) as pipe:
         torch.testing.assert_close(pipe.step(*inputs), model(*inputs).loss.detach())
+
+
+class Counting:
+    """A loss whose second term grows with the number of its calls."""
+
+    calls = 0
+
+    def __call__(self, out, target):
+        self.calls += 1
+        return (out - target).square().mean() + self.calls / 100 * out.square().mean()
+
+
+def drawing(out, target):
+    return ((out - target) * (torch.rand_like(out) > 0.5)).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [Counting(), drawing], ids=["counting", "drawing"])
+def test_a_loss_that_is_another_one_each_time_is_said_to_be_that(loss_fn):
+    torch.manual_seed(0)
+    x = torch.randn(12, 6)
+    pipe = fxpipe.compile(nn.Linear(6, 6), ["cpu"], chunks=3, loss_fn=loss_fn)
+    with pytest.warns(BatchWarning, match="another number each time"), pipe:
+        pipe.step(x, target=x)
+    options = {"loss_fn": loss_fn, "loss_weight": "rows"}
+    pipe = fxpipe.compile(nn.Linear(6, 6), ["cpu"], chunks=3, **options)
+    with warnings.catch_warnings(), pipe:
+        warnings.simplefilter("error", BatchWarning)
+        pipe.step(x, target=x)
